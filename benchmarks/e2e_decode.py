@@ -114,8 +114,9 @@ def fill(model: Any, device: str) -> Any:
                 new = torch.full(p.shape, float(name != "bias"), dtype=p.dtype, device=device)
                 new = new if p.dim() == 1 else new.normal_(0, p.shape[-1] ** -0.5)
                 m.register_parameter(name, torch.nn.Parameter(new, requires_grad=False))
-    with torch.device(device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are computed
+    if getattr(model.model, "rotary_emb", None) is not None:
+        with torch.device(device):
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are computed
     model.tie_weights()
     return model
 

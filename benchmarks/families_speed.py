@@ -2,9 +2,9 @@
 
     python benchmarks/families_speed.py [--out FILE] [--launches] [FAMILY ...]
 
-Random weights, 4 bits g128, vocabulary 8,192. Share: bytes of weights that a step touches (experts by their share, the
-embedding left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of 1,000
-tokens, warm. A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and
+Random weights, 4 bits g128 (NARROW: g64), vocabulary 8,192. Share: bytes of weights that a step touches (experts by their
+share, the embedding left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of
+1,000 tokens, warm. A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and
 numbers of the kernels of one step, and the tokens drawn, for comparing two trees.
 """
 
@@ -93,6 +93,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_
     | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4},
 }
 NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
+NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2")  # whose layers are no multiple of 128 wide: groups of 64
 STEPS, PROMPT = 200, 1000
 
 
@@ -102,7 +103,8 @@ def model_of(family: str, device: str) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
     model.generation_config.eos_token_id = None
-    model = quantized_model(model, "4g128", torch.float16, device)
+    variant = "4g64" if family in NARROW else "4g128"
+    model = quantized_model(model, variant, torch.float16, device)
     for name, b in list(model.named_buffers()):
         if b.is_meta:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]

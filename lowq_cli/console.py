@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,6 +24,7 @@ PLAIN_STEPS = 10  # progress lines in a log file
 _errors: TextIO | None = None  # where errors go once everything else is silenced
 json_is_out = False  # whether this run has printed its one JSON object
 quiet = False  # whether only results and errors are printed: --quiet
+WIDE = 100  # columns from which a bar may be long
 NARROWEST = 8  # columns in which a text of a table may still be broken over lines
 
 
@@ -49,7 +50,13 @@ def visible(text: str) -> str:
 def say(message: str) -> None:
     """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
     if not quiet:
-        print(_broken(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        _print(_broken(visible(message), sys.stderr), sys.stderr)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """A line for the person. Where it cannot be written, as the reader died or its disk is full, the work goes on."""
+    with suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 def _broken(line: str, stream: TextIO) -> str:
@@ -62,7 +69,7 @@ def _broken(line: str, stream: TextIO) -> str:
 
 def page(text: str) -> None:
     """Lines for the person that are laid out already, on stderr."""
-    print(visible(text), file=sys.stderr, flush=True)
+    _print(visible(text), sys.stderr)
 
 
 def warn(message: str) -> None:
@@ -71,15 +78,16 @@ def warn(message: str) -> None:
 
     if quiet:
         return
-    stderr().print(
-        f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
-    )  # a log's lines stay whole
+    with suppress(OSError):
+        stderr().print(
+            f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
+        )  # a log's lines stay whole
 
 
 def fail(message: str) -> None:
     """The one line of an error; on a terminal too narrow for it, broken between words."""
     stream = sys.stderr if _errors is None else _errors
-    print(_broken(f"lowq: {visible(message)}", stream), file=stream, flush=True)
+    _print(_broken(f"lowq: {visible(message)}", stream), stream)
 
 
 def only_errors() -> None:
@@ -223,11 +231,25 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
     if not stderr().is_terminal:
         yield _plain_progress(label, total)
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
-    what, note = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[note]}", markup=False)
-    times = TaskProgressColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn()
-    with Progress(what, BarColumn(bar_width=28), *times, note, console=stderr(), transient=True) as bar:
+    def whole(kind: Callable[..., ProgressColumn], *args: str, **how: int) -> ProgressColumn:
+        return kind(*args, **how, table_column=Column(no_wrap=True, min_width=how.get("bar_width", 3)))
+
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what a terminal has no room for is cut from the note
+    columns = [whole(TextColumn, "[bold]{task.description}"), whole(BarColumn, bar_width=28 if stderr().width > WIDE else 10)]
+    columns += [whole(TaskProgressColumn), whole(TimeElapsedColumn), whole(TextColumn, "eta"), whole(TimeRemainingColumn)]
+    columns += [TextColumn("{task.fields[note]}", markup=False, table_column=rest)]
+    with Progress(*columns, console=stderr(), transient=True, expand=True) as bar:
         task = bar.add_task(label, total=total, note="")
         yield lambda done, note: bar.update(task, completed=done, note=visible(note))
 

@@ -13,6 +13,7 @@ import io
 import os
 import pkgutil
 import re
+import shlex
 import sys
 import threading
 import traceback
@@ -120,6 +121,20 @@ def _with_quiet(function: Callable[..., None]) -> Callable[..., None]:
 _add_commands()
 
 
+VALUES = {
+    r"Input should be a valid integer.*": "a whole number is needed",
+    r"Input should be a valid number.*": "a number is needed",
+    r"Input should be a valid boolean.*": "yes or no is needed",
+    r"Input should be greater than or equal to (\S+)": r"\1 or more is needed",
+    r"Input should be less than or equal to (\S+)": r"\1 or less is needed",
+    r"Input should be greater than (\S+)": r"more than \1 is needed",
+    r"Input should be less than (\S+)": r"less than \1 is needed",
+    r"Input should be a finite number": "a finite number is needed",
+    r"Input should be (.*)": r"\1 is needed",
+}
+EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", re.I)
+
+
 def _fail(message: str, code: int) -> int:
     """Report an error in the form asked for: one line on stderr, and with --json one object on stdout, if none is there yet."""
     if os.environ.get("LOWQ_DEBUG"):
@@ -204,6 +219,20 @@ def _run() -> int:
         return _fail(f"internal error, please report it: {what.splitlines()[0]} (details: LOWQ_DEBUG=1)", EXIT_OUR_BUG)
 
 
+def _in_plain_words(text: str) -> str:
+    """What Typer's library of types says of a value, as this field says it."""
+    for said, plain in VALUES.items():
+        text = re.sub(said, plain, text)
+    if "'--bits'" in text and "whole number" in text:
+        text += " (a mean of several widths: --bpw)"
+    if found := EXTRA.match(text):
+        given = shlex.quote(found[1])
+        text = f"one argument too many: {found[1]}" + (
+            f"; a text is given as --prompt {given}" if "generate" in sys.argv else ""
+        )
+    return text
+
+
 def _mistyped(e: Any) -> int:
     """A flag or command that does not exist or has no such value: the line, and where help is; all help for a bare `lowq`."""
     if type(e).__name__ == "NoArgsIsHelpError":
@@ -212,6 +241,7 @@ def _mistyped(e: Any) -> int:
     text = " ".join(e.format_message().split()).rstrip(".")
     if near := getattr(e, "possibilities", None):  # the likeliest one, as for a command
         text = f"no such option: {e.option_name}. Did you mean {near[0]}?"
+    text = _in_plain_words(text)
     path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"
     way_out = f" See: {path} --help" if text.endswith("?") else f"; see: {path} --help"
     return _fail(text[:1].lower() + text[1:] + way_out, EXIT_USAGE)

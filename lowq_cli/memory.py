@@ -1,4 +1,4 @@
-"""Memory: what this process holds, has held at most, and may still take."""
+"""Memory: what this process holds, has held at most, and may still take; and whether others keep the processors busy."""
 
 import os
 import sys
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+BUSY = 1.2  # processes that want to run, for each processor: from here on some wait
 
 
 def available_memory() -> int | None:
@@ -25,6 +27,15 @@ def available_memory() -> int | None:
         return min(free, max(0, limit - used + cache))
     except (OSError, ValueError, KeyError):  # no such limit ("max" is no number)
         return free
+
+
+def others_at_work() -> str:
+    """Where other work keeps the processors busy, so that times mean little: what to say of it; "" where it does not."""
+    try:
+        load, processors = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    except (OSError, AttributeError):
+        return ""
+    return f"load {load:.1f} on {processors} processors" if load > BUSY * processors else ""
 
 
 def current_rss() -> int:

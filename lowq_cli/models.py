@@ -11,7 +11,7 @@ from lowq_packers.lazy import torch
 class CausalModel(Protocol):
     """A causal language model. Called with input_ids (B, T), it answers with an object that has logits (B, T, V).
 
-    config: transformers' config object, or `files.family_config.Config`.
+    config: transformers' config object, or `arch.config.Config`.
     """
 
     config: Any

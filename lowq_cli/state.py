@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lowq_packers.regular import MAX_CONFIG, read_text
 LAST = "last.json"
 EXPORTS = "exports.json"
 OWNER = "lowq-run"  # in an unfinished folder: whose it is
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REMEMBERED = 100  # checkpoints, exports
 
 
@@ -40,13 +42,15 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 @dataclass(frozen=True)
 class Known:
     """A checkpoint that `quantize` wrote: its folder, the working folder it was written from ("" if unknown), when, and by
-    which run ("" of an older lowq), which its report repeats.
+    which run ("" of an older lowq), which its report repeats. source: the model it was made from, as commands take it ("" if
+    unknown).
     """
 
     checkpoint: Path
     where: str = ""
     time: float = 0.0
     run: str = ""
+    source: str = ""
 
 
 def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
@@ -61,7 +65,14 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
         table = json.loads(read_text(path, MAX_CONFIG))
         rows = table["known"] if "known" in table else [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
         found = [
-            Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0)), str(r.get("run", ""))) for r in rows
+            Known(
+                Path(r["checkpoint"]),
+                str(r.get("where", "")),
+                float(r.get("time", 0)),
+                str(r.get("run", "")),
+                str(r.get("source", "")),
+            )
+            for r in rows
         ]
     except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
@@ -69,14 +80,27 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
     return [k for k in found if k.checkpoint.is_dir()]
 
 
-def remember(checkpoint: Path, run: str = "") -> None:
-    """Note `checkpoint`, written by `run`, as the last one; a home that is read-only or not there is no error."""
+def source_of(checkpoint: Path, report: Mapping[str, Any]) -> str | None:
+    """The model that a checkpoint was made from, as commands take it here; None where it is not known, or gone.
+
+    The report of a local model says its name alone, which other machines may see.
+    """
+    folder, named = checkpoint.resolve(), report.get("source")
+    mine = next((k.source for k in known() if k.checkpoint == folder and k.run == report.get("run", "")), "")
+    if mine and (not os.path.isabs(mine) or Path(mine).exists()):
+        return mine
+    return named if isinstance(named, str) and (named == "demo" or HUB_ID.fullmatch(named)) else None
+
+
+def remember(checkpoint: Path, run: str = "", source: str = "") -> None:
+    """Note `checkpoint`, written by `run` from `source`, as the last one; a home that is read-only or not there is no error."""
     folder = checkpoint.resolve()
+    source = str(user_path(source).resolve()) if source and user_path(source).exists() else source
     try:
         state_dir().mkdir(parents=True, exist_ok=True)
         with alone(state_dir()):
             others = [k for k in known(console.say) if k.checkpoint != folder][1 - REMEMBERED :]
-            _write([*others, Known(folder, str(Path.cwd()), time.time(), run)], [b for b in begun() if b != folder])
+            _write([*others, Known(folder, str(Path.cwd()), time.time(), run, source)], [b for b in begun() if b != folder])
     except (OSError, NotFoundError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         console.say(f"note: could not remember this checkpoint for later commands ({why})")
@@ -104,7 +128,7 @@ def begun() -> list[Path]:
 
 def _write(rows: list[Known], begun: list[Path]) -> None:
     """Set down the known checkpoints, and what is begun."""
-    plain = [{"checkpoint": str(k.checkpoint), "where": k.where, "time": k.time, "run": k.run} for k in rows]
+    plain = [{**asdict(k), "checkpoint": str(k.checkpoint)} for k in rows]
     write_whole(state_dir() / LAST, json.dumps({"known": plain, "begun": [*map(str, begun)]}).encode())
 
 

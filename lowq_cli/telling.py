@@ -5,6 +5,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from lowq_cli import console, quantizers
+from lowq_cli.memory import others_at_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,8 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
     by = ", ".join(f"{method} ({n})" if len(methods) > 1 else str(method) for method, n in methods.most_common())
     where = ", ".join(map(str, prepared.devices))
     by = f"by {by}, " if by else ""
+    busy = others_at_work() if time else ""
+    time += f" on a quiet machine; this one is not ({busy})" if busy else ""
     say(f"{by}on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
     if prepared.mixed:
         _show_mixed(prepared.mixed, on_stdout)

@@ -28,6 +28,8 @@ def ask() -> str | None:
         try:
             said = _message()
         except EOFError:
+            if sys.stdin.isatty():
+                console.page("")  # the line with the prompt ends here, not behind the shell's
             return None
         except KeyboardInterrupt:
             console.page("")  # the line that was being typed ends here

@@ -17,7 +17,7 @@ MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
     "lowq_packers": (
         *("atomic", "errors", "home", "lazy", "regular"),
-        *("scheme", "families", "arch", "bitstream", "tables", "qtensor", "fp8", "layouts", "formats"),
+        *("scheme", "arch", "bitstream", "tables", "qtensor", "fp8", "layouts", "formats"),
     ),
     "lowq_kernels": (
         *("gpu", "optional", "workspaces", "counters", "activations", "tuned"),
@@ -31,7 +31,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 49_200
+BUDGET = 49_900
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -115,7 +115,7 @@ def ops(device_type: str) -> Ops:
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    mixers = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
+    mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}

@@ -82,25 +82,21 @@ def prepare(
     """qkv (M, N) of tokens at positions pos (M,) -> (M, (HQ + 2 HKV) * D) = q, k, v heads side by side ((M, HQ * D) without
     k and v), and the gate (M, HQ * D) or None. cos, sin (S, R): a row a position, or None where nothing is turned."""
     q, k, v, gate = _parted(qkv, p)
-    at = pos.long()
-    q, k = q.float(), None if k is None else k.float()
-    if k is not None:
-        v = k if p.v_is_k else v
-        k = k if p.key_scale == 1.0 else k * p.key_scale
-        v = v if p.v_norm is None else norms.in_fp32(v, *p.v_norm)
-    for step in ("turn", "norm") if p.norm_last else ("norm", "turn"):
-        if step == "norm":
-            q, k = _normed(q, p.q_norm, p), _normed(k, p.k_norm, p)
-        elif cos is not None and sin is not None:
-            tables = cos[at], sin[at]
-            q, k = turned(q, *tables, p.pairing), None if k is None else turned(k, *tables, p.pairing)
+    tables = None if cos is None or sin is None else (cos[pos.long()], sin[pos.long()])
+    q = _turned_and_normed(q.float(), p.q_norm, tables, p)
     if p.position_scale is not None:
         q = q * position_factors(pos, p.position_scale)
-    heads = [t.to(qkv.dtype).flatten(1) for t in (q, k, v) if t is not None]
-    return torch.cat(heads, 1), gate
+    heads = [q]
+    if k is not None:
+        v = k if v is None else v
+        k = k.float() if p.key_scale == 1.0 else k.float() * p.key_scale
+        heads += [_turned_and_normed(k, p.k_norm, tables, p), v if p.v_norm is None else norms.in_fp32(v, *p.v_norm)]
+    return torch.cat([t.to(qkv.dtype).flatten(1) for t in heads], 1), gate
 
 
-def _parted(qkv: torch.Tensor, p: Prepared) -> tuple[torch.Tensor, ...]:
+def _parted(
+    qkv: torch.Tensor, p: Prepared
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """q (M, HQ, D), k and v (M, HKV, D) or None, the gate (M, HQ * D) or None."""
     k = v = gate = None
     if p.order == "heads":
@@ -116,7 +112,12 @@ def _parted(qkv: torch.Tensor, p: Prepared) -> tuple[torch.Tensor, ...]:
     return q, k, v, gate
 
 
-def _normed(x: torch.Tensor | None, norm: Norm | None, p: Prepared) -> torch.Tensor | None:
-    if x is None or norm is None:
-        return x
-    return norms.in_fp32(x, *norm) if p.over == "head" else norms.in_fp32(x.flatten(1), *norm).view_as(x)
+def _turned_and_normed(
+    x: torch.Tensor, norm: Norm | None, tables: tuple[torch.Tensor, torch.Tensor] | None, p: Prepared
+) -> torch.Tensor:
+    """Heads x (M, heads, D) fp32, normed before or after the rotation."""
+    if tables is not None and p.norm_last:
+        x = turned(x, *tables, p.pairing)
+    if norm is not None:
+        x = norms.in_fp32(x, *norm) if p.over == "head" else norms.in_fp32(x.flatten(1), *norm).view_as(x)
+    return turned(x, *tables, p.pairing) if tables is not None and not p.norm_last else x

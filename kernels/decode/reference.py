@@ -336,9 +336,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H): the likeliest by router (E, H), bias (E,).
 
-    normalise: the weights sum to 1. rounded: they are rounded to x's dtype, as some models do.
+    normalise: the weights sum to 1. rounded: they are rounded to x's dtype, as some models do. A router in fp32 gives logits in fp32.
     """
-    top = F.linear(x, router, bias).softmax(-1, dtype=torch.float32).topk(top_k)
+    top = F.linear(x.to(router.dtype), router, bias).softmax(-1, dtype=torch.float32).topk(top_k)
     weights = top.values / top.values.sum(-1, keepdim=True) if normalise else top.values
     return top.indices, weights.to(x.dtype).float() if rounded else weights
 

@@ -18,7 +18,7 @@ from lowq_kernels.activations import rounded
 from lowq_kernels.dispatch.layouts import ranked
 from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, dispatched, select
 from lowq_kernels.dispatch.sources import source_hash
-from lowq_kernels.dispatch.timing import graph_time, rotation, wall_time
+from lowq_kernels.dispatch.timing import WALL_SECONDS, graph_time, rotation, wall_time
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.dispatch.tuning_file import Entry
 from lowq_kernels.gpu import capability
@@ -33,6 +33,8 @@ COARSE_REPLAYS, COARSE_US = 3, 200.0  # the first look at a config; the best few
 FINALISTS = 5
 RUNNERS_UP = 4  # kept, for a race within whole decode steps
 IMPLAUSIBLE = 1.5  # times: what `implausible` takes for noise
+CPU_ROUNDS = 3  # in which all kernels of a call take turns, a third of a timing each
+CLEARLY = 1.05  # times: what is faster by less is no reason to leave dispatch's own choice
 AGAIN = 3  # measurements of what is: at a load of 7 on two cores a second one was disturbed as well, 52 ms for 0.2
 PRUNE = 2.5  # times the cheapest config of a kernel, by the model of `candidates`: costlier ones are not timed
 failed: dict[str, str] = {}  # "kernel config" -> why it could not be compiled or launched: reported, then passed over
@@ -137,12 +139,15 @@ def measure(
     weights: dict[str, list[PackedWeight]] = {}
     found: dict[str, list[Entry]] = {}
     for M in batches:
-        for layout in layouts_for(shape, device):
-            if not budget.left:
-                return
+        layouts = layouts_for(shape, device)
+        if not budget.left:
+            return
+        for layout in layouts:
             if layout not in weights:
                 weights[layout] = copies(random_weight(shape, layout, device))
-            if entry := best(shape, M, weights[layout], device, exhaustive):
+        rounds = best_of_rounds(shape, M, {layout: weights[layout] for layout in layouts}, device, exhaustive)
+        for layout in layouts:
+            if entry := rounds.get(layout):
                 for doubted in implausible(found.setdefault(layout, []), entry):
                     tries = [best(shape, doubted.M, weights[layout], device, exhaustive) for _ in range(AGAIN)]
                     again = min(filter(None, tries), key=lambda e: e.us, default=None)
@@ -154,6 +159,40 @@ def measure(
                 yield entry
                 if shape.act != "none" and (entry := rounding(shape, entry, weights[layout], device, exhaustive)):
                     yield entry
+
+
+def best_of_rounds(
+    shape: Shape, M: int, weights: dict[str, list[PackedWeight]], device: torch.device, exhaustive: bool
+) -> dict[str, Entry]:
+    """`best` of each layout: on a CPU of several rounds, in which all layouts and kernels take turns, the least of each.
+
+    What delays one then delays the others, too; one after the other, a moment of other work decided between them.
+    """
+    least: dict[str, dict[str, tuple[float, KernelSpec, Config]]] = {layout: {} for layout in weights}
+    for _ in range(1 if device.type == "cuda" else CPU_ROUNDS):
+        for layout, held in weights.items():
+            call = call_for(shape, M, layout, device)
+            for us, spec, config in _fastest(call, torch.randn(M, shape.K, device=device).to(shape.dtype), held, exhaustive):
+                key = f"{spec.name} {config}"
+                if key not in least[layout] or us < least[layout][key][0]:
+                    least[layout][key] = us, spec, config
+    found = {}
+    for layout, timed in least.items():
+        final = sorted(timed.values(), key=lambda t: t[0])
+        if entry := _entry(shape, call_for(shape, M, layout, device), _default_first(final, shape, M, layout, device)):
+            found[layout] = entry
+    return found
+
+
+def _default_first(
+    final: list[tuple[float, KernelSpec, Config]], shape: Shape, M: int, layout: str, device: torch.device
+) -> list[tuple[float, KernelSpec, Config]]:
+    """The finalists; on a CPU with dispatch's own choice in front where none is clearly faster."""
+    default = _default(call_for(shape, M, layout, device))
+    own = next((t for t in final if (t[1], t[2]) == default), None)
+    if device.type == "cuda" or own is None or own[0] > CLEARLY * final[0][0]:
+        return final
+    return [own, *(t for t in final if t is not own)]
 
 
 def implausible(before: Sequence[Entry], new: Entry) -> list[Entry]:
@@ -233,7 +272,7 @@ def _time(
     """Microseconds of one kernel and config, or None where it cannot run."""
     calls = [lambda w=w: spec.launch(x, w, None, config) for w in weights]
     try:
-        return graph_time(calls, replays, replay_us) if x.is_cuda else wall_time(calls)
+        return graph_time(calls, replays, replay_us) if x.is_cuda else wall_time(calls, WALL_SECONDS / CPU_ROUNDS)
     except Exception as e:
         if "illegal memory access" in str(e) or "misaligned" in str(e):
             raise  # the device is lost: no later time would mean anything

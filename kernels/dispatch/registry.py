@@ -13,6 +13,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -156,7 +157,9 @@ Choice = tuple[KernelSpec, Config]
 KERNELS: dict[str, KernelSpec] = {}  # of all operations
 skipped: dict[str, str] = {}  # kernel file -> the library it lacks here
 TABLES: list[Callable[[Any], tuple[str, Config] | None]] = []  # asked of products, in order, before the rule
-_choices: dict[tuple[AnyCall, str | None], tuple[AnyCall, Choice]] = {}
+_choices: dict[tuple[str, AnyCall, str | None], tuple[AnyCall, Choice]] = {}
+# The folder of the checkpoint whose model is computing: its tuning table answers, no other model's. "": any checkpoint's does.
+scope: ContextVar[str] = ContextVar("scope", default="")
 
 
 def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
@@ -260,9 +263,10 @@ def after_rounding(call: Call, kernel: str | None = None) -> Call:
 def _resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
     """The call as its kernel meets it, and that choice: one look-up once it was made."""
     kernel = kernel or _name_from_environment(call.op)
-    found = _choices.get((call, kernel))
+    key = scope.get(), call, kernel
+    found = _choices.get(key)
     if found is None:
-        found = _choices[call, kernel] = _forced(call, kernel) if kernel else _choose(call)
+        found = _choices[key] = _forced(call, kernel) if kernel else _choose(call)
     return found
 
 

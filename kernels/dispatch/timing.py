@@ -85,14 +85,14 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
     return statistics.median(times) / (rounds * len(calls))
 
 
-def wall_time(calls: Sequence[Thunk]) -> float:
-    """Least microseconds per call by the host's clock: for CPU kernels. Runs about WALL_SECONDS, at least LEAST_CALLS times.
+def wall_time(calls: Sequence[Thunk], seconds: float = WALL_SECONDS) -> float:
+    """Least microseconds per call by the host's clock: for CPU kernels. Runs about `seconds`, at least LEAST_CALLS times.
 
     The least, not the median: beside other work a median of 20 us calls was 3,248 us, and a slower kernel was chosen.
     """
     calls[0]()
     times: list[float] = []
-    deadline = time.perf_counter() + WALL_SECONDS
+    deadline = time.perf_counter() + seconds
     while len(times) < LEAST_CALLS or time.perf_counter() < deadline:
         call = calls[len(times) % len(calls)]
         t0 = time.perf_counter()

@@ -135,7 +135,7 @@ _active: dict[str, Table] = {}  # folder of a checkpoint -> its table for this m
 
 
 def use(folder: str | Path, device: torch.device | None = None, notice: Callable[[str], None] | None = None) -> int:
-    """Let a checkpoint's lowq_tune.json decide from now on; returns how many of its entries hold here.
+    """Let a checkpoint's lowq_tune.json decide from now on, for its own model where that has a scope; returns how many of its entries hold here.
 
     Entries of other machines are left alone; stale ones of this machine are reported through `notice`, as is a damaged
     file, which is then ignored: a bad tuning file must not stop a model from running.
@@ -188,7 +188,9 @@ def shipped(on: Gpu) -> Table:
 
 
 def _from_checkpoint(call: Call) -> Named | None:
-    return next((found for t in _active.values() if (found := t.lookup(call))), None)
+    own = registry.scope.get()
+    tables = [t for folder, t in _active.items() if own in ("", folder)]
+    return next((found for t in tables if (found := t.lookup(call))), None)
 
 
 def _from_shipped(call: Call) -> Named | None:

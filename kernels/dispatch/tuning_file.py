@@ -101,12 +101,18 @@ def read_file(path: Path) -> list[dict[str, Any]]:
         if data["format"] != FORMAT or not isinstance(machines, list):
             raise ValueError(f"it has format {data['format']}, of another lowq")
         for m in machines:
-            entries_of(m), Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"])
+            entries_of(m), _check_machine(Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]))
     except LowqError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise DamagedError(f"{path} is not a tuning file of format {FORMAT} ({e}); run lowq tune again") from None
     return machines
+
+
+def _check_machine(m: Machine) -> None:
+    """Raise TypeError for fields of other types than a machine's."""
+    if not all(isinstance(n, str) for n in (m.gpu, m.torch, m.triton)) or [*map(type, m.capability)] != [int, int]:
+        raise TypeError(f"a machine is {m}"[:200])
 
 
 def entries_of(machine: dict[str, Any]) -> list[Entry]:
@@ -121,12 +127,14 @@ def entries_of(machine: dict[str, Any]) -> list[Entry]:
 
 
 def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
-    """Put this machine's entries into a tuning file, over its older ones; other machines' stay. Written whole or not at all."""
+    """Put this machine's entries into a tuning file, over its older ones, of which none stays where there are no entries;
+    other machines' stay. Written whole or not at all.
+    """
     with alone(path.parent):
-        _write_file(path, here, entries)
+        _write_file(path, here, list(entries))
 
 
-def _write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
+def _write_file(path: Path, here: Machine, entries: list[Entry]) -> None:
     try:
         machines = read_file(path) if path.exists() else []
     except DamagedError:
@@ -135,7 +143,7 @@ def _write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     others = []
     for m in machines:
         if Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]) == here:
-            mine.update({(*e.place, e.M): e for e in entries_of(m)})
+            mine.update({(*e.place, e.M): e for e in entries_of(m)} if entries else {})
         else:
             others.append(m)
     mine.update({(*e.place, e.M): e for e in entries})

@@ -43,6 +43,7 @@ NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 def generate(
     checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
+    words: Annotated[str | None, typer.Argument(metavar="TEXT", help="As --prompt.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from; - reads it from stdin.")] = None,
     prompts: Annotated[
         str | None,
@@ -82,6 +83,10 @@ def generate(
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
 
+    if words is not None:
+        if prompt is not None or prompts is not None:
+            raise UsageError("give the text once: behind the checkpoint, or with --prompt or --prompts")
+        prompt = words
     if prompt is None and prompts is None:
         checkpoint, prompt = _bare_text(checkpoint)
     elif prompt is not None and prompts is not None:
@@ -174,7 +179,11 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise UsageError(f'line {number} of {where} is not JSON; write a text as "text" or {{"prompt": "text"}}') from None
+            if line.lstrip().startswith(("{", "[", '"')):  # meant to be JSON
+                raise UsageError(
+                    f'line {number} of {where} is not JSON; write a text as it is, "text" or {{"prompt": "text"}}'
+                ) from None
+            value = line.strip()
         line = value if isinstance(value, dict) else {"prompt": value}
         if not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')

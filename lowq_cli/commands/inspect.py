@@ -61,7 +61,7 @@ def inspect(
         console.table(title, ("tensor", "scheme", "shape", ">size", ">error"), rows, on_stdout=True)
     console.out_line(f"serves in: {', '.join(found.engines)}")
     if found.format == "lowq":
-        console.out_line(f"tuned for: {', '.join(found.tuned) or 'no GPU yet (lowq tune)'}")
+        console.out_line(f"tuned for: {', '.join(found.tuned) or 'nothing yet (lowq tune)'}")
     for note in found.notes:
         console.out_line(f"note: {note}")
 

@@ -1,6 +1,7 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,7 +65,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "calib": (
         str,
         option(
-            "Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, if that is quick]",
+            "Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, unless that is more work]",
             None,
             "self|FILE|DIR",
         ),
@@ -203,9 +204,9 @@ def quantize(
         with compiling(prepared):
             state.begin(prepared.out)
             result = follow(execute(prepared, fresh), prepared.plan)
-    state.remember(prepared.out, run_in(prepared.out))
+    state.remember(prepared.out, run_in(prepared.out), model)
     if not as_json:
-        _show_result(result, prepared.plan.recipe, engine, to)
+        _show_result(result, prepared.plan.recipe, engine, to, model)
     exported = export.write(result.out, to) if to else None
     if as_json:
         more = {"export": vars(exported)} if exported else {}
@@ -264,7 +265,7 @@ def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "li
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
-def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None) -> None:
+def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None, model: str) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
@@ -278,8 +279,28 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str
     if engine and not to:
         from lowq_cli.plan import targets
 
-        console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
+        console.say(f"for {engine}: lowq export {shlex.quote(result.out)} --to {targets.get(engine).export}")
     if to:  # which says its own
         return
+    if not engine and recipe.format == "lowq":
+        _show_exports(result.out, model)
     first = "lowq eval --against MODEL" if recipe.format == "fp8" else "lowq tune"
     console.say(f"next: {first}, then lowq generate --prompt 'Hello'")
+
+
+def _show_exports(out: str, model: str) -> None:
+    """Which other tools a checkpoint can go to as it is, and how to quantize for one that it cannot."""
+    from lowq_cli.files.checkpoint import open_checkpoint
+    from lowq_cli.interop.export_checks import exportable, reachable
+
+    others = {"vLLM": "compressed-tensors", "llama.cpp": "gguf", "MLX": "mlx"}
+    with (found := open_checkpoint(out)).source:
+        held = exportable(found)
+        missing = {engine: form for engine, form in others.items() if form not in held and reachable(found, form)}
+    if held:
+        more = f" (or {', '.join(held[1:])})" if held[1:] else ""
+        console.say(f"other engines: lowq export {shlex.quote(out)} --to {held[0]}{more}")
+    if missing:
+        first, *rest = missing.values()
+        more = f" (or {', '.join(rest)})" if rest else ""
+        console.say(f"for {', '.join(missing)}: lowq quantize {shlex.quote(model)} --export {first}{more}")

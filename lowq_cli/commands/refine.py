@@ -21,7 +21,7 @@ def refine(
     model: Annotated[str, option("The model it was made from.", completion.models)] = "",
     calib: Annotated[
         str | None,
-        option("Text: self, .txt, .jsonl or bundled.  [default: self, if that is quick]", None, "self|FILE|DIR"),
+        option("Text: self, .txt, .jsonl or bundled.  [default: self, unless that is more work]", None, "self|FILE|DIR"),
     ] = None,
     calib_tokens: Annotated[int | None, option("How many tokens of it to read.  [default: 65536]")] = None,
     out: Annotated[

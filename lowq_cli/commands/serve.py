@@ -1,5 +1,6 @@
 """lowq serve: an OpenAI-compatible server and a chat page on a checkpoint, by lowq's own engine or through vLLM."""
 
+import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lowq_cli.serving.apart import Made
     from lowq_cli.serving.http.app import Served
     from lowq_cli.serving.http.metrics import Roofline
+    from lowq_cli.serving.printer import Printer
 
 EXAMPLES = """Examples:
   lowq serve
@@ -28,6 +30,7 @@ EXAMPLES = """Examples:
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
 OWN = "--host, --api-key, --name, --max-batch, --cache-tokens, --kv and --deterministic"
+LAST_LINE_S = 2.0  # that a log may take for its last lines
 ENGINES = ("auto", "own", "vllm")
 
 
@@ -109,26 +112,28 @@ def _serve(
     from lowq_cli.files.source import check_there
     from lowq_cli.serving.apart import ApartEngine
     from lowq_cli.serving.http import run
+    from lowq_cli.serving.printer import Printer
 
     check_there(model)
     bound = run.listen(host, port)
-    engine = ApartEngine(_load, model, device, how, console.quiet)
+    engine, printer = ApartEngine(_load, model, device, how, console.quiet), Printer()
     try:
         from lowq_cli.serving.http.app import Served  # while the model is loaded
 
         loaded: _Loaded = engine.made()
         served = Served(
             engine, loaded.tokenizer, name or _name(model), loaded.stop_ids, api_key, run.names(bound),
-            log=console.say, failed=_failed, roofline=loaded.roofline,
+            log=printer.say, failed=_failed, roofline=loaded.roofline,
         )  # fmt: skip
         plan = _plan(served, loaded, run.url(bound), how["kv"])
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
         if not dry_run:
-            _run(served, bound, grace, plan)
+            _run(served, bound, grace, plan, printer)
     finally:
         engine.stop(0)
+        printer.close(LAST_LINE_S)
 
 
 @dataclass
@@ -166,7 +171,7 @@ def _load(model: str, device: str, how: dict[str, Any], quiet: bool) -> "Made":
     return Made(engine, mask, _Loaded(tokenizer, ends, share, str(loaded.device), held))
 
 
-def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any]) -> None:
+def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any], printer: "Printer") -> None:
     """Answer until told to stop, with a live line of the speed on a terminal."""
     from lowq_cli.serving.http import run
     from lowq_cli.serving.http.metrics import Speed
@@ -196,9 +201,11 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
 
     served.recording = recording
     with shown:
-        run.serve(served, bound, grace, ready, look)
+        run.serve(served, bound, grace, ready, lambda: printer.do(look))
     s = served.engine.stats()
-    console.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
+    printer.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
+    if not printer.close(LAST_LINE_S):
+        os._exit(0)  # a log that takes no line would take no flush either
 
 
 def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any]:
@@ -255,7 +262,6 @@ def _name(model: str) -> str:
 
 def _failed(e: Exception) -> None:
     """A bug of ours: its place in the code, where --debug asks for it."""
-    import os
     import traceback
 
     if os.environ.get("LOWQ_DEBUG"):

@@ -11,6 +11,7 @@ from lowq_cli import console
 from lowq_cli.commands import EXIT_INTERRUPTED, AsJson, Device, checkpoint_argument
 
 if TYPE_CHECKING:
+    from lowq_cli.files.checkpoint import Checkpoint
     from lowq_cli.tuning.tuner import Steps
     from lowq_kernels.dispatch.measure import Budget
     from lowq_kernels.dispatch.tuning_file import Entry
@@ -38,6 +39,7 @@ def tune(
     from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.engine.ready import build_kernels, threads
+    from lowq_cli.memory import others_at_work
     from lowq_cli.tuning import tuner, tuning_plan
     from lowq_kernels.dispatch import measure, tuning_file
     from lowq_packers.errors import UsageError
@@ -58,6 +60,8 @@ def tune(
     here, clock = tuning_file.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
+    if busy := others_at_work():
+        console.warn(f"other programs keep the processors busy ({busy}): times are least disturbed on a quiet machine")
     entries: dict[tuple[object, ...], Entry] = {}  # by call: an implausible time is measured again
     on_gpu = where.type == "cuda"
     alone = clock
@@ -87,9 +91,12 @@ def tune(
     chosen = list(entries.values())
     if on_gpu and not stopped:
         chosen, stopped = _in_steps(tuner.Steps(opened.folder, where), batches, chosen, clock)
+    if not on_gpu and stopped != "interrupted" and _is_slower(opened, where, chosen, batches):
+        chosen = []
     path = tuner.save(opened.folder, where, chosen)
     kept, lost = tuner.taken(chosen)
-    _report(kept, as_json)
+    if kept:
+        _report(kept, as_json)
     for line in [*lost, *tuner.crossovers(chosen)]:
         console.say(line)
     for name, why in sorted(measure.failed.items()):
@@ -104,6 +111,22 @@ def tune(
         console.out_json(result | {"file": str(path), "complete": not stopped})
     if stopped == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _is_slower(opened: "Checkpoint", where: Any, chosen: "Sequence[Entry]", batches: "Sequence[int]") -> bool:
+    """Whether whole steps with these entries are slower than without any, by turns on this machine; says what was measured."""
+    from lowq_cli.tuning import trial
+
+    if not trial.fits(opened.nbytes):
+        console.say("two models do not fit into memory, so whole steps with and without the entries were not compared")
+        return False
+    with console.status("whole steps with and without the entries"):
+        found = trial.race(opened.folder, where, chosen, batches)
+    for t in found:
+        console.say(f"batch {t.M}: {t.plain_us / 1e3:.2f} ms a step without the entries, {t.tuned_us / 1e3:.2f} with them")
+    if lost := any(t.lost for t in found):
+        console.warn("steps are slower with them, so none is kept: kernels are chosen as without tuning")
+    return lost
 
 
 def _in_steps(

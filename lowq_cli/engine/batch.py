@@ -84,16 +84,16 @@ class Batch:
     """Rows of a pass.
 
     ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of
-    each row of state; a step writes there. angles: cos, sin of each kind of rotation; of None, tables that turn nothing. slots
-    (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None. rectangle
-    or packed: the rows after the steps. runs: those by sequence, for recurrent layers.
+    each row of state; a step writes there. angles: cos, sin of each kind of rotation; of a head dim, tables that turn nothing.
+    slots (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None.
+    rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers.
     """
 
     ops: Ops
     ids: torch.Tensor
     steps: int
     pos: torch.Tensor
-    angles: Mapping[Rope | None, Tables]
+    angles: Mapping[Rope | int, Tables]
     slots: torch.Tensor | None = None
     order: torch.Tensor | None = None
     rectangle: Rectangle | None = None

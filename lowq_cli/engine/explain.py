@@ -132,8 +132,13 @@ def bytes_by_layer(model: CausalModel, decoder: Decoder, batch: int = 1) -> dict
 def _chosen(model: CausalModel, batch: int) -> float:
     """The share of a mixture's experts that `batch` tokens can choose; 1 for other models."""
     config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    return min(1.0, batch * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts else 1.0
+
+    def of_a_layer(*names: str) -> float:
+        found = next((v for n in names if (v := getattr(config, n, None))), 0)
+        return sum(found) / len(found) if isinstance(found, list) else found  # Hunyuan has a number for each layer
+
+    experts = of_a_layer("num_local_experts", "num_experts")
+    return min(1.0, batch * (of_a_layer("num_experts_per_tok") or 1) / experts) if experts else 1.0
 
 
 def _own(t: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,7 @@ class NativeDecoder:
         for i, t in enumerate(tensors_of(self.state)):
             t.copy_(self.snapshot[i]) if known else t.zero_()
 
-    def _tables(self, length: int) -> Mapping[Rope | None, Tables]:
+    def _tables(self, length: int) -> Mapping[Rope | int, Tables]:
         """The angles of a prompt of so many tokens."""
         if length <= self.steady:
             return self.angles
@@ -192,7 +192,7 @@ class NativeDecoder:
         ids: torch.Tensor,
         lengths: list[int],
         known: int,
-        angles: Mapping[Rope | None, Tables],
+        angles: Mapping[Rope | int, Tables],
         between: Callable[[], None],
     ) -> torch.Tensor:
         """`_read` of some rows of the cache, by one table.
@@ -215,7 +215,7 @@ class NativeDecoder:
         return last
 
     def _piece(
-        self, some: slice, ids: torch.Tensor, start: int, lengths: Sequence[int], angles: Mapping[Rope | None, Tables]
+        self, some: slice, ids: torch.Tensor, start: int, lengths: Sequence[int], angles: Mapping[Rope | int, Tables]
     ) -> torch.Tensor:
         """Tokens ids (b, t), from `start` on, of the sequences `some`; their normed hidden states (b * t, H)."""
         flat, there = ids.reshape(-1), Rectangle(some, start, ids.shape[1], lengths, self.batch)

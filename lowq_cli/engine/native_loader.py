@@ -19,10 +19,10 @@ from torch import nn
 
 from lowq_cli.devices import say_widened
 from lowq_cli.engine import rope
+from lowq_cli.engine.owned import owned
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files import fp8_tensors
-from lowq_cli.files.family_config import Config, NotPlain, read_config
 from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
@@ -31,10 +31,12 @@ from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
+from lowq_kernels.decode import activation
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide, dense, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
+from lowq_packers.arch.config import Config, NotPlain, read_config
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, SchemeError, UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
@@ -71,7 +73,7 @@ class NativeModel(nn.Module):
         self.generation_config = SimpleNamespace(eos_token_id=stops)
         self.embed, self.vectors = weights.embed, nn.ParameterList(weights.vectors.values())
         self.plan = Plan(contents.model, contents.config.get_text_config(), weights, device, contents.dtype)
-        self.linears = self.plan.linears
+        owned(self).plan, self.linears = self.plan, self.plan.linears
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -135,6 +137,9 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     except (DamagedError, UnsupportedError) as e:
         raise NotPlain(str(e)) from None
     named = Named.of_files(model, source.headers)
+    if model.tied and named.place[1] + WEIGHT in source.headers:  # a class may tie by default what files hold apart
+        model = replace(model, tied=False)
+        named = Named(model, named.place)
 
     def stored(row: list[Matrix]) -> list[Matrix]:
         return [replace(m, how=schemes.get(m.stem)) for m in row]
@@ -153,6 +158,8 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
+    if head is None and table.how and model.head_bias:
+        raise NotPlain("a head with a bias that is the packed embedding")
     act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
     contents = Contents(config, model, named, dtype, act, linears, experts, vectors, table, head)
     _check(contents, source.headers)
@@ -160,11 +167,21 @@ def contents_of(source: Source, device: torch.device) -> Contents:
 
 
 def _check_mixture(part: Experts) -> None:
-    """Raise NotPlain for experts that are held otherwise than gate, up and down of each, or gate otherwise than by silu."""
+    """Raise NotPlain for experts that are held otherwise than as matrices of each."""
     if not 1 <= part.router.top_k <= part.router.experts:
         raise NotPlain("config.json does not say how many experts there are")
-    if part.stacked or part.bias or not part.gated or part.act != "silu":
-        raise NotPlain("experts of another kind than gate, up and down of each")
+    if part.bias and not part.stacked:
+        raise NotPlain("experts with biases of their own")
+
+
+def _biases(part: Experts, named: Named) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Stack -> name and shape of the tensor with its experts' biases, which stay together in lowq's files."""
+    if not part.bias:
+        return {}
+    rows = (2 * part.inner if part.gated else part.inner, part.hidden)
+    names = [f"{named.full(part.files)}.{leaf}_bias" for leaf in part.leaves]
+    stacks = ("gate_up_proj" if part.gated else "up_proj", "down_proj")
+    return {s: (n, (part.router.experts, N)) for s, n, N in zip(stacks, names, rows, strict=True)}
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -183,6 +200,8 @@ def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
         raise NotPlain("experts of a layer that are not packed alike, in rows")
     if any(all(row[0].how is None for row in stacks.values()) for stacks in contents.experts.values()):
         raise NotPlain("experts that are not packed")
+    for part in contents.experts:
+        wanted |= {name: (shape, FLOATS) for name, shape in _biases(part, contents.named).values()}
     for m in [*(m for row in (*contents.linears.values(), *stacks) for m in row), *singles]:
         if m.bias:
             wanted[m.stem + BIAS] = (m.N,), FLOATS
@@ -251,7 +270,7 @@ def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
         mixtures = {part: pool.submit(_experts, part, rows, contents, reader) for part, rows in contents.experts.items()}
         vectors = {n: nn.Parameter(reader.read(n, dtype), requires_grad=False) for n in contents.vectors}
         table = embed.result()
-        top = head.result() if head else _tied(table, contents)
+        top = head.result() if head else _tied(table, contents, vectors.get(contents.named.place[1] + BIAS))
         linears = {key: f.result() for key, f in futures.items()}
         routed = {part: f.result() for part, f in mixtures.items()}
         reader.check()
@@ -294,19 +313,26 @@ def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeig
 
 
 class _Gating(nn.Module):
-    """What `QuantExperts` asks of transformers' experts: stacks to take the place of, and the gate between them."""
+    """What `QuantExperts` asks of transformers' experts: stacks to take the place of, and what lies between them."""
 
-    def __init__(self, stacks: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, part: Experts, stacks: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.act_fn = nn.SiLU()
+        self.act, self.has_gate, self.has_bias = part.act, part.gated, part.bias
         for name, stack in stacks.items():
             self.register_buffer(name, stack)
+        for name, bias in biases.items():
+            self.register_parameter(f"{name}_bias", nn.Parameter(bias, requires_grad=False))
 
-    def _default_apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def act_fn(self, up: torch.Tensor) -> torch.Tensor:
+        """What is done to the values of experts that nothing gates; rounded as transformers rounds."""
+        return activation.ACTIVATIONS[self.act](up)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
-
-    _apply_gate = _default_apply_gate
+        if self.act == activation.CLAMPED:
+            gate, up = gate.clamp(max=activation.LIMIT), up.clamp(-activation.LIMIT, activation.LIMIT)
+            return (up + 1) * (gate * torch.sigmoid(gate * activation.STEEPNESS))
+        return activation.ACTIVATIONS[self.act](gate) * up
 
 
 def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reader) -> QuantExperts:
@@ -324,7 +350,11 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
         packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK, table)
         stacks[name] = torch.empty(E, N, K, device="meta")
     schemes = {name: s.scheme for name, s in packed.items() if s.scheme}
-    experts = QuantExperts(_Gating(stacks), schemes, dtype, top_k=part.router.top_k)
+    biases = {name: reader.read(tensor, dtype).reshape(shape) for name, (tensor, shape) in _biases(part, contents.named).items()}
+    if part.interleaved and part.gated and biases:  # rows of the matrices are written gate before up
+        mixed = biases["gate_up_proj"]
+        biases["gate_up_proj"] = torch.cat([mixed[:, 0::2], mixed[:, 1::2]], 1)
+    experts = QuantExperts(_Gating(part, stacks, biases), schemes, dtype, top_k=part.router.top_k)
     for name, stack in packed.items():
         experts._hold(name, stack)
     return experts.prepare(dtype)
@@ -350,14 +380,14 @@ def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedd
     return found
 
 
-def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents) -> nn.Module:
+def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.Tensor | None) -> nn.Module:
     """The head that shares the embedding's weight."""
     m = contents.embed
     if isinstance(table, QuantEmbedding):
         tied = TiedHead(m.N, m.K, table.scheme, False, contents.dtype, "meta")
         tied.share(table)
         return tied.prepare(contents.dtype)
-    return dense(table.weight.detach(), None)
+    return dense(table.weight.detach(), bias)
 
 
 def _stops(source: Source, config: Config) -> Any:

@@ -15,11 +15,14 @@ from lowq_cli.engine import steps as s
 from lowq_cli.engine import weights as of_model
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.compiling import Compiler, Weights
+from lowq_cli.engine.owned import owned
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import Ops, ops
+from lowq_kernels.decode.prepare import unrotated
 from lowq_kernels.decode.reference import tile_rows
+from lowq_kernels.dispatch.registry import scope
 from lowq_kernels.modules import dense
 from lowq_packers.arch.parts import Model, Pages, Rope
 
@@ -50,6 +53,7 @@ class Plan:
         self.vocabulary = int(self.head.out_features)  # type: ignore[arg-type]
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
+        self.tuned = ""  # as in `owned.Owned`
         self._folded: dict[int, list[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # fp32, of so many rows: recorded steps hold them
 
@@ -92,8 +96,12 @@ class Plan:
             frame.kept["table"] = self.tokens(batch.ids, frame.x)
         if steps is not self.steps:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
-        for step in steps:
-            step.run(frame)
+        outer = scope.set(self.tuned)
+        try:
+            for step in steps:
+                step.run(frame)
+        finally:
+            scope.reset(outer)
         return frame.y
 
     def _row_of_ones(self, M: int) -> torch.Tensor:
@@ -113,11 +121,13 @@ class Plan:
             logits = cap * torch.tanh(logits.float() / cap)
         return logits
 
-    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | None, Tables]:
+    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | int, Tables]:
         """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for
         None."""
-        nothing = torch.empty(slots, 0, dtype=self.dtype, device=device)
-        made: dict[Rope | None, Tables] = {None: (nothing, nothing)}
+        made: dict[Rope | int, Tables] = {}
+        for step in self.steps:
+            if isinstance(step, s.Attend) and step.rope is None:
+                made[step.heads.D] = unrotated(slots, step.heads.D, torch.empty(0, dtype=self.dtype, device=device))
         for kind, r in self.rotations.items():
             made[kind] = r.tables(slots, device, self.dtype, length)
         return made
@@ -128,18 +138,16 @@ def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, R
     return {r: Rotation(kinds[r.kind], r.dims, r.of, limit) for r in ropes}
 
 
-KEPT = "_lowq_plan"
-
-
 def plan_of(model: Any) -> Plan:
     """The plan of a model that `why_not` has nothing against: its own, or made of a transformers model and kept with it."""
-    plan = getattr(model, "plan", None) or getattr(model, KEPT, None)
+    own = owned(model)
+    plan = own.plan
     if plan is None or (plan.device, plan.dtype) != (model.device, model.dtype):
         described, _ = of_model.describe(model.config)
         plan = Plan(
             described, model.config.get_text_config(), of_model.ModelWeights(model, described), model.device, model.dtype
         )
-        object.__setattr__(model, KEPT, plan)  # not a submodule of the model
+        plan.tuned, own.plan = own.tuned, plan
     return plan
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.safetensors_io import torch_dtype
 from lowq_cli.files.source import Source
 from lowq_kernels.dispatch.registry import load_kernels
+from lowq_packers.arch.config import NotPlain
 from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 

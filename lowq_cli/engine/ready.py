@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console, ranks
+from lowq_cli.engine.owned import tuned_by
 from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.source import Source
 from lowq_cli.models import CausalModel
+from lowq_packers.arch.config import NotPlain
 
 STEPS = 100  # of a progress bar
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -47,6 +48,8 @@ def ready(
             from lowq_cli.hf.load import load_model
 
             model = load_model(source, chosen)
+        if source.folder is not None:
+            tuned_by(model, str(source.folder))
         return model, tokenizer(source)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lowq_cli.files.family_config import ROPES
+from lowq_packers.arch.config import ROPES
 from lowq_packers.errors import DamagedError, one_line
 from lowq_packers.lazy import torch
 
@@ -62,7 +62,10 @@ class Rotation:
     @property
     def steady(self) -> float:
         """Tokens up to which a text is turned alike however long it is."""
-        known = {"dynamic": self.limit, "longrope": self.rope.get("original_max_position_embeddings")}
+        known = {
+            "dynamic": None if self.rope.get("alpha") else self.limit,
+            "longrope": self.rope.get("original_max_position_embeddings"),
+        }
         return known.get(self.rope["rope_type"]) or math.inf
 
     @property
@@ -96,6 +99,8 @@ class Rotation:
         """
         rope = self.rope
         kind, base, R = rope["rope_type"], rope["rope_theta"], self.dims
+        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: stretched once and for all
+            kind, base = "default", base * rope["alpha"] ** (R / (R - 2))
         pairs = torch.arange(0, R, 2, dtype=torch.float) / (self.of or R)
         powers = base**pairs
         inverse = 1.0 / powers

@@ -272,7 +272,8 @@ class Attend(Step):
     def run(self, f: Frame) -> None:
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
-        f.y = f.batch.attend(f.y, held, f.batch.angles[self.rope], self.heads)
+        turned = f.batch.angles[self.rope or self.heads.D]
+        f.y = f.batch.attend(f.y, held, turned, self.heads)
 
 
 @dataclass(frozen=True, eq=False)

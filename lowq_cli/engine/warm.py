@@ -112,17 +112,23 @@ def _between(decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampl
 
     work: list[Callable[[], object]] = [partial(choose, 0), partial(choose, 1)]
     work += _steps(plan, plan.program(batch), batch, kind, False)
-    work += _steps(plan, [step for step in plan.steps if isinstance(step, s.Attend)], 1, kind, False, LONG)
-    work += _steps(plan, plan.steps, batch, kind, True)
+    work += _steps(plan, plan.steps, 1, kind, False, lambda step: isinstance(step, s.Attend), LONG)
+    work += _steps(plan, plan.steps, batch, kind, True, lambda step: bool(step.state))
     for M in rows - {batch}:
-        work += _steps(plan, [step for step in plan.steps if isinstance(step, s.Experts)], M, kind, False)
+        work += _steps(plan, plan.steps, M, kind, False, lambda step: isinstance(step, s.Experts))
     return work
 
 
 def _steps(
-    plan: Plan, steps: Sequence[s.Step], M: int, kind: str, prompt: bool, slots: int = SLOTS
+    plan: Plan,
+    steps: Sequence[s.Step],
+    M: int,
+    kind: str,
+    prompt: bool,
+    asked: Callable[[s.Step], bool] = lambda step: True,
+    slots: int = SLOTS,
 ) -> Iterator[Callable[[], object]]:
-    """One launch of each distinct step but plain products, of M rows: a step of M texts, or a prompt of M tokens.
+    """One launch of each distinct step that is `asked` for, products left out: a step of M texts, or a prompt of M tokens.
 
     Left out are mixtures of so many rows that the host chooses their kernels.
     """
@@ -130,7 +136,7 @@ def _steps(
     for step in steps:
         key = (type(step), width, *step.compiled_for())
         by_host = isinstance(step, s.Experts) and M > FEW_TOKENS and not step.experts.grouped(plan.dtype)
-        if not isinstance(step, s.Product) and key not in seen and not by_host:
+        if asked(step) and not isinstance(step, s.Product) and key not in seen and not by_host:
             seen.add(key)
             yield partial(_run, plan, step, M, width, kind, prompt, slots)
         width = step.width(width)

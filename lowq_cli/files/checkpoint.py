@@ -10,7 +10,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -111,18 +111,22 @@ class Checkpoint:
 
     def read_packed(self, t: CheckpointTensor) -> PackedWeight:
         """One packed matrix of a checkpoint, as it is stored."""
+        header = self.source.headers[f"{t.name}.weight"]
+        return replace(self.read_companions(t), words=self.source.read(f"{t.name}.weight").reshape(header.shape))
+
+    def read_companions(self, t: CheckpointTensor) -> PackedWeight:
+        """A packed matrix without its words: the scales, zeros and table, which are a small part of it."""
         assert t.scheme
 
         def read(leaf: str) -> torch.Tensor | None:
             name = f"{t.name}.{leaf}"
             return self.source.read(name).reshape(self.source.headers[name].shape) if name in self.source.headers else None
 
-        words, scales, zeros, table = (read(leaf) for leaf in ("weight", *COMPANIONS))
-        assert words is not None
+        scales, zeros, table = map(read, COMPANIONS)
         assert scales is not None
         for leaf, companion in zip(COMPANIONS, (scales, zeros, table), strict=True):
             self._check_values(t, leaf, companion)
-        return PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout, table=table)
+        return PackedWeight(torch.empty(0), scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout, table=table)
 
     def _check_values(self, t: CheckpointTensor, leaf: str, companion: torch.Tensor | None) -> None:
         """Raise DamagedError for scales, zeros or a table that are no numbers, or factors that are not above 0."""

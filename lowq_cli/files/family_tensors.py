@@ -5,17 +5,25 @@ The plan of `quantize` takes them for what the files hold, and the decoder witho
 that holds anything else is asked of transformers (hf/structure.py), which also says what is wrong with it.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
-from lowq_packers.arch.names import Tensor, renamed, tensors
+from lowq_cli.files.source import Cut
+from lowq_packers.arch import families
+from lowq_packers.arch.common import GATED, STACKS, NotDescribed
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.names import Form, Tensor, renamed, tensors
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
+
+FORMS: tuple[Form, ...] = ("split", "files")
+_JUNK = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")  # buffers that older transformers wrote
+_LAYER = re.compile(r".*?layers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,10 @@ class Named:
 
     @classmethod
     def of_files(cls, model: Model, headers: Mapping[str, Any]) -> "Named":
-        """By the place whose embedding the files have."""
+        """By the place whose embedding, and head where it is not tied, the files have."""
         places = ((model.prefix, model.head), *model.files)
-        return cls(model, next((p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)), places[0]))
+        held = [p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)]
+        return cls(model, next((p for p in held if f"{p[1]}.weight" in headers), (held or places)[0]))
 
     def full(self, name: str) -> str:
         """A name of the description as that of files."""
@@ -53,16 +62,65 @@ class Named:
 
     def experts(self, part: Experts) -> dict[str, list[Matrix]]:
         """By the parameter that holds them: gate and up of each expert, one after the other; down of each."""
-        path, leaves = self.full(part.files), part.leaves
+        leaves = GATED[0 if part.gated else 1 :] if part.stacked else part.leaves  # lowq writes stacks one by one
+        path = self.full(part.module if part.stacked else part.files)
         rows = [
             Matrix(f"{path}.{e}.{leaf}", part.inner, part.hidden) for e in range(part.router.experts) for leaf in leaves[:-1]
         ]
         down = [Matrix(f"{path}.{e}.{leaves[-1]}", part.hidden, part.inner) for e in range(part.router.experts)]
         return {"gate_up_proj" if part.gated else "up_proj": rows, "down_proj": down}
 
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Prefixes of the heads that predict further tokens: kept, and not run."""
+        ours = self.model.prefix
+        return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
+
     def beside(self, name: str) -> bool:
-        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head that is kept and not run."""
-        return name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.model.extra))
+        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head of `extra`, or is not used."""
+        return bool(_JUNK.search(name)) or name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra))
+
+
+def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
+    """As `Named.extra`, of a config.json; of a family that is not described none is known."""
+    try:
+        return Named.of_files(read_config(raw, len(headers))[1], headers).extra
+    except NotPlain:
+        return ()
+
+
+def extra_of(config: Any, headers: Mapping[str, Any]) -> tuple[str, ...]:
+    """The same of a config object of transformers."""
+    family = families().get(getattr(type(config), "model_type", ""))
+    try:
+        return Named.of_files(family.describe(config), headers).extra if family else ()
+    except NotDescribed:
+        return ()
+
+
+def extra_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
+    """What the tensors of heads that predict further tokens are: those of a layer are what they are in the model's layers."""
+    if not (prefixes := extra_prefixes(raw, headers)) or not any(n.startswith(prefixes) for n in headers):
+        return {}
+    model = read_config(raw, len(headers))[1]
+    kinds = {_LAYER.sub("", n): t.kind for form in FORMS for n, t in tensors(model, form).items() if _LAYER.match(n)}
+    return {n: _extra_role(n, h, kinds.get(_LAYER.sub("", n), "other")) for n, h in headers.items() if n.startswith(prefixes)}
+
+
+def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
+    stem, reason = name.removesuffix(".weight"), "of a head that predicts further tokens"
+    if kind not in ("attention", "mlp", "expert") or header.dtype not in FLOATS:
+        return Role(kind, reason=kind if kind in ("norm", "router") else reason, extra=True)
+    if stem != name and len(header.shape) == 2:
+        return Role(kind, (Part(stem),), extra=True)
+    path, _, stack = name.rpartition(".")
+    if kind == "expert" and len(header.shape) == 3 and stack in STACKS:
+        E, rows, _ = header.shape
+        leaves = GATED[:2] if stack == STACKS[0] else GATED[2:]
+        N = rows // len(leaves)
+        cuts = {f"{path}.{e}.{leaf}": Cut(e, (i * N, i * N + N)) for e in range(E) for i, leaf in enumerate(leaves)}
+        return Role(kind, tuple(Part(n, cut) for n, cut in cuts.items()), extra=True)
+    return Role(kind, reason=reason, extra=True)
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:

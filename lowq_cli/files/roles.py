@@ -18,8 +18,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Role:
-    """What one source tensor is. Without parts it is kept as it is, for `reason`."""
+    """What one source tensor is. Without parts it is kept as it is, for `reason`.
+
+    extra: it is of a head that predicts further tokens, which is kept and not run.
+    """
 
     kind: str  # attention, mlp, expert, head, embedding, router, norm or other
     parts: tuple[Part, ...] = ()
     reason: str = ""  # "" where it can be quantized
+    extra: bool = False

@@ -1,7 +1,7 @@
 """Do the shapes of a checkpoint fit its config.json? Asked before weights are read, and again when a checkpoint is opened.
 
-Only what the config says outright is checked: the number of layers, the embedding, and the linear layers of families that
-name and shape them as Llama does. A model that fails would load with random or cut weights, or not at all.
+Checked are the number of layers, the embedding, and every tensor of families that are described (`lowq_packers.arch`). A model
+that fails would load with random or cut weights, or not at all.
 """
 
 import re
@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.names import tensors
 from lowq_packers.errors import DamagedError
-from lowq_packers.families import families
 
-# Families whose self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj have the shapes of `_llama_shapes`.
-LLAMA_LIKE = {name for name, family in families().items() if family.llama_shapes}
-LLAMA_LIKE |= {"gemma", "gemma2", "olmo2", "granite", "smollm3"}  # whose layers are computed by transformers alone
 MOST_DIGITS = 9  # of a layer's number
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.")
 
@@ -43,13 +41,12 @@ def check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     _check_layers(text, shapes)
     sizes = ("word_embed_proj_dim", "hidden_size", "n_embd")  # the first is OPT's, projected
     expected = whole(text, "vocab_size"), whole(text, *sizes)
-    linear = _llama_shapes(text) if str(text.get("model_type")) in LLAMA_LIKE else {}
-    for name, shape in shapes.items():  # beside a text_config, a vision tower's layers go by the same names, in another stack
+    described = _described(config, len(shapes))
+    for name, shape in shapes.items():
         if name.endswith(("embed_tokens.weight", "wte.weight")) and len(shape) == 2:
             _compare(name, shape, expected)
-        for suffix, wanted in linear.items():
-            if name.endswith(suffix) and (stack := _LAYER.match(name)) and (text is config or "language_model." in stack[1]):
-                _compare(name, shape, wanted)
+        if name in described and shape not in (forms := described[name]):
+            _compare(name, shape, forms[0])
 
 
 def _compare(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:
@@ -78,22 +75,15 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         raise DamagedError(f"config.json says {layers} layers, the files hold {most}; fetch the model again")
 
 
-def _llama_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:
-    """Suffix of a tensor name -> (N, K); None where the config does not say."""
-    hidden, inter = whole(text, "hidden_size"), whole(text, "intermediate_size")
-    heads, kv_heads = whole(text, "num_attention_heads"), whole(text, "num_key_value_heads")
-    head_dim = whole(text, "head_dim")
-    if head_dim is None and hidden and heads:
-        head_dim = hidden // heads
-    q = heads * head_dim if heads and head_dim else None
-    kv = (heads if kv_heads is None else kv_heads) or None
-    kv = kv * head_dim if kv and head_dim else None
-    return {
-        ".self_attn.q_proj.weight": (q, hidden),
-        ".self_attn.k_proj.weight": (kv, hidden),
-        ".self_attn.v_proj.weight": (kv, hidden),
-        ".self_attn.o_proj.weight": (hidden, q),
-        ".mlp.gate_proj.weight": (inter, hidden),
-        ".mlp.up_proj.weight": (inter, hidden),
-        ".mlp.down_proj.weight": (hidden, inter),
-    }
+def _described(config: Mapping[str, Any], count: int) -> dict[str, list[tuple[int, ...]]]:
+    """Name -> the shapes that it may have, of the tensors of a described family; of other configs nothing is known."""
+    try:
+        _, model, _ = read_config(config, count)
+    except NotPlain:
+        return {}
+    found: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for place in (None, *model.files):
+        for form in ("split", "files"):
+            for name, tensor in tensors(model, form, place).items():
+                found[name].append(tensor.shape)
+    return found

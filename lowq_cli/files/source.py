@@ -28,6 +28,7 @@ from lowq_cli.files.safetensors_io import (
     read_json,
     torch_dtype,
 )
+from lowq_cli.files.text_alone import text_alone
 from lowq_cli.state import known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 from lowq_packers.regular import name_of_open, open_regular
@@ -297,7 +298,7 @@ def _open_folder(name: str, folder: Path) -> Source:
         _check_index(folder / INDEX, where)
     if not headers:
         raise DamagedError(f"{folder} holds no tensors")
-    return Source(name, folder, config, headers, parsed, where)
+    return Source(name, folder, text_alone(config, headers), headers, parsed, where)
 
 
 def _add_modelopt(config: dict[str, Any], path: Path) -> None:

@@ -6,14 +6,23 @@ safetensors file, an adapter be put on.
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
+from lowq_cli.files.resolution import TOKENIZER, check_companions, check_tokenizer
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import CONFIG, INDEX, Source, shard_name
+from lowq_cli.files.templates import OTHERS
 from lowq_packers.atomic import scratch
+
+
+def known_type(config: Mapping[str, Any]) -> Any:
+    """A config.json's model_type as transformers has it: Kimi K2's own code is a copy of DeepSeek V3's, and says so."""
+    found = config.get("model_type")
+    copied = found == "kimi_k2" and config.get("architectures") == ["DeepseekV3ForCausalLM"]
+    return "deepseek_v3" if copied else found
 
 
 @contextmanager
@@ -34,7 +43,14 @@ def only_its_files(source: Source) -> Iterator[Path]:
         if n > 1:
             index = {"metadata": {"total_size": source.nbytes}, "weight_map": {t: names[f] for t, f in source.where.items()}}
             (folder / INDEX).write_text(json.dumps(index))
-        (folder / CONFIG).write_text(json.dumps({k: v for k, v in source.config.items() if k != "gguf"}))
+        config = {k: v for k, v in source.config.items() if k != "gguf"}
+        if "model_type" in config:
+            config["model_type"] = known_type(config)
+        (folder / CONFIG).write_text(json.dumps(config))
+        if (named := source.folder / OTHERS).is_dir():
+            (folder / OTHERS).mkdir()
+            for path in check_companions(sorted(named.glob("*.jinja"))):
+                (folder / OTHERS / path.name).symlink_to(path.resolve())
         for path in source.companions():
             if path.name == TOKENIZER:
                 facts = {k: v for k, v in read_json(path).items() if not (k.endswith("_file") and isinstance(v, str))}

@@ -26,6 +26,8 @@ LEAVES = ("", "_scale", "_zero", "_table")  # what follows a stack's name in tho
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
+FUSED = (*ACTS.values(), "clamped_swiglu")  # gates that kernels have
+
 
 class QuantExperts(nn.Module):
     """For each token the weighted sum of its experts, down(act(gate(x)) * up(x)), from packed weights.
@@ -168,6 +170,8 @@ class QuantExperts(nn.Module):
     def act(self) -> str:
         """The activation between gate and up, as the kernels call it; "" where the gating is not the usual one."""
         gating: Any = self.__dict__["gating"]
+        if described := getattr(gating, "act", ""):  # by `native_loader`
+            return described if gating.has_gate and described in FUSED else ""
         if type(gating).__name__ == "GptOssExperts" and (gating.alpha, gating.limit) == (1.702, 7.0):
             return "clamped_swiglu"
         usual = getattr(getattr(type(gating), "_apply_gate", None), "__name__", "") == "_default_apply_gate"

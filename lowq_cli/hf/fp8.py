@@ -14,6 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowq_cli.files import fp8_tensors
+from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.fp8_tensors import in_blocks, quantized
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import Source
@@ -67,11 +68,13 @@ class Fp8Quantizer(Frozen):
     ) -> None:
         """Swap the modules (on the meta device), after checking every shape."""
         headers = {n: h for f in checkpoint_files or () for n, h in read_header(Path(f)).tensors.items()}
-        skeleton = Skeleton(model)
+        skeleton, extra = Skeleton(model), extra_of(model.config, headers)
         facts: Any = self.quantization_config
         swaps: dict[str, Fp8Linear] = {}
         for name, scales in quantized(headers).items():
             place = skeleton.place(name)
+            if place is None and extra and name.startswith(extra):
+                continue
             if place is None:
                 raise DamagedError(f"{name} is in the files, which a {type(model).__name__} does not have")
             module = skeleton.module(place.param)

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device, say_widened
+from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
 from lowq_cli.files.view import only_its_files
@@ -79,7 +80,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
                 **direct,
             )
         loaded.name_or_path = loaded.config._name_or_path = str(source.folder)
-        _check_filled(source, found)
+        _check_filled(source, loaded.config, found)
         if not all(b.isfinite().all() for name, b in loaded.named_buffers() if name.endswith("inv_freq")):
             raise DamagedError("rope_parameters in config.json give angles that are not finite")
         if source.folder is not None:
@@ -105,7 +106,7 @@ def check_dtype(source: Source, dtype: torch.dtype) -> None:
             check_fits(name, dtype, source.read(name))
 
 
-def _check_filled(source: Source, found: dict[str, Any]) -> None:
+def _check_filled(source: Source, config: Any, found: dict[str, Any]) -> None:
     """Raise DamagedError where the weights are not those of the model; say which of them the model does not know."""
     said = f"{source.name} does not fill the model its config.json describes"
     for name, have, wanted in sorted(found.get("mismatched_keys", ()), key=str):
@@ -115,7 +116,8 @@ def _check_filled(source: Source, found: dict[str, Any]) -> None:
     for fault in ("error_msgs", "conversion_errors"):
         if names := found.get(fault):
             raise DamagedError(f"{said}: {fault} {sorted(map(str, names))[0]}")
-    if unknown := sorted(map(str, found.get("unexpected_keys", ()))):
+    extra = extra_of(config, source.headers)
+    if unknown := sorted(k for k in map(str, found.get("unexpected_keys", ())) if not extra or not k.startswith(extra)):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         console.warn(f"{source.name} holds weights that its model does not know, and that are not used: {unknown[0]}{more}")
 

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import Cut
+from lowq_cli.files.view import known_type
 from lowq_cli.hf.expert_kinds import LISTED, Kind, converters, kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.errors import DamagedError, UnsupportedError, one_line
@@ -59,7 +60,7 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 
 def _model_type(config: dict[str, Any]) -> Any:
     """As transformers' AutoConfig reads it: Mistral with layer_types is Ministral, whose window holds in some layers only."""
-    found = config.get("model_type")
+    found = known_type(config)
     return "ministral" if found == "mistral" and "layer_types" in config else found
 
 

@@ -230,6 +230,8 @@ def _is_router(skeleton: Skeleton, names: list[str], own: str) -> bool:
     if "router" in own or "gating" in own or own.endswith("gate"):
         return True
     parent = skeleton.model.get_submodule(".".join(names[:-1])) if names else None
+    if parent is not None and "router" in type(parent).__name__.lower():  # a linear inside of one, as Gemma 4's
+        return True
     if parent is None or not hasattr(parent, "experts") or names[-1] == "experts":
         return False
     return "router" in names[-1] or names[-1] == "gate" or names[-1].endswith("_gate")

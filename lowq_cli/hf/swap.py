@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, rows, tensors
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
@@ -47,7 +48,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     """
     headers = _headers(checkpoint_files)
     schemes = _schemes(config, headers)
-    skeleton = Skeleton(model)
+    skeleton, extra = Skeleton(model), extra_of(model.config, headers)
     targets: dict[str, dict[str, Stored]] = defaultdict(dict)  # parameter -> checkpoint name -> how it is stored
     packed_rows: dict[str, int] = defaultdict(int)
     filled: set[str] = set()
@@ -57,7 +58,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             continue
         place = skeleton.place(name)
         if place is None:
-            if stem in schemes and not skeleton.in_other_head(name):
+            if stem in schemes and not skeleton.in_other_head(name) and not (extra and name.startswith(extra)):
                 raise DamagedError(f"quantization_config names {stem}, which a {type(model).__name__} does not have")
             continue  # transformers warns of tensors it does not use
         filled.add(place.param)

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowq_cli.console import size, visible
 from lowq_cli.files.checkpoint import Checkpoint
-from lowq_cli.interop.exporter import exportable
+from lowq_cli.interop.export_checks import commands
 
 CARD = "README.md"
 
@@ -54,7 +54,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
         f'tokenizer = AutoTokenizer.from_pretrained("{repo}")',
         "```",
         "",
-        *_engines(found),
+        *_engines(found, repo),
     ]
     return "\n".join([*front, "", *lines]).rstrip("\n") + "\n"
 
@@ -89,14 +89,14 @@ def _measured(measured: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def _engines(found: Checkpoint) -> list[str]:
-    targets = exportable(found)
-    if not targets:
-        return []
-    return [
-        "For other engines, the same weights bit for bit:",
-        "",
-        "```sh",
-        *(f"lowq export DIR --to {t}" for t in targets),
-        "```",
-    ]
+def _engines(found: Checkpoint, repo: str) -> list[str]:
+    every = list(commands(found).values())
+    lines, name = [], repo.rpartition("/")[2]
+    for text, some in (
+        ("For other engines, the same weights bit for bit:", [c for c in every if "--round" not in c]),
+        ("With -zero * scale rounded to 16 bits:", [c for c in every if "--round" in c]),
+    ):
+        if some:
+            fetch = f"hf download {repo} --local-dir {name}"
+            lines += [text, "", "```sh", fetch, *(f"lowq export {name} {command}" for command in some), "```", ""]
+    return lines

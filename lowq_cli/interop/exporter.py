@@ -9,9 +9,7 @@ name when it is whole; after a kill the same call goes on behind the last file t
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,11 @@ from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
+from lowq_cli.interop.export_checks import WRITTEN, as_held, check_all, described, first_that_holds, way_out
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
-from lowq_cli.plan import targets
 from lowq_cli.state import remember_export, user_path, was_exported
 from lowq_cli.workers import in_order, threads
 from lowq_packers import formats
@@ -38,13 +36,9 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.regular import read_regular
 from lowq_packers.tables import rows_of
 
-WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
-GATHERED = ("embed_tokens", "wte", "word_embeddings")
 WORKERS = 8  # matrices encoded at once
 ENDS = 128  # rows of a matrix at either end; whole words where zeros are packed along N
 ENCODING = 24  # bytes a weight of a matrix, at most, while it is encoded, read back and compared
-INEXACT = ("mlx", "gguf")  # formats that round -zero * scale: only the values tell whether one survives
-TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
 
 
 def export(
@@ -74,29 +68,32 @@ def export(
     with found.source:
         if check_tp is not None:
             _check_tp(found, check_tp)
-        with _way_out(found, to):
-            to = to or _first_that_holds(found)
-            fmt = formats.get(to)
-            check(found, fmt)
+        with way_out(found, to):
+            to = to or first_that_holds(found)
+            fmt, whole = formats.get(to), found
+            found = as_held(whole, fmt)
+            check_all(found, fmt, rounding)
             name = Path(checkpoint).resolve().name
             if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
-                return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
+                written = export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
+                return replace(written, notes=(*written.notes, *_left_out(whole, found, fmt)))
             target, run = Path(out or f"{name}-{to}"), run_name(found, to, rounding)
             check_apart(target, found.folder)
             if done := was_exported(target, run):
                 sweep(target)
-                config, written = _as_read(target)
+                config, read = _as_read(target)
             else:
                 with new_folder(target, run) as folder:
                     _write(found, fmt, folder, rounding, progress)
-                    config, written = _as_read(folder)
+                    config, read = _as_read(folder)
                     remember_export(target, run, folder)  # before it has its name: a kill between is no other export
-        engines, notes = fmt.engines(config, written), fmt.notes(config, {})
+        engines, notes = fmt.engines(config, read), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes) or _factor_problems(found)):
             engines = [e for e in engines if not e.startswith("vLLM")]
             notes.append(f"vLLM would refuse it, or run other weights: {fused[0]}")
+        notes += _left_out(whole, found, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
         return Exported(str(target), to, size, len(found.schemes), tuple(engines), tuple(notes), done)
 
@@ -111,86 +108,13 @@ def _factor_problems(found: Checkpoint) -> list[str]:
     return [f"{fused} is made of weights with different factors, which must be one" for fused in odd]
 
 
-def check(found: Checkpoint, fmt: Format) -> None:
-    """Raise UnsupportedError, naming the first weight and how many more, unless `fmt` can hold every one."""
-    family = str(found.config.get("model_type"))
-    if family in TRANSPOSED:
-        raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
-    problems = []
-    for t in found.tensors:
-        if t.scheme is None:
-            continue
-        reason = fmt.why_not(t.scheme, *t.shape)
-        if t.name.endswith(GATHERED) and not WRITTEN[fmt.name].embeddings:
-            reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
-        if ".experts." in t.name and not WRITTEN[fmt.name].experts and not fmt.stack(t.name, family):
-            reason = f"lowq does not know how {fmt.title} holds the experts of {family}; nearest: --to compressed-tensors"
-        if reason:
-            problems.append(f"{t.name} ({t.scheme}): {reason}")
-    if problems:
-        more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
-        raise UnsupportedError(f"cannot export {problems[0]}{more}")
-    stacks(found, fmt)
-
-
-def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
-    """Name -> the experts' matrices, in order, of each stack that `fmt` makes of them.
-
-    Raises UnsupportedError unless all experts of a stack are there and share a scheme.
-    """
-    family, members = str(found.config.get("model_type")), dict[str, dict[int, CheckpointTensor]]()
-    for t in found.tensors:
-        if place := fmt.stack(t.name, family) if t.scheme else None:
-            members.setdefault(place[0], {})[place[1]] = t
-    for name, experts in members.items():
-        schemes = {str(t.scheme) for t in experts.values()}
-        if len(schemes) > 1 or sorted(experts) != list(range(len(experts))):
-            wrong = f"of {' and '.join(sorted(schemes))}" if len(schemes) > 1 else "with gaps between them"
-            raise UnsupportedError(
-                f"cannot export {name}: {fmt.title} stacks {len(experts)} experts, here {wrong}; give all one scheme"
-            )
-    dense = [t.name for t in found.tensors if not t.scheme and fmt.stack(t.name.removesuffix(".weight"), family)]
-    if members and dense:
-        raise UnsupportedError(f"cannot export {dense[0]}: {fmt.title} reads all experts packed or none, and this one is not")
-    return {name: [experts[e] for e in sorted(experts)] for name, experts in members.items()}
-
-
-def _first_that_holds(found: Checkpoint) -> str:
-    """The first format whose schemes and shapes hold every weight; of float zeros only where they need not be rounded."""
-    inexact = INEXACT if any(s.zero == "float" for s in found.schemes.values()) else ()
-    fitting = [to for to in exportable(found) if to not in inexact]
-    if not fitting:
-        raise UnsupportedError(f"no format holds {found.folder} as it is (lowq and transformers run it; --to NAME says why)")
-    return fitting[0]
-
-
-@contextmanager
-def _way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
-    """Inside, a refusal ends with the command that makes a checkpoint of the same model which `to` holds, if that is known."""
-    try:
-        yield
-    except UnsupportedError as e:
-        source, bits = found.report.get("source"), found.report.get("recipe", {}).get("bits")
-        form = to or EXPORTED[0]
-        if not source or str(found.config.get("model_type")) in TRANSPOSED:
-            raise
-        fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
-        width = f" --bits {bits}" if fits and bits != 4 else ""
-        raise UnsupportedError(f"{e}; from the original: lowq quantize {shlex.quote(source)}{width} --export {form}") from None
-
-
-def exportable(found: Checkpoint) -> list[str]:
-    """The targets whose schemes and shapes hold every weight (values are only known once they are read)."""
-
-    def holds(to: str) -> bool:
-        try:
-            check(found, formats.get(to))
-            described(found, formats.get(to))
-        except LowqError:
-            return False
-        return True
-
-    return [to for to in EXPORTED if holds(to)]
+def _left_out(whole: Checkpoint, held: Checkpoint, fmt: Format) -> list[str]:
+    count = len(whole.tensors) - len(held.tensors)
+    return (
+        [f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them"]
+        if count
+        else []
+    )
 
 
 def _check_tp(found: Checkpoint, ranks: int) -> None:
@@ -200,25 +124,6 @@ def _check_tp(found: Checkpoint, ranks: int) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
-
-
-Modules = dict[str, tuple[str, list[CheckpointTensor]]]
-
-
-def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
-    """First matrix -> name and matrices of each packed module of an export, and what config.json says of them.
-
-    Raises UnsupportedError for schemes that the format's config cannot tell apart.
-    """
-    if fmt.config is None:
-        return {}, {}
-    dense = [t.name for t in found.tensors if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2]
-    kept = [name.removesuffix(".weight") for name in dense]
-    stacked = stacks(found, fmt)
-    inside = {t.name for experts in stacked.values() for t in experts}
-    modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
-    modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
-    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, kept)
 
 
 def _as_read(folder: Path) -> tuple[dict[str, Any], list[formats.Matrix]]:

@@ -17,7 +17,7 @@ from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.folder import sweep
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.gguf_file import GgufTensor, Value, f32, head, text, u32
-from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, MIXTURES, PERMUTED, ROUTERS, TOP
+from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
 from lowq_cli.state import was_exported
@@ -34,6 +34,22 @@ STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
 }
 
 
+Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor table, and what it is made of
+
+
+def prepared(found: Checkpoint, name: str) -> tuple[str, list[tuple[str, Value]], Entries]:
+    """The architecture, metadata and tensors of a file. Raises UnsupportedError, NotFoundError where there can be none."""
+    arch = ARCHITECTURES.get(str(found.config.get("model_type")))
+    if arch is None:
+        raise UnsupportedError(
+            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})"
+        )
+    _check_computed_alike(found.config)
+    facts = _model_metadata(found, arch, name)
+    entries = _entries(found)
+    return arch, [*facts, *tokenizer_metadata(found.folder, found.config, _int(found, "vocab_size"))], entries
+
+
 def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress | None) -> Exported:
     """Write `found` to the file `out`.
 
@@ -41,16 +57,7 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     Raises UnsupportedError for a family, tokenizer or scheme that GGUF (as lowq writes it) does not hold, UsageError if `out`
     is there already.
     """
-    known = ARCHITECTURES | MIXTURES
-    arch = known.get(str(found.config.get("model_type")))
-    if arch is None:
-        raise UnsupportedError(
-            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(known)})"
-        )
-    _check_computed_alike(found.config)
-    facts = _model_metadata(found, arch, out.stem)
-    entries = _entries(found)
-    metadata = [*facts, *tokenizer_metadata(found.folder, found.config, _int(found, "vocab_size"))]
+    arch, metadata, entries = prepared(found, out.stem)
     factors = _rope_factors(found.config)
     extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
     heads = {"attn_q": _int(found, "num_attention_heads"), "attn_k": _int(found, "num_key_value_heads", "num_attention_heads")}
@@ -88,7 +95,7 @@ def _check_computed_alike(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"its activation is {config['hidden_act']}, llama.cpp's graph of this family has silu")
 
 
-def _entries(found: Checkpoint) -> list[tuple[GgufTensor, list[CheckpointTensor]]]:
+def _entries(found: Checkpoint) -> Entries:
     """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order."""
     entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
     for t in found.tensors:
@@ -190,7 +197,7 @@ def _model_metadata(found: Checkpoint, arch: str, name: str) -> list[tuple[str, 
 def _mixture_metadata(found: Checkpoint) -> dict[str, Value]:
     """How experts are chosen. Raises UnsupportedError for a choice that llama.cpp's graph of the family does not make."""
     config = found.config
-    if config.get("model_type") not in MIXTURES:
+    if not any(t.name.rpartition(".experts.")[0] for t in found.tensors):
         return {}
     if not config.get("norm_topk_prob", False) and config["model_type"] == "qwen3_moe":
         raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")

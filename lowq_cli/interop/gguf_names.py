@@ -1,11 +1,9 @@
 """What llama.cpp calls the families that lowq writes, and their tensors."""
 
-from lowq_packers.families import families
+from lowq_packers.arch import families
 
-_WRITTEN = {name: family for name, family in families().items() if family.gguf}
-ARCHITECTURES = {name: family.gguf for name, family in _WRITTEN.items() if not family.mixture}
-MIXTURES = {name: family.gguf for name, family in _WRITTEN.items() if family.mixture}  # written, not read
-CLASSES = {family.gguf: family.gguf_class for family in _WRITTEN.values() if family.gguf_class}  # architecture -> what reads it
+ARCHITECTURES = {name: family.gguf for name, family in families().items() if family.gguf}  # written
+CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # read: architecture -> class
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {

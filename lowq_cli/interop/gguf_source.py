@@ -18,7 +18,7 @@ from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, 
 from lowq_cli.files.shapes import whole
 from lowq_cli.files.source import Source
 from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
-from lowq_cli.interop.gguf_names import ARCHITECTURES, CLASSES, LAYER, PERMUTED, TOP
+from lowq_cli.interop.gguf_names import CLASSES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
 from lowq_packers import home
 from lowq_packers.errors import DamagedError, UnsupportedError
@@ -160,9 +160,8 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
     """
     metadata, tensors, crc = read_gguf(path)
     arch = str(metadata.get("general.architecture"))
-    if arch not in ARCHITECTURES.values():
-        known = ", ".join(sorted(set(ARCHITECTURES.values())))
-        raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {known}")
+    if arch not in CLASSES:
+        raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {', '.join(sorted(CLASSES))}")
     beside = path.with_name("config.json")
     if beside.is_file():
         check_config(config := read_json(beside), beside)

@@ -17,7 +17,6 @@ from lowq_cli import console, state
 from lowq_cli.files import fp8_tensors
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
-from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.family_tensors import linear_weights
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
@@ -25,6 +24,7 @@ from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
 from lowq_packers import home
+from lowq_packers.arch.config import NotPlain
 from lowq_packers.atomic import replacing
 from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.formats import Fetch, Matrix

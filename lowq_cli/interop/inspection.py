@@ -11,7 +11,7 @@ from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.files.source import REPORT, Source
-from lowq_cli.interop.exporter import exportable
+from lowq_cli.interop.export_checks import commands
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.state import user_path
 from lowq_kernels.dispatch import tuning_file
@@ -161,8 +161,8 @@ def _lowq(folder: Path, name: str) -> Inspection:
     act = found.config["quantization_config"].get("activations", "none")
     if act != "none":
         notes += (f"linear layers round their inputs to {act} while running",)
-    targets = exportable(found)
-    engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export)" for t in targets))
+    rounded = {t: " --round" if "--round" in command else "" for t, command in commands(found).items()}
+    engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export{how})" for t, how in rounded.items()))
     found.source.close()
     tuned, ignored = _tuned(folder)
     return Inspection(name, METHOD, _family(found.source), tuple(rows), notes + ignored, engines, tuned)

@@ -13,7 +13,8 @@ from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.files.source import DEMO
 from lowq_cli.files.tensor_parallel import DENSE_TABLE, fusion_problems, shard_problems
-from lowq_cli.interop.exporter import check, export
+from lowq_cli.interop.export_checks import check
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.importer import cached, copy_new
 from lowq_cli.state import user_path
 from lowq_packers import formats

@@ -236,8 +236,20 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
     return config
 
 
-def default_out(source: Source | str, recipe: Recipe) -> Path:
-    """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64, and what differs from the defaults."""
+def common_group(plan: Plan, recipe: Recipe) -> int | None:
+    """The group size of most weights of the recipe's width: another than asked for where that does not divide them."""
+    found = Counter[int]()
+    for i in plan.items:
+        if i.scheme and i.scheme.bits == recipe.bits:
+            found[i.scheme.group_size] += i.params
+    return None if not found or recipe.group_for(recipe.bits) == "channel" else found.most_common(1)[0][0]
+
+
+def default_out(source: Source | str, recipe: Recipe, group: int | None = None) -> Path:
+    """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64, and what differs from the defaults.
+
+    group: in place of the recipe's, as `common_group` finds it.
+    """
     name = source if isinstance(source, str) else source.name
     stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
     if recipe.format == "fp8":
@@ -249,7 +261,7 @@ def default_out(source: Source | str, recipe: Recipe) -> Path:
     elif recipe.bounded:
         width = f"kl{recipe.max_kl:g}" if recipe.max_kl else f"ppl{recipe.max_ppl:g}"
     else:
-        group = recipe.group_for(recipe.bits)
+        group = group or recipe.group_for(recipe.bits)
         width = f"{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}"
         if recipe.table:
             width = recipe.format if group == recipe.table.group else f"{recipe.format}-g{group}"

@@ -10,7 +10,7 @@ from math import prod
 
 from lowq_cli import quantizers
 from lowq_cli.files import packed_tensors
-from lowq_cli.files.family_tensors import known_roles
+from lowq_cli.files.family_tensors import extra_roles, known_roles
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
@@ -41,6 +41,10 @@ class Candidate:
     source_dtype: str
     cut: Cut
     target: str
+    extra: bool = False  # of a head that predicts further tokens
+
+
+EXTRA = "heads that predict further tokens are quantized like the layers, without a text; they are kept, and not run"
 
 
 @dataclass(frozen=True)
@@ -108,12 +112,14 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
 
 def roles(source: Source) -> dict[str, Role]:
     """What every tensor is: of a known family by its config alone, of any other by transformers' model. Raises as that does."""
-    found = known_roles(source.config, source.headers)
+    extra = extra_roles(source.config, source.headers)
+    headers = {name: header for name, header in source.headers.items() if name not in extra}
+    found = known_roles(source.config, headers)
     if found is None:
         from lowq_cli.hf import structure  # imports transformers: 1.5 to 6 s
 
-        found = structure.roles(source.config, source.headers)
-    return found
+        found = structure.roles(source.config, headers)
+    return found | extra
 
 
 def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
@@ -122,7 +128,7 @@ def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
     candidates = _candidates(source, roles(source))
     requests = _requests(recipe, candidates)
     kinds = ("attention", "mlp", "expert", *(("head", "embedding") if recipe.lm_head == "auto" else ()))
-    return [c for c in candidates if c.kind in kinds and not requests[c.name].by_name]
+    return [c for c in candidates if c.kind in kinds and not c.extra and not requests[c.name].by_name]
 
 
 def refuse_quantized(source: Source) -> None:
@@ -184,7 +190,8 @@ def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
                 raise DamagedError(f"{part.name} is there twice, in {name} too; fetch the model again")
             names.add(part.name)
             shape = _cut_shape(name, header.shape, part.cut)
-            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, part.cut, part.target or part.name))
+            target = part.target or part.name
+            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, part.cut, target, role.extra))
     return candidates
 
 
@@ -273,7 +280,8 @@ def _tied_head(
 
 def _why_not_head(source: Source) -> str | None:
     """Why an output head made from the embedding cannot be packed, or None."""
-    if known_roles(source.config, source.headers) is not None:
+    extra = extra_roles(source.config, source.headers)
+    if known_roles(source.config, {n: h for n, h in source.headers.items() if n not in extra}) is not None:
         return None
     from lowq_cli.hf import structure
 
@@ -314,8 +322,10 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
     tensors = packed_tensors.tensors(Stored(scheme, layout), *c.shape).items()
     outputs = [(c.name + n, TensorHeader(shape, scales if scales in dtypes else dtypes[0])) for n, (shape, dtypes) in tensors]
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
+    if c.extra and quantizers.needs_text(method):  # no layer that runs shows what it is given
+        method = quantizers.default_method(scheme.bits, scheme.group_size, scheme.zero)
     quantizers.check_scheme(method, scheme)
-    note = "; ".join(filter(None, (decision.note, why)))
+    note = "; ".join(filter(None, (EXTRA if c.extra else "", decision.note, why)))
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
 
 

@@ -33,6 +33,10 @@ class Target:
     head: str = "keep"  # most engines read the head in 16 bits only
     table: str | None = None  # the --format it takes, unless one is asked for
 
+    def scheme(self, bits: int, group: int) -> Scheme:
+        """What it takes, of a width and group."""
+        return TABLE_FORMATS[self.table].scheme(bits, group) if self.table else Scheme.of(bits, group, self.zero)
+
     def why_not(self, scheme: Scheme, N: int, K: int) -> str | None:
         """The reason it cannot hold a scheme and shape, or None."""
         from lowq_packers import formats  # 30 ms, which a mistyped flag should not wait for

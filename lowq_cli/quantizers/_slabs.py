@@ -117,7 +117,8 @@ def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
     """(scales, zeros) in fp32, not rounded, that span each group's range; zeros = `mid` for zero="none".
 
     "float" spans min .. max; "int" spans min .. max with 0 included, so that a whole zero exists; "none" spans
-    -max|w| .. max|w|. |zeros| stays within MAX_ZERO, which only bites where a group is nearly constant.
+    -max|w| .. max|w|, whose end above is no level: a group of one value takes that for its scale. |zeros| stays within
+    MAX_ZERO, which only bites where a group is nearly constant.
     """
     if scheme.table:
         raise SchemeError(f"{scheme}: this method fits evenly spaced values; use lsq or rtn")
@@ -125,7 +126,8 @@ def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
     top = scheme.levels - 1
     absmax = torch.maximum(hi, -lo)
     if scheme.zero == "none":
-        return absmax * (2 / top), torch.full_like(absmax, scheme.mid)
+        step = 2 / top if scheme.bits == 1 else torch.where(lo == hi, 1.0, 2 / top)  # mid + 1 or mid - 1 is a lone value
+        return absmax * step, torch.full_like(absmax, scheme.mid)
     if scheme.zero == "int":
         lo, hi = lo.clamp(max=0), hi.clamp(min=0)
     scales = torch.maximum((hi - lo) / top, absmax / MAX_ZERO)

@@ -15,7 +15,7 @@ from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
 from lowq_cli.files.folder import check_apart
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import open_decoded
-from lowq_cli.plan.plan import Plan, default_out
+from lowq_cli.plan.plan import Plan, common_group, default_out
 from lowq_cli.plan.planner import SHARD_SIZE, make_plan
 from lowq_cli.plan.recipe import Recipe, as_published
 from lowq_cli.run.budget import Budget, make_budget, with_text
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lowq_cli.run.bound import Bound
     from lowq_cli.run.own_text import Make, Outlook
 
-UNDECIDED = "calibrated on the model's own text if it is foreseen to be quickly written, else on the bundled one"
+UNDECIDED = "calibrated on the model's own text unless that is more to compute than quantizing, else on the bundled one"
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ def prepare(
             else:
                 recipe, found = mixed.resolve(source, recipe, text, on, watch)
         plan = make_plan(source, recipe, shard_size)
+        if out is None and not budgeted:
+            folder = default_out(source, recipe, common_group(plan, recipe))
         plan = replace(plan, notes=(*plan.notes, *published, *notes))
         if not is_calibrated(plan):
             text = own = None

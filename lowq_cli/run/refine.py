@@ -20,7 +20,7 @@ from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, new_folder
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
-from lowq_cli.interop import exporter
+from lowq_cli.interop import export_checks, exporter
 from lowq_cli.interop.exported import Exported, Progress
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
@@ -68,7 +68,7 @@ class Refining:
         self.kept = cache_dir() / "refined" / self.found.folder.name  # of the import: it says which file, and which lowq
         if not any(self.kept.parent.glob(f"{self.kept.name}-*")):
             check_free(self.out)  # before a text is written; where there is a result, the run says whether it is this one's
-        exporter.check(self.found, self.format)
+        export_checks.check(self.found, self.format)
         if odd := next((t for t in self.found.tensors if t.scheme and t.scheme.table), None):
             raise UnsupportedError(
                 f"{odd.name} holds values of a table ({odd.scheme}); refine chooses codes of even steps only"

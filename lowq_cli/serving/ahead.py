@@ -20,13 +20,13 @@ from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.reading import Blank
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.files.family_config import read_config
 from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item, Plan, output_config
 from lowq_cli.run.prepare import Prepared
 from lowq_cli.serving import cache_allocator
 from lowq_cli.serving.continuous import MOST
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_packers.arch.config import read_config
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROOM = 12 << 30  # free bytes of a GPU below which nothing is tried: logits of 4,096 rows take 1 GB a thread

@@ -10,6 +10,7 @@ If the engine's process dies, every open request ends with an error that says so
 
 import os
 import pickle
+import queue
 import signal
 import threading
 import time
@@ -19,13 +20,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from lowq_cli.serving.request import Busy, Done, Engine, Event, Limits, Mask, Request, Sink, Stats, check, failed
 from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
 FRESH_S = 0.25  # so old Stats may become while no token comes
-ENDS_S = 30.0  # that the process is given to end by itself
+BEAT_S = 1.0  # between two words of the process at most, while it can speak
+SILENT_S = 10.0  # without one: clients are told that it is stopped, or starved
+STUCK_S = (
+    60.0  # without a step while requests run: a device that hangs; reading a piece of a prompt on a slow CPU takes seconds
+)
+LOST_S = 60.0  # of either, after which open requests are ended
+ENDS_S = 10.0  # that the process is given to end by itself
 OURS = {signal.SIGINT, signal.SIGTERM}  # the other process's to obey: they come to both from a terminal, or from systemd
 
 
@@ -55,11 +63,14 @@ class ApartEngine:
     def __init__(self, make: Callable[..., Made], *given: Any) -> None:
         context = get_context("spawn")  # not "fork": of a process with threads, or with a CUDA context, a fork is not whole
         self._pipe, theirs = context.Pipe()
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._process = context.Process(target=_compute, args=(theirs, make, given), name="lowq-engine")
         with _held_back():
             self._process.start()
         theirs.close()
-        self._changed, self._sending = threading.Condition(), threading.Lock()
+        threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
+        self._changed = threading.Condition()
+        self._heard = self._moved = time.monotonic()  # when it spoke last, and when it last took a step or had none to take
         self._open: set[int] = set()
         self._stats, self._number, self.closed = Stats(), 0, "the server has not started yet"
         self._listener: threading.Thread | None = None
@@ -74,6 +85,7 @@ class ApartEngine:
         self._tell("start")
         (self.reason,) = self._wait("started", done)
         self._sink, self.closed = sink, ""
+        self._heard = self._moved = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="lowq-engine-events", daemon=True)
         self._listener.start()
 
@@ -83,6 +95,8 @@ class ApartEngine:
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)
+            if stalled := self._stalled():
+                raise LowqError(f"{stalled}; try again later")
             if len(self._open) - self._stats.running >= self.limits.waiting:
                 raise Busy(f"{self.limits.waiting} requests wait already; try again later")
             self._number += 1
@@ -99,7 +113,18 @@ class ApartEngine:
 
     def stats(self) -> Stats:
         """Where it stood at its last step, or FRESH_S ago; what waits is counted here."""
-        return replace(self._stats, waiting=max(0, len(self._open) - self._stats.running))
+        waiting = max(0, len(self._open) - self._stats.running)
+        return replace(self._stats, waiting=waiting, stalled=self._stalled())
+
+    def _stalled(self, seconds: float = 0.0) -> str:
+        """Why nothing comes from the process, once that is certain and has lasted so long; "" while something does."""
+        if self._listener is None or self.closed:
+            return ""
+        now = time.monotonic()
+        silent, stuck = now - self._heard, now - self._moved
+        if silent > max(SILENT_S, seconds):
+            return f"the engine's process has not answered for {silent:.0f} s"
+        return f"the engine has computed nothing for {stuck:.0f} s" if stuck > max(STUCK_S, seconds) else ""
 
     def stop(self, seconds: float) -> None:
         """Finish what there is within `seconds`, cancel the rest, end the process."""
@@ -111,16 +136,23 @@ class ApartEngine:
         if self._listener is None:  # it may be loading yet
             self._process.kill()
         else:
+            stalled = self._stalled()
             self._tell("stop")
-            self._process.join(ENDS_S)
+            self._process.join(0 if stalled else ENDS_S)
             self._process.kill()
             self._listener.join(ENDS_S)
         self._process.join()
         self._pipe.close()
 
     def _tell(self, *message: Any) -> None:
-        with self._sending, suppress(OSError):  # it has ended: whoever listens is told
-            self._pipe.send(message)
+        """Send a message soon: a process that does not read must not keep the event loop."""
+        self._outbox.put(bytes(ForkingPickler.dumps(message)))
+
+    def _send(self) -> None:
+        """The thread that sends."""
+        with suppress(OSError):  # it has ended: whoever listens is told
+            while True:
+                self._pipe.send_bytes(self._outbox.get())
 
     def _wait(self, wanted: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
         """What the process answers; `done` is told how far it is."""
@@ -139,14 +171,24 @@ class ApartEngine:
         """The thread that takes events until the process has ended."""
         try:
             while True:
-                batch, self._stats, closed = self._pipe.recv()
-                self.closed = self.closed or closed
-                self._told([(n, Event(e) if type(e) is int else e) for n, e in batch])
+                if self._pipe.poll(BEAT_S):
+                    batch, stats, closed = self._pipe.recv()
+                    self._heard = time.monotonic()
+                    if stats.steps != self._stats.steps or not stats.running:
+                        self._moved = self._heard
+                    self._stats, self.closed = stats, self.closed or closed
+                    self._told([(n, Event(e) if type(e) is int else e) for n, e in batch])
+                if self._open and (why := self._stalled(LOST_S)):
+                    self._end_all(why)
         except (EOFError, OSError):
             with self._changed:
                 self.closed = self.closed or self._why_it_ended()
             self._stats = replace(self._stats, running=0)
-            self._told([(n, Event(finish_reason="error", message=self.closed)) for n in sorted(self._open)])
+            self._end_all(self.closed)
+
+    def _end_all(self, why: str) -> None:
+        """End the requests that are open; what the process still says of them is nobody's."""
+        self._told([(n, Event(finish_reason="error", message=why)) for n in sorted(self._open)])
 
     def _told(self, events: list[tuple[int, Event]]) -> None:
         ended = [n for n, e in events if e.finish_reason]
@@ -196,7 +238,7 @@ class _Here:
         self.pipe = pipe
         self.lock = threading.Lock()  # of sending and of `numbers`: a request's first event may come before `submit` returns
         self.numbers: dict[int, int] = {}  # the engine's -> the other process's
-        self.shown, self.started = Stats(), False
+        self.shown, self.started, self.spoke = Stats(), False, time.monotonic()
 
     def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
         """Make the engine, and do what the pipe says until it is closed."""
@@ -205,8 +247,10 @@ class _Here:
         self.send("made", told, e.name, e.reason, e.limits, e.vocabulary)
         try:
             while True:
-                if not self.pipe.poll(FRESH_S if self.started else None):
-                    self.refresh()
+                came = self.pipe.poll(FRESH_S if self.started else None)
+                if self.started:
+                    self.refresh(came)
+                if not came:
                     continue
                 what, *rest = self.pipe.recv()
                 if what == "stop":
@@ -239,9 +283,9 @@ class _Here:
         if own is not None:
             self.engine.cancel(own)
 
-    def refresh(self) -> None:
-        """Tell where the engine stands, if that is not known."""
-        if self.engine.stats() != self.shown:
+    def refresh(self, busy: bool) -> None:
+        """Tell where the engine stands if that is not known, and that somebody is here."""
+        if time.monotonic() > self.spoke + BEAT_S or (not busy and self.engine.stats() != self.shown):
             self.tell([])
 
     def sink(self, batch: list[tuple[int, Event]]) -> None:
@@ -260,7 +304,7 @@ class _Here:
 
     def _tell(self, batch: list[tuple[int, Event]]) -> None:
         """Most events are a token and nothing else. With them goes where the engine stands."""
-        self.shown = self.engine.stats()
+        self.shown, self.spoke = self.engine.stats(), time.monotonic()
         self._send([(n, e.token if _plain(e) else e) for n, e in batch], self.shown, self.engine.closed)
 
     def send(self, *message: Any) -> None:

@@ -228,7 +228,7 @@ class ContinuousEngine:
                 self._changed.wait(left)
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
-        self.scheduler.waiting.extend(incoming)
+        self.scheduler.add(incoming)
         self._prompt_tokens += sum(t.prompt for t in incoming)
         events = []
         for number in sorted(cancelled):

@@ -90,6 +90,7 @@ class Request:
         stop_ids: tokens that end the text; the one met is delivered, with finish_reason "stop".
         draw: how tokens are drawn.
         mask: what a grammar allows, or None.
+        client: who asks, "" for nobody in particular; it matters where requests wait (`turns`).
     """
 
     prompt: tuple[int, ...]
@@ -97,6 +98,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     draw: Draw = Draw()
     mask: Mask | None = None
+    client: str = ""
 
     @cached_property
     def special(self) -> bool:
@@ -173,6 +175,7 @@ class Stats:
     preemptions: int = 0  # requests put back into the queue for want of blocks
     steps: int = 0
     busy_s: float = 0.0
+    stalled: str = ""  # why nothing comes from it now, though it has not ended
 
 
 class Engine(Protocol):

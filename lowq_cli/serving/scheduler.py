@@ -7,14 +7,16 @@ gives back its own and waits again, its tokens so far now part of its prompt; wi
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lowq_cli.serving.cache_groups import REWIND
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.sequence import Sequence
+from lowq_cli.serving.turns import Turns
 
 READERS = 16  # prompts that are read at once
+GIVES_WAY = 8  # steps from one look at whether a text should give its place to another to the next
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Scheduler:
         self._readers = list(range(rows + READERS - 1, rows - 1, -1))
         self._freed: list[int] = []
         self._moves: list[tuple[int, int, Sequence]] = []
-        self.preemptions = self.prefix_hits = self.read = 0
+        self.preemptions = self.prefix_hits = self.read = self.step = 0
 
     @property
     def active(self) -> list[Sequence]:
@@ -72,11 +74,19 @@ class Scheduler:
         """One more than the last row that runs."""
         return max((row + 1 for row, t in enumerate(self.running) if t is not None), default=0)
 
+    def add(self, texts: Iterable[Sequence]) -> None:
+        """More texts, which wait from now on."""
+        for seq in texts:
+            seq.since = self.step
+            self.waiting.append(seq)
+
     def plan(self, budget: Callable[[int, int], int]) -> StepPlan | None:
         """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
 
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
         """
+        if not self._give_way():
+            return None
         self._compact()
         for seq in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
             # one that was put back meanwhile has no row; of another all that it may get may be on its way
@@ -94,6 +104,7 @@ class Scheduler:
             self._read(plan, budget(self.high if plan.steps and not self.fixed else 0, waiting))
             plan.steps = [] if self.fixed and plan.pieces else plan.steps
         self._stepped = bool(plan.steps)
+        self.step += 1
         moves, self._moves = self._moves, []
         plan.moves = [move[:2] for move in moves]
         plan.placed = [(seq, seq.computed) for _, target, seq in moves if self.running[target] is seq]
@@ -185,12 +196,32 @@ class Scheduler:
             if any(t.ahead for t in self.active):
                 return False
             youngest = max(self.active, key=lambda t: t.number)
-            self._release(youngest)
-            if self.fixed:
-                youngest.repeat()
-            self._queue_again(youngest)
-            self.preemptions += 1
+            youngest.first = True
+            self._put_back(youngest)
         return True
+
+    def _give_way(self) -> bool:
+        """Let a text that waits take another's place if it is its turn; False where what is on its way has to be seen first."""
+        full = len(self.active) >= len(self.running)
+        if self.fixed or not self.waiting or not full or self.step % GIVES_WAY:  # fixed: it would begin again
+            return True
+        turns = Turns([*self.waiting, *self.active], self.step)
+        running = [(t, t.remaining) for t in self.running if t is not None]
+        seq = turns.gives_way(turns.next(self.waiting), running)
+        if seq is not None and any(t.ahead for t in self.active):
+            return False
+        if seq is not None:
+            self._put_back(seq)
+        return True
+
+    def _put_back(self, seq: Sequence) -> None:
+        """A text gives back its blocks and waits again."""
+        self._release(seq)
+        if self.fixed:
+            seq.repeat()
+        seq.since = self.step
+        self._queue_again(seq)
+        self.preemptions += 1
 
     def _queue_again(self, seq: Sequence) -> None:
         """Among those that wait, by age: it came before all that were never admitted."""
@@ -199,7 +230,7 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence:
         """Who is admitted next, of those that wait."""
-        return self.waiting[0]
+        return self.waiting[0] if len(self.waiting) == 1 else Turns([*self.waiting, *self.active], self.step).next(self.waiting)
 
     def _admit(self) -> None:
         while self.waiting and self._readers:
@@ -210,6 +241,7 @@ class Scheduler:
             if not self.cache.fits(seq, match, spare=len(active)):  # blocks that those who run may want soon
                 return
             self.waiting.remove(seq)
+            seq.waited, seq.first = seq.waited + self.step - seq.since, False
             self.cache.admit(seq, match)
             if seq.cached < 0:
                 seq.cached = seq.computed

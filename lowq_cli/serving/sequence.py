@@ -56,6 +56,7 @@ class Sequence:
         cached: tokens that were found in the cache when it was admitted first.
         started, done: whether its first token has gone out, and whether it has ended.
         failed: why it cannot go on, where it alone cannot.
+        since, waited, first: its place in time, as `turns` has it.
         drawn_before: tokens that were drawn before it was put back to its prompt.
         rank: prompt tokens that the engine had read when this text was admitted, and its own: the least is read next.
     """
@@ -72,6 +73,7 @@ class Sequence:
         self.drafts: list[tuple[int, int]] = []
         self.snapshot: Name | None = None
         self.slot_sent = self.drafting = self.started = self.done = False
+        self.since, self.waited, self.first = 0, 0, False
         self.failed: Exception | None = None
         self.drawn_before: list[int] = []
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, failed
+from lowq_cli.serving.turns import Turns
 from lowq_kernels.decode.kv import PLAIN, slot_bytes
 from lowq_packers.errors import UnsupportedError
 
@@ -28,8 +30,19 @@ class _Cancelled(Exception):  # no error: nobody is left to tell
     """The request that is computed is not wanted any more."""
 
 
+@dataclass
+class _Queued:
+    """A request that waits, as `turns` has it; steps are tokens."""
+
+    number: int
+    request: Request
+    since: int
+    waited: int = 0
+    first: bool = False
+
+
 class SequentialEngine:
-    """One request at a time; the others wait in the order in which they came."""
+    """One request at a time; the others wait for their turn."""
 
     name = "one after another"
 
@@ -39,12 +52,12 @@ class SequentialEngine:
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.limits = _limits(model, waiting, kv)
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, Request]] = deque()
+        self._queue: deque[_Queued] = deque()
         self._cancelled: set[int] = set()
         self._running: int | None = None
         self._number = 0
         self.closed: str = "the server has not started yet"
-        self._stats = {"prompt_tokens": 0, "new_tokens": 0, "prefix_hits": 0, "steps": 0}
+        self._stats: dict[str, Any] = {"prompt_tokens": 0, "new_tokens": 0, "prefix_hits": 0, "steps": 0}
         self._busy_s = 0.0
         self._thread: threading.Thread | None = None
 
@@ -63,14 +76,14 @@ class SequentialEngine:
             if len(self._queue) >= self.limits.waiting:
                 raise Busy(f"{len(self._queue)} requests wait already; try again later")
             self._number += 1
-            self._queue.append((self._number, request))
+            self._queue.append(_Queued(self._number, request, self._stats["steps"]))
             self._changed.notify()
             return self._number
 
     def cancel(self, number: int) -> None:
         """End a request before its next token."""
         with self._changed:
-            waiting = next((entry for entry in self._queue if entry[0] == number), None)
+            waiting = next((queued for queued in self._queue if queued.number == number), None)
             if waiting is not None:
                 self._queue.remove(waiting)
                 self._sink([(number, Event(finish_reason="cancelled"))])
@@ -88,7 +101,7 @@ class SequentialEngine:
             self.closed = self.closed or "the server is stopping"
             while (self._queue or self._running is not None) and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            left_over = [self._running, *(n for n, _ in self._queue)]
+            left_over = [self._running, *(queued.number for queued in self._queue)]
         for number in left_over:
             self.cancel(number or 0)
         with self._changed:
@@ -104,7 +117,9 @@ class SequentialEngine:
                     self._changed.wait()
                 if not self._queue:
                     return
-                self._running, request = self._queue.popleft()
+                queued = Turns(self._queue, self._stats["steps"]).next(self._queue)
+                self._queue.remove(queued)
+                self._running, request = queued.number, queued.request
             began = time.monotonic()
             try:
                 self._answer(self._running, request)

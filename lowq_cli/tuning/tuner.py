@@ -172,7 +172,11 @@ def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
             kept.append(e)
         elif theirs := us.get((*replace(e, layout=best).place, e.M)):
             behind.setdefault(e.layout, []).append(e.us / theirs)
-    lost = [f"layout {name}: {min(r):.1f} to {max(r):.1f} times as long, so no shape takes it" for name, r in behind.items()]
+    used = {e.layout for e in kept}
+    lost = []
+    for name, r in behind.items():
+        so = "for the shapes that do not take it" if name in used else "so no shape takes it"
+        lost.append(f"layout {name}: {min(r):.1f} to {max(r):.1f} times as long{',' if name not in used else ''} {so}")
     return kept, lost
 
 

@@ -1,4 +1,7 @@
-"""OLMo 2: norms after each half alone, and over all heads at once. OLMo 3: windows, too. EXAONE 4: norms of each head."""
+"""OLMo 2: norms after each half alone, and over all heads at once. OLMo 3: windows, too. EXAONE 4: norms of each head.
+
+OLMoE: norms before each half, and a mixture.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +11,15 @@ from lowq_packers.arch.common import (
     FULL,
     SLIDING,
     attention,
+    experts,
     head_norms,
     mlp,
     model,
     norms_of_all,
+    pre_norm,
     rms,
     rope,
+    router,
     unless,
     window,
 )
@@ -43,6 +49,17 @@ def olmo3(c: Any) -> Model:
     return model(c, layer)
 
 
+def olmoe(c: Any) -> Model:
+    unless(c.clip_qkv is not None, "queries, keys and values that are clipped")
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        of = router(c, f"{p}.mlp.gate", c.num_experts, normalise=c.norm_topk_prob, rounded=True)
+        a = attention(c, p, c.attention_bias, c.attention_bias, **norms_of_all(c, p))
+        return pre_norm(c, p, a, experts(c, f"{p}.mlp", of, c.intermediate_size))
+
+    return model(c, layer)
+
+
 def exaone4(c: Any) -> Model:
     def layer(i: int, p: str) -> tuple[Update, ...]:
         near = c.sliding_window is None or c.layer_types[i] == SLIDING
@@ -56,13 +73,14 @@ def by_pattern(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer, for a config.json that names none."""
     every = config.get("sliding_window_pattern", 4)
     unless(not isinstance(every, int), f"sliding_window_pattern {every!r}")
-    return [SLIDING if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
+    return [SLIDING if every and (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
 
 
 DEFAULTS = {
     "eos_token_id": 50279, "tie_word_embeddings": False, "num_key_value_heads": None, "hidden_act": "silu",
     "attention_bias": False,
 }  # fmt: skip
+OLMOE = DEFAULTS | {"clip_qkv": None, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False}
 OLMO3 = DEFAULTS | {"sliding_window": 4096, "layer_types": None}
 EXAONE4 = {
     "eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": 32, "hidden_act": "silu", "sliding_window": 4096,
@@ -71,5 +89,6 @@ EXAONE4 = {
 FAMILIES = (
     Family("olmo2", olmo2, DEFAULTS),
     Family("olmo3", olmo3, OLMO3, 500000.0, 500000.0, layer_types=by_pattern),
+    Family("olmoe", olmoe, OLMOE, mlx=True),
     Family("exaone4", exaone4, EXAONE4, layer_types=by_pattern),
 )

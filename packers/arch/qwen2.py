@@ -73,7 +73,7 @@ VL_TOP = {"tie_word_embeddings": False}
 vl = wrapper(qwen2, "model.visual.", "visual.", files=FILES)
 FAMILIES = (
     Family("qwen2", qwen2, DEFAULTS | WINDOW, gguf="qwen2", gguf_class="Qwen2ForCausalLM", mlx=True, layer_types=layer_types),
-    Family("qwen2_moe", qwen2_moe, DEFAULTS | WINDOW | MOE, layer_types=layer_types_moe),
+    Family("qwen2_moe", qwen2_moe, DEFAULTS | WINDOW | MOE, mlx=True, layer_types=layer_types_moe),
     Family("qwen2_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types),
     Family("qwen2_5_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types),
     Family("qwen2_vl", vl, VL_TOP, text="qwen2_vl_text"),

@@ -76,7 +76,8 @@ class Export:
     rank: its place where formats are listed. embeddings: whether a packed embedding may be among them. experts: whether
     experts may, under their own names; those of a `stack` always may. library: whose the files are, in their metadata.
     whole: the fields of config.json as its readers know them, from ours and whether the head is the embedding. beside: other
-    JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes.
+    JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes. extra: whether its readers
+    take heads that predict further tokens.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Export:
     whole: Callable[[Config, bool], dict[str, Any]] = lambda config, tied: dict(config)
     beside: Callable[[Config], dict[str, Any]] = lambda section: {}
     one_file: bool = False
+    extra: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Format:
     them as they are. stack: for an expert's matrix (name, family), the stack that holds it with those
     of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
     (kept: dense matrices). export: None where lowq only reads it. claims: whether a checkpoint is in this format; None: where
-    its config.json names it as quant_method.
+    its config.json names it as quant_method. check_values: raises SchemeError for scales, zeros or a table of a matrix (its
+    words are not looked at) that the format does not hold, or not without `rounding`; None where it holds all.
     """
 
     name: str
@@ -116,6 +119,7 @@ class Format:
     write_words: WriteWords | None = None
     tables: tuple[str, ...] = ()
     claims: Callable[[Config, Headers], bool] | None = None
+    check_values: Callable[[PackedWeight, str, bool], None] | None = None
 
 
 FORMATS: dict[str, Format] = {}

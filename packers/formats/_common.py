@@ -208,10 +208,7 @@ def offset_to_zeros(
 
     A group whose scale is 0 stands for the constant m: it becomes code 0, zero -1, scale m.
     """
-    s, m = scales.float(), offsets.float()
-    flat = s == 0
-    zeros = torch.where(flat, -torch.ones_like(s), -m / torch.where(flat, torch.ones_like(s), s))
-    zeros = zeros + 0.0  # -0.0 -> 0.0
+    zeros, flat = _zeros_of(scales, offsets), scales == 0
     if bool(flat.any()):
         codes = codes.clone()
         codes.reshape(codes.shape[0], -1, group_size)[flat] = 0
@@ -220,14 +217,21 @@ def offset_to_zeros(
     return codes, scales, rounded if torch.equal(rounded.float(), zeros) else zeros
 
 
-def zeros_to_offset(q: QuantizedTensor, name: str, dtype: torch.dtype, rounding: bool = False) -> torch.Tensor:
+def _zeros_of(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """-m / s in fp32; -1 where s is 0."""
+    s, m = scales.float(), offsets.float()
+    flat = s == 0
+    return torch.where(flat, -torch.ones_like(s), -m / torch.where(flat, torch.ones_like(s), s)) + 0.0  # -0.0 -> 0.0
+
+
+def zeros_to_offset(q: QuantizedTensor | PackedWeight, name: str, dtype: torch.dtype, rounding: bool = False) -> torch.Tensor:
     """m (N, G) = -zeros * scales in `dtype`. Raises SchemeError unless these zeros are read from it, or `rounding`."""
     zeros = torch.full_like(q.scales.float(), q.scheme.mid) if q.zeros is None else q.zeros.float()
     exact = -zeros.double() * q.scales.double()
     offsets = exact.to(dtype)
     if not torch.isfinite(offsets).all():
         raise SchemeError(f"{name}: -zeros * scales does not fit {NAMES[str(dtype)]}")
-    read = offset_to_zeros(q.W_q, q.scales, offsets, q.group_size)[2].float()
+    read = _zeros_of(q.scales, offsets)
     if not rounding and not torch.equal(offsets.double(), exact) and not torch.equal(read, zeros):
         worst = ((offsets.double() - exact).abs() / q.scales.double().abs().clamp(min=1e-30)).max().item()
         raise SchemeError(
@@ -237,7 +241,7 @@ def zeros_to_offset(q: QuantizedTensor, name: str, dtype: torch.dtype, rounding:
     return offsets
 
 
-def narrowest(q: QuantizedTensor, name: str) -> torch.dtype:
+def narrowest(q: QuantizedTensor | PackedWeight, name: str) -> torch.dtype:
     """The dtype of its scales, or 16 bits where they, and offsets that were read beside them, have no more digits."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(q.scales.to(dtype).float(), q.scales.float()):

@@ -69,6 +69,12 @@ def fp4_weights(s: Scheme) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def check_values(p: PackedWeight, name: str, rounding: bool) -> None:
+    """Raise SchemeError for a factor that is no reciprocal, unless `rounding`."""
+    if p.scheme.table and p.table is not None:
+        _fp4.inverse(p.table, name, rounding)
+
+
 def write_fp4(name: str, p: PackedWeight, rounding: bool) -> Tensors:
     """The tensors of a module in one of FP4. Raises SchemeError for a factor that is no reciprocal."""
     scales = p.scales.view(torch.float8_e4m3fn) if p.scheme.scale == "e4m3" else p.scales

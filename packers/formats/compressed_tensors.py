@@ -271,6 +271,12 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     return Matrix(p, (N, K), tuple(parts), read, stored, 8, c.held(bits, g, zero, K), scale.dtype)
 
 
+def _is_asymmetric(group: object) -> bool:
+    """Whether a config group stores zero points. transformers dequantizes such weights while loading, by one group for all."""
+    w = group.get("weights") if isinstance(group, Mapping) else None
+    return isinstance(w, Mapping) and w.get("symmetric") is False and w.get("type", "int") == "int"
+
+
 def _notes(config: Config, headers: Headers) -> list[str]:
     q = _section(config)
     found = []
@@ -278,15 +284,21 @@ def _notes(config: Config, headers: Headers) -> list[str]:
         w = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(w, Mapping) and w.get("num_bits") in (3, 5, 6, 7) and w.get("type", "int") == "int":
             found.append(f"{w['num_bits']}-bit words: dense since mid-2026, padded before; each tensor's width is checked")
-        if isinstance(w, Mapping) and w.get("symmetric") is False and w.get("type", "int") == "int":
-            found.append("asymmetric: transformers 5.23 loads it only with CompressedTensorsConfig(dequantize=True)")
+        if _is_asymmetric(group):
+            found.append(
+                "asymmetric, in several config groups: transformers 5.23 does not load it"
+                if len(c.section(q, "config_groups")) > 1
+                else "asymmetric: transformers 5.23 loads it only with CompressedTensorsConfig(dequantize=True)"
+            )
         if isinstance(group, Mapping) and group.get("input_activations"):
             found.append("activations are quantized too when other engines run it; lowq quantizes weights only")
     return list(dict.fromkeys(found))
 
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
-    found = ["lowq", "transformers (with compressed-tensors)"]
+    groups = c.section(_section(config), "config_groups")
+    loads = len(groups) < 2 or not any(map(_is_asymmetric, groups.values()))
+    found = ["lowq", *(["transformers (with compressed-tensors)"] if loads else [])]
     kinds = {(m.bits, "int zero" in m.stored) for m in matrices if not _fp4.is_fp4(m)}
     if kinds <= {(4, False), (4, True), (8, False), (2, False)}:
         found.append("vLLM")
@@ -359,5 +371,5 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 register(Format(
     NAME, NAME, _matrices, _engines, _why_not, c.from_codes(_write), _config, _notes,
-    write_words=_write, export=Export(1), tables=("e2m1",), claims=_claims,
+    write_words=_write, export=Export(1), tables=("e2m1",), claims=_claims, check_values=floats.check_values,
 ))  # fmt: skip

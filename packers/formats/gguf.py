@@ -23,6 +23,7 @@ from typing import Any
 from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register, served_by
 from lowq_packers.formats import _common as c
+from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.scheme import Scheme
@@ -96,6 +97,20 @@ def _half(values: torch.Tensor, name: str) -> torch.Tensor:
     return half
 
 
+def _fields(q: QuantizedTensor | PackedWeight, name: str, rounding: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and Q4_1's offsets of the groups, in fp16. Raises SchemeError where they do not fit, unless `rounding`."""
+    kind = type_for(q.scheme)
+    scales = q.scales.float() / 2 if kind == "Q1_0" else q.scales  # its levels are -d and d, lowq's -s/2 and s/2
+    d = scales.to(torch.float16) if rounding else _half(scales, name)
+    return d, c.zeros_to_offset(q, name, torch.float16, rounding) if kind == "Q4_1" else None
+
+
+def check_values(p: PackedWeight, name: str, rounding: bool) -> None:
+    """Raise SchemeError where `encode` would, of scales and zeros."""
+    if type_for(p.scheme) != "MXFP4":
+        _fields(p, name, rounding)
+
+
 def encode(q: QuantizedTensor, name: str, rounding: bool = False) -> torch.Tensor:
     """(N, K / 32 * block bytes) uint8. Raises SchemeError where fp16 does not hold scales or offsets, unless `rounding`."""
     kind = type_for(q.scheme)
@@ -111,15 +126,15 @@ def encode(q: QuantizedTensor, name: str, rounding: bool = False) -> torch.Tenso
     codes = q.W_q.reshape(N, -1, block)
     if kind == "MXFP4":
         return torch.cat([blocks(q.scales), _halves(codes)], -1).reshape(N, -1)
-    scales = q.scales.float() / 2 if kind == "Q1_0" else q.scales  # its levels are -d and d, lowq's -s/2 and s/2
-    d = blocks(scales.to(torch.float16) if rounding else _half(scales, name))
+    scales, offsets = _fields(q, name, rounding)
+    d = blocks(scales)
     if kind == "Q8_0":
         return torch.cat([d, codes ^ 0x80], -1).reshape(N, -1)  # q - 128 as int8 is q with its top bit flipped
     if kind == "Q1_0":
         bits = codes.reshape(N, -1, block // 8, 8) << torch.arange(8, dtype=torch.uint8)
         return torch.cat([d, bits.sum(-1, dtype=torch.uint8)], -1).reshape(N, -1)
-    if kind == "Q4_1":
-        d = torch.cat([d, blocks(c.zeros_to_offset(q, name, torch.float16, rounding))], -1)
+    if offsets is not None:
+        d = torch.cat([d, blocks(offsets)], -1)
     return torch.cat([d, _halves(codes)], -1).reshape(N, -1)
 
 
@@ -217,5 +232,7 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 
 ENGINES, TABLES = served_by("lowq", "llama.cpp", "Ollama", "LM Studio"), ("iq4_nl", "e2m1")
-EXPORT = Export(7, embeddings=True, one_file=True)
-register(Format("gguf", "GGUF", _matrices, ENGINES, why_not, export=EXPORT, tables=TABLES, claims=_claims))
+EXPORT = Export(7, embeddings=True, one_file=True, extra=False)
+register(
+    Format("gguf", "GGUF", _matrices, ENGINES, why_not, export=EXPORT, tables=TABLES, claims=_claims, check_values=check_values)
+)

@@ -21,8 +21,8 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
-NAMES: dict[float, str] = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
-PACKINGS = {name: bits for bits, name in NAMES.items()}
+PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
+NAMES: dict[float, str] = {bits: name for name, bits in PACKINGS.items()}
 FIELDS = (
     *("W_q", "nbits", "group_size", "shape", "scale", "zero", "axis", "packing", "unpack_view_dtype", "view_as_float"),
     *("quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config"),

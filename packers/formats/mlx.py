@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any
 
 from lowq_packers import bitstream
+from lowq_packers.arch import families
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.parts import Attention, Experts, Mlp, walk
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.families import families
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
+from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -25,17 +28,13 @@ from lowq_packers.scheme import Scheme
 FIELDS = ("bits", "group_size", "mode")
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
-_OURS = [f for f in families().values() if f.mlx]
-_OTHERS = ("olmoe", "qwen2_moe")  # whose layers are computed by transformers alone
-FAMILIES = (*(f.model_type for f in _OURS if f.mixture), *_OTHERS)  # whose experts mlx-lm stacks as below, and no more
-SILU = (*(f.model_type for f in _OURS), *_OTHERS)  # mlx-lm 0.32 computes them with silu, whatever config.json says
-UNWINDOWED = (*(f.model_type for f in _OURS if f.windows != "no"), *_OTHERS)  # and without their sliding window
+FAMILIES = [f.model_type for f in families().values() if f.mlx]  # whose experts mlx-lm stacks as below, and no more
 LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
 
 
 def _claims(config: Config, headers: Headers) -> bool:
     q = config.get("quantization")
-    return isinstance(q, Mapping) and "group_size" in q and any(n.endswith(".biases") for n in headers)
+    return isinstance(q, Mapping) and "group_size" in q and ("mode" in q or any(n.endswith(".biases") for n in headers))
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
@@ -117,24 +116,41 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     return {"quantization": q, "quantization_config": q}
 
 
-def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+def _biases(q: QuantizedTensor | PackedWeight, name: str, rounding: bool) -> torch.Tensor:
+    """In the dtype of the scales; raises SchemeError where they need more digits, unless `rounding`."""
     dtype = q.scales.dtype if q.scales.dtype != torch.float32 else c.narrowest(q, name)  # fp32: for an import's zeros
-    biases = c.zeros_to_offset(q, name, dtype, bool(config.get("round")))
+    return c.zeros_to_offset(q, name, dtype, rounding)
+
+
+def _check_values(p: PackedWeight, name: str, rounding: bool) -> None:
+    _biases(p, name, rounding)
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    biases = _biases(q, name, bool(config.get("round")))
     words = bitstream.pack(q.W_q, q.bits).view(torch.uint32)
-    return {f"{name}.weight": words, f"{name}.scales": q.scales.to(dtype), f"{name}.biases": biases}
+    return {f"{name}.weight": words, f"{name}.scales": q.scales.to(biases.dtype), f"{name}.biases": biases}
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:
-    family, window = config.get("model_type"), c.sliding_window(config)
-    on = config.get("use_sliding_window", not str(family).startswith("qwen"))
-    found = []
-    if family in UNWINDOWED and window and on:
+    """What mlx-lm 0.32 computes otherwise: it passes over windows, and over every activation but silu."""
+    family, found = config.get("model_type"), []
+    if family not in FAMILIES:
+        return []
+    try:
+        parts = [*walk(read_config(config)[1].layers)]
+    except NotPlain:
+        return []
+    if window := max((part.window for part in parts if isinstance(part, Attention)), default=0):
         found.append(f"mlx-lm computes {family} without its sliding window: other numbers from token {window} on")
-    if family in SILU and not c.has_silu(config):
+    if any(isinstance(part, Mlp | Experts) and part.act != "silu" for part in parts):
         found.append(f"mlx-lm computes {family} with silu, not with this model's {config['hidden_act']}: wrong numbers")
     return found
 
 
-EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out)
+EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out, extra=False)
 ENGINES = served_by("lowq", "MLX (mlx-lm)")
-register(Format("mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims))
+register(Format(
+    "mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims,
+    check_values=_check_values,
+))  # fmt: skip

@@ -218,7 +218,8 @@ def test_a_projected_embedding_fits_its_config():
 
 def test_a_vision_tower_has_shapes_of_its_own():
     """Gemma 3's is SigLIP, whose layers have a q_proj too: each of its checkpoints was written, and then refused."""
-    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 1}
+    text = {"vocab_size": 160, "intermediate_size": 96, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    text |= {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 1}
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}}
     tower = {"vision_tower.encoder.layers.0.self_attn.q_proj.weight": (32, 32)}
     for prefix in ("model.language_model", "language_model.model"):  # of transformers 5, and of files before it

@@ -15,7 +15,8 @@ from lowq_cli.commands.export import READERS
 from lowq_cli.files import safetensors_writer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
-from lowq_cli.interop.exporter import encoded, export, exportable
+from lowq_cli.interop.export_checks import exportable
+from lowq_cli.interop.exporter import encoded, export
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.inspection import inspect_model
 from lowq_packers import formats

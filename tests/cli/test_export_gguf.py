@@ -13,7 +13,6 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop import gguf_export
 from lowq_cli.interop.exporter import export
-from lowq_cli.interop.gguf_export import MIXTURES
 from lowq_cli.interop.gguf_file import GgufTensor, array, head, padded, text, u32
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.formats.gguf import permute_heads
@@ -156,7 +155,7 @@ def test_llama_cpp_computes_the_same_graph(family, tmp_path):
         expected = ours(ids[None]).logits[0]
     found = torch.from_numpy(theirs.scores[: len(ids)].copy())
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    if family in MIXTURES:  # llama.cpp rounds activations to 8 bits, so a token near a tie may visit another expert
+    if family in ("mixtral", "qwen3_moe"):  # activations in 8 bits: near a tie another expert is visited
         assert errors.median() < 0.05
         assert (errors < 0.1).float().mean() > 0.7
     else:

@@ -8,10 +8,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from lowq_cli import main
 from lowq_cli.commands import generate
 from lowq_cli.engine import explain
+from lowq_cli.main import app
 
 KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "seed"}
 SHORT = ["demo", "--device", "cpu", "--max-new-tokens", "8"]
@@ -89,7 +91,7 @@ def test_many_prompts_come_out_in_order(tmp_path, run):
         (["demo", "--prompt", "-"], "", 2, "stdin held no prompt"),
         (["demo", "--prompts", "no-such-file.jsonl"], None, 3, "cannot read the prompts"),
         (["demo", "--prompts", "/dev/zero"], None, 2, "is a device"),  # memory grew without an end
-        (["demo", "--prompts", "-"], "not json\n", 2, "line 1 of - is not JSON"),
+        (["demo", "--prompts", "-"], "{not json\n", 2, "line 1 of - is not JSON"),
         (["demo", "--prompts", "-"], '"ok"\n{"text": 3}\n', 2, "line 2 of - holds no text"),
         (["demo", "--prompts", "-"], "\n", 2, "holds no prompts"),
         (["no/such/model", "--prompt", "a"], None, 3, "no/such/model"),
@@ -219,3 +221,21 @@ def test_a_text_in_the_checkpoints_place_is_the_prompt(run, monkeypatch):
     one_word = run("Hello")
     assert one_word.returncode == 2
     assert one_word.stderr == "lowq: Hello may be a text or a model; for a text: --prompt Hello, for a model add --prompt\n"
+
+
+def test_a_text_may_follow_the_checkpoint_as_for_run(demo4):
+    short = ["--max-new-tokens", "2", "--device", "cpu"]
+    with_flag = CliRunner().invoke(app, ["generate", str(demo4), "--prompt", "Once", *short])
+    bare = CliRunner().invoke(app, ["generate", str(demo4), "Once", *short])
+    assert (bare.exit_code, bare.stdout) == (0, with_flag.stdout), bare.output
+    twice = CliRunner().invoke(app, ["generate", str(demo4), "Once", "--prompt", "upon", *short])
+    assert "give the text once" in str(twice.exception or twice.output)
+
+
+def test_lines_of_plain_text_are_prompts(demo4, tmp_path):
+    file = tmp_path / "lines.txt"
+    file.write_text('Once upon\n"a time"\n\nThere was\n')
+    short = ["--max-new-tokens", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["generate", str(demo4), "--prompts", str(file), *short])
+    assert done.exit_code == 0, done.output
+    assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["Once upon", "a time", "There was"]

@@ -18,7 +18,6 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.ready import ready, tokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.interop import importer
@@ -27,6 +26,7 @@ from lowq_cli.run import pipeline
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide
 from lowq_packers.arch import families
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Rope, walk
 from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.scheme import Scheme

@@ -130,16 +130,28 @@ def test_a_checkpoint_is_the_same_again_and_its_report_says_what_it_read(family_
 def test_without_a_text_it_is_the_default_where_it_is_quick(family_checkpoints, tmp_path, monkeypatch):
     dense = family_checkpoints("llama").dense
     asked = recipe(calib=None)
-    for rate, quick in ((1e9, True), (1e-3, False)):
-        monkeypatch.setattr(own_text, "_rate", lambda *_, r=rate: r)
+    for work, quick in ((1.0, True), (1e9, False)):
+        monkeypatch.setattr(own_text, "WRITING", work)
         with prepare(dense, asked, tmp_path / "o", device="cpu") as prepared:
             assert prepared.plan.recipe.calib == ("self" if quick else "bundled")
             assert prepared.out == tmp_path / "o"
             note = prepared.plan.notes[-1]
             assert ("own text, 4,096 tokens" if quick else "calibrated on the bundled text: its own would take") in note
-    written(dense)
-    with prepare(dense, asked, tmp_path / "o", device="cpu") as prepared:  # it is there, however slow it was
-        assert prepared.plan.notes[-1].endswith("kept from before")
+
+
+@pytest.mark.parametrize("work", [1.0, 1e9])
+def test_no_clock_and_no_cache_chooses_the_text(family_checkpoints, tmp_path, monkeypatch, work):
+    dense = family_checkpoints("llama").dense
+    chosen = set()
+    monkeypatch.setattr(own_text, "WRITING", work)
+    for rate in (1e-9, 1.0, 1e12):
+        monkeypatch.setattr(own_text, "_rate", lambda *_, r=rate: r)
+        for kept in (False, True):
+            with prepare(dense, recipe(calib=None), tmp_path / "o", device="cpu") as prepared:
+                chosen.add(prepared.plan.recipe.calib)
+            if not kept:
+                written(dense)
+    assert len(chosen) == 1
 
 
 def test_a_model_that_says_nothing_is_told_so_and_by_default_reads_ours(family_checkpoints, tmp_path, monkeypatch):
@@ -147,7 +159,7 @@ def test_a_model_that_says_nothing_is_told_so_and_by_default_reads_ours(family_c
     dense = family_checkpoints("llama").dense
     with pytest.raises(UnsupportedError, match="ends its own texts at once"):
         list(pipeline.run(dense, recipe(), tmp_path / "a"))
-    monkeypatch.setattr(own_text, "_rate", lambda *_: 1e9)
+    monkeypatch.setattr(own_text, "WRITING", 1.0)
     list(pipeline.run(dense, recipe(calib=None), tmp_path / "b"))
     assert json.loads((tmp_path / "b" / "lowq_report.json").read_text())["calibration"]["text"] == "bundled"
 

@@ -1,13 +1,17 @@
 """Perplexity, KL and agreement against values worked out by hand; the text and gate errors of `lowq eval`."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import lowq
 from lowq_cli.evaluate import perplexity
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError
+
+from .folders import write_tokenizer
 
 
 class Table(torch.nn.Module):
@@ -24,6 +28,17 @@ class Table(torch.nn.Module):
 
 UNIFORM = Table(torch.zeros(4, 4))
 SURE = Table([[0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9], [9, 0, 0, 0]])  # after t comes t + 1
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_a_packed_mixture_is_evaluated_as_its_dequantized_model(family, family_checkpoints, tmp_path):
+    c, found = family_checkpoints(family), []
+    text = " ".join(f"w{(7 * i * i + 3) % 160}" for i in range(400))
+    for folder in (c.packed, c.dequantized):
+        copy = shutil.copytree(folder, tmp_path / folder.name)
+        write_tokenizer(copy)
+        found.append(lowq.perplexity(copy, text, device="cpu")["ppl"])
+    assert found[0] == pytest.approx(found[1], rel=1e-2)  # bf16 on a CPU where packed
 
 
 def test_uniform_predictions_have_the_vocabulary_as_perplexity():

@@ -16,6 +16,7 @@ from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline
 from lowq_cli.run.pipeline import Finished, ShardDone, TensorDone, execute, prepare, run
+from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
@@ -164,3 +165,14 @@ def test_companions_come_along(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (demo / name).read_bytes()
     assert "finished" in (tmp_path / "out" / "lowq.log").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_too_large_for_their_squares_are_refused_for_that(dtype, family_checkpoints, tmp_path):
+    shutil.copytree(family_checkpoints("llama", "bfloat16").dense, tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name] * 1e30}, path, metadata={"format": "pt"})
+    with pytest.raises(DamagedError, match=rf"{name} holds weights of \S+e\+29, whose squares float32 cannot sum"):
+        pipeline.quantize(tmp_path / "m", tmp_path / "q", bits=4, group="32", method="rtn", dtype=dtype)

@@ -269,3 +269,12 @@ def test_the_default_folder_is_named_after_model_and_recipe(tmp_path, monkeypatc
     assert skipping != other
     assert skipping.startswith("m-lowq-4b-g64-")
     assert str(default_out(str(tmp_path / "m"), make_recipe(group=128))) == "m-lowq-4b-g128"
+
+
+@pytest.mark.parametrize(("group", "named"), [("64", "g64"), ("48", "g32"), ("100000", "g256"), ("channel", "channel")])
+def test_a_group_that_is_replaced_names_the_folder_by_what_is_in_it(group, named):
+    from lowq_cli.plan.recipe import make_recipe
+    from lowq_cli.run.prepare import prepare
+
+    with prepare("demo", make_recipe(bits=4, group=group), headers_only=True) as prepared:
+        assert prepared.out.name == f"demo-lowq-4b-{named}"

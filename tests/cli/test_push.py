@@ -50,7 +50,7 @@ def test_the_card_is_made_from_the_report(folder):
     assert "4-bit g32 none zero, 8-bit g32 none zero" in card
     assert "11.000, +10.00% of 10.000" in card
     assert 'from_pretrained("me/small"' in card
-    assert "lowq export DIR --to compressed-tensors" in card
+    assert "lowq export small --to compressed-tensors" in card
     assert "base_model" not in model_card(found, "me/small", base="a-folder")
     assert "perplexity" not in model_card(found, "me/small")
 

@@ -30,6 +30,18 @@ def relative_error(q, W):
     return float((q.dequantize() - W.float()).norm() / W.float().norm())
 
 
+@pytest.mark.parametrize("method", ["rtn", "lsq", "hqq"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("zero", ZERO_KINDS)
+def test_groups_of_one_value_are_exact(method, bits, zero):
+    """Of either sign and any size; without a zero the end of the range above is no level, and was cut."""
+    values = torch.tensor([0.5, -0.5, 0.0078125, -3.0, 1024.0, -0.25])
+    W = values.repeat_interleave(64).reshape(3, 128).contiguous()
+    back = quantize(method, W, Scheme(bits, 64, zero), torch.bfloat16).dequantize()
+    tolerance = 0.0 if zero == "none" else 2**-7
+    assert ((back - W).abs() <= tolerance * W.abs()).all()
+
+
 def test_the_folder_is_the_list():
     assert {"rtn", "hqq"} <= set(METHODS)
     assert all(summary and len(summary) < 130 for summary in quantizers.methods().values())

@@ -10,8 +10,8 @@ from test_generate_native import SMALL, TOKENIZER, prompts
 from lowq_cli.engine import plan, rope, stream
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
-from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_kernels.decode import kv
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Rope, walk
 from lowq_packers.errors import DamagedError, UsageError
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from lowq_cli import quantizers
 from lowq_cli.engine import native_loader
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.plan.recipe import make_recipe
@@ -19,6 +18,7 @@ from lowq_cli.quantizers import _table_fit, rtn
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import tables
+from lowq_packers.arch.config import NotPlain
 from lowq_packers.errors import DamagedError, LowqError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 

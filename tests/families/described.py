@@ -123,6 +123,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", FULL] * 2, "conv_bias": True, "block_multiple_of": 16},
     "lfm2/as_given": {"layer_types": ["conv", FULL] * 2, "block_auto_adjust_ff_dim": False},
     "olmo2": {},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "olmo3": {"sliding_window": 4, "rope_scaling": YARN},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.25},
     "cohere2": {"sliding_window": 4, "logit_scale": 0.25},

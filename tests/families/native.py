@@ -8,7 +8,8 @@ from described import model as random_model
 
 from lowq_cli.engine import weights
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.plan import KEPT, Plan
+from lowq_cli.engine.owned import owned
+from lowq_cli.engine.plan import Plan
 from lowq_cli.hf.expert_kinds import Kind, kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.arch.parts import Model
@@ -22,7 +23,7 @@ def planned(model: Any, described: Model | None = None) -> Any:
     described = described or weights.describe(model.config)[0]
     own = weights.ModelWeights(model, described)
     plan = Plan(described, model.config.get_text_config(), own, model.device, model.dtype)
-    object.__setattr__(model, KEPT, plan)
+    owned(model).plan = plan
     return model
 
 

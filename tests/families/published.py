@@ -209,6 +209,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
     | {"max_position_embeddings": 128000},
     "olmo2": sizes(100352, 4096, 11008, 32, 32, 32, rms_norm_eps=1e-6, rope_theta=500000, max_position_embeddings=4096),
+    "olmoe": sizes(50304, 2048, 1024, 16, 16, 16, rms_norm_eps=1e-5, rope_theta=10000.0, clip_qkv=None, norm_topk_prob=False)
+    | {"num_experts": 64, "num_experts_per_tok": 8, "max_position_embeddings": 4096},
     "olmo3": sizes(100278, 4096, 11008, 32, 32, 32, rms_norm_eps=1e-6, rope_theta=500000, sliding_window=4096)
     | {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}}
     | {"layer_types": [S, S, S, F] * 8, "max_position_embeddings": 65536},
@@ -243,7 +245,7 @@ BILLIONS = {
     "gemma4/26b-a4b": 25.2, "gemma4/e2b": 4.63, "gemma4_text": 4.63, "gpt_oss": 20.9, "deepseek_v2": 15.7, "deepseek_v3": 671,
     "kimi_k2": 1026, "kimi_k25": 1026, "mistral4": 119, "glm4": 9.4, "glm4_moe": 106.9, "glm4_moe_lite": 29.9,
     "llama4_text": 107.8, "llama4": 107.8, "granite": 8.17, "granitemoe": 3.3, "granitemoehybrid": 6.94, "nemotron": 4.19,
-    "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "cohere": 35.0, "cohere2": 8.03,
-    "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361, "ernie4_5_moe": 21.8,
+    "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "olmoe": 6.92, "cohere": 35.0,
+    "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361, "ernie4_5_moe": 21.8,
     "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "gpt_neox": 6.86, "mamba2": 7.29,
 }  # fmt: skip

@@ -24,6 +24,7 @@ from lowq_cli.serving.cache_allocator import trial_runner
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.request import Request
+from lowq_packers.arch.parts import Attention, Router, walk
 
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 4e-6 but for gated delta's 4e-5
 SEEN = 1e-3
@@ -125,14 +126,24 @@ def test_served_eight_at_once_they_are_as_alone(name):
     assert served(model, asked, 12, running=4, cache_tokens=320)[0] == wanted
 
 
+def idle(described, fact):
+    """Whether a fact of a description changes nothing: a norm without weights commutes with the rotation, one group is all."""
+    parts = list(walk(described))
+    if fact == "norm_last":
+        return not any(part.q_norm is not None and part.q_norm.name for part in parts if isinstance(part, Attention))
+    return fact == "group_score" and all(part.groups[0] == part.groups[1] for part in parts if isinstance(part, Router))
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_fact_of_a_description_shows(name):
     model = random_model(name)
     described, _ = weights.describe(model.config)
-    (ids,) = texts(VOCAB, 24)
+    (ids,) = texts(VOCAB, 60)
     wanted = logits_of(model, ids)
     planned(model)
     for kind, fact in facts_of(described):
+        if idle(described, fact):
+            continue
         if fact == "embed_scale" and plan_of(model).scale == 1.0:  # transformers' module multiplies by it
             continue
         try:

@@ -164,6 +164,17 @@ def test_entries_of_other_types_are_a_damaged_file(tmp_path, fault):
     assert "is not a tuning file" in said[0]
 
 
+@pytest.mark.parametrize("name", ["gpu", "capability", "torch", "triton"])
+@pytest.mark.parametrize("value", [[1], {}, None, 1, 1.5, True, [1, "0"], [[0], 0]], ids=str)
+def test_machines_of_other_types_are_a_damaged_file(tmp_path, name, value):
+    tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1)])
+    content = json.loads((tmp_path / tuning_file.FILE).read_text())
+    content["machines"][0][name] = value
+    (tmp_path / tuning_file.FILE).write_text(json.dumps(content))
+    with pytest.raises(DamagedError, match="is not a tuning file"):
+        tuning_file.read_file(tmp_path / tuning_file.FILE)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 9, "machines": []}', '{"format": 2, "machines": [{"gpu": 3}]}'])
 def test_a_damaged_file_is_ignored_with_a_notice_and_refused_by_the_reader(tmp_path, text):
     (tmp_path / tuning_file.FILE).write_text(text)
@@ -290,6 +301,9 @@ def test_a_time_that_the_others_contradict_is_measured_again(monkeypatch):
     times = {1: iter([7886.0, 7000.0, 60.0, 61.0]), 8: iter([66.0]), 16: iter([500.0, 70.0, 510.0, 71.0])}
     monkeypatch.setattr(measure, "copies", lambda p: [p])
     monkeypatch.setattr(measure, "best", lambda shape, M, weights, *_: entry(M, us=next(times[M]), layout=weights[0].layout))
+    monkeypatch.setattr(
+        measure, "best_of_rounds", lambda shape, M, held, *_: {layout: measure.best(shape, M, w) for layout, w in held.items()}
+    )
     monkeypatch.setattr(measure, "layouts_for", lambda shape, device: ["rowstream"])
     found = [(e.M, e.us) for e in measure.measure(Shape(256, 512, Scheme(4, 64), torch.bfloat16), (1, 8, 16), CPU, Budget(9))]
     assert found == [(1, 7886.0), (1, 60.0), (8, 66.0), (16, 70.0), (16, 70.0)]

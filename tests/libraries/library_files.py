@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
-from lowq_cli.interop.exporter import export, exportable
+from lowq_cli.interop.export_checks import exportable
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.importer import runnable
 from lowq_packers.errors import UnsupportedError

@@ -99,7 +99,7 @@ def test_logprobs_are_those_of_the_model_and_do_not_change_the_text(demo, engine
     events = follow(engine, engine.submit(Request(prompt(demo), 6, draw=Draw(logprobs=3))))[0]
     assert tokens(events) == plain
     ids = torch.tensor([[*prompt(demo), *plain]])
-    logs = demo[0]._lowq_decoder.logits(ids)[0].float().log_softmax(-1)
+    logs = demo[0]._lowq.decoder.logits(ids)[0].float().log_softmax(-1)
     for i, e in enumerate(events):
         row = logs[len(prompt(demo)) - 1 + i]
         # in bf16 a step and a whole text round apart: each is 0.018 off the fp32 model (rms; 0.07 at most of 120 tokens)
@@ -249,7 +249,7 @@ def test_a_text_that_is_cancelled_before_its_first_token_leaves_nothing_to_go_on
 
 def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, engine, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 16)
-    decoder, read = demo[0]._lowq_decoder, []
+    decoder, read = demo[0]._lowq.decoder, []
     embed = decoder.plan.embed
 
     def reading(ids):

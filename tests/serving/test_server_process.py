@@ -1,21 +1,27 @@
 """`lowq serve` as a process: who may come in, clients that leave or dawdle, a full queue, signals."""
 
 import json
+import os
+import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
 from lowq_cli import main
-from lowq_cli.serving import engines
+from lowq_cli.serving import apart, engines
 from lowq_cli.serving.apart import ApartEngine
+from lowq_cli.serving.http import run
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
 
+LOWQ = Path(sys.executable).with_name("lowq")
 LONG_STREAM = {"prompt": "Once upon a time", "max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
@@ -163,3 +169,118 @@ def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
     monkeypatch.setattr(ApartEngine, "start", start)
     assert cli(monkeypatch, talk, "--port", 0, "--device", "cpu") == main.EXIT_NO_MEMORY
     assert "out of memory: while recording passes" in capsys.readouterr().err
+
+
+def engine_of(server):
+    """The engine's process of a server's."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    (found,) = (int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
+    return found
+
+
+def test_idle_connections_do_not_end_service_nor_flood_the_log(start):
+    """More of them than there are file descriptors."""
+    s = start(ready=False)
+    resource.prlimit(s.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+    s.wait_ready()
+    address = ("127.0.0.1", int(s.url.rpartition(":")[2]))
+    held = [socket.create_connection(address) for _ in range(400)]
+    for some in held[::2]:
+        some.sendall(b"GET /health HT")
+    for _ in range(5):
+        assert s.stats()["status"] == "ok"
+    assert s.post("completions", {"prompt": "Once", "max_tokens": 2}).status_code == 200
+    for some in held:
+        some.close()
+    assert s.stop() == 0
+    assert len(s.said) < 12, s.said
+
+
+@pytest.mark.parametrize("how", ["dead", "full", "stalled"])
+def test_a_log_that_takes_no_line_costs_no_answer(talk, how):
+    """Its reader has died, its disk is full, or its reader reads no more: answers come, and SIGTERM is obeyed."""
+    reader, writer = os.pipe()
+    stderr = open("/dev/full", "w") if how == "full" else writer  # noqa: SIM115
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [LOWQ, "serve", talk, "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(list(map(str, line)), stderr=stderr, stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        os.close(writer)
+        if how == "dead":
+            os.close(reader)
+        with httpx.Client(timeout=60) as client:
+            for _ in range(1500 if how == "stalled" else 3):  # 64 KiB of lines
+                refused = client.post(f"http://127.0.0.1:{port}/v1/completions", content=b"no JSON")
+                assert refused.status_code == 400
+            answer = client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+        assert answer.status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        if how != "dead":
+            os.close(reader)
+        if how == "full":
+            stderr.close()
+
+
+def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
+    """Stopped, with more prompts than a pipe holds: /health says so, requests are refused, and the process ends in time."""
+    s = start("--grace", "0")
+    engine = engine_of(s)
+    os.kill(engine, signal.SIGSTOP)
+    address = ("127.0.0.1", int(s.url.rpartition(":")[2]))
+    held = []
+    for i in range(100):
+        raw = json.dumps({"prompt": [(i + j) % 8000 for j in range(1000)], "max_tokens": 1}).encode()
+        held.append(socket.create_connection(address))
+        held[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    until = time.monotonic() + 60
+    while (health := httpx.get(f"{s.url}/health", timeout=5)).status_code == 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert "has not answered for" in health.json()["status"]
+    refused = s.post("completions", {"prompt": "Once", "max_tokens": 1})
+    assert refused.status_code == 503
+    assert "has not answered for" in refused.json()["error"]["message"]
+    os.kill(engine, signal.SIGCONT)
+    for some in held:
+        assert some.recv(1000).startswith(b"HTTP/1.1 200")
+        some.close()
+    assert s.stats()["status"] == "ok"
+    os.kill(engine, signal.SIGSTOP)
+    assert s.stop(seconds=apart.ENDS_S + run.DRAIN_S + run.LATE_S + 5) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+
+
+def test_of_two_servers_started_at_once_on_one_port_one_is_told_before_it_loads(talk):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = list(map(str, [LOWQ, "serve", talk, "--port", port, "--device", "cpu"]))
+    both = [subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
+    try:
+        until = time.monotonic() + 60
+        while not (ended := [p for p in both if p.poll() is not None]):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        (loser,) = ended
+        said = loser.stderr.read()
+        assert loser.returncode == 2
+        assert said.count("\n") == 1
+        assert f"cannot listen on 127.0.0.1 port {port}" in said
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).status_code == 200
+    finally:
+        for p in both:
+            p.kill()

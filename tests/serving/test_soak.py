@@ -1,15 +1,19 @@
-"""A short soak: dozens of requests, a third broken off, a tenth malformed; every answer is that of its prompt alone."""
+"""A short soak: dozens of requests, a third broken off, a tenth malformed, hostile clients beside most of them; every answer is
+that of its prompt alone.
+"""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "fuzz" / "soak.py"
 
 
 def soak(*args):
-    line = [sys.executable, "-P", SCRIPT, "demo", "--device", "cpu", *map(str, args)]
+    line = [sys.executable, SCRIPT, "demo", "--device", "cpu", *map(str, args)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900)
     assert done.stdout, done.stderr
     row = json.loads(done.stdout)
@@ -26,3 +30,13 @@ def test_nothing_is_lost_or_mixed_up():
     assert {"json 400", "types 400", "large 413", "long 400", "utf8 400", "half", "slow 200"} <= set(row["counts"])
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
     assert row["rss_mb"]["end"] - row["rss_mb"]["after_a_quarter"] < 40
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_where_the_cache_is_too_small():
+    """Texts give back their blocks and are computed again."""
+    asked = ["--requests", "40", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
+    row = soak(*asked, "--args=--deterministic --cache-tokens 700")
+    assert row["preemptions"] > 0
+    assert row["counts"]["equal"] > 15
+    assert row["internal_errors"] == row["wrong"] == row["failed"] == 0

@@ -33,7 +33,8 @@ class ShortConv:
 
     def call(self, x: torch.Tensor, run: bool) -> ShortConvCall:
         """The call of x."""
-        return ShortConvCall(x.shape[0], run, *self.weight.shape, x.dtype, x.device.type, capability(x.device))
+        channels, width = self.weight.shape
+        return ShortConvCall(x.shape[0], run, channels, width, x.dtype, x.device.type, capability(x.device))
 
 
 def step(x: torch.Tensor, f: ShortConv, states: States, slots: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from lowq_kernels.products.cpu import native
 
 HALVES = (torch.float16, torch.bfloat16)
 MOST = 16  # rows of own code: beyond, torch's in fp32 is as fast
+ROUND = 8  # to so many rows: oneDNN keeps what it compiles for each number of them, 0.6 MB for all layers of a small model
 SLAB_BYTES = 4 << 20  # of weights in fp32 at a time
 
 
@@ -27,7 +28,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         native.product({"x": x, "words": weight, "bias": bias, "y": y}, weight.dtype, M=M, N=N, K=K, bits=16)
         return y
     if _has_products(x.dtype):
-        return nn.functional.linear(x, weight, bias)
+        return nn.functional.linear(nn.functional.pad(x, (0, 0, 0, -M % ROUND)), weight, bias)[:M]
     y, x, rows = torch.empty(M, N, dtype=x.dtype), x.float(), max(1, SLAB_BYTES // (4 * K))
     for n in range(0, N, rows):
         part = slice(n, n + rows)

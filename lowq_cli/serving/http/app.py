@@ -23,6 +23,7 @@ from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http import fields, refusal, tools
 from lowq_cli.serving.http.answers import Answer, Gone
+from lowq_cli.serving.http.bodies import Bodies
 from lowq_cli.serving.http.conversation import prompt_ids
 from lowq_cli.serving.http.grammar import Grammars
 from lowq_cli.serving.http.guard import Guard
@@ -49,6 +50,7 @@ class Served:
         engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
         api_key: what they must show, "" for nothing. hosts: names under which they may come, () for any.
         body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
+        bodies_bytes: of all bodies that are held at once.
         log: told one line a request. failed: told an exception that is a bug of ours.
         recording: told how far the engine's start is. roofline: what `Metrics` takes.
     """
@@ -60,6 +62,7 @@ class Served:
     api_key: str = ""
     hosts: tuple[str, ...] = ()
     body_bytes: int = 4 << 20
+    bodies_bytes: int = 64 << 20
     body_s: float = 30.0
     answer_s: float = 3600.0
     log: Callable[[str], None] = lambda line: None
@@ -129,6 +132,7 @@ class Endpoints:
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        self.bodies = Bodies(served.body_bytes, served.body_s, served.bodies_bytes)
 
     async def page(self, _: HttpRequest) -> Response:
         """The chat in the browser."""
@@ -137,7 +141,8 @@ class Endpoints:
 
     async def health(self, _: HttpRequest) -> Response:
         """Whether it takes requests, and how much there is to do."""
-        s, why = self.served.engine.stats(), self.served.engine.closed
+        s = self.served.engine.stats()
+        why = self.served.engine.closed or s.stalled
         return answer_json({"status": why or "ok", "running": s.running, "waiting": s.waiting}, 503 if why else 200)
 
     async def metrics(self, _: HttpRequest) -> Response:
@@ -174,7 +179,8 @@ class Endpoints:
     async def _answer(self, request: HttpRequest, chat: bool) -> Response:
         log = Log(self.served.metrics, self.served.log, "chat" if chat else "completion")
         try:
-            answer = await self._begin(request, chat)
+            async with self.bodies.of(request) as raw:
+                answer = await self._begin(raw, chat, request.client.host if request.client else "")
             if answer.asked.get("stream"):
                 return EventStream(answer, log, self.served.answer_s, self.served.failed)
             with following(answer.live, request.receive):
@@ -198,10 +204,10 @@ class Endpoints:
             self.served.failed(e)
             return log.refused(refusal.bug(e))
 
-    async def _begin(self, request: HttpRequest, chat: bool) -> Answer:
-        """Read a request and queue it. Raises Refusal, LowqError."""
+    async def _begin(self, raw: bytes, chat: bool, client: str) -> Answer:
+        """Read a body and queue what it asks for. Raises Refusal, LowqError."""
         served, limits = self.served, self.served.engine.limits
-        asked = fields.read(await self._body(request), chat)
+        asked = fields.read(raw, chat)
         self._check_model(asked.get("model", served.name))
         offered = tools.read(asked) if chat else tools.Tools()
         n = (1 if chat else len(asked.get("prompt"))) * asked.n
@@ -225,7 +231,7 @@ class Endpoints:
             room, most = limits.longest - len(ids), asked.max_tokens
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
-            requests.append(Request(ids, most, stop_ids, draw, mask and mask()))
+            requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client))
             writers.append(Writer(served.tokenizer, ids, texts, stop_ids, offered, served.added))
             echoes.append(self._echo(asked, i // asked.n, ids))
         live = served.hub.submit(requests if asked.max_tokens != 0 else [])
@@ -236,23 +242,6 @@ class Endpoints:
             return ""
         given = asked.get("prompt")[i]
         return given if isinstance(given, str) else self.served.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    async def _body(self, request: HttpRequest) -> bytes:
-        """The body, as long and as slow as it may be; of one too long more is read, so that its sender comes to listen."""
-        most, found, length = self.served.body_bytes, bytearray(), 0
-        try:
-            async with asyncio.timeout(self.served.body_s):
-                async for piece in request.stream():
-                    length += len(piece)
-                    if length <= most:
-                        found += piece
-                    elif length > 8 * most:
-                        break
-        except TimeoutError:
-            raise Refusal(408, f"the body took longer than {self.served.body_s:.0f} s") from None
-        if length > most:
-            raise Refusal(413, f"the body is larger than {most >> 20} MiB")
-        return bytes(found)
 
     async def _form(self, asked: fields.Asked, offered: tools.Tools) -> Callable[[], Mask] | None:
         """What makes the masks under which an answer has the form asked for, if one was."""

@@ -1,6 +1,7 @@
 """What every request passes first: it came under a name of ours, from no foreign web page, with the key if there is one."""
 
 import hmac
+import re
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json
+
+HOST = re.compile(
+    r"(?:\[(?P<address>[0-9a-f]*:[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]{1,5})?"
+)  # as a browser writes it, in lower case
 
 
 class Guard:
@@ -25,7 +30,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, api_key: str, hosts: tuple[str, ...], log: Callable[[str], None]) -> None:
         self.app, self.hosts, self.log = app, hosts, log
-        self.key = f"Bearer {api_key}".encode() if api_key else b""
+        self.key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the lifespan."""
@@ -39,16 +44,15 @@ class Guard:
     def _why_not(self, scope: Scope) -> Refusal | None:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if self.hosts and _without_port(host) not in self.hosts:
+        named = HOST.fullmatch(host)
+        if self.hosts and (named is None or (named["address"] or named["name"]) not in self.hosts):
             return Refusal(403, f"this server does not answer under the name {shown(host)}; start it with --host")
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin and origin.partition("://")[2] != host:
             return Refusal(403, f"a page of {shown(origin)} may not ask this server")
         guarded = scope["path"].startswith("/v1/") or scope["path"] == "/metrics"
-        if self.key and guarded and not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
+        scheme, _, shown_key = headers.get(b"authorization", b"").partition(b" ")
+        known = scheme.lower() == b"bearer" and hmac.compare_digest(shown_key.strip(b" \t"), self.key)
+        if self.key and guarded and not known:
             return Refusal(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
         return None
-
-
-def _without_port(host: str) -> str:
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -9,7 +9,7 @@ from lowq_packers.errors import LowqError, UsageError, one_line
 RETRY_AFTER = 1  # seconds that a client is asked to wait when the queue is full
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: an exception is given its traceback, and not equal to another
 class Refusal(Exception):
     """Why a request is not answered. param: the field that is to blame; code: OpenAI's word for the kind, where it has one."""
 

@@ -2,28 +2,38 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing import active_children
 from typing import Any
 
 import uvicorn
 
+from lowq_cli.serving.apart import ENDS_S
 from lowq_cli.serving.http.app import LOOPBACK, Served, make_app
-from lowq_packers.errors import LowqError, UsageError
+from lowq_cli.serving.http.connections import ACCEPTS, IDLE_S, Connection, most_connections, sweep
+from lowq_packers.errors import LowqError, UsageError, one_line
 
 SWITCH_S = 0.0005  # after so long a thread gives the interpreter to another that waits: who hears of a step's tokens
-LIVE_S = 0.5  # between two looks at the speed
+LIVE_S = 0.5  # between two looks at the speed, and at connections
+LISTEN = 1024  # connections that the system keeps until they are accepted
+DRAIN_S = 5.0  # after the grace, that answers which were ended may take to be sent
+LATE_S = 5.0  # after the engine's own end, that the rest of this process may take
+SAID_S = 60.0  # between two lines that say the same
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises UsageError for an address that cannot be had."""
+    """A socket that listens; who comes before the server runs waits. Raises UsageError for an address that cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, proto)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen(LISTEN)  # at once, so that of two servers on one port the second is told before it loads a model
     except OSError as e:
         raise UsageError(f"cannot listen on {host} port {port}: {e.strerror}; choose another with --port or --host") from None
     return found
@@ -52,9 +62,10 @@ def serve(
     """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say, or is a client's doing
     config = uvicorn.Config(
-        make_app(served), log_config=None, access_log=False, ws="none", lifespan="on", server_header=False,
-        timeout_keep_alive=60, timeout_graceful_shutdown=int(grace_s) + 5,
+        make_app(served), http=Connection, log_config=None, access_log=False, ws="none", lifespan="on", server_header=False,
+        timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=int(grace_s + DRAIN_S), backlog=ACCEPTS,
     )  # fmt: skip
+    Connection.most = most_connections()
     before = {s: signal.signal(s, _nothing) for s in (signal.SIGTERM, signal.SIGINT)}  # uvicorn raises them again at its end
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
@@ -87,10 +98,27 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.served, self.grace_s, self.ready, self.look = served, grace_s, ready, look
         self.ended = ""  # why the engine did, by itself
+        self.complained = -SAID_S
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal: whatever hangs then, the process ends within a bound."""
+        if not self.should_exit:
+            late = threading.Timer(self.grace_s + DRAIN_S + ENDS_S + LATE_S, self._end_at_once)
+            late.daemon = True
+            late.start()
+        super().handle_exit(sig, frame)
+
+    def _end_at_once(self) -> None:
+        for engine in active_children():  # one that is stopped would not see that we are gone
+            engine.kill()
+        os._exit(1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to accept."""
+        asyncio.get_running_loop().set_exception_handler(self._complain)
         await super().startup(sockets)
+        for s in sockets or []:
+            s.listen(LISTEN)  # what is accepted at a time is another number
         if not self.should_exit:
             self.ready()
             self.looking = asyncio.create_task(self._look())
@@ -102,9 +130,16 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         late.cancel()
 
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What goes wrong beside any request; a line a minute, as it may be a thousand times a second."""
+        if loop.time() >= self.complained + SAID_S:
+            self.complained = loop.time()
+            self.served.log(f"{context['message']}: {one_line(context.get('exception') or Exception())}")
+
     async def _look(self) -> None:
         while not self.should_exit:
             self.look()
+            sweep(self.server_state.connections)  # type: ignore[arg-type]  # they are ours
             self.ended = self.served.engine.closed
             if self.ended:
                 self.should_exit = True

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lowq_packers import formats
-from lowq_packers.errors import LowqError
+from lowq_packers.errors import DamagedError, LowqError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from format_support import NAME, random_q, read, written
+from format_support import NAME, assert_same, random_q, read, written
 from test_fields import decoded
 from test_fp4 import fixture
 
@@ -95,3 +95,18 @@ def test_what_config_says_of_other_weights_is_refused(edit):
     tensors, config = written(formats.get("bitsandbytes"), random_q(4, 32, "nf4", 8, 64))
     with pytest.raises(LowqError):
         read(tensors, {"quantization_config": {**config["quantization_config"], **edit}})
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_bytes_filed_under_another_dtype_are_the_same_codes(storage):
+    """bnb_4bit_quant_storage, as FSDP needs it; the library's own files: tests/libraries/test_by_bitsandbytes.py."""
+    fmt = formats.get("bitsandbytes")
+    q = random_q(4, 32, "nf4", 24, 96)
+    tensors, config = written(fmt, q)
+    config["quantization_config"]["bnb_4bit_quant_storage"] = str(storage).removeprefix("torch.")
+    tensors[f"{NAME}.weight"] = tensors[f"{NAME}.weight"].flatten().view(storage).reshape(-1, 1)
+    (back,) = read(tensors, config).values()
+    assert_same(back, q)
+    tensors[f"{NAME}.weight"] = tensors[f"{NAME}.weight"][1:]
+    with pytest.raises(DamagedError, match="codes of 4 bits fill 1152 bytes"):
+        read(tensors, config)

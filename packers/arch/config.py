@@ -10,13 +10,15 @@ from typing import Any
 
 from lowq_packers.arch import Family, families
 from lowq_packers.arch.common import FULL, SLIDING, NotDescribed
-from lowq_packers.arch.parts import Model
+from lowq_packers.arch.parts import Model, Router, walk
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary angles
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # one field by the names that versions gave it
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
 BY_TYPE = (FULL, SLIDING)
+KINDS = (*BY_TYPE, "conv")
+MOST = 4096  # layers, and experts of a layer, where the files' number of tensors does not bound them: four times the largest
 
 
 class NotPlain(Exception):  # no error: the reason why a checkpoint goes by way of transformers
@@ -31,22 +33,27 @@ class Config(SimpleNamespace):
         return getattr(self, "text_config", self)
 
 
-def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Model, Family]:
+def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Model, Family]:
     """The config, what it describes, and its family. tensors: how many the files have. Raises NotPlain."""
     family = families().get(str(raw.get("model_type")))
     if family is None:
         raise NotPlain(f"model_type {raw.get('model_type')!r} is not a family that is described")
-    config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
     try:
-        return config, family.describe(config), family
+        config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
+        model = family.describe(config)
     except NotDescribed as e:
         raise NotPlain(str(e)) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         raise NotPlain(f"config.json does not say all that its family asks for ({type(e).__name__}: {e})") from None
+    if any(part.experts > max(tensors, MOST) for part in walk(model.layers) if isinstance(part, Router)):
+        raise NotPlain("config.json has more experts than a model can have")
+    return config, model, family
 
 
 def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     inside = raw.get("text_config")
+    if inside is None:  # older configs are flat
+        inside = {k: v for k, v in raw.items() if k not in ("model_type", "vision_config")}
     if not isinstance(inside, Mapping):
         raise NotPlain("config.json has no text_config")
     text = families().get(str(inside.get("model_type", family.text)))
@@ -63,6 +70,9 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         raise NotPlain(f"configs of {family.model_type} are read by transformers")
     given = {k: v for k, v in raw.items() if k != "quantization_config"}
     experts = next((given[name] for name in EXPERTS if name in given), None)
+    given = {k: _number(v) for k, v in given.items()}
+    if isinstance(given.get("layers_block_type"), list):
+        given.setdefault("num_hidden_layers", len(given["layers_block_type"]))
     fields = {**family.defaults, **({} if experts is None else dict.fromkeys(EXPERTS, experts)), **given}
     for name in SIZES:
         if type(fields.get(name)) is not int or fields[name] < 1:
@@ -81,16 +91,29 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         raise NotPlain("config.json has heads of an unusual kind")
     if not fields.get("use_sliding_window", True):
         fields["sliding_window"] = None
+    layers = fields.get("per_layer_config")
+    if isinstance(layers, Mapping) and all(isinstance(v, Mapping) for v in layers.values()):  # what differs, by number as text
+        n = fields["num_hidden_layers"]
+        fields["per_layer_config"] = {i: SimpleNamespace(**{**fields, **layers.get(str(i), {})}) for i in range(n)}
     window = fields.get("sliding_window")
     if window is not None and (type(window) is not int or window < 0):
         raise NotPlain(f"config.json has sliding_window = {window}")
     if family.layer_types and fields.get("layer_types") is None:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
-    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not set(kinds) <= set(BY_TYPE)):
+    odd = set(kinds) - set(KINDS)  # those of one family alone
+    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or (odd and not odd <= set(family.layer_types(fields)))):
         raise NotPlain("config.json has layers of an unusual kind")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})
+
+
+def _number(value: Any) -> Any:
+    """A value of config.json, infinities as numbers: transformers writes them as tables, which JSON has."""
+    if isinstance(value, list):
+        return [_number(v) for v in value]
+    given = value.get("__float__") if isinstance(value, Mapping) else None
+    return float(given) if given in ("Infinity", "-Infinity", "NaN") else value
 
 
 def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Thousands of requests against `lowq serve`, many of them bad: is each answered, with its own text, and is memory flat?
 
-    python benchmarks/serve_soak.py demo --requests 20000 --users 16 --out soak.json
+    python tests/fuzz/soak.py demo --requests 20000 --users 16 --out soak.json
 
 A third of the requests is broken off at a random moment (before the answer, in its middle), a tenth is malformed: bad JSON,
 wrong types, bodies of 10 MB, prompts of 200,000 tokens, invalid UTF-8, half a body, a byte at a time. Every other answer is
 held against the same prompt asked alone on the idle server, greedy; the server runs with --deterministic unless told otherwise,
-so they must be equal; without it, one that differs must at least be no other prompt's. Exit code 1 if an answer is wrong or
-missing, anything fails in the server, or something is left in it.
+so they must be equal; without it, one that differs must at least be no other prompt's. A tenth of the
+requests comes before hostile clients do (`hostile`), who then hold connections, halves of bodies and unread answers until the
+end: what honest clients waited in both parts is told. Exit code 1 if an answer is wrong or missing, anything fails in the
+server, or something is left in it.
 """
 
 import argparse
@@ -27,6 +29,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from hostile import beside
+
 WORDS = ("the old man", "and", "a sea", "went", "to", "house", "in wood", "once", "king", "said", "she", "night", "ship",
          "of a time")  # fmt: skip
 BAD = ("json", "types", "large", "long", "utf8", "half", "slow")
@@ -42,6 +46,7 @@ class Seen:
     wrong: list = field(default_factory=list)
     different: list = field(default_factory=list)
     rss: list = field(default_factory=list)  # MB of the server's processes, once a second
+    waits: list = field(default_factory=list)  # (number of the request, seconds) of every honest one that was answered
 
 
 class Client:
@@ -144,12 +149,25 @@ async def one(
         if bad != "slow":
             return
     else:
+        asked = time.monotonic()
         status, answer = await client.ask(path, raw)
+        seen.waits.append((number, time.monotonic() - asked))
     text = text_of(answer, streamed) if status == 200 else None
     seen.counts["equal" if text == alone[at] else "different"] += 1
     if text != alone[at]:
         mixed_up = text is None or text in alone
         (seen.wrong if mixed_up else seen.different).append({"prompt": prompts[at], "text": text, "alone": alone[at]})
+
+
+def alone_until(count: int) -> int:
+    """The number of the first request that hostile clients are beside."""
+    return count // 10
+
+
+def spread(waits: list[float]) -> dict[str, float]:
+    """Half of all waits, and all but a hundredth, are no longer: ms."""
+    ordered = sorted(waits) or [0.0]
+    return {f"p{p}": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 1) for p in (50, 99)}
 
 
 def prompts_of(rng: random.Random, count: int) -> list[str]:
@@ -163,7 +181,7 @@ def prompts_of(rng: random.Random, count: int) -> list[str]:
 
 
 async def soak(
-    url: str, pid: int, count: int, users: int, seconds: float, seed: int, tokens: int, different: int
+    url: str, pid: int, count: int, users: int, seconds: float, seed: int, tokens: int, different: int, hostile: bool
 ) -> tuple[Seen, float, dict[str, Any], dict[str, float]]:
     """All requests to `different` prompts, `users` at a time, or as many as `seconds` allow."""
     rng, client, seen, until = random.Random(seed), Client(url), Seen(), time.monotonic() + seconds
@@ -172,11 +190,14 @@ async def soak(
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
         alone.append(text_of((await client.ask("/v1/completions", json.dumps(body).encode()))[1], False))
     numbers, done = iter(range(count)), False
+    guests: list[asyncio.Task[None]] = []
 
     async def user() -> None:
         for number in numbers:
             if time.monotonic() > until:
                 return
+            if number == alone_until(count) and hostile:
+                guests.append(asyncio.create_task(beside(client.host, client.port, seed)))
             try:
                 await asyncio.wait_for(
                     one(client, random.Random(f"{seed} {number}"), number, prompts, tokens, alone, seen), PATIENCE
@@ -197,6 +218,8 @@ async def soak(
     await asyncio.gather(*(user() for _ in range(users)))
     spent, done = time.monotonic() - began, True
     await watching
+    for guest in guests:
+        guest.cancel()
     for _ in range(200):  # what was broken off last
         health = json.loads((await client.ask("/health"))[1])
         if not health["running"] and not health["waiting"]:
@@ -218,6 +241,7 @@ def main() -> None:
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--device", default="auto")
     ask.add_argument("--args", default="--deterministic", help="more flags of lowq serve")
+    ask.add_argument("--honest", action="store_true", help="no hostile clients beside")
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
     line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", args.model, "--port", "0"]
@@ -230,7 +254,9 @@ def main() -> None:
                 sys.exit("".join(said))
             time.sleep(0.05)
         seen, spent, health, metrics = asyncio.run(
-            soak(url, server.pid, args.requests, args.users, args.seconds, args.seed, args.tokens, args.prompts)
+            soak(
+                url, server.pid, args.requests, args.users, args.seconds, args.seed, args.tokens, args.prompts, not args.honest
+            )
         )
         server.terminate()
         code = server.wait(60)
@@ -248,6 +274,11 @@ def main() -> None:
         "cache_usage": metrics["lowq_cache_usage_ratio"], "preemptions": metrics["lowq_preemptions_total"],
         "prefix_hit_tokens": metrics["lowq_prefix_cache_hit_tokens_total"], "tokens": metrics["lowq_generation_tokens_total"],
         "rss_mb": {"after_a_quarter": round(early), "end": round(seen.rss[-1]), "peak": round(max(seen.rss))},
+        "hostile": not args.honest,
+        "wait_ms": {
+            "alone": spread([s for n, s in seen.waits if n < alone_until(args.requests)]),
+            "beside": spread([s for n, s in seen.waits if n >= alone_until(args.requests)]),
+        },
         "exit_code": code, "machine": f"{platform.machine()}, {platform.processor() or 'CPU'}", "date": str(date.today()),
     }  # fmt: skip
     print(json.dumps(row, indent=1, ensure_ascii=False))

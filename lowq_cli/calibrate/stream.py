@@ -1,0 +1,145 @@
+"""What a rotation of the residual stream does to each tensor of a described model, and what stands in its way: one walk.
+
+The stream x may be replaced by x R for an orthogonal R where an RMSNorm is all that lies between it and what reads it: without
+weights it commutes with R, and its weights move into the readers. Factors of the whole stream commute, too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowq_packers.arch import parts as p
+from lowq_packers.arch.parts import Linear, Model, Norm, Update
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What happens to one parameter, in this order; its last two axes are rows and columns unless it is `transposed`.
+
+    becomes: it is a norm's weight, and is this number afterwards. norm: its columns are multiplied by that norm's factors.
+    columns, rows: which side is the residual stream. values: (rows at its end, head size): turned head by head.
+    mixed: size of the heads whose values its columns take.
+    """
+
+    becomes: float | None = None
+    norm: Norm | None = None
+    columns: bool = False
+    rows: bool = False
+    values: tuple[int, int] | None = None
+    mixed: int = 0
+    transposed: bool = False
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a row of the result needs no other row of the source."""
+        return not (self.rows or self.values or self.transposed)
+
+
+Turns = Iterator[tuple[str, Turn]]
+
+
+def why_not(model: Model) -> str:
+    """The fact for which a rotation of the stream is not the same function; "" where it is."""
+    updates = [update for layer in model.layers for update in layer]
+    branches = [(u, m) for u in updates for m in u.mixers if isinstance(m, p.Branch)]
+    norms = [n for n in (model.norm, *(u.norm for u in updates), *(b.norm for _, b in branches)) if n]
+    experts = [part for part in p.walk(model.layers) if isinstance(part, p.Experts)]
+    facts = {
+        "its layer norm subtracts the mean, which does not commute with a rotation": any(n.kind == "layer" for n in norms),
+        "its norms take the mean over parts of the stream": any(n.groups > 1 for n in norms),
+        "its norms have biases": any(n.bias for n in norms),
+        "it has norms behind attention and MLP, whose weights do not commute with a rotation": any(
+            part.post for part in (*updates, *(b for _, b in branches))
+        ),
+        "it norms normed values, whose weights do not commute with a rotation": any(u.norm and b.norm for u, b in branches),
+        "its embedding is normed, whose weights do not commute with a rotation": model.embed_norm is not None,
+        "its router norms or scales what it reads": any(e.router.norm or e.router.scale for e in experts),
+        "biases of its experts would have to be rotated, too": any(e.bias for e in experts),
+    }
+    return next((fact for fact, there in facts.items() if there), "")
+
+
+def turns(model: Model) -> dict[str, Turn]:
+    """What happens to each parameter, by its whole name in transformers' module tree; what is not named stays as it is."""
+    inside = {f"{model.embed}.weight": Turn(columns=True), **dict(_freed(model.norm))}
+    if model.tokens:
+        inside |= dict(_reads(model.tokens.project, None))
+    shared = {part.shares for part in p.walk(model.layers) if isinstance(part, p.Attention)}
+    for i, layer in enumerate(model.layers):
+        for update in layer:
+            inside |= dict(_update(update, i in shared))
+    return {model.prefix + name: turn for name, turn in inside.items()} | {
+        f"{model.head}.weight": Turn(norm=model.norm, columns=True)
+    }
+
+
+def _freed(norm: Norm | None) -> Turns:
+    """A norm whose weights move elsewhere."""
+    if norm and norm.name:
+        yield f"{norm.name}.weight", Turn(becomes=0.0 if norm.add_one else 1.0)
+
+
+def _reads(part: Linear, norm: Norm | None, values: tuple[int, int] | None = None) -> Turns:
+    """A product of the normed stream. values: as `Turn` says, of the last of its parts."""
+    norm = norm if norm and norm.name else None
+    for name in part.parts:
+        own = values if name == part.parts[-1] else None
+        yield f"{name}.weight", Turn(norm=norm, columns=True, values=own)
+        if part.bias and own:
+            yield f"{name}.bias", Turn(values=own)
+
+
+def _writes(part: Linear, mixed: int = 0) -> Turns:
+    """A product that is added to the stream."""
+    for name in part.parts:
+        yield f"{name}.weight", Turn(rows=True, mixed=mixed)
+        if part.bias:
+            yield f"{name}.bias", Turn(rows=True)
+
+
+def _update(update: Update, shared: bool) -> Turns:
+    """shared: other layers attend to the keys and values of this one."""
+    yield from _freed(update.norm)
+    for mixer in update.mixers:
+        if isinstance(mixer, p.Branch):
+            yield from _freed(mixer.norm)
+            yield from _mixer(mixer.mixer, update.norm or mixer.norm, shared)
+        else:
+            yield from _mixer(mixer, update.norm, shared)
+
+
+def _mixer(part: p.Mixer, norm: Norm | None, shared: bool) -> Turns:
+    match part:
+        case p.Attention():
+            odd = part.gated or part.v_is_k or part.v_norm or part.shares is not None or shared or part.order != "parts"
+            yield from _reads(part.qkv, norm, None if odd else (part.kv_heads * part.dim, part.dim))
+            yield from _writes(part.o, 0 if odd else part.dim)
+        case p.LatentAttention():
+            yield from _reads(part.q[0], norm)
+            yield from _reads(part.kv_down, norm)
+            yield from _writes(part.o)
+        case p.GatedDelta() | p.Mamba2() | p.ShortConv():
+            yield from _reads(part.inputs, norm)
+            yield from _writes(part.out)
+        case p.Mlp():
+            yield from _reads(part.up, norm)
+            yield from _writes(part.down)
+        case p.PerLayer():
+            yield from _reads(part.gate, norm)
+            yield from _writes(part.up)
+        case p.Experts():
+            yield from _experts(part, norm)
+
+
+def _experts(part: p.Experts, norm: Norm | None) -> Turns:
+    gates = [part.router.name, *([part.shared_gate] if part.shared_gate else [])]
+    yield from _reads(Linear(tuple(gates), (part.router.experts,) * len(gates), part.router.hidden), norm)
+    if part.shared:
+        yield from _mixer(part.shared, norm, False)
+    if part.latent:
+        yield from _reads(part.latent[0], norm)
+        yield from _writes(part.latent[1])
+        return
+    turned, own = bool(part.transposed), norm if norm and norm.name else None
+    first = "gate_up_proj" if part.gated else "up_proj"
+    yield f"{part.module}.{first}", Turn(norm=own, columns=True, transposed=turned)
+    yield f"{part.module}.down_proj", Turn(rows=True, transposed=turned)

@@ -1,0 +1,35 @@
+"""What lowq keeps with a model, its own or transformers': its plan, its decoder, whose tuning table it is computed by."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowq_cli.engine.plan import Plan
+    from lowq_cli.engine.stream import Decoder
+
+ATTRIBUTE = "_lowq"
+
+
+@dataclass
+class Owned:
+    """tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder."""
+
+    plan: "Plan | None" = None
+    decoder: "Decoder | None" = None
+    tuned: str = ""
+
+
+def owned(model: Any) -> Owned:
+    """What belongs to this model; made empty at the first question."""
+    if getattr(model, ATTRIBUTE, None) is None:
+        object.__setattr__(model, ATTRIBUTE, Owned())  # not a submodule of the model
+    found: Owned = getattr(model, ATTRIBUTE)
+    return found
+
+
+def tuned_by(model: Any, folder: str) -> None:
+    """Let the table of this folder choose among kernels while the model computes, and no other's."""
+    own = owned(model)
+    own.tuned = folder
+    if own.plan is not None:
+        own.plan.tuned = folder

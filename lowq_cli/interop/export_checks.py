@@ -1,0 +1,176 @@
+"""What `export` would refuse, asked without writing: by it before it begins, by `inspect`, by model cards and by hints.
+
+A promise and the command that is to keep it ask the same: `check_all`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
+from lowq_cli.files.family_tensors import extra_prefixes
+from lowq_cli.plan import targets
+from lowq_cli.state import source_of
+from lowq_packers import formats
+from lowq_packers.errors import LowqError, SchemeError, UnsupportedError
+from lowq_packers.formats import EXPORTED, Format
+
+WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
+GATHERED = ("embed_tokens", "wte", "word_embeddings")
+TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
+
+
+def as_held(found: Checkpoint, fmt: Format) -> Checkpoint:
+    """The checkpoint without the heads that predict further tokens, where the format's readers have no place for them."""
+    prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(found.config, found.source.headers)
+    return replace(found, tensors=tuple(t for t in found.tensors if not t.name.startswith(prefixes))) if prefixes else found
+
+
+def check(found: Checkpoint, fmt: Format) -> None:
+    """Raise UnsupportedError, naming the first weight and how many more, unless `fmt` can hold every one."""
+    family = str(found.config.get("model_type"))
+    if family in TRANSPOSED:
+        raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
+    problems = []
+    for t in found.tensors:
+        if t.scheme is None:
+            continue
+        reason = fmt.why_not(t.scheme, *t.shape)
+        if t.name.endswith(GATHERED) and not WRITTEN[fmt.name].embeddings:
+            reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
+        if ".experts." in t.name and not WRITTEN[fmt.name].experts and not fmt.stack(t.name, family):
+            reason = f"lowq does not know how {fmt.title} holds the experts of {family}; nearest: --to compressed-tensors"
+        if reason:
+            problems.append(f"{t.name} ({t.scheme}): {reason}")
+    if problems:
+        more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
+        raise UnsupportedError(f"cannot export {problems[0]}{more}")
+    stacks(found, fmt)
+
+
+def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
+    """Name -> the experts' matrices, in order, of each stack that `fmt` makes of them.
+
+    Raises UnsupportedError unless all experts of a stack are there and share a scheme.
+    """
+    family, members = str(found.config.get("model_type")), dict[str, dict[int, CheckpointTensor]]()
+    for t in found.tensors:
+        if place := fmt.stack(t.name, family) if t.scheme else None:
+            members.setdefault(place[0], {})[place[1]] = t
+    for name, experts in members.items():
+        schemes = {str(t.scheme) for t in experts.values()}
+        if len(schemes) > 1 or sorted(experts) != list(range(len(experts))):
+            wrong = f"of {' and '.join(sorted(schemes))}" if len(schemes) > 1 else "with gaps between them"
+            raise UnsupportedError(
+                f"cannot export {name}: {fmt.title} stacks {len(experts)} experts, here {wrong}; give all one scheme"
+            )
+    dense = [t.name for t in found.tensors if not t.scheme and fmt.stack(t.name.removesuffix(".weight"), family)]
+    if members and dense:
+        raise UnsupportedError(f"cannot export {dense[0]}: {fmt.title} reads all experts packed or none, and this one is not")
+    return {name: [experts[e] for e in sorted(experts)] for name, experts in members.items()}
+
+
+Modules = dict[str, tuple[str, list[CheckpointTensor]]]
+
+
+def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
+    """First matrix -> name and matrices of each packed module of an export, and what config.json says of them.
+
+    Raises UnsupportedError for schemes that the format's config cannot tell apart.
+    """
+    if fmt.config is None:
+        return {}, {}
+    dense = [t.name for t in found.tensors if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2]
+    kept = [name.removesuffix(".weight") for name in dense]
+    stacked = stacks(found, fmt)
+    inside = {t.name for experts in stacked.values() for t in experts}
+    modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
+    modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
+    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, kept)
+
+
+def check_all(found: Checkpoint, fmt: Format, rounding: bool = False, values: bool = True) -> None:
+    """Raise what `export` refuses with, before anything is written; `values` of scales and zeros are read where they decide."""
+    found = as_held(found, fmt)
+    check(found, fmt)
+    described(found, fmt)
+    if WRITTEN[fmt.name].one_file:
+        from lowq_cli.interop.gguf_export import prepared
+
+        prepared(found, found.folder.name)
+    for t in found.tensors:
+        if values and t.scheme and fmt.check_values:
+            try:
+                fmt.check_values(found.read_companions(t), t.name, rounding)
+            except SchemeError as e:
+                raise UnsupportedError(f"cannot export {e}") from None
+
+
+def refusal(found: Checkpoint, to: str, rounding: bool = False) -> str | None:
+    """Why `export` does not write a checkpoint in the format `to`; None where it does."""
+    try:
+        check_all(found, formats.get(to), rounding)
+    except LowqError as e:
+        return str(e)
+    return None
+
+
+def commands(found: Checkpoint) -> dict[str, str]:
+    """Format -> what `lowq export` must be given for it, "--to mlx --round", of those that it writes a checkpoint in."""
+    ways = ((to, rounding) for to in EXPORTED for rounding in (False, True))
+    found_ways: dict[str, str] = {}
+    for to, rounding in ways:
+        if to not in found_ways and (not rounding or formats.get(to).check_values) and refusal(found, to, rounding) is None:
+            found_ways[to] = f"--to {to}{' --round' if rounding else ''}"
+    return found_ways
+
+
+def exportable(found: Checkpoint) -> list[str]:
+    """The formats that `export` writes a checkpoint in as it is."""
+    return [to for to, command in commands(found).items() if "--round" not in command]
+
+
+def reachable(found: Checkpoint, to: str) -> bool:
+    """Whether the same model, quantized for the format `to` by what `quantize --export` takes by default, could be exported."""
+    target, fmt = next(t for t in targets.ENGINES.values() if t.export == to), formats.get(to)
+
+    def wanted(t: CheckpointTensor) -> CheckpointTensor:
+        if t.scheme is None or t.name.endswith((*GATHERED, "lm_head")):
+            return replace(t, scheme=None)
+        groups = [t.shape[1] if g == "channel" else int(g) for g in target.groups]
+        schemes = (target.scheme(target.bits[0], g) for g in groups if t.shape[1] % g == 0)
+        return replace(t, scheme=next((s for s in schemes if not fmt.why_not(s, *t.shape)), t.scheme))
+
+    like = replace(found, tensors=tuple(map(wanted, found.tensors)))
+    try:
+        check_all(like, fmt, values=False)
+    except LowqError:
+        return False
+    return True
+
+
+def first_that_holds(found: Checkpoint) -> str:
+    """The first format that holds every weight as it is."""
+    fitting = next((to for to in EXPORTED if refusal(found, to) is None), None)
+    if fitting is None:
+        raise UnsupportedError(f"no format holds {found.folder} as it is (lowq and transformers run it; --to NAME says why)")
+    return fitting
+
+
+@contextmanager
+def way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
+    """Inside, a refusal ends with the command that makes a checkpoint of the same model which `to` holds, if that is known."""
+    try:
+        yield
+    except UnsupportedError as e:
+        source, bits = source_of(found.folder, found.report), found.report.get("recipe", {}).get("bits")
+        form = to or next((name for name in EXPORTED if reachable(found, name)), EXPORTED[0])
+        if source is None or not reachable(found, form):
+            raise
+        fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
+        width = f" --bits {bits}" if fits and bits != 4 else ""
+        raise UnsupportedError(f"{e}; from the original: lowq quantize {shlex.quote(source)}{width} --export {form}") from None

@@ -1,0 +1,76 @@
+"""Bodies of requests, each of bounded size and time, and all of them together within one bound."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+from lowq_cli.serving.http.refusal import Refusal
+
+LISTENS = 8  # times the longest body that is read of one too long, so that its sender comes to listen
+
+
+class Bodies:
+    """The bodies that are held now.
+
+    Args:
+        longest: bytes of one. seconds: that reading one may take. together: bytes of all, from the first byte of each until its
+            request is queued. Where they are more, the largest that is not whole yet is refused, the oldest of equals:
+            an honest client sends megabytes in a moment, and a slow one's few bytes are in nobody's way.
+    """
+
+    def __init__(self, longest: int, seconds: float, together: int) -> None:
+        self.longest, self.seconds, self.together = longest, seconds, together
+        self.held = 0
+        self.reading: dict[asyncio.Timeout, int] = {}  # bytes so far, the oldest first
+        self.crowded_out: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def of(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, which counts until the block is left. Raises Refusal."""
+        found = bytearray()
+        try:
+            yield await self._read(request, found)
+        finally:
+            self.held -= len(found)
+
+    async def _read(self, request: Request, found: bytearray) -> bytes:
+        limit, length = asyncio.timeout(self.seconds), 0
+        self.reading[limit] = 0
+        try:
+            async with limit:
+                async for piece in request.stream():
+                    length += len(piece)
+                    if length <= self.longest:
+                        found += piece
+                        self.held += len(piece)
+                        if limit in self.reading:
+                            self.reading[limit] = length
+                        if self.held > self.together:
+                            self._make_room(limit)
+                    elif length > LISTENS * self.longest:
+                        break
+        except TimeoutError:
+            if limit in self.crowded_out:
+                raise _crowded() from None
+            raise Refusal(408, f"the body took longer than {self.seconds:.0f} s") from None
+        finally:
+            self.reading.pop(limit, None)
+            self.crowded_out.discard(limit)
+        if length > self.longest:
+            raise Refusal(413, f"the body is larger than {self.longest >> 20} MiB")
+        return bytes(found)
+
+    def _make_room(self, own: asyncio.Timeout) -> None:
+        """End the largest; raise Refusal where that is the one which asks."""
+        largest = max(self.reading, key=self.reading.__getitem__, default=own)
+        if largest is own:
+            raise _crowded()
+        del self.reading[largest]
+        self.crowded_out.add(largest)
+        largest.reschedule(asyncio.get_running_loop().time())
+
+
+def _crowded() -> Refusal:
+    return Refusal(429, "too many bodies come at once; send this one again", "rate_limit_error", code="rate_limit_exceeded")

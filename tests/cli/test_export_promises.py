@@ -1,0 +1,111 @@
+"""What `inspect`, cards, refusals and quantize's last lines say of exports is what `export` then does; their commands run."""
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from folders import write_tokenizer
+
+from lowq_cli import main
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.interop.card import model_card
+from lowq_cli.interop.export_checks import commands
+from lowq_cli.interop.exporter import export
+from lowq_cli.interop.inspection import inspect_model
+from lowq_cli.run.pipeline import quantize
+from lowq_packers.errors import LowqError
+from lowq_packers.formats import EXPORTED
+
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "qwen3-moe"]
+RECIPES = [
+    {"bits": 4, "group": "32"},
+    {"bits": 4, "group": "32", "zero": "none"},
+    {"bits": 4, "group": "32", "zero": "int", "lm_head": "keep"},
+    {"bits": 8, "group": "32", "zero": "none", "lm_head": "keep"},
+    {"bits": 1, "group": "32"},
+    {"bits": 4, "group": "32", "embedding": "8"},
+    {"format": "nvfp4", "lm_head": "keep"},
+    {"format": "nf4", "group": "32", "lm_head": "keep"},
+]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A state and a cache of the test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(family_checkpoints, tmp_path):
+    """A folder of a dense model of a family, with a tokenizer."""
+
+    def make(family: str) -> Path:
+        folder = tmp_path / f"{family} dense"  # a path that a shell would split
+        shutil.copytree(family_checkpoints(family, "bfloat16").dense, folder)
+        write_tokenizer(folder)
+        return folder
+
+    return make
+
+
+def run(line: str, monkeypatch, capsys) -> tuple[int, str]:
+    """Exit code and stderr of a command line."""
+    monkeypatch.setattr(sys, "argv", shlex.split(line))
+    code = main._run()
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_promise_is_kept_and_nothing_else_is_written(family, model, tmp_path):
+    dense = model(family)
+    for i, recipe in enumerate(RECIPES):
+        folder = tmp_path / f"q{i}"
+        try:
+            quantize(dense, folder, method="rtn", **recipe)
+        except LowqError:
+            continue  # not a recipe for this family
+        with (found := open_checkpoint(folder)).source:
+            promised, card = commands(found), model_card(found, "me/m")
+        shown = [e for e in inspect_model(str(folder)).engines if "lowq export" in e]
+        assert shown == [f"{to} (lowq export{' --round' if 'round' in how else ''})" for to, how in promised.items()]
+        assert re.findall(r"lowq export m (.*)", card) == sorted(promised.values(), key=lambda how: "--round" in how)
+        for to in EXPORTED:
+            for rounding in (False, True):
+                out = tmp_path / f"{folder.name}-{to}-{rounding}"
+                wanted = to in promised and ("--round" not in promised[to] or rounding)
+                if wanted:
+                    export(folder, to, out, rounding=rounding)
+                    continue
+                with pytest.raises(LowqError):
+                    export(folder, to, out, rounding=rounding)
+                assert not out.exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_command_that_a_refusal_prints_runs(family, model, tmp_path, monkeypatch, capsys):
+    """From another working folder, and where the model's name is no path from there."""
+    dense, printed = model(family), set()
+    for i, recipe in enumerate(RECIPES[:5]):
+        flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in recipe.items())
+        (tmp_path / "here").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path)
+        code, err = run(f"lowq quantize '{dense.name}' --method rtn --out here/q{i} {flags}", monkeypatch, capsys)
+        if code:
+            continue
+        printed |= {(line, str(tmp_path)) for line in re.findall(r": (lowq quantize .*--export \S+)", err)}
+        printed |= {(line, str(tmp_path)) for line in re.findall(r"other engines: (lowq export .*--to \S+)", err)}
+        monkeypatch.chdir(tmp_path / "here")
+        for to in EXPORTED:
+            code, err = run(f"lowq export q{i} --to {to} --out {i}-{to}", monkeypatch, capsys)
+            assert code in (0, 3, 5), err
+            printed |= {(line, str(tmp_path / "here")) for line in re.findall(r"from the original: (lowq quantize .*)", err)}
+    assert printed or family == "gpt2"
+    for n, (line, where) in enumerate(sorted(printed)):
+        monkeypatch.chdir(where)
+        extra = f" --method rtn --out {tmp_path}/again{n}" if "quantize" in line else f" --out {tmp_path}/again{n}"
+        code, err = run(line + extra, monkeypatch, capsys)
+        assert code == 0, (line, err)

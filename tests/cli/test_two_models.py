@@ -1,0 +1,72 @@
+"""Two models in one process: each is computed by the kernels that its own folder's table names, and keeps its own decoder."""
+
+import shutil
+
+import pytest
+import torch
+
+from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.owned import owned
+from lowq_cli.engine.ready import ready
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.run.pipeline import quantize
+from lowq_kernels.dispatch import registry, tuning
+from lowq_kernels.dispatch.sources import source_hash
+from lowq_kernels.dispatch.tuning_file import FILE, Entry, Machine, write_file
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_tables_left():
+    yield
+    tuning.forget()
+
+
+@pytest.fixture
+def twins(tmp_path):
+    """Two folders with the same model; the table of the first names a kernel that no rule takes for the products of one row."""
+    quantize("demo", tmp_path / "a", method="rtn", device="cpu")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first, _ = ready(tmp_path / "b", "cpu")
+    layers = [m for m in first.linears.modules() if hasattr(m, "scheme") and hasattr(m, "layout")]
+    places = {(m.scheme, m.layout, m.out_features, m.in_features) for m in layers}
+    named = ("bfloat16", 1, "reference", {}, 1.0, source_hash("reference"))
+    entries = [
+        Entry(s.bits, s.group_size, s.kind, named[0], layout, N, K, *named[1:]) for s, layout, N, K in places
+    ]
+    write_file(tmp_path / "a" / FILE, Machine.here(CPU), entries)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def taken(model, monkeypatch):
+    """Names of the kernels that a step of a model's products takes."""
+    seen, resolve = set(), registry._resolve
+
+    def noted(call, kernel):
+        found = resolve(call, kernel)
+        seen.update({found[1][0].name} if isinstance(call, registry.Call) and call.M == 1 else ())
+        return found
+
+    decoder = decoder_of(model)
+    decoder.start([[5, 6, 7]], Sampling(), 4)
+    with monkeypatch.context() as m:
+        m.setattr(registry, "_resolve", noted)
+        with torch.inference_mode():
+            decoder.forward_step()
+    return seen
+
+
+def test_each_takes_its_own_tables_kernels(twins, monkeypatch):
+    a, b = (ready(folder, "cpu")[0] for folder in twins)
+    for _ in range(2):
+        assert taken(a, monkeypatch) == {"reference"}
+        assert "reference" not in taken(b, monkeypatch)
+
+
+def test_what_is_kept_with_a_model_is_its_own(twins):
+    a, b = (ready(folder, "cpu")[0] for folder in twins)
+    assert decoder_of(a) is not decoder_of(b)
+    assert decoder_of(a) is decoder_of(a)
+    assert {owned(m).tuned for m in (a, b)} == {str(f) for f in twins}
+    assert not any(name.startswith("_lowq") for name, _ in a.named_modules())

@@ -1,0 +1,45 @@
+"""Quantized folders of every described family, towers and all: read without transformers, the logits are those by way of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from described import NAMES, VOCAB
+from described import model as random_model
+from native import texts
+
+import lowq
+from lowq_cli.engine import native_loader
+from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.plan import why_not
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.load import load_model
+from lowq_packers.arch.config import NotPlain
+
+CPU = torch.device("cpu")
+BY_TRANSFORMERS = {  # name -> the reason why its files are read by way of transformers
+    "olmo3": "a scaled rotation of one kind of layers",
+    "qwen3_vl_moe": "experts that are not packed",  # whose stacks transformers transposes while it loads them
+}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "kimi_k25"])  # whose own files transformers 5.23 does not read back
+def test_a_quantized_folder_is_read_natively(name, tmp_path):
+    random_model(name).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    lowq.quantize(tmp_path / "dense", out=tmp_path / "packed", bits=8, group="channel", method="rtn")
+    with open_source(str(tmp_path / "packed")) as source:
+        if reason := BY_TRANSFORMERS.get(name):
+            with pytest.raises(NotPlain, match=reason):
+                native_loader.read(source, CPU)
+            return
+        model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
+    assert why_not(heavy) is None
+    ids = torch.tensor(texts(VOCAB, 40, 40))
+    found, wanted = NativeDecoder(model).logits(ids).float(), NativeDecoder(heavy).logits(ids).float()
+    if name == "hunyuan_v1_moe":  # transformers holds its routers in fp32; bf16 moves a choice between likely experts
+        assert float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median()) < 0.05
+    else:
+        assert torch.equal(found, wanted)
