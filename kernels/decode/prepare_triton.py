@@ -25,7 +25,18 @@ NONE, EACH, ALL = 0, 1, 2  # what a norm is over: nothing, a head, all heads at 
 
 
 @triton.jit
-def _statistics(x, there, n, eps, LAYER: tl.constexpr):
+def pairs(offs, R: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Of dims the other one of each pair, whether it is the first of it, and the pair's place in the tables; R are turned."""
+    if NEIGHBOURS:
+        partner, first, angle = offs ^ 1, offs % 2 == 0, offs // 2
+    else:
+        first = offs < R // 2
+        partner, angle = tl.where(first, offs + R // 2, offs - R // 2), tl.where(first, offs, offs - R // 2)
+    return tl.where(offs < R, partner, offs), first, angle
+
+
+@triton.jit
+def statistics(x, there, n, eps, LAYER: tl.constexpr):
     """Mean (0 of an RMS norm) and the inverse of the root of the mean square of the values `there` of x."""
     mean = 0.0
     if LAYER:
@@ -35,7 +46,7 @@ def _statistics(x, there, n, eps, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, mean, inverse, weight_ptr, bias_ptr, at, mask, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+def normed(x, mean, inverse, weight_ptr, bias_ptr, at, mask, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
     x = (x - mean) * inverse
     if WEIGHT:
         x = x * tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -53,35 +64,29 @@ def _head(
 ):  # fmt: skip
     """One head at from_ptr, times `by`, normed and turned, times `after`, to to_ptr; all_ptr: the first of its HEADS."""
     offs = tl.arange(0, BLOCK_D)
-    mask, half = offs < D, R // 2
-    if NEIGHBOURS:
-        partner, first, angle = offs ^ 1, offs % 2 == 0, offs // 2
-    else:
-        partner, first, angle = tl.where(offs < half, offs + half, offs - half), offs < half, offs
-        angle = tl.where(first, offs, offs - half)
-    turns = offs < R
-    partner = tl.where(turns, partner, offs)
+    mask, turns = offs < D, offs < R
+    partner, first, angle = pairs(offs, R, NEIGHBOURS)
     x = tl.load(from_ptr + offs, mask=mask, other=0.0).to(tl.float32) * by
     other = tl.load(from_ptr + partner, mask=mask, other=0.0).to(tl.float32) * by
     at = head * D if HEADWISE else 0  # of the norm's factors
     if OVER > 0 and not LAST:
         if OVER == 1:
-            mean, inverse = _statistics(x, mask, D, eps, LAYER)
+            mean, inverse = statistics(x, mask, D, eps, LAYER)
         else:
             offs_all = tl.arange(0, BLOCK_ALL)
             there = offs_all < HEADS * D
             whole = tl.load(all_ptr + offs_all, mask=there, other=0.0).to(tl.float32) * by
-            mean, inverse = _statistics(whole, there, HEADS * D, eps, LAYER)
-        x = _normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
-        other = _normed(other, mean, inverse, weight_ptr, bias_ptr, at + partner, mask, WEIGHT, BIAS)
+            mean, inverse = statistics(whole, there, HEADS * D, eps, LAYER)
+        x = normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
+        other = normed(other, mean, inverse, weight_ptr, bias_ptr, at + partner, mask, WEIGHT, BIAS)
     if R:
         row = pos.to(tl.int64) * R + angle
         cos = tl.load(cos_ptr + row, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + row, mask=turns, other=0.0).to(tl.float32)
         x = tl.where(turns, x * cos + other * tl.where(first, -sin, sin), x)
     if OVER > 0 and LAST:
-        mean, inverse = _statistics(x, mask, D, eps, LAYER)
-        x = _normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
+        mean, inverse = statistics(x, mask, D, eps, LAYER)
+        x = normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
     tl.store(to_ptr + offs, (x * after).to(to_ptr.dtype.element_ty), mask=mask)
 
 

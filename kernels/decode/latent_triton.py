@@ -1,0 +1,251 @@
+"""triton/latent: one token of each sequence over its cache of latents, absorbed, in three kernels.
+
+    absorb  (heads, rank in blocks, rows in 16s): queries in the dims of the latents, k_up^T q, and turned; a program a
+            sequence more writes the new token's normed latent and turned key into the cache
+    attend  (sequences x heads in 16s, splits): softmax over a chunk of slots; the queries of all heads share one key
+    values  (heads, v_dim in blocks, sequences): the splits' parts are added up in their order, and brought to values, v_up y
+
+Maths   softmax(scale * q . [latent, key]) latent, online in base 2; everything that is multiplied is in the cache's dtype
+Paged   PAGE slots a block, found by a table; 0: a cache a sequence
+Limits  latents of up to 512 values, keys of up to 128, in 16 bits or fp32; not over a cache in few bits
+Source  own; absorbed as in DeepSeek-V2 (arXiv:2405.04434), split as in Flash-Decoding (Dao et al. 2023)
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode.attend_triton import LOG2E
+from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.kv_triton import padded
+from lowq_kernels.decode.latent import Latent, LatentCall, by_definition
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
+from lowq_kernels.dispatch.registry import FLOATS, Config, register
+
+ROWS = 16  # queries that are multiplied at once: heads of a sequence, or sequences of a head
+RANK_BLOCK = 64  # dims of latents of a program that absorbs
+BLOCK_N = 32  # slots of a tile
+PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
+MOST_SPLITS = 64
+VALUES = 64  # of a head, of a program
+PARTS = 8  # splits that are added up at once
+
+
+@triton.jit
+def _absorb_kernel(
+    q_ptr, x_ptr, k_up_ptr, cache_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, out_ptr,
+    B, S, eps, beta, period, offset,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    SCALED: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """S: slots of a cache, or the width of the table. Programs from HEADS on: those of sequences."""
+    head, block = tl.program_id(0), tl.program_id(1)
+    offs_p = tl.arange(0, BLOCK_R)  # turned dims
+    partner, first, angle = pairs(offs_p, R, NEIGHBOURS)
+    mask_p = offs_p < R
+    dtype = out_ptr.dtype.element_ty
+    WIDE: tl.constexpr = RANK + R
+    if TRIGGER:
+        gdc_launch_dependents()
+    if head < HEADS:
+        rows, offs_n = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_NOPE)
+        dims = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+        up = k_up_ptr + (head * NOPE + offs_n)[:, None] * RANK + dims[None, :]
+        up = tl.load(up, mask=(offs_n < NOPE)[:, None] & (dims < RANK)[None, :], other=0.0)
+        if PDL:
+            gdc_wait()
+        there = rows < B
+        pos = tl.load(pos_ptr + rows, mask=there, other=0)
+        by = tl.full((BLOCK_B,), 1.0, tl.float32)
+        if SCALED:
+            by = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
+        own = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * (NOPE + R)
+        q = tl.load(own + offs_n[None, :], mask=there[:, None] & (offs_n < NOPE)[None, :], other=0.0)
+        y = tl.dot(q, up.to(q.dtype), input_precision="ieee") * by[:, None]
+        out = out_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * WIDE
+        tl.store(out + dims[None, :], y.to(dtype), mask=there[:, None] & (dims < RANK)[None, :])
+        if block == 0:
+            mask = there[:, None] & mask_p[None, :]
+            turned = tl.load(own + NOPE + offs_p[None, :], mask=mask, other=0.0).to(tl.float32)
+            other = tl.load(own + NOPE + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+            at = pos.to(tl.int64)[:, None] * R + angle[None, :]
+            cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            turned = turned * cos + other * tl.where(first[None, :], -sin, sin)
+            tl.store(out + RANK + offs_p[None, :], (turned * by[:, None]).to(dtype), mask=mask)
+    elif (block == 0) & (tl.program_id(2) == 0):
+        if PDL:
+            gdc_wait()
+        b = head - HEADS
+        pos = tl.load(pos_ptr + b)
+        place = b.to(tl.int64) * S + pos
+        if PAGE:
+            place = tl.load(table_ptr + b * S + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
+        token, slot = x_ptr + b.to(tl.int64) * WIDE, cache_ptr + place * WIDE
+        dims = tl.arange(0, WHOLE)
+        x = tl.load(token + dims, mask=dims < RANK, other=0.0).to(tl.float32)
+        mean, inverse = statistics(x, dims < RANK, RANK, eps, LAYER)
+        x = normed(x, mean, inverse, weight_ptr, bias_ptr, dims, dims < RANK, WEIGHT, BIAS)
+        tl.store(slot + dims, x.to(dtype), mask=dims < RANK)
+        key = tl.load(token + RANK + offs_p, mask=mask_p, other=0.0).to(tl.float32)
+        other = tl.load(token + RANK + partner, mask=mask_p, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + pos.to(tl.int64) * R + angle, mask=mask_p, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + pos.to(tl.int64) * R + angle, mask=mask_p, other=0.0).to(tl.float32)
+        tl.store(slot + RANK + offs_p, (key * cos + other * tl.where(first, -sin, sin)).to(dtype), mask=mask_p)
+
+
+@triton.jit
+def _chunk(n, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slots of each split of n."""
+    return tl.cdiv(tl.cdiv(n, SPLITS), BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, cache_ptr, pos_ptr, table_ptr, part_ptr, sums_ptr, S, scale,
+    HEADS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """Parts (B, HEADS, SPLITS, RANK) and sums (B, HEADS, SPLITS, 2): the highest score and the sum, both in base 2."""
+    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    b, split = tl.program_id(0) // BLOCKS, tl.program_id(1)
+    heads, dims = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_RANK)
+    offs_p = tl.arange(0, BLOCK_R)
+    WIDE: tl.constexpr = RANK + R
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    n = tl.load(pos_ptr + b) + 1
+    chunk = _chunk(n, SPLITS, BLOCK_N)
+    begin = split * chunk
+    end = tl.minimum(begin + chunk, n)
+    if begin >= n:
+        return
+    q_rows = q_ptr + (b.to(tl.int64) * HEADS + heads)[:, None] * WIDE
+    q = tl.load(q_rows + dims[None, :], mask=(heads < HEADS)[:, None] & (dims < RANK)[None, :], other=0.0)
+    q_turned = tl.load(q_rows + RANK + offs_p[None, :], mask=(heads < HEADS)[:, None] & (offs_p < R)[None, :], other=0.0)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_RANK), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        slots = start + tl.arange(0, BLOCK_N)
+        there = slots < end
+        if PAGE:
+            place = tl.load(table_ptr + b * S + slots // PAGE, mask=there, other=0).to(tl.int64) * PAGE + slots % PAGE
+        else:
+            place = b.to(tl.int64) * S + slots
+        rows = cache_ptr + place[:, None] * WIDE
+        held = tl.load(rows + dims[None, :], mask=there[:, None] & (dims < RANK)[None, :], other=0.0)
+        keys = tl.load(rows + RANK + offs_p[None, :], mask=there[:, None] & (offs_p < R)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(held), input_precision="ieee")
+        score = tl.dot(q_turned, tl.trans(keys), score, input_precision="ieee") * scale
+        score = tl.where(there[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(held.dtype), held, acc * fade[:, None], input_precision="ieee")
+        top = higher
+    at = (b.to(tl.int64) * HEADS + heads) * SPLITS + split
+    mask = (heads < HEADS)[:, None] & (dims < RANK)[None, :]
+    tl.store(part_ptr + at[:, None] * RANK + dims[None, :], acc, mask=mask)
+    tl.store(sums_ptr + at * 2, top, mask=heads < HEADS)
+    tl.store(sums_ptr + at * 2 + 1, total, mask=heads < HEADS)
+
+
+@triton.jit
+def _values_kernel(
+    part_ptr, sums_ptr, pos_ptr, v_up_ptr, y_ptr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    head, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    values, dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_RANK)
+    up = v_up_ptr + (head * V + values)[:, None] * RANK + dims[None, :]
+    up = tl.load(up, mask=(values < V)[:, None] & (dims < RANK)[None, :], other=0.0)
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    n = tl.load(pos_ptr + b) + 1
+    live = tl.cdiv(n, _chunk(n, SPLITS, BLOCK_N))
+    of = (b * HEADS + head) * SPLITS
+    splits = tl.arange(0, SPLITS)
+    top = tl.max(tl.load(sums_ptr + (of + splits) * 2, mask=splits < live, other=float("-inf")), 0)
+    acc, total = tl.zeros((BLOCK_RANK,), tl.float32), 0.0
+    for start in range(0, live, PARTS):
+        some = start + tl.arange(0, PARTS)
+        share = tl.exp2(tl.load(sums_ptr + (of + some) * 2, mask=some < live, other=float("-inf")) - top)
+        total += tl.sum(share * tl.load(sums_ptr + (of + some) * 2 + 1, mask=some < live, other=0.0), 0)
+        mask = (some < live)[:, None] & (dims < RANK)[None, :]
+        parts = tl.load(part_ptr + (of + some)[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
+        acc += tl.sum(parts * share[:, None], 0)
+    y = tl.sum(up.to(tl.float32) * (acc / total)[None, :], 1)
+    tl.store(y_ptr + (b * HEADS + head) * V + values, y.to(y_ptr.dtype.element_ty), mask=values < V)
+
+
+def splits_for(heads: int) -> int:
+    """Programs for each of so many blocks of heads of all sequences."""
+    return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
+
+
+def _refuse(call: LatentCall) -> str | None:
+    if call.kv != PLAIN:
+        return f"takes caches of 16 bits, not in {call.kv}"
+    if call.rank > 512 or call.rotated > 128 or call.nope > 256:
+        return f"takes latents of up to 512 values and keys of up to 256 and 128, not {call.rank}, {call.nope}, {call.rotated}"
+    return None
+
+
+@register("triton/latent", op="latent", dtypes=(*FLOATS, torch.float32), rank=50, refuse=_refuse)
+def step(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    cache: torch.Tensor,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    f: Latent,
+    table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """As `latent.step`; cache and table contiguous, pos (B,) int32, cos and sin (S, rotated)."""
+    if f.norm.groups != 1:
+        return by_definition(q, latent, cache, pos, cos, sin, f, table, order, config)
+    q, latent = q.contiguous(), latent.contiguous()
+    B, S, page, scale = q.shape[0], cache.shape[2], 0, f.position_scale
+    if table is not None:
+        S, page = table.shape[1], S
+    by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
+    queries, whole, turned = q.new_empty(B, f.heads, f.rank + f.rotated), padded(f.rank), padded(f.rotated)
+    block, BLOCK_NOPE = min(RANK_BLOCK, whole), padded(f.nope)
+    _absorb_kernel[(f.heads + B, triton.cdiv(f.rank, block), triton.cdiv(B, ROWS))](
+        q, latent, f.k_up, cache, pos, table, cos, sin, f.norm.weight, f.norm.bias, queries, B, S, f.norm.eps, *by,
+        HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, PAGE=page, NEIGHBOURS=f.pairing == "neighbours",
+        SCALED=scale is not None, LAYER=f.norm.kind == "layer", WEIGHT=f.norm.weight is not None,
+        BIAS=f.norm.bias is not None, BLOCK_B=ROWS, BLOCK_NOPE=BLOCK_NOPE, BLOCK_R=turned, BLOCK_RANK=block, WHOLE=whole,
+        num_warps=4, **pdl(q),
+    )  # fmt: skip
+    of_heads = B * triton.cdiv(f.heads, ROWS)
+    splits = splits_for(of_heads)
+    part = torch.empty(B, f.heads, splits, f.rank, dtype=torch.float32, device=q.device)
+    sums = torch.empty(B, f.heads, splits, 2, dtype=torch.float32, device=q.device)
+    _attend_kernel[(of_heads, splits)](
+        queries, cache, pos, table, part, sums, S, f.scale * LOG2E, HEADS=f.heads, R=f.rotated, RANK=f.rank, SPLITS=splits,
+        PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=whole, BLOCK_N=BLOCK_N, num_warps=8, num_stages=2, **pdl(q),
+    )  # fmt: skip
+    y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), min(VALUES, triton.next_power_of_2(f.v_dim))
+    _values_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), B)](
+        part, sums, pos, f.v_up, y, HEADS=f.heads, RANK=f.rank, V=f.v_dim, SPLITS=splits, BLOCK_N=BLOCK_N, BLOCK_RANK=whole,
+        BLOCK_V=BLOCK_V, PARTS=PARTS, num_warps=8, **pdl(q),
+    )  # fmt: skip
+    return y

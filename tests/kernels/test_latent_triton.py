@@ -1,0 +1,104 @@
+"""Triton's step of latent attention against its definition, over caches whose other slots are NaN."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
+pytest.importorskip("triton")
+
+from emulation import error
+from lowq_kernels.decode import kv, latent, latent_triton
+from lowq_kernels.decode.latent import Latent, LatentCall
+from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.prepare import PositionScale
+from lowq_kernels.dispatch.registry import refusals, select
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+S, EPS, POSITIONS = 160, 1e-5, [0, 31, 97, 32, 150]
+# heads, nope, rotated, v_dim, rank
+SHAPES = {"as published, in small": (16, 16, 8, 16, 32), "odd": (3, 5, 2, 7, 9), "many heads": (20, 24, 16, 100, 80)}
+FACTS = {
+    "neighbours": {"pairing": "neighbours"}, "halves": {"pairing": "halves"},
+    "scale of positions": {"position_scale": PositionScale(0.4, 7.0, 1)}, "layer norm": {"kind": "layer"},
+}  # fmt: skip
+INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bf16")
+DTYPES = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(41)
+
+
+def randn(*shape, dtype):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def facts(shape, dtype, kind="rms", **more):
+    heads, nope, _, v_dim, rank = shape
+    bias = randn(rank, dtype=torch.float32) if kind == "layer" else None
+    own = Norm(randn(rank, dtype=torch.float32), EPS, kind, bias)
+    ups = (randn(heads, n, rank, dtype=torch.float32).mul(rank**-0.5).to(dtype) for n in (nope, v_dim))
+    return Latent(*shape, 0.3, *ups, own, **more)
+
+
+def paged(cache, block):
+    """A cache (B, 1, S, width) in blocks at random places of a pool, what is between them NaN; (pool, table)."""
+    B, _, _, width = cache.shape
+    n = S // block
+    table = torch.randperm(B * n + 3)[: B * n].reshape(B, n)
+    pool = torch.full((B * n + 3, 1, block, width), float("nan"), dtype=cache.dtype, device=cache.device)
+    pool[table.flatten()] = cache.reshape(B * n, 1, block, width)
+    return pool, table.to(cache.device, torch.int32)
+
+
+@pytest.mark.parametrize("block", [0, 16, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=INTERPRETED_BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "name"), [(s, "neighbours") for s in SHAPES] + [("odd", n) for n in FACTS if n != "neighbours"]
+)
+def test_step(shape, name, dtype, block, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(latent_triton, "splits_for", lambda heads: 4)  # the interpreter runs one program after the other
+    f = facts(SHAPES[shape], dtype, **FACTS[name])
+    angles = torch.rand(S, f.rotated // 2).repeat(1, 2) * 6
+    tables = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+    B, pos = len(POSITIONS), torch.tensor(POSITIONS, dtype=torch.int32, device=DEVICE)
+    cache = randn(B, 1, S, f.rank + f.rotated, dtype=dtype)
+    for b, p in enumerate(POSITIONS):
+        cache[b, :, p:] = float("nan")
+    q, x = randn(B, f.heads * (f.nope + f.rotated), dtype=dtype), randn(B, f.rank + f.rotated, dtype=dtype)
+    theirs = cache.nan_to_num()
+    wanted = latent.step_fixed(q, x, theirs, pos, *tables, f)
+    ours, table = (cache.clone(), None) if not block else paged(cache, block)
+    before = ours.clone()
+    y = latent_triton.step(q, x, ours, pos, *tables, f, table)
+    assert y.dtype == dtype
+    for b in range(B):
+        assert error(y[b], wanted[b]) < DTYPES[dtype]
+    held = ours if table is None else ours[table.long()].transpose(1, 2).flatten(2, 3)
+    for b, p in enumerate(POSITIONS):
+        assert error(held[b, :, p], theirs[b, :, p]) < DTYPES[dtype]
+    assert (ours.nan_to_num(7) != before.nan_to_num(7)).any(-1).sum() == B  # one slot of each sequence
+
+
+@pytest.mark.parametrize("splits", [1, 64])
+def test_however_it_is_split(splits, monkeypatch):
+    monkeypatch.setattr(latent_triton, "splits_for", lambda heads: splits)
+    f = facts(SHAPES["odd"], torch.float16)
+    tables, pos = [randn(S, 2, dtype=torch.float16) for _ in range(2)], torch.tensor([150], dtype=torch.int32, device=DEVICE)
+    cache = randn(1, 1, S, 11, dtype=torch.float16)
+    q, x = randn(1, 21, dtype=torch.float16), randn(1, 11, dtype=torch.float16)
+    wanted = latent.step_fixed(q, x, cache.clone(), pos, *tables, f)
+    assert error(latent_triton.step(q, x, cache, pos, *tables, f), wanted) < 2e-3
+
+
+def test_dispatch():
+    call = LatentCall(1, 4096, 128, 128, 64, 128, 512, "neighbours", False, torch.bfloat16, "cuda", (9, 0), 64)
+    assert select(call)[0].name == "triton/latent"
+    coded = LatentCall(1, 4096, 128, 128, 64, 128, 512, "neighbours", False, torch.bfloat16, "cuda", (9, 0), 64, kv.KINDS[1])
+    assert select(coded)[0].name == "torch/latent"
+    assert "not in fp8" in refusals(coded)["triton/latent"]
