@@ -120,4 +120,4 @@ def ops(device_type: str) -> Ops:
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
     rows["prepare"] = prepare_triton.prepare
-    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **rows, **mixers)  # type: ignore[arg-type]
+    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **rows, **mixers)  # type: ignore[arg-type, misc]

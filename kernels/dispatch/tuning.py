@@ -135,7 +135,9 @@ _active: dict[str, Table] = {}  # folder of a checkpoint -> its table for this m
 
 
 def use(folder: str | Path, device: torch.device | None = None, notice: Callable[[str], None] | None = None) -> int:
-    """Let a checkpoint's lowq_tune.json decide from now on, for its own model where that has a scope; returns how many of its entries hold here.
+    """Let a checkpoint's lowq_tune.json decide from now on; returns how many of its entries hold on this machine.
+
+    Where the folder's model has a scope (`registry.scope`), the file decides for that model alone.
 
     Entries of other machines are left alone; stale ones of this machine are reported through `notice`, as is a damaged
     file, which is then ignored: a bad tuning file must not stop a model from running.

@@ -101,7 +101,8 @@ def read_file(path: Path) -> list[dict[str, Any]]:
         if data["format"] != FORMAT or not isinstance(machines, list):
             raise ValueError(f"it has format {data['format']}, of another lowq")
         for m in machines:
-            entries_of(m), _check_machine(Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]))
+            entries_of(m)
+            _check_machine(Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]))
     except LowqError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as e:

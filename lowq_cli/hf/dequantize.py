@@ -64,7 +64,7 @@ def _fill(dense: Any, packed: nn.Module, dtype: torch.dtype) -> None:
         rows, whole = slice(packed.begin, packed.end), packed.whole
     else:
         assert isinstance(packed, QuantLinear | QuantEmbedding)
-        rows, whole = slice(None), packed
+        rows, whole = slice(None), packed  # type: ignore[assignment]
     W = unpack(whole.packed).dequantize()[rows]
     dense.weight = _parameter(W.T if type(dense) is Conv1D else W, dtype)
     if isinstance(whole, QuantLinear):

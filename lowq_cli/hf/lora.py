@@ -51,7 +51,7 @@ def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, *
 def _maybe_include_all_linear_layers(peft_config: Any, model: Any) -> Any:
     """PEFT's own, which also finds packed layers, but for the output layer and for those that have adapters."""
     asked = getattr(peft_config, "target_modules", None)
-    found = _expand(peft_config, model)
+    found: Any = _expand(peft_config, model)
     if isinstance(asked, str) and asked.lower() == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         packed = {n for n, m in model.named_modules() if isinstance(m, packed_classes()) and m is not head}
@@ -59,5 +59,5 @@ def _maybe_include_all_linear_layers(peft_config: Any, model: Any) -> Any:
     return found
 
 
-LoraModel._create_new_module = staticmethod(_create_new_module)
+LoraModel._create_new_module = staticmethod(_create_new_module)  # type: ignore[method-assign]
 tuners_utils._maybe_include_all_linear_layers = _maybe_include_all_linear_layers

@@ -261,10 +261,10 @@ def default_out(source: Source | str, recipe: Recipe, group: int | None = None) 
     elif recipe.bounded:
         width = f"kl{recipe.max_kl:g}" if recipe.max_kl else f"ppl{recipe.max_ppl:g}"
     else:
-        group = group or recipe.group_for(recipe.bits)
-        width = f"{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}"
+        size: int | str = group or recipe.group_for(recipe.bits)
+        width = f"{recipe.bits}b-{'channel' if size == 'channel' else f'g{size}'}"
         if recipe.table:
-            width = recipe.format if group == recipe.table.group else f"{recipe.format}-g{group}"
+            width = recipe.format if size == recipe.table.group else f"{recipe.format}-g{size}"
     return Path("-".join((stem, "lowq", width, *_unusual(recipe))))
 
 

@@ -2,8 +2,8 @@
 
 Next comes the request whose wait is longest beside what it asks for: for a few tokens, a short wait is long. And a short one
 does not wait for a long one to end: where it has waited for longer in that sense, it takes its place, and the long one goes on
-later from where it was. So a request of a few tokens waits for a few, whoever asked for thousands before; requests of one length
-keep the order in which they came; nobody waits for ever, as every wait grows beside that of those who come later.
+later from where it was. So a request of a few tokens waits for a few, whoever asked for thousands before; requests of one
+length keep the order in which they came; nobody waits for ever, as every wait grows beside that of those who come later.
 
 Clients are told apart by the address that they come from. What one asks for counts as often as it has requests open, so that
 sixty requests of one client have together the turns of one of another's.

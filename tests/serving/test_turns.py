@@ -1,4 +1,4 @@
-"""Who comes next where more is asked for than can be computed at once: short ones soon, equals in order, everybody in the end."""
+"""Who comes next where more is asked for than can be computed: short ones soon, equals in order, everybody in the end."""
 
 import queue
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def followed(client, *numbers):
 @pytest.mark.parametrize("others", ["", "another's"], ids=["one address", "two addresses"])
 @pytest.mark.parametrize("cache_tokens", [None, 1024], ids=["room", "no room"])
 def test_a_few_tokens_do_not_wait_for_thousands(model, others, cache_tokens):
-    """Twenty long requests hold four rows; one of four tokens ends among their first, and their texts are what they are alone."""
+    """Twenty long requests hold four rows; one of four tokens ends among the first, and their texts are what they are alone."""
     client = Client(model, running=4, cache_tokens=cache_tokens)
     try:
         long, short = prompts(*range(20, 40)), prompts(17, seed=9)[0]
