@@ -28,10 +28,11 @@ from lowq_cli.files.safetensors_io import (
     read_json,
     torch_dtype,
 )
-from lowq_cli.files.text_alone import text_alone
+from lowq_cli.files.templates import OTHERS, in_one_folder
+from lowq_cli.files.text_alone import lifted, text_alone
 from lowq_cli.state import known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
-from lowq_packers.regular import name_of_open, open_regular
+from lowq_packers.regular import name_of_open, open_regular, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,11 +49,13 @@ PARTIAL = ".partial"  # + a name: the file until it is whole
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
+    "*.model", "*.tiktoken", "chat_template*", f"{OTHERS}/*.jinja", "preprocessor_config.json", "processor_config.json",
+    "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
 _WANTED = ["*.safetensors", "*.json", *COMPANIONS]
-_UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
+_FOLDERS = [p for i, c in enumerate(OTHERS) for p in (f"{OTHERS[:i]}[!{c}]*/*", f"{OTHERS[:i]}/*")]  # all but OTHERS
+_UNWANTED = [*_FOLDERS, f"{OTHERS}?*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
 
 
@@ -139,6 +142,12 @@ class Source:
             return []
         found = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.exists() and not p.is_dir()}
         return check_companions(sorted(found, key=lambda p: p.name))
+
+    def companion_files(self) -> dict[str, bytes]:
+        """The companions as a checkpoint holds them, beside each other: names and contents. Raises as `companions`."""
+        found = self.companions()
+        beside = {p.name: read_regular(p) for p in found if p.parent == self.folder}
+        return in_one_folder(beside, {p.stem: read_regular(p).decode() for p in found if p.parent != self.folder})
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
         """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of its own dtype in fresh memory."""
@@ -284,6 +293,7 @@ def _open_folder(name: str, folder: Path) -> Source:
         raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(config_path)
     check_config(config, config_path)
+    config = lifted(config)
     if (folder / MODELOPT).is_file():
         _add_modelopt(config, folder / MODELOPT)
     parsed = {file: read_header(folder / file) for file in files}
@@ -392,7 +402,7 @@ def _hub_headers(repo: str) -> Source:
             where[tensor] = file
         files[file] = FileHeader(Path(file), tensors, sum(t.nbytes for t in tensors.values()), 0)
         headers |= tensors
-    return Source(repo, None, config, headers, files, where)
+    return Source(repo, None, text_alone(lifted(config), headers), headers, files, where)
 
 
 def _hub_error(repo: str, e: Exception) -> LowqError:

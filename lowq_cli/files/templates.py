@@ -1,9 +1,11 @@
 """Where a folder keeps its chat templates: files of their own win over tokenizer_config.json, as in transformers."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.files.resolution import TOKENIZER
 from lowq_cli.files.safetensors_io import read_json
 from lowq_packers.regular import MAX_CONFIG, read_text
 
@@ -28,3 +30,15 @@ def old_template(folder: Path) -> str | None:
     path = folder / OLD
     found = read_json(path, MAX_CONFIG).get("chat_template") if path.is_file() else None
     return found if isinstance(found, str) else None
+
+
+def in_one_folder(files: Mapping[str, bytes], others: Mapping[str, str]) -> dict[str, bytes]:
+    """A folder's files without the folder in it that holds its `others` among templates, by name: a list in
+    tokenizer_config.json, the form that older readers know too, and every template is there still.
+    """
+    if not others:
+        return dict(files)
+    facts = json.loads(files.get(TOKENIZER, b"{}"))
+    named = ({"default": files[OWN].decode()} if OWN in files else {}) | dict(others)
+    facts["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
+    return {n: c for n, c in files.items() if n != OWN} | {TOKENIZER: json.dumps(facts, indent=2, ensure_ascii=False).encode()}

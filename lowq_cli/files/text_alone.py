@@ -1,8 +1,10 @@
-"""A config of a model with images or sound whose files hold its text part alone, as derivatives do: the text's own."""
+"""A config of a model with images or sound: of files that hold its text part alone, as derivatives do, the text's own."""
 
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from lowq_packers.errors import UnsupportedError
 
 TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_?modal\w*|mm_\w+|embed_vision|embed_audio)\.")
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
@@ -19,3 +21,29 @@ def text_alone(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     more = {k: config[k] for k in OF_THE_WHOLE if k in config and text.get(k) is None}
     more |= {k: config[k] for k in OF_THE_FILES if k in config}
     return {**text, **more, "architectures": [str(a).replace("ForConditionalGeneration", "ForCausalLM") for a in called]}
+
+
+def lifted(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with what its text_config says of quantization at the top, once, where all readers look for it.
+
+    Raises UnsupportedError where the two say different things.
+    """
+    text, field = config.get("text_config"), OF_THE_FILES[0]
+    if not isinstance(text, Mapping) or text.get(field) is None:
+        return config
+    if config.get(field) not in (None, text[field]):
+        raise UnsupportedError(f"config.json has a {field} and another in text_config; take out the one that is wrong")
+    return {**config, field: text[field], "text_config": {k: v for k, v in text.items() if k != field}}
+
+
+def way_out(missing: str, names: Iterable[str]) -> str:
+    """What to do about a tensor that a model needs and its files lack; they may have it under a text model's name."""
+    parts, found = missing.split("."), set(names)
+    other = ".".join(p for p in parts if p != "language_model")
+    tower = next((n for n in sorted(found) if TOWERS.search(n)), None)
+    if other == missing or other not in found or tower is None:
+        return "fetch the model again"
+    return (
+        f"the files have it as {other}, the name of a text model, beside {tower}: a derivative that its tool renamed in part; "
+        f"take out the tensors of images and sound, and it is read as text alone"
+    )

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.resolution import TOKENIZER, check_companions, check_tokenizer
+from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import CONFIG, INDEX, Source, shard_name
-from lowq_cli.files.templates import OTHERS
 from lowq_packers.atomic import scratch
 
 
@@ -47,14 +46,11 @@ def only_its_files(source: Source) -> Iterator[Path]:
         if "model_type" in config:
             config["model_type"] = known_type(config)
         (folder / CONFIG).write_text(json.dumps(config))
-        if (named := source.folder / OTHERS).is_dir():
-            (folder / OTHERS).mkdir()
-            for path in check_companions(sorted(named.glob("*.jinja"))):
-                (folder / OTHERS / path.name).symlink_to(path.resolve())
         for path in source.companions():
+            (held := folder / path.parent.relative_to(source.folder)).mkdir(exist_ok=True)
             if path.name == TOKENIZER:
                 facts = {k: v for k, v in read_json(path).items() if not (k.endswith("_file") and isinstance(v, str))}
                 (folder / TOKENIZER).write_text(json.dumps(facts))
             else:
-                (folder / path.name).symlink_to(path.resolve())
+                (held / path.name).symlink_to(path.resolve())
         yield folder

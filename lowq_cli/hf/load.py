@@ -14,6 +14,7 @@ from lowq_cli.devices import pick_device, say_widened
 from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
+from lowq_cli.files.text_alone import way_out
 from lowq_cli.files.view import only_its_files
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class
@@ -112,7 +113,7 @@ def _check_filled(source: Source, config: Any, found: dict[str, Any]) -> None:
     for name, have, wanted in sorted(found.get("mismatched_keys", ()), key=str):
         raise DamagedError(f"{said}: {name} is {_spelled(have)}, not {_spelled(wanted)}")
     for name in sorted(map(str, found.get("missing_keys", ()))):
-        raise DamagedError(f"{said}: {name} is missing; fetch the model again")
+        raise DamagedError(f"{said}: {name} is missing; {way_out(name, source.headers)}")
     for fault in ("error_msgs", "conversion_errors"):
         if names := found.get(fault):
             raise DamagedError(f"{said}: {fault} {sorted(map(str, names))[0]}")

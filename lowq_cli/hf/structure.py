@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from lowq_cli.files.roles import TIED, Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Cut
+from lowq_cli.files.text_alone import way_out
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.skeleton import Place, Skeleton, build, is_linear
 from lowq_packers.errors import DamagedError
@@ -48,7 +49,7 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
         if role.parts and header.dtype not in FLOATS:
             role = replace(role, parts=(), reason=f"stored as {header.dtype}")
         found[name] = role
-    check_complete(skeleton, filled)
+    check_complete(skeleton, filled, headers)
     for param, rows in merged.items():
         shape, kind = skeleton.params[param].shape, skeleton.kinds.get(param.rpartition(".")[0])
         if rows != (total := shape[::2] if getattr(kind, "transposed", False) else shape[:-1]).numel():
@@ -85,10 +86,11 @@ def check_affordable(config: dict[str, Any], nbytes: int) -> None:
         raise DamagedError(f"config.json describes {params:,} parameters; {nbytes:,} bytes of weights hold {most:,} at most")
 
 
-def check_complete(skeleton: Skeleton, filled: set[str]) -> None:
+def check_complete(skeleton: Skeleton, filled: set[str], names: Iterable[str] = ()) -> None:
     """Raise DamagedError if parameters that no checkpoint tensor fills are neither tied to a filled one nor optional.
 
-    Those of a head that the checkpoint was not written with are new, as in any model: transformers draws them and says so.
+    `names` are the checkpoint's tensors. Those of a head that the checkpoint was not written with are new, as in any model:
+    transformers draws them and says so.
     """
     optional = [re.compile(p) for p in getattr(skeleton.model, "_keys_to_ignore_on_load_missing", None) or ()]
     family = {param: {param, source} for param, source in skeleton.tied.items()}
@@ -105,7 +107,7 @@ def check_complete(skeleton: Skeleton, filled: set[str]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DamagedError(
-            f"the checkpoint lacks {missing[0]}{more}, which the model in config.json needs; a shard may be missing"
+            f"the checkpoint lacks {missing[0]}{more}, which the model in config.json needs; {way_out(missing[0], names)}"
         )
 
 

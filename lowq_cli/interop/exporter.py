@@ -33,7 +33,6 @@ from lowq_packers.formats import EXPORTED, Config, Format, Tensors
 from lowq_packers.layouts import DISK, PackedWeight, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.regular import read_regular
 from lowq_packers.tables import rows_of
 
 WORKERS = 8  # matrices encoded at once
@@ -161,8 +160,8 @@ def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progres
                 progress(100 * done // total, t.name)
         shards.finish()
     with writing(folder):
-        for path in found.source.companions():
-            (folder / path.name).write_bytes(read_regular(path))
+        for name, raw in found.source.companion_files().items():
+            (folder / name).write_bytes(raw)
         for name, content in {**export.beside(section), "config.json": config}.items():
             (folder / name).write_bytes(to_json(content))
 

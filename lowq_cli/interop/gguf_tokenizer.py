@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.safetensors_io import read_json
+from lowq_cli.files.templates import chat_templates
 from lowq_cli.interop.gguf_file import INT32, STRING, Value, array, flag, text, u32
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
-from lowq_packers.regular import MAX_CONFIG, read_text
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
 LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")  # names of one rule
+TEMPLATE = "tokenizer.chat_template"  # the default one's key; with a dot and a name behind it, another's
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
 
 
@@ -59,12 +60,14 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
         i = i[0] if isinstance(i, list) and i else i
         if type(i) is int and 0 <= i < size:
             values.append((f"tokenizer.ggml.{name}_token_id", u32(i)))
-    template = settings.get("chat_template")
-    if isinstance(template, str):
-        values.append(("tokenizer.chat_template", text(template)))
-    elif (folder / "chat_template.jinja").is_file():
-        values.append(("tokenizer.chat_template", text(read_text(folder / "chat_template.jinja", MAX_CONFIG))))
-    return values
+    found = chat_templates(folder, settings)
+    named = {"default": found} if isinstance(found, str) else found or {}
+    others = sorted(named.keys() - {"default"})
+    if "default" in named:
+        values.append((TEMPLATE, text(named["default"])))
+    if others:
+        values.append((f"{TEMPLATE}s", array(others, of=STRING)))
+    return [*values, *((f"{TEMPLATE}.{name}", text(named[name])) for name in others)]
 
 
 def _walk(node: object, visit: Callable[[Mapping[str, Any]], None]) -> None:
@@ -127,8 +130,14 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
         i = said.get(f"{theirs}_token_id")
         if type(i) is int and 0 <= i < len(tokens):
             settings[f"{ours}_token"] = tokens[i]
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
-        settings["chat_template"] = template
+    named = {
+        k.removeprefix(f"{TEMPLATE}."): t for k, t in metadata.items() if k.startswith(f"{TEMPLATE}.") and isinstance(t, str)
+    }
+    if isinstance(template := metadata.get(TEMPLATE), str):
+        named = {"default": template} | named
+    if named:
+        several = [{"name": n, "template": t} for n, t in named.items()]
+        settings["chat_template"] = template if named.keys() == {"default"} else several
     bos = settings.get("bos_token") if said.get("add_bos_token", pre in LLAMA_3) else None
     content = {
         "version": "1.0",

@@ -6,7 +6,6 @@ permuted groups) is written dense.
 
 from __future__ import annotations
 
-import filecmp
 import os
 import re
 from contextlib import suppress
@@ -110,8 +109,8 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
                     shards.add({name: fetch(name)})
             shards.finish()
             with writing(folder):
-                for path in source.companions():
-                    (folder / path.name).write_bytes(read_regular(path))
+                for name, raw in source.companion_files().items():
+                    (folder / name).write_bytes(raw)
                 (folder / "config.json").write_bytes(to_json(config))
     except UsageError:
         if not _is_whole(target):  # else another process was quicker
@@ -126,10 +125,10 @@ def copy_new(source: Source, target: Path) -> None:
     """
     sweep(target)
     with writing(target):
-        for path in source.companions():
-            if not (target / path.name).exists() or not filecmp.cmp(path, target / path.name, shallow=False):
-                with replacing(target / path.name) as made:  # whole before others see it
-                    made.write_bytes(read_regular(path))
+        for name, raw in source.companion_files().items():
+            if not (target / name).exists() or read_regular(target / name) != raw:
+                with replacing(target / name) as made:  # whole before others see it
+                    made.write_bytes(raw)
 
 
 def _is_whole(folder: Path) -> bool:

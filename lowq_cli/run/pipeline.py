@@ -37,7 +37,6 @@ from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.workers import in_order, on_free_device
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
-from lowq_packers.regular import read_regular
 
 if TYPE_CHECKING:
     from lowq_cli.calibrate.calibration import Calibration
@@ -82,7 +81,7 @@ def execute(prepared: Prepared, fresh: bool = False) -> Iterator[Event]:
     source, plan, workers = prepared.source, prepared.plan, [torch.device(str(d)) for d in prepared.workers]
     on = workers[0]
     prepared.budget.check(prepared.out)
-    companions = [p.name for p in source.companions()]
+    companions = [*source.companion_files()]
     text, plan = yield from text_of(prepared, plan)
     adopted = False
     if prepared.trial:
@@ -233,7 +232,7 @@ def _write(
                 yield ShardDone(whole.name, whole.size, number, len(plan.shards))
     index = index_json(plan)
     contents = {INDEX: to_json(index)} if index else {}
-    contents |= {path.name: read_regular(path) for path in source.companions()}
+    contents |= source.companion_files()
     for name, content in contents.items():
         output.replace(name, content)
     contents[CONFIG] = to_json(output_config(source, plan))

@@ -35,7 +35,6 @@ from lowq_packers.formats import Format
 from lowq_packers.home import cache_dir
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.regular import read_regular
 
 SAME = 2.0**-6  # relative difference of a norm's weights that another dtype explains
 
@@ -174,6 +173,6 @@ def _write(found: Checkpoint, codes: dict[str, Callable[[], QuantizedTensor]], f
             shards.add({f"{t.name}.{leaf}": x for leaf, x in tensors.items() if x is not None})
         shards.finish()
     with writing(folder):
-        for path in found.source.companions():
-            (folder / path.name).write_bytes(read_regular(path))
+        for name, raw in found.source.companion_files().items():
+            (folder / name).write_bytes(raw)
         (folder / "config.json").write_bytes(to_json(found.config))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import lowq
 from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.templates import chat_templates
 from lowq_cli.interop import gguf_export, gguf_source, gguf_tokenizer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
@@ -176,6 +177,24 @@ def test_a_tokenizer_there_and_back(rule, bos, tmp_path):
     sample = (DEMO / "sample.txt").read_text()[:20000] + " 1234567 x2 <|endoftext|>\r\n  naïve 模型 don't DON'T"
     assert back.encode(sample).ids == ours.encode(sample).ids
     assert (back.encode("a").ids[0] == 0) == bos
+
+
+def test_every_template_of_a_folder_goes_there_and_back(tmp_path):
+    """A file of its own wins over tokenizer_config.json, as in transformers; others have names, as llama.cpp has them."""
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ old }}"}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    values = {key: v.value for key, v in gguf_tokenizer.tokenizer_metadata(tmp_path, {}, 8200)}
+    assert values["tokenizer.chat_template"] == "{{ messages }}"
+    assert values["tokenizer.chat_templates"] == ["tool_use"]
+    assert values["tokenizer.chat_template.tool_use"] == "{{ tools }}"
+    made = gguf_tokenizer.made_tokenizer(values)
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "tokenizer_config.json").write_text(json.dumps(made["tokenizer_config.json"]))
+    found = chat_templates(tmp_path / "back", made["tokenizer_config.json"])
+    assert found == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 
 def test_a_tokenizer_that_it_does_not_know_may_be_put_beside_it(demo4, tmp_path, monkeypatch):

@@ -1,20 +1,26 @@
 """What is odd in published folders and has broken other tools: each read as the same model, or refused by name."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dialects import TEMPLATES
 from making import write
 from published import FAMILIES
+from encoding import COMPRESSED, MODELOPT, fp8, int4, quantize, rows8
 from walking import NEW, PROMPT, Walk, _command, _json, run
 
-from lowq_packers.errors import DamagedError
+from lowq_cli.engine.ready import tokenizer
+from lowq_cli.files.source import _UNWANTED, _WANTED, open_source
+from lowq_cli.interop.foreign import open_decoded
+from lowq_packers.errors import DamagedError, UnsupportedError
 
 
 def facts(folder, name="config.json", **changed):
@@ -161,7 +167,14 @@ def test_experts_of_a_derivative_under_other_names_are_read_or_refused(tmp_path,
         return
     code, _, err = _command("generate", folder, "--prompt", PROMPT, "--device", "cpu")
     assert code == DamagedError.exit_code
-    assert "model.language_model.embed_tokens.weight is missing" in err
+    assert "model.language_model.embed_tokens.weight is missing; the files have it as model.embed_tokens.weight" in err
+    assert "take out the tensors of images" in err
+    assert "fetch" not in err
+    code, _, err = _command("quantize", folder, "--bits", 8, "--group", 16, "--out", tmp_path / "q", "--quiet")
+    assert code == DamagedError.exit_code
+    assert "take out the tensors of images" in err
+    weights(folder, lambda w: [w.pop(n) for n in [*w] if "visual" in n])  # the way out
+    assert said(folder) == before
 
 
 @pytest.mark.parametrize("mended", [True, False])
@@ -170,6 +183,123 @@ def test_a_split_that_was_published_wrong_is_mended_where_the_folder_says_so(tmp
     facts(walk.published, "tokenizer_config.json", fix_mistral_regex=mended)
     walk.theirs = type(walk.theirs).from_pretrained(str(walk.published), fix_mistral_regex=mended)
     walk._tokens()
+
+
+LINEAR = re.compile(r"(?!.*(visual|vision|multi_modal)).*layers.*(_proj|_linear|\.w[123]|in_proj_\w+|out_proj)$")
+NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 48], "symmetric": True, "dynamic": False}
+ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+
+
+def by(encode, but="(?!)", only=""):
+    """Every linear layer of the language model whose name `only` matches and `but` does not, encoded so."""
+    return lambda m: encode if LINEAR.match(m) and re.search(only, m) and not re.search(but, m) else None
+
+
+def blocks(rows=128, columns=128, **more):
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]} | more
+
+
+def groups(**weights):
+    """compressed-tensors: a group of each, by what it targets."""
+    found = {f"group_{i}": {"targets": [t], "weights": w} | more for i, (t, (w, more)) in enumerate(weights.pop("of").items())}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": found} | weights
+
+
+PACKED = groups(of={"Linear": ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}, {})},
+                format="pack-quantized", ignore=["lm_head", "re:.*visual.*"])  # fmt: skip
+FP4 = NVFP4 | {"strategy": "tensor_group", "symmetric": True}
+MIXED = groups(
+    of={"re:.*experts.*": (FP4, {"format": "nvfp4-pack-quantized"}), "re:.*self_attn.*": (BLOCK, {"format": "float-quantized"})},
+    format="mixed-precision", ignore=["lm_head"],
+)  # fmt: skip
+
+
+def modelopt(*left_out, **more):
+    groups = {"group_0": {"weights": NVFP4, "targets": ["Linear"]}}
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [*left_out], "config_groups": groups} | more
+
+
+def in_text(section, top):
+    """Where the section is: in text_config alone, or also at the top."""
+
+    def change(folder):
+        found = json.loads((folder / "config.json").read_text())
+        found["text_config"]["quantization_config"] = section
+        found.pop("quantization_config", None)
+        (folder / "config.json").write_text(json.dumps(found | ({"quantization_config": top} if top else {})))
+
+    return change
+
+
+def draft(folder):
+    named(mtp__layers__0__mlp__experts__0__up_proj__weight=(48, 64), mtp__fc__weight=(64, 128))(folder)
+
+
+def nothing(folder):
+    pass
+
+
+NO_MODULES = ["model.layers.0.self_attn.k_proj.bias", "model.layers.0.input_layernorm", "model.norm", "lm_head"]
+LEAVES = ["mtp.fc", "mtp.layers.0.mlp.experts.0.up_proj", "lm_head", "*.conv1d", "*.linear_attn*", "*gate"]
+QUANTIZED = {  # number in the list, what -> (family, what is encoded and how, its quantization_config, what else is done)
+    "9 scales of blocks in float32, the last in part": ("qwen3", by(fp8((48, 40))), blocks(48, 40), nothing),
+    "9 scales of blocks in bfloat16": ("qwen3-moe", by(fp8((128, 128), torch.bfloat16)), blocks(modules_to_not_convert=["lm_head"]), nothing),
+    "9 one scale for all, activations too": ("ministral3", by(fp8(None)), {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False, "modules_to_not_convert": ["model.vision_tower", "lm_head"]}, nothing),
+    "9 powers of two, said so": ("deepseek-v3", by(fp8((128, 128), powers=True)), blocks(scale_fmt="ue8m0"), nothing),
+    "9 powers of two in bytes": ("deepseek-v3", by(fp8((32, 32), torch.float8_e8m0fnu, powers=True)), blocks(32, 32, scale_fmt="ue8m0"), nothing),
+    "10 no list of what is not quantized, DeepSeek": ("deepseek-v3", by(fp8((128, 128)), "gate$"), blocks(fmt="e4m3"), nothing),
+    "10 no list of what is not quantized, Kimi K2": ("kimi-k2", by(fp8((128, 128)), "kv_b_proj"), blocks(), nothing),
+    "11 names of modules, and of what is none": ("qwen3", by(fp8((128, 128))), blocks(modules_to_not_convert=NO_MODULES), nothing),
+    "11 words": ("minimax-m2", by(fp8((128, 128))), blocks(modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"]), nothing),
+    "11 regular expressions": ("qwen3", by(rows8, "o_proj"), groups(of={"Linear": (ROWS, {})}, format="float-quantized", ignore=["lm_head", "re:.*self_attn\\.o_proj$", *NO_MODULES]), nothing),
+    "11 patterns of a shell": ("qwen3", by(MODELOPT, "self_attn"), modelopt("lm_head", "*.self_attn*", "model.layers.*.input_layernorm"), nothing),
+    "12 at the top and in text_config": ("qwen3-vl", by(int4), PACKED, in_text(PACKED, PACKED)),
+    "12 in text_config alone": ("qwen3-vl", by(int4), PACKED, in_text(PACKED, None)),
+    "12 in text_config alone, fp8": ("qwen3.5", by(fp8((128, 128))), blocks(), in_text(blocks(), None)),
+    "12 in a file of ModelOpt's": ("qwen3", by(MODELOPT), None, lambda f: (f / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}}))),
+    "13 the long name of e4m3": ("minimax-m2", by(fp8((128, 128))), blocks(fmt="float8_e4m3fn"), nothing),
+    "24 experts packed, the shared one plain": ("qwen2-moe", by(COMPRESSED, only=r"\.experts\."), groups(of={"Linear": (FP4, {})}, format="nvfp4-pack-quantized", ignore=["re:.*shared_expert.*", "re:.*self_attn.*", "lm_head"]), nothing),
+    "25 a draft in bf16, left out leaf by leaf": ("qwen3-next", by(MODELOPT, "linear_attn"), modelopt(*LEAVES), draft),
+    "26 Granite's dense layers in fp8": ("granite-4-dense", by(rows8), groups(of={"Linear": (ROWS, {})}, format="float-quantized", ignore=["lm_head"]), nothing),
+    "26 Granite's dense layers in nvfp4": ("granite-4-dense", by(MODELOPT), modelopt("lm_head"), nothing),
+    "27 experts in nvfp4, the rest in fp8": ("minimax-m2", lambda m: by(COMPRESSED, only="experts")(m) or by(fp8((32, 48), leaf="weight_scale"))(m), MIXED, nothing),
+    "28 scales of linear attention": ("qwen3.5", by(fp8((128, 128), torch.bfloat16)), blocks(modules_to_not_convert=["lm_head", "model.visual"]), nothing),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", QUANTIZED)
+def test_a_quantized_folder_is_the_matrices_that_its_format_defines(tmp_path, odd):
+    family, how, section, change = QUANTIZED[odd]
+    folder = write(FAMILIES[family], tmp_path / "m")
+    dense = quantize(folder, how, **({"quantization_config": section} if section else {}))
+    change(folder)
+    with open_decoded(str(folder)) as source:
+        for name, wanted in dense.items():
+            assert torch.equal(source.read(name).to(wanted.dtype).reshape(wanted.shape), wanted), name
+    assert _json("inspect", folder, "--json")["format"] != "dense"
+    assert len(said(folder)) > 0
+    run("quantize", folder, "--bits", 8, "--group", 16, "--method", "rtn", "--out", tmp_path / "q", "--quiet")
+
+
+REFUSED = {  # what -> (family, what is encoded and how, its quantization_config, what else is done, the reason)
+    "12 two that differ": ("qwen3-vl", by(int4), PACKED, in_text(PACKED, PACKED | {"ignore": []}), "another in text_config"),
+    "13 another kind of fp8": ("qwen3", by(fp8((128, 128))), blocks(fmt="e5m2"), nothing, "fp8 in 'e5m2' is not one that lowq reads"),
+    "27 ModelOpt's mixture": ("qwen3", by(MODELOPT), modelopt(quant_algo="MIXED_PRECISION"), nothing, "quant_algo 'MIXED_PRECISION' is not one that lowq reads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", REFUSED)
+def test_what_is_not_read_is_refused_for_what_it_is(tmp_path, odd):
+    family, how, section, change, reason = REFUSED[odd]
+    folder = write(FAMILIES[family], tmp_path / "m")
+    quantize(folder, how, quantization_config=section)
+    change(folder)
+    for command in (("generate", folder, "--prompt", PROMPT), ("inspect", folder), ("quantize", folder)):
+        code, _, err = _command(*command)
+        assert code == UnsupportedError.exit_code
+        assert reason in err
+        assert "fetch" not in err
 
 
 def test_templates_in_a_folder_of_their_own_are_read_as_transformers_reads_them(tmp_path):
@@ -181,3 +311,35 @@ def test_templates_in_a_folder_of_their_own_are_read_as_transformers_reads_them(
     walk.theirs = type(walk.theirs).from_pretrained(str(walk.published))
     assert sorted(walk.theirs.chat_template) == ["default", "tool_use"]
     walk._tokens()
+    run("quantize", walk.published, "--bits", 8, "--zero", "none", "--method", "rtn", "--out", walk.packed, "--quiet")
+    run("export", walk.packed, "--to", "compressed-tensors", "--out", walk.exported, "--quiet")
+    for folder in (walk.packed, walk.exported):
+        theirs = type(walk.theirs).from_pretrained(str(folder))
+        assert theirs.chat_template == walk.theirs.chat_template
+        with open_source(str(folder)) as source:
+            assert tokenizer(source).chat_template == walk.theirs.chat_template
+    run("inspect", walk.packed, "--verify")
+    (walk.packed / "additional_chat_templates").mkdir()
+    (walk.packed / "additional_chat_templates" / "rag.jinja").write_text("another's")
+    code, _, err = _command("inspect", walk.packed, "--verify")
+    assert code == DamagedError.exit_code
+    assert "rag.jinja has no hash" in err
+
+
+def test_a_download_has_the_templates_and_no_other_folder():
+    kept = [
+        "config.json",
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+    ]
+    left = [
+        "onnx/model.safetensors",
+        "adapters/config.json",
+        "additional/x.json",
+        "additional_chat_templates/old/x.jinja",
+        "additional_chat_templates_2/x.jinja",
+        "original/tokenizer.model",
+        "consolidated.safetensors",
+    ]
+    assert [*filter_repo_objects([*kept, *left], allow_patterns=_WANTED, ignore_patterns=_UNWANTED)] == kept
