@@ -40,6 +40,7 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
         f"{console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight ({plan.quantized_bpw:.2f} where quantized)"
     )
     time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
+    time += f" (within {budget.within}x)" if time and budget.within > 1 else ""
     available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
     methods = Counter(i.method for i in plan.items if i.method)
     by = ", ".join(f"{method} ({n})" if len(methods) > 1 else str(method) for method, n in methods.most_common())

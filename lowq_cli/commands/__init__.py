@@ -42,8 +42,13 @@ KvCache = Annotated[
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]
-TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")]
-TopK = Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="0 takes the likeliest token; by default the model's generation_config.json says.")
+]
+TopP = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest tokens that hold this probability.")
+]
+TopK = Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")]
 JudgeText = Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")]
 JudgeTokens = Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")]

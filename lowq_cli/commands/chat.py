@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import console, typing_in
-from lowq_cli.commands import Device, KvCache, Seed, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
+from lowq_cli.commands import Device, KvCache, Seed, Temperature, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
 from lowq_packers.atomic import write_new
 from lowq_packers.errors import UsageError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INSIDE = """/help shows this
 /new starts over
 /system TEXT tells the model something before a new conversation
-/set NAME VALUE: temperature, top-p, top-k, max-new-tokens, seed, stop; /set shows them
+/set NAME VALUE: temperature, top-p, top-k, repetition-penalty, max-new-tokens, seed, stop
 /save FILE writes the conversation (.json: messages, else text)
 /quit or Ctrl-D leaves
 Ctrl-C stops an answer, or drops a line half typed
@@ -37,9 +37,10 @@ Inside:
 class Settings:
     """How answers are drawn; what /set changes."""
 
-    temperature: float = 0.7
-    top_p: float = 0.95
+    temperature: float = 1.0
+    top_p: float = 1.0
     top_k: int = 0
+    repetition_penalty: float = 1.0
     max_new_tokens: int = 1024
     seed: int = 0
     stop: list[str] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Settings:
         """Raise UsageError for a value out of range."""
         from lowq_cli.engine.sampling import Sampling
 
-        Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed)
+        Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed)
         if self.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens={self.max_new_tokens} must be at least 1")
 
@@ -77,9 +78,9 @@ def chat(
     checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before this text; repeatable.")] = None,
     device: Device = "auto",
@@ -91,25 +92,29 @@ def chat(
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
 
+    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    others: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed_or_random(seed), "stop": [unescaped(s) for s in stop or ()]}
+    Settings(**{n: v for n, v in given.items() if v is not None}, **others).check()
     folder = state.checkpoint_or_last(checkpoint)
     check_there(folder)
     wake(device)
-    settings = Settings(temperature, top_p, top_k, max_new_tokens, seed_or_random(seed), [unescaped(s) for s in stop or ()])
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation
+        from lowq_cli.engine.generation_config import CONVERSATION, described, settle
         from lowq_cli.engine.ready import ready
         from lowq_kernels.decode.kv import check
 
         check(kv)
-        settings.check()  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
+        drawn, origins = settle(model, given, CONVERSATION)
+        settings = Settings(**drawn, **others)
     typing_in.prepare()
     talk = Conversation(tokenizer, system)
     if not talk.template:
         console.say("this model has no chat template: it goes on with your text instead of answering it")
     if sys.stdin.isatty():
-        console.say(f"seed {settings.seed}; /help shows what can be typed, /quit or Ctrl-D leaves")
+        console.say(f"{described(drawn, origins)}, seed {settings.seed}; /help shows what can be typed, /quit or Ctrl-D leaves")
     turn = 0
     while (said := typing_in.ask()) is not None:
         if (order := typing_in.command(said)) is not None:

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from lowq_cli.commands import (
     Device,
     KvCache,
     Seed,
+    Temperature,
     Threads,
     TopK,
     TopP,
@@ -53,10 +54,12 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 draws as the model says.")] = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens seen before become less likely.")
+    ] = None,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
@@ -79,9 +82,7 @@ def generate(
     ] = False,
 ) -> None:
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
-    from lowq_cli import state
-    from lowq_cli.devices import wake
-    from lowq_cli.files.source import check_there
+    from lowq_cli.engine.generation_config import GREEDY
 
     if words is not None:
         if prompt is not None or prompts is not None:
@@ -95,6 +96,38 @@ def generate(
         raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
     if profile is not None:
         _check_writable(profile)
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
+    settings |= {"chat": chat, "max_new_tokens": max_new_tokens, "kv": kv, "stop": [unescaped(s) for s in stop or ()]}
+    answer(checkpoint, prompt, prompts, settings, seed, GREEDY, batch, device, explain, profile, as_json)
+
+
+def answer(
+    checkpoint: str | None,
+    prompt: str | None,
+    prompts: str | None,
+    settings: dict[str, Any],
+    seed: int | None,
+    default: Mapping[str, float],
+    batch: int | None = None,
+    device: str = "auto",
+    explain: bool = False,
+    profile: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Answer a prompt, or a file of them, and say how; for the arguments see `generate`.
+
+    settings: of `engine.stream`; those of `Sampling` that are None or missing are the model's generation_config.json's, and
+    where that names none, those of `default`.
+    """
+    from lowq_cli import state
+    from lowq_cli.devices import wake
+    from lowq_cli.files.source import check_there
+
+    from lowq_cli.engine.generation_config import NAMES, settle
+    from lowq_cli.engine.sampling import Sampling
+
+    given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
+    Sampling(**given)  # out of range: said before anything is loaded
     many = None if prompts is None else _read_prompts(prompts)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text:
@@ -105,28 +138,27 @@ def generate(
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.ready import ready
-        from lowq_cli.engine.sampling import Sampling
         from lowq_kernels.decode.kv import check
 
         seed = seed_or_random(seed)
-        check(kv)
-        Sampling(temperature, top_k, top_p, repetition_penalty, seed)  # out of range: told before the model is loaded
+        check(settings.get("kv", "16"))
         model, tokenizer = ready(folder, device, console.warn)
-    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens, "kv": kv}
-    settings["stop"] = [unescaped(s) for s in stop or ()]
+        drawn, origins = settle(model, given, default)
+    asked = {n: v for n, v in settings.items() if n not in NAMES}
+    settings = {"kv": "16", "stop": []} | asked | drawn | {"seed": seed}
     if many is not None:
-        _answer_all(model, tokenizer, many, batch, settings, as_json)
+        _answer_all(model, tokenizer, many, batch, settings, origins, as_json)
         return
     batch = batch or 1
-    if batch > 1 and not temperature:
+    if batch > 1 and not settings["temperature"]:
         console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
     _compile(model, generation)
     if explain:
+        console.say(f"sampling: {_sampling(drawn, origins)}")
         _show_kernels(model, generation)
     interrupted = _write_text(generation, live=not as_json, batch=batch)
-    numbers = _numbers(model, generation, explain)
+    numbers = _numbers(model, generation, explain) | {"sampling": drawn, "sampling_from": origins}
     if as_json:
         console.out_json(numbers)
     else:
@@ -135,6 +167,15 @@ def generate(
         _show_profile(model, generation, Path(profile))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _sampling(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """How tokens are chosen, and which of flags, file and default said so."""
+    from lowq_cli.engine.generation_config import described
+
+    if settings["temperature"]:
+        return described(settings, origins)
+    return f"the likeliest token ({origins['temperature']})"
 
 
 def _compile(model: "CausalModel", generation: "Generation") -> None:
@@ -206,6 +247,7 @@ def _answer_all(
     asked: list[dict[str, Any]],
     batch: int | None,
     settings: dict[str, Any],
+    origins: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` side by side; the totals on stderr.
@@ -229,7 +271,7 @@ def _answer_all(
     if as_json:
         console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
     made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
-    drawn = f"; seed {settings['seed']}" if settings["temperature"] else ""
+    drawn = f"; {_sampling({n: settings[n] for n in origins}, origins)}, seed {settings['seed']}" if settings["temperature"] else ""
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 
@@ -311,7 +353,7 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
-    drawn = "" if generation.sampling.greedy else f"; seed {n['seed']}"
+    drawn = "" if generation.sampling.greedy else f"; {_sampling(n['sampling'], n['sampling_from'])}, seed {n['seed']}"
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}{drawn}")
 
 

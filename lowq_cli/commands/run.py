@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowq_cli import completion, console, recipes
-from lowq_cli.commands import Device
+from lowq_cli.commands import Device, Seed, Temperature
 from lowq_cli.telling import follow
 
 EXAMPLES = """Examples:
@@ -31,22 +31,22 @@ def run(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    temperature: Temperature = None,
+    seed: Seed = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
     """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
     from lowq_cli.commands.chat import chat
-    from lowq_cli.commands.generate import generate
+    from lowq_cli.commands.generate import answer
+    from lowq_cli.engine.generation_config import CONVERSATION
 
     folder = _quantized(model, recipe, device)
     if text is None and sys.stdin.isatty() and not as_json:
-        chat(folder, device=device)
+        chat(folder, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device)
         return
-    generate(
-        folder, prompt="-" if text is None else text, chat=_has_template(folder), max_new_tokens=max_new_tokens,
-        temperature=temperature, device=device, as_json=as_json,
-    )  # fmt: skip
+    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": _has_template(folder)}
+    answer(folder, "-" if text is None else text, None, settings, seed, CONVERSATION, device=device, as_json=as_json)
 
 
 def _quantized(model: str, recipe: str | None, device: str) -> str:

@@ -123,7 +123,7 @@ def _serve(
         loaded: _Loaded = engine.made()
         served = Served(
             engine, loaded.tokenizer, name or _name(model), loaded.stop_ids, api_key, run.names(bound),
-            log=printer.say, failed=_failed, roofline=loaded.roofline,
+            log=printer.say, failed=_failed, roofline=loaded.roofline, draw=loaded.draw,
         )  # fmt: skip
         plan = _plan(served, loaded, run.url(bound), how["kv"])
         _show_plan(plan)
@@ -145,6 +145,7 @@ class _Loaded:
     roofline: "Roofline"
     device: str
     weight_bytes: int
+    draw: dict[str, Any]  # settings of generation_config.json, for requests that leave them out
 
 
 def _load(model: str, device: str, how: dict[str, Any], quiet: bool) -> "Made":
@@ -152,6 +153,7 @@ def _load(model: str, device: str, how: dict[str, Any], quiet: bool) -> "Made":
     console.quiet = quiet
     hf.leave_out()
     with console.status(f"loading {model}"):
+        from lowq_cli.engine.generation_config import checked, published
         from lowq_cli.engine.prompts import stop_ids
         from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
@@ -163,12 +165,13 @@ def _load(model: str, device: str, how: dict[str, Any], quiet: bool) -> "Made":
 
         check(how["kv"])
         loaded, tokenizer = ready(model, device, console.warn)
+        draw = checked(published(loaded))
         share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
         engine = engines.engine_of(loaded, **how)
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
-    return Made(engine, mask, _Loaded(tokenizer, ends, share, str(loaded.device), held))
+    return Made(engine, mask, _Loaded(tokenizer, ends, share, str(loaded.device), held, draw))
 
 
 def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any], printer: "Printer") -> None:
@@ -226,6 +229,7 @@ def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any
         "url": url,
         "local": bool(served.hosts),
         "chat_template": bool(served.tokenizer.chat_template),
+        "sampling": served.draw,
     }
 
 
@@ -239,6 +243,9 @@ def _show_plan(plan: dict[str, Any]) -> None:
         f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
         f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
     )
+    if plan["sampling"]:
+        said = ", ".join(f"{n} {v:g}" for n, v in plan["sampling"].items())
+        console.say(f"requests that leave it open are drawn by generation_config.json: {said}")
 
 
 def _show_ready(plan: dict[str, Any]) -> None:

@@ -67,10 +67,10 @@ class Contents:
 class NativeModel(nn.Module):
     """What commands and decoders ask of a model: config, device, dtype, plan, embeddings, logits of whole texts."""
 
-    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, stops: Any) -> None:
+    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, generation: dict) -> None:
         super().__init__()
         self.config, self.dtype, self.device = contents.config, contents.dtype, device
-        self.generation_config = SimpleNamespace(eos_token_id=stops)
+        self.generation_config = SimpleNamespace(**generation)
         self.embed, self.vectors = weights.embed, nn.ParameterList(weights.vectors.values())
         self.plan = Plan(contents.model, contents.config.get_text_config(), weights, device, contents.dtype)
         owned(self).plan, self.linears = self.plan, self.plan.linears
@@ -275,7 +275,7 @@ def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
         routed = {part: f.result() for part, f in mixtures.items()}
         reader.check()
     weights = FileWeights(contents, linears, routed, vectors, table, top)
-    model = NativeModel(contents, weights, reader.device, _stops(source, contents.config)).eval()
+    model = NativeModel(contents, weights, reader.device, _generation(source, contents.config)).eval()
     in_fp8 = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.widened]
     say_widened(model.device, sum(m.weight.nbytes for m in in_fp8))
     return model
@@ -392,12 +392,13 @@ def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.
     return dense(table.weight.detach(), bias)
 
 
-def _stops(source: Source, config: Config) -> Any:
-    """The tokens that end a text: generation_config.json's, else config.json's."""
+def _generation(source: Source, config: Config) -> dict[str, Any]:
+    """generation_config.json's fields; the tokens that end a text are config.json's where it names none."""
     assert source.folder is not None
     path = source.folder / "generation_config.json"
     try:
-        found = json.loads(read_text(path, MAX_CONFIG)).get("eos_token_id") if path.is_file() else None
+        found = json.loads(read_text(path, MAX_CONFIG)) if path.is_file() else {}
+        ends = found.get("eos_token_id")
     except (LowqError, ValueError, AttributeError, RecursionError):
         raise NotPlain("generation_config.json cannot be read") from None
-    return getattr(config.get_text_config(), "eos_token_id", None) if found is None else found
+    return {**found, "eos_token_id": getattr(config.get_text_config(), "eos_token_id", None) if ends is None else ends}

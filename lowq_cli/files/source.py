@@ -196,8 +196,17 @@ class Source:
             raise UsageError(f"only the headers of {self.name} were fetched (dry run)")
         with self._opening:
             if file not in self._fds:
-                self._fds[file] = open_regular(self.files[file].path)
+                self._fds[file] = self._as_described(self.files[file])
             return self._fds[file]
+
+    def _as_described(self, file: FileHeader) -> int:
+        """The file, open. Raises DamagedError where it has no longer the size that its header was checked against: what is
+        mapped behind a file's end is read by nobody without a signal."""
+        fd = open_regular(file.path)
+        if (size := os.fstat(fd).st_size) != file.size:
+            os.close(fd)
+            raise DamagedError(f"{file.path} had {file.size} bytes when its header was read and has {size} now; fetch it again")
+        return fd
 
     def opened(self, file: str) -> str:
         """A path of one of the open files: what is read there is what is read here."""

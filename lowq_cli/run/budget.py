@@ -44,6 +44,7 @@ class Budget:
     disk_bytes: int  # still to be written
     disk_free_bytes: int
     seconds: float | None
+    within: int = 1  # times longer or shorter than `seconds` it may take: 1 where a sample of all the work was timed
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -76,18 +77,18 @@ def make_budget(
     peak += workers * max(slab_bytes(i, device.type) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
     peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
-    seconds = _seconds(plan, torch.device(str(device)), workers, bool(calibrating)) if timed else None
-    return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
+    time = _seconds(plan, torch.device(str(device)), workers, bool(calibrating)) if timed else (None, 1)
+    return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, *time)
 
 
-def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) -> float:
-    """What the work will take by a sample of it."""
+def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) -> tuple[float, int]:
+    """(what the work will take by a sample of it, how many times longer or shorter it may take)."""
     probed = sum(probe(plan, device, workers).values())
     if not calibrating:
-        return probed
+        return probed, 1
     from lowq_cli.calibrate import calibration  # imports transformers
 
-    return probed + calibration.seconds(plan, device)
+    return probed + calibration.seconds(plan, device), calibration.WITHIN
 
 
 def with_text(budget: Budget, own: Outlook | None) -> Budget:

@@ -36,7 +36,7 @@ def answers(
     settings: of `Sampling`, and max_new_tokens, stop and kv.
     """
     if continuous.why_not(model) is None:
-        how = Sampling(**{f.name: settings[f.name] for f in fields(Sampling)})
+        how = Sampling(**{f.name: settings[f.name] for f in fields(Sampling) if f.name in settings})
         yield from answer_all(
             model, tokenizer, prompts, settings["max_new_tokens"], how, settings["stop"], batch, settings["kv"]
         )

@@ -39,7 +39,7 @@ def test_text_and_numbers_go_their_own_ways(run):
     assert done.stdout.strip()
     assert "prompt tokens" not in done.stdout
     assert "8 new tokens" in done.stderr
-    assert "decoder: fused" in done.stderr
+    assert "decoder: native" in done.stderr
     assert "layers.*.qkv" in done.stderr
 
 

@@ -1,6 +1,7 @@
 """Opening a model: what is accepted, what is refused and with which way out."""
 
 import json
+import os
 import struct
 
 import pytest
@@ -79,6 +80,12 @@ OK = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header_bytes(a={**OK, "shape": [3]}), 8, "12 bytes but has 8"),
         (header_bytes(a={**OK, "data_offsets": [8, 0]}), 8, "make no sense"),
         (header_bytes(a={**OK, "data_offsets": [0]}), 8, "make no sense"),
+        (header_bytes(a={**OK, "data_offsets": [-8, 0]}), 8, "make no sense"),
+        (header_bytes(a={**OK, "data_offsets": [0, True]}), 8, "make no sense"),
+        (header_bytes(a={**OK, "data_offsets": [1 << 63, (1 << 63) + 8]}), 8, "make no sense"),
+        (header_bytes(a={**OK, "data_offsets": [1 << 61, (1 << 61) + 8]}), 8, "truncated or padded"),
+        (header_bytes(a=OK, b=OK), 8, "overlaps"),
+        (header_bytes(a=OK, b={"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}), 8, "overlaps"),
         (header_bytes(a={"dtype": "F32"}), 8, "exactly dtype, shape"),
         (header_bytes(a=OK, b={**OK, "data_offsets": [4, 12]}), 12, "overlaps"),
         (header_bytes(a=OK, b={**OK, "data_offsets": [12, 20]}), 20, "leaves a gap"),
@@ -117,6 +124,23 @@ def shard(folder, **files):
     (folder / "model.safetensors").unlink()
     for file, names in files.items():
         save_file({n: TENSORS[n] for n in names}, folder / f"{file}.safetensors")
+
+
+@pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", ".", ""])
+def test_an_index_names_no_file_outside_its_folder(folder, name):
+    shard(folder, one=["a.weight", "b.weight", "mask"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
+    with pytest.raises(DamagedError, match="only files beside it"):
+        open_source(folder)
+
+
+def test_a_file_cut_short_after_its_header_was_read_is_not_mapped(folder):
+    path = folder / "model.safetensors"
+    with open_source(folder) as source:
+        os.truncate(path, path.stat().st_size - 1)
+        for use in (lambda: source.mapped(["a.weight"]), lambda: source.read("a.weight"), lambda: source.opened(path.name)):
+            with pytest.raises(DamagedError, match="when its header was read"):
+                use()
 
 
 def test_an_index_must_agree_with_its_files(folder):

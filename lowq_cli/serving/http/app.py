@@ -51,7 +51,7 @@ class Served:
         api_key: what they must show, "" for nothing. hosts: names under which they may come, () for any.
         body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
         bodies_bytes: of all bodies that are held at once.
-        log: told one line a request. failed: told an exception that is a bug of ours.
+        draw: settings of `Draw` where a request leaves them out. log: told one line a request. failed: told an exception that is a bug of ours.
         recording: told how far the engine's start is. roofline: what `Metrics` takes.
     """
 
@@ -65,6 +65,7 @@ class Served:
     bodies_bytes: int = 64 << 20
     body_s: float = 30.0
     answer_s: float = 3600.0
+    draw: dict[str, Any] = field(default_factory=dict)
     log: Callable[[str], None] = lambda line: None
     failed: Callable[[Exception], None] = lambda e: None
     recording: Done = lambda n, of: None
@@ -207,7 +208,7 @@ class Endpoints:
     async def _begin(self, raw: bytes, chat: bool, client: str) -> Answer:
         """Read a body and queue what it asks for. Raises Refusal, LowqError."""
         served, limits = self.served, self.served.engine.limits
-        asked = fields.read(raw, chat)
+        asked = fields.read(raw, chat, served.draw)
         self._check_model(asked.get("model", served.name))
         offered = tools.read(asked) if chat else tools.Tools()
         n = (1 if chat else len(asked.get("prompt"))) * asked.n

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from lowq_cli.engine.prompts import check_characters
@@ -190,8 +191,8 @@ class Asked:
         return self.get("n", 1)
 
 
-def read(raw: bytes, chat: bool) -> Asked:
-    """The body of a request to one of the two endpoints. Raises Refusal."""
+def read(raw: bytes, chat: bool, default: Mapping[str, Any] = MappingProxyType({})) -> Asked:
+    """The body of a request to one of the two endpoints. default: settings of `Draw` for fields it leaves out. Raises Refusal."""
     body = _parsed(raw)
     fields = CHAT if chat else COMPLETION
     known("", body, set(fields))
@@ -199,11 +200,10 @@ def read(raw: bytes, chat: bool) -> Asked:
     needed = "messages" if chat else "prompt"
     if needed not in given:
         raise wrong(needed, "is needed")
-    draw = {name: given[name] for name in SAMPLING if name in given}
+    draw = {"temperature": 1.0, **default} | {name: given[name] for name in SAMPLING if name in given}
     draw["top_k"] = max(0, draw.get("top_k", 0))
     if "seed" in draw:
         draw["seed"] &= INT64
-    draw.setdefault("temperature", 1.0)
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise wrong("best_of", "is not supported; leave it out")
     asked = given.get("logprobs")
