@@ -116,8 +116,12 @@ def ops(device_type: str) -> Ops:
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
     mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
-    plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
-    rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
-    rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
-    rows["prepare"] = prepare_triton.prepare
-    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **rows, **mixers)  # type: ignore[arg-type]
+    made = Ops(
+        "triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by, fold=folding,
+        latent=ANY_LATENT, **mixers,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return replace(
+        made, activated=elementwise.activated, opened=elementwise.opened, opened_by=elementwise.opened_by,
+        normed=norms_triton.normed, add=norms_triton.add, update_norm=norms_triton.update_norm,
+        prepare=prepare_triton.prepare,
+    )  # fmt: skip
