@@ -116,8 +116,10 @@ def ops(device_type: str) -> Ops:
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
     mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
-    plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
+    made = Ops(
+        "triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by, fold=folding,
+        latent=ANY_LATENT, **mixers,
+    )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
-    rows["prepare"] = prepare_triton.prepare
-    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **rows, **mixers)  # type: ignore[arg-type, misc]
+    return replace(made, prepare=prepare_triton.prepare, **rows)
