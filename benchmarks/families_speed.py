@@ -74,7 +74,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_
     | {"num_experts_per_tok": 8, "num_hidden_layers": 8},
     "granitemoehybrid": {"num_hidden_layers": 8},
     "nemotron_h": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    | {"intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+    | {"intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
+    | {"layers_block_type": ["mamba", "mlp", "mamba", "mlp", "mamba", "full_attention", "mlp", "mamba"]},
     "falcon_h1": {"hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 12, "num_key_value_heads": 2}
     | {"head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "num_hidden_layers": 8},
     "lfm2": {"hidden_size": 2560, "intermediate_size": 10752, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -10,6 +10,7 @@ from torch import nn
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.engine.stream import Decoder
+from lowq_cli.hf.embedding import QuantEmbedding
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
@@ -101,10 +102,10 @@ def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int
     is tied to them), experts of a mixture only the share that `batch` tokens can choose. The cache is not counted.
     """
     chosen = _chosen(model, batch)
-    embedding = model.get_input_embeddings()
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | QuantEmbedding)]  # Gemma 4 has one for its layers
     total, seen = 0.0, set()
     for name, m in (*called(model, decoder).named_modules(), *model.named_modules()):
-        if m is embedding:
+        if m in embeddings:
             continue
         share = chosen if EXPERT.search(name) else 1.0
         for t in (t for held in _read(m).values() for t in held):
@@ -112,9 +113,9 @@ def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int
             if place not in seen:
                 seen.add(place)
                 total += share * t.numel() * t.element_size()
-    rows = _own(embedding.weight)
-    if rows.untyped_storage().data_ptr() not in seen:
-        total += batch * rows[0].numel() * rows.element_size()
+    for embedding in embeddings:
+        tables = [_own(t) for t in embedding.parameters(recurse=False)]
+        total += sum(batch * t[0].nbytes for t in tables if t.untyped_storage().data_ptr() not in seen)
     return round(total)
 
 

@@ -121,7 +121,7 @@ def test_leaving_early_keeps_what_was_said(story, greedy):
         ({"temperature": 1e-40}, "temperature=1e-40"),
         ({"temperature": 1e40}, r"temperature=1e\+40"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": -0.1}, "top_p=-0.1"),
         ({"top_k": -2}, "top_k=-2"),
         ({"seed": -1}, "seed=-1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
@@ -229,6 +229,19 @@ def test_bytes_per_token_are_those_of_the_weights(story):
     model = story[0]
     held = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     assert explain.bytes_per_token(model, None) == sum(held.values())  # the head is tied, so the embedding is read whole
+
+
+def test_bytes_per_token_of_the_layers_own_embeddings_are_one_row():
+    """Gemma 4's second table holds more than its layers: a token reads one row of it, as of the first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16, vocab_size=64)
+
+    def read(rows):
+        config = AutoConfig.for_model("gemma4_text", **sizes, hidden_size_per_layer_input=16, vocab_size_per_layer_input=rows)
+        return explain.bytes_per_token(AutoModelForCausalLM.from_config(config), None)
+
+    assert read(64) == read(4096)
 
 
 def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story, monkeypatch):
