@@ -132,7 +132,7 @@ def quantize(
     ] = None,
     device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop before weights are read.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
     as_json: AsJson = False,
     **flags: Any,
@@ -194,7 +194,7 @@ def quantize(
             more |= _bound(prepared)
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
-            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read but headers, nothing was '}written")
+            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read of the weights, nothing was '}written")
         if dry_run:
             return
         from lowq_cli.run.output_folder import run_in

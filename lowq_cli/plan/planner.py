@@ -1,6 +1,6 @@
 """From source and recipe to a Plan: which matrix gets which scheme and why, and in which output file it lies.
 
-Reads config and headers only. Everything a person can get wrong about a recipe surfaces here, before a weight is read.
+Reads config and headers, no tensor. Everything a person can get wrong about a recipe surfaces here, before a weight is read.
 """
 
 from collections import Counter, defaultdict
