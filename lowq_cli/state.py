@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,6 +38,12 @@ def user_path(name: str | os.PathLike[str]) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         return Path(name)
+
+
+def as_argument(model: str | os.PathLike[str]) -> str:
+    """A model as a command takes it in any working folder: a whole path, or the name of a hub's, quoted for a shell."""
+    path = user_path(model)
+    return shlex.quote(str(path.absolute()) if os.fspath(model) != "demo" and path.exists() else os.fspath(model))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """lowq export: a lowq checkpoint in the format of another engine."""
 
-import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,10 +69,12 @@ def write(
 
 def show(found: "Exported") -> None:
     """The folder on stdout, what is in it on stderr."""
+    from lowq_cli import state
+
     console.out(found.out)
     there = " (was already there)" if found.already_done else ""
     console.say(f"{found.matrices} weights, {console.size(found.bytes)}{there}; serves in: {', '.join(found.engines)}")
     for note in found.notes:
         console.say(f"note: {note}")
     if program := READERS.get(found.format):
-        console.say(f"next: {program.format(shlex.quote(str(found.out)))}")
+        console.say(f"next: {program.format(state.as_argument(found.out))}")

@@ -24,7 +24,7 @@ def inspect(
     strict: Annotated[bool, typer.Option("--strict", help="Read every weight and fail where anything is odd.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; from headers."""
+    """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; reads no codes."""
     from lowq_cli import state
     from lowq_cli.interop.inspection import inspect_model
 

@@ -1,7 +1,6 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 import inspect
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -133,7 +132,7 @@ def quantize(
     ] = None,
     device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop before weights are read.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
     as_json: AsJson = False,
     **flags: Any,
@@ -195,7 +194,7 @@ def quantize(
             more |= _bound(prepared)
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
-            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read but headers, nothing was '}written")
+            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read of the weights, nothing was '}written")
         if dry_run:
             return
         from lowq_cli.run.output_folder import run_in
@@ -277,9 +276,10 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str
     )
     console.out(result.out)
     if engine and not to:
+        from lowq_cli import state
         from lowq_cli.plan import targets
 
-        console.say(f"for {engine}: lowq export {shlex.quote(result.out)} --to {targets.get(engine).export}")
+        console.say(f"for {engine}: lowq export {state.as_argument(result.out)} --to {targets.get(engine).export}")
     if to:  # which says its own
         return
     if not engine and recipe.format == "lowq":
@@ -290,6 +290,7 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str
 
 def _show_exports(out: str, model: str) -> None:
     """Which other tools a checkpoint can go to as it is, and how to quantize for one that it cannot."""
+    from lowq_cli import state
     from lowq_cli.files.checkpoint import open_checkpoint
     from lowq_cli.interop.export_checks import exportable, reachable
 
@@ -299,8 +300,8 @@ def _show_exports(out: str, model: str) -> None:
         missing = {engine: form for engine, form in others.items() if form not in held and reachable(found, form)}
     if held:
         more = f" (or {', '.join(held[1:])})" if held[1:] else ""
-        console.say(f"other engines: lowq export {shlex.quote(out)} --to {held[0]}{more}")
+        console.say(f"other engines: lowq export {state.as_argument(out)} --to {held[0]}{more}")
     if missing:
         first, *rest = missing.values()
         more = f" (or {', '.join(rest)})" if rest else ""
-        console.say(f"for {', '.join(missing)}: lowq quantize {shlex.quote(model)} --export {first}{more}")
+        console.say(f"for {', '.join(missing)}: lowq quantize {state.as_argument(model)} --export {first}{more}")

@@ -1,6 +1,5 @@
 """lowq tune: measure every kernel for this checkpoint's shapes on this machine and keep the winners in the checkpoint."""
 
-import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +104,7 @@ def tune(
         console.say(f"{stopped}; what was measured until then is kept")
     console.say(f"wrote {len(chosen)} entries to {path} in {console.duration(clock.spent)}")
     if stopped != "interrupted":
-        console.say(f"next: lowq generate{f' {shlex.quote(checkpoint)}' if checkpoint else ''} --prompt 'Hello'")
+        console.say(f"next: lowq generate{f' {state.as_argument(checkpoint)}' if checkpoint else ''} --prompt 'Hello'")
     if as_json:
         result: dict[str, Any] = {"gpu": here.gpu, "entries": len(chosen), "seconds": round(clock.spent, 1)}
         console.out_json(result | {"file": str(path), "complete": not stopped})

@@ -78,7 +78,7 @@ def not_finite(dtype: torch.dtype) -> DamagedError:
     """What to say where a model's logits, computed in a dtype, are not `drawable`."""
     why = f"weights or activations overflow {str(dtype).removeprefix('torch.')}"
     return DamagedError(
-        f"what the model computes is NaN or infinite: {why}; lowq quantize --dtype takes another, or fetch it again"
+        f"what the model computes is NaN or infinite: {why}; lowq quantize MODEL --dtype DTYPE takes another, or fetch it again"
     )
 
 

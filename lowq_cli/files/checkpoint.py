@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
-from lowq_cli.state import user_path
+from lowq_cli.state import as_argument, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
 from lowq_packers.layouts import DISK, PackedWeight, stored, unpack
 from lowq_packers.lazy import torch
@@ -198,11 +199,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = DEMO if os.fspath(path) == "demo" else user_path(path)
     if not folder.is_dir():
-        raise NotFoundError(f"no folder {folder}; make a checkpoint with: lowq quantize MODEL --out {folder}")
+        raise NotFoundError(
+            f"no folder {folder}; make a checkpoint with: lowq quantize MODEL --out {shlex.quote(str(folder.absolute()))}"
+        )
     source = open_source(str(folder.absolute()))
     q = source.config.get("quantization_config")
     if q is None:
-        raise UsageError(f"{os.fspath(path)} is a model that is not quantized; run: lowq quantize {os.fspath(path)}")
+        raise UsageError(f"{os.fspath(path)} is a model that is not quantized; run: lowq quantize {as_argument(path)}")
     if not isinstance(q, dict):
         raise DamagedError(f"{folder}/config.json: quantization_config must be a table")
     names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]

@@ -145,11 +145,11 @@ def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, st
     if config.get("quant_method") == "fp8":
         raise UnsupportedError(
             "the weights are in fp8 blocks, which vLLM, SGLang and transformers read as they are; "
-            "make a lowq checkpoint of them with: lowq quantize"
+            "make a lowq checkpoint of them with: lowq quantize MODEL"
         )
     if config.get("quant_method") != METHOD:
         raise UnsupportedError(
-            f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}; make a lowq checkpoint of it: lowq quantize"
+            f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}; make a lowq checkpoint of it: lowq quantize MODEL"
         )
     version = config.get("version")
     if type(version) is not int or version not in (VERSION, TABLES):

@@ -1,6 +1,6 @@
 """Where weights come from: a model folder, a Hugging Face hub id, or the bundled "demo". Opened lazily, read by rows.
 
-Opening reads config.json and the safetensors headers only, and checks them against each other and the index. `rows` and
+Opening reads config.json and the safetensors headers, no tensor, and checks them against each other and the index. `rows` and
 `read` then fetch one tensor, or some rows of one, into fresh memory.
 """
 

@@ -97,6 +97,8 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
             told: dict[str, Any] = {"text": call(**json.loads(line))[0][0]}
+        except MemoryError:
+            told = {"error": f"it takes more than {2 * BYTES >> 20} MB of memory"}
         except Exception as e:
             told = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
         signal.setitimer(signal.ITIMER_REAL, 0)

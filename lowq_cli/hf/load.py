@@ -44,7 +44,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     in_fp8 = not packed and isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
     if quantization is not None and not packed and not in_fp8:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(f"{source.name} is quantized as {method!r}; run `lowq quantize` on the original model")
+        raise UnsupportedError(f"{source.name} is quantized as {method!r}; run on the original model: lowq quantize MODEL")
     stray = next((n for n in source.headers if n.endswith(".weight_scale")), None)
     if stray is not None and not packed:
         raise DamagedError(f"{source.name} holds packed weights ({stray}), but its config.json has no quantization_config")

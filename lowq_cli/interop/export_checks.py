@@ -5,7 +5,6 @@ A promise and the command that is to keep it ask the same: `check_all`.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.family_tensors import extra_prefixes
 from lowq_cli.plan import targets
-from lowq_cli.state import source_of
+from lowq_cli.state import as_argument, source_of
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, SchemeError, UnsupportedError
 from lowq_packers.formats import EXPORTED, Format
@@ -173,4 +172,4 @@ def way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
             raise
         fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
         width = f" --bits {bits}" if fits and bits != 4 else ""
-        raise UnsupportedError(f"{e}; from the original: lowq quantize {shlex.quote(source)}{width} --export {form}") from None
+        raise UnsupportedError(f"{e}; from the original: lowq quantize {as_argument(source)}{width} --export {form}") from None

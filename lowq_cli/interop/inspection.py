@@ -1,4 +1,7 @@
-"""What a model folder holds, from config.json, safetensors headers and lowq_report.json: no weights are read."""
+"""What a model folder holds, from config.json, safetensors headers and lowq_report.json: no codes, no dense weights are read.
+
+Scales, zeros and other small tensors are, where the headers do not tell what another format means, or what an export can hold.
+"""
 
 import re
 from collections import Counter
@@ -131,7 +134,7 @@ def kind_of(name: str) -> str:
 
 
 def inspect_model(model: str) -> Inspection:
-    """What is in a folder, a hub id (headers only are fetched) or "demo".
+    """What is in a folder, a hub id (its headers alone are fetched: notes that need its scales are left out) or "demo".
 
     Raises NotFoundError, DamagedError (headers, index or config at odds with each other), UnsupportedError (pickles).
     """

@@ -1,6 +1,6 @@
 """From source and recipe to a Plan: which matrix gets which scheme and why, and in which output file it lies.
 
-Reads config and headers only. Everything a person can get wrong about a recipe surfaces here, before a weight is read.
+Reads config and headers, no tensor. Everything a person can get wrong about a recipe surfaces here, before a weight is read.
 """
 
 from collections import Counter, defaultdict
@@ -19,6 +19,7 @@ from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import Group, Keep, matches
+from lowq_cli.state import as_argument
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
@@ -135,7 +136,7 @@ def refuse_quantized(source: Source) -> None:
     """Raise unless the source's weights are plain floats: lowq's own (UsageError) and other formats (UnsupportedError)."""
     q = source.config.get("quantization_config")
     if isinstance(q, Mapping) and q.get("quant_method") == "lowq":
-        raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {source.name}")
+        raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {as_argument(source.name)}")
     if q is not None:
         method = q.get("quant_method", q.get("quant_type", "unknown")) if isinstance(q, Mapping) else "unknown"
         raise UnsupportedError(f"{source.name} is already quantized ({method}); give the model it was made from")

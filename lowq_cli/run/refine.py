@@ -118,7 +118,9 @@ def _writable(checkpoint: str) -> Format:
     with open_foreign(checkpoint) as source:
         read = foreign_matrices(source)
     if read is None:
-        raise UsageError(f"{checkpoint} is no file that another tool quantized; for a model: lowq quantize --method learn")
+        raise UsageError(
+            f"{checkpoint} is no file that another tool quantized; for a model: lowq quantize MODEL --method learn"
+        )
     fmt, matrices = read
     if fmt.export is None:
         raise UnsupportedError(f"lowq reads {fmt.title} but does not write it; quantize the original instead")

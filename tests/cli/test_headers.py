@@ -1,6 +1,7 @@
 """What is asked of headers is answered without torch and transformers: the commands as processes, and what they imported."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import lowq
+from lowq_cli.files.safetensors_io import read_header
+from lowq_cli.files.source import DEMO
 from lowq_kernels.dispatch import tuning_file
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tokenizers")
@@ -34,11 +37,20 @@ def tuned(demo4, tmp_path):
     return folder
 
 
-def test_inspect_imports_no_torch(tuned):
-    for model in ("demo", tuned):
-        found, said = imported("inspect", model, "--json")
-        assert not found
-        assert json.loads(said)["tensors"]
+@pytest.fixture(scope="module")
+def demo4_none(tmp_path_factory):
+    out = tmp_path_factory.mktemp("none") / "q"
+    lowq.quantize("demo", out=out, bits=4, zero="none", method="rtn")
+    return out
+
+
+def test_inspect_imports_no_torch_but_for_scales_of_our_own(tuned):
+    found, said = imported("inspect", "demo", "--json")
+    assert not found
+    assert json.loads(said)["tensors"]
+    found, said = imported("inspect", tuned, "--json")  # which exports hold it is asked of its scales and zeros
+    assert set(found) <= {"torch", "numpy"}
+    assert json.loads(said)["tensors"]
 
 
 def test_inspect_of_a_foreign_format_imports_no_torch(demo4, tmp_path):
@@ -48,6 +60,28 @@ def test_inspect_of_a_foreign_format_imports_no_torch(demo4, tmp_path):
         found, said = imported("inspect", tmp_path / folder, "--json")
         assert not found
         assert json.loads(said)["tensors"]
+
+
+@pytest.mark.parametrize("form", ["lowq", "mlx", "gptq", "compressed-tensors", "dense"])
+def test_inspect_reads_no_codes_and_no_dense_weights(form, demo4_none, tmp_path):
+    """With all of them set to zero it says the same; scales and zeros stay."""
+    if form in ("lowq", "dense"):
+        shutil.copytree(demo4_none if form == "lowq" else DEMO, tmp_path / "m", ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        lowq.export(demo4_none, form, tmp_path / "m")
+    before = imported("inspect", tmp_path / "m", "--json")[1]
+    small = re.compile(r"(scale|zero|scales|biases|qzeros|g_idx|shape|zero_point)$")
+    changed = 0
+    for path in (tmp_path / "m").glob("*.safetensors"):
+        header = read_header(path)
+        with open(path, "r+b") as f:
+            for name, tensor in header.tensors.items():
+                if not small.search(name):
+                    f.seek(tensor.offset)
+                    f.write(bytes(tensor.nbytes))
+                    changed += tensor.nbytes
+    assert changed > 1 << 20
+    assert imported("inspect", tmp_path / "m", "--json")[1] == before
 
 
 def test_ls_imports_no_torch(tuned):

@@ -1,4 +1,4 @@
-"""Weights as publishers quantize them: the tensors that files hold, and the matrix that they mean by the format's definition."""
+"""Weights as publishers quantize them: the tensors that files hold, and the matrix that the format's definition makes."""
 
 import json
 import math

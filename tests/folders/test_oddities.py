@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dialects import TEMPLATES
+from encoding import COMPRESSED, MODELOPT, fp8, int4, quantize, rows8
 from making import write
 from published import FAMILIES
-from encoding import COMPRESSED, MODELOPT, fp8, int4, quantize, rows8
-from walking import NEW, PROMPT, Walk, _command, _json, run
+from walking import HOW, NEW, PROMPT, SAID, Walk, _command, _json, run
 
 from lowq_cli.engine.ready import tokenizer
 from lowq_cli.files.source import _UNWANTED, _WANTED, open_source
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.serving.http import conversation
 from lowq_packers.errors import DamagedError, UnsupportedError
 
 
@@ -343,3 +345,29 @@ def test_a_download_has_the_templates_and_no_other_folder():
         "consolidated.safetensors",
     ]
     assert [*filter_repo_objects([*kept, *left], allow_patterns=_WANTED, ignore_patterns=_UNWANTED)] == kept
+
+
+@pytest.mark.parametrize("name", ["call_0123456789abcdef01234567", "a1B2c3D4e", "zu-kurz"], ids=["OpenAI's", "nine", "short"])
+def test_ids_of_calls_are_as_long_as_the_template_asks(tmp_path, name):
+    """33: Mistral's refuse others than nine letters and digits, which no client but Mistral's own makes."""
+    walk = Walk("mistral-nemo", tmp_path)
+
+    def talk(i, arguments):
+        call = {"id": i, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [*SAID, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": i, "content": "found"}]
+
+    with ExitStack() as walk.exits:
+        run("quantize", walk.published, "--bits", 8, "--method", "rtn", "--out", walk.packed, "--quiet")
+        walk.made = _json("generate", walk.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
+        walk._serve()
+        answer = walk._post("chat/completions", messages=talk(name, "{}"), max_tokens=1)
+    theirs = walk.theirs.apply_chat_template(talk("a1B2c3D4e", {}), **HOW)
+    assert answer["usage"]["prompt_tokens"] == len(theirs)
+
+
+def test_a_call_and_its_result_keep_one_id():
+    call = {"id": "call_1", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1"}]
+    conversation._shorten_ids(messages)
+    assert re.fullmatch("[0-9a-zA-Z]{9}", call["id"])
+    assert messages[1]["tool_call_id"] == call["id"]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -98,14 +99,20 @@ def server(talk):
 
 
 @pytest.fixture
-def start(talk):
-    """Start another server with flags of its own; all are ended."""
+def start_on():
+    """Start a server on a folder; all are ended."""
     made = []
 
-    def one(*flags, **how):
-        made.append(begin(talk, *flags, **how))
+    def one(folder, *flags, **how):
+        made.append(begin(folder, *flags, **how))
         return made[-1]
 
     yield one
     for s in made:
         s.process.kill()
+
+
+@pytest.fixture
+def start(talk, start_on):
+    """Start another server with flags of its own."""
+    return partial(start_on, talk)

@@ -1,5 +1,6 @@
 """The messages of a chat as token ids: checked, brought into the form that templates expect, rendered by the model's own."""
 
+import hashlib
 import json
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 OURS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "conversations")
+NINE = re.compile(r"length\s*!=\s*9\b")  # of Mistral's templates, which refuse ids of calls that have not nine characters
 
 
 def prompt_ids(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]]) -> list[int]:
@@ -22,6 +24,8 @@ def prompt_ids(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, A
     if not template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     found = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
+    if NINE.search(template):
+        _shorten_ids(found)
     more = _switches(template, asked.get("chat_template_kwargs", {}))
     if "reasoning_effort" in template and asked.get("reasoning_effort"):
         more["reasoning_effort"] = asked.get("reasoning_effort")
@@ -35,6 +39,14 @@ def prompt_ids(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, A
         why = one_line(e) if isinstance(e, LowqError) else f"the model's chat template refuses these messages: {one_line(e)}"
         raise Refusal(400, why, param="messages") from None
     return list(ids)
+
+
+def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+    """Nine letters and digits for every other id of a call, the same for the call and its result."""
+    for named, key in [(m, "tool_call_id") for m in messages] + [(c, "id") for m in messages for c in m.get("tool_calls", ())]:
+        given = named.get(key)
+        if isinstance(given, str) and not (len(given) == 9 and given.isalnum()):
+            named[key] = hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def _switches(template: str, given: dict[str, Any]) -> dict[str, Any]:
