@@ -119,17 +119,6 @@ def model_dtype(config: Mapping[str, Any], default: str) -> str:
     return NAMES.get(f"torch.{said.removeprefix('torch.')}", default)
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """How wide a model's attention window is; left out, as transformers has it. Whether it is used is not told here."""
-    window: int | None = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
-    return window
-
-
-def has_silu(config: Mapping[str, Any]) -> bool:
-    """Whether a Llama-like model's activation is silu, as it is where `hidden_act` is left out."""
-    return config.get("hidden_act", "silu") in ("silu", "swish")
-
-
 def modules(headers: Headers, suffix: str) -> list[str]:
     """Modules that have a tensor of this suffix, such as ".qweight", in file order."""
     return [name.removesuffix(suffix) for name in headers if name.endswith(suffix)]

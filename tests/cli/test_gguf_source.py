@@ -164,7 +164,7 @@ def test_a_tokenizer_there_and_back(rule, bos, tmp_path):
     else:
         split["pattern"]["Regex"] = next(r for r, name in gguf_tokenizer.PRE_TOKENIZERS.items() if name == rule)
     if bos:
-        content["post_processor"] = gguf_tokenizer._puts_in_front("<|endoftext|>", 0)
+        content["post_processor"] = gguf_tokenizer._puts_beside("<|endoftext|>", None, {"<|endoftext|>": 0})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     values = gguf_tokenizer.tokenizer_metadata(tmp_path, {"eos_token_id": 0, "bos_token_id": 0}, 8200)
