@@ -125,14 +125,16 @@ def modules(headers: Headers, suffix: str) -> list[str]:
 
 
 def need(headers: Headers, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[str] = FLOATS) -> Header:
-    """The header of a companion tensor. Raises DamagedError if it is missing or has another shape or dtype."""
+    """The header of a companion tensor. Raises DamagedError if it is missing or of another shape, else UnsupportedError."""
     header = headers.get(name)
     if header is None:
         raise DamagedError(f"{name} is missing; fetch the model again")
     if shape is not None and tuple(header.shape) != shape:
         raise DamagedError(f"{name} has the shape {tuple(header.shape)}; the rest of its layer asks for {shape}")
     if header.dtype not in tuple(dtypes):
-        raise DamagedError(f"{name} has dtype {header.dtype}; it must be {' or '.join(dtypes)}")
+        raise UnsupportedError(
+            f"{name} has dtype {header.dtype}, which lowq does not read there; it reads {' or '.join(dtypes)}"
+        )
     return header
 
 

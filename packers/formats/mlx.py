@@ -152,11 +152,15 @@ def _parts(config: Config) -> tuple[Any, list[Any]]:
 def _computed_otherwise(config: Config) -> str | None:
     """What mlx-lm 0.32 leaves out of a model's computation, so that its numbers are wrong from the first token on."""
     family, (read, parts) = str(config.get("model_type")), _parts(config)
+    if family == "mistral" and parts and (unread := [n for n in ("attention_bias", "mlp_bias") if config.get(n)]):
+        return f"mlx-lm reads mistral as a llama, whose {unread[0]} asks for biases that this model does not have"
     for part in parts:
         if isinstance(part, Mlp | Experts) and part.act != "silu":
             return f"mlx-lm computes {family} with silu, not with this model's {read.hidden_act}: wrong numbers"
         if isinstance(part, Attention) and part.rope and family in UNSCALED and read.rope_parameters["rope_type"] != "default":
             return f"mlx-lm computes {family} without its {read.rope_parameters['rope_type']} rotary scaling: wrong numbers"
+        if isinstance(part, Attention) and part.rope and part.rope.dims != part.dim:
+            return f"mlx-lm turns all values of a head of {family}, this model {part.rope.dims} of {part.dim}"
         if isinstance(part, Attention) and family in UNSIZED and part.dim * part.heads != read.hidden_size:
             return f"mlx-lm computes {family} with heads of {read.hidden_size // part.heads}, this model's have {part.dim}"
         biased = part.parts if isinstance(part, Linear) and part.bias else ()
