@@ -122,6 +122,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
     metadata = {}
     for _ in range(pair_count):
         key = r.string()
+        if key in metadata:
+            raise DamagedError(f"{path} says {key[:MAX_NAME]!r} twice; fetch it again")
         metadata[key] = r.value(r.number("<I"))
     rows = [_row(r) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", ALIGNMENT)

@@ -16,6 +16,7 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop import gguf_export, gguf_source, gguf_tokenizer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.gguf_file import head, text, u32
 from lowq_cli.interop.inspection import inspect_model
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
 
@@ -197,3 +198,11 @@ def test_metadata_that_are_no_tokenizer_make_none(broken):
     sound = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b"], "token_type": [1, 1], "merges": []}
     assert gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in sound.items()})
     assert not gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in (sound | broken).items()})
+
+
+def test_a_key_that_is_there_twice_is_damage(tmp_path):
+    """Even behind a right alignment: readers differ in which of two they take."""
+    twice = [("general.alignment", u32(32)), ("general.architecture", text("llama")), ("general.alignment", u32(64))]
+    (tmp_path / "m.gguf").write_bytes(head(twice, []))
+    with pytest.raises(DamagedError, match=r"'general\.alignment' twice"):
+        gguf_source.read_gguf(tmp_path / "m.gguf")
