@@ -34,6 +34,8 @@ def check(found: Checkpoint, fmt: Format) -> None:
     family = str(found.config.get("model_type"))
     if family in TRANSPOSED:
         raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
+    if otherwise := WRITTEN[fmt.name].otherwise(found.config):
+        raise UnsupportedError(f"cannot export to {fmt.title}: {otherwise}")
     problems = []
     for t in found.tensors:
         if t.scheme is None:

@@ -21,8 +21,10 @@ from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTERS,
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
 from lowq_cli.state import was_exported
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.parts import Attention, Experts, Linear, Mlp, Model, Norm, Router, walk
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
-from lowq_packers.formats import _common, gguf
+from lowq_packers.formats import gguf
 from lowq_packers.qtensor import QuantizedTensor
 
 ENGINES = ("llama.cpp", "Ollama", "LM Studio")
@@ -44,10 +46,20 @@ def prepared(found: Checkpoint, name: str) -> tuple[str, list[tuple[str, Value]]
         raise UnsupportedError(
             f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})"
         )
-    _check_computed_alike(found.config)
-    facts = _model_metadata(found, arch, name)
-    entries = _entries(found)
-    return arch, [*facts, *tokenizer_metadata(found.folder, found.config, _int(found, "vocab_size"))], entries
+    config, model = _described(found.config)
+    _check_computed_alike(config, model, arch)
+    facts = _model_metadata(found, config, model, arch, name)
+    entries = _entries(found, model)
+    return arch, [*facts, *tokenizer_metadata(found.folder, found.config, config.vocab_size)], entries
+
+
+def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
+    """The config with its family's defaults, and what it computes. Raises UnsupportedError where lowq cannot tell that."""
+    try:
+        read, model, _ = read_config(config)
+    except NotPlain as e:
+        raise UnsupportedError(f"lowq writes as GGUF what it knows the computation of: {e}") from None
+    return read, model
 
 
 def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress | None) -> Exported:
@@ -58,9 +70,10 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     is there already.
     """
     arch, metadata, entries = prepared(found, out.stem)
-    factors = _rope_factors(found.config)
+    config, _ = _described(found.config)
+    factors = _rope_factors(config)
     extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
-    heads = {"attn_q": _int(found, "num_attention_heads"), "attn_k": _int(found, "num_key_value_heads", "num_attention_heads")}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     done, total = 0, sum(t.params for t in found.tensors)
 
     def contents(row: GgufTensor, members: list[CheckpointTensor]) -> Iterator[memoryview]:
@@ -87,15 +100,28 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     return facts_of(bytes=out.stat().st_size)
 
 
-def _check_computed_alike(config: Mapping[str, Any]) -> None:
+BIASED = {
+    "llama": (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj"),
+    "qwen2": (".q_proj", ".k_proj", ".v_proj"),
+}
+
+
+def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
     """Raise UnsupportedError for what llama.cpp's graphs of these families do otherwise."""
-    if _common.sliding_window(config) and config.get("use_sliding_window", True):
-        raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
-    if not _common.has_silu(config):
-        raise UnsupportedError(f"its activation is {config['hidden_act']}, llama.cpp's graph of this family has silu")
+    for part in walk(model.layers):
+        if isinstance(part, Attention) and part.window:
+            raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
+        if isinstance(part, Attention) and part.rope and part.rope.dims != part.dim:
+            raise UnsupportedError(
+                f"it turns {part.rope.dims} of the {part.dim} values of a head, llama.cpp's graph all of them"
+            )
+        if isinstance(part, Mlp | Experts) and part.act != "silu":
+            raise UnsupportedError(f"its activation is {config.hidden_act}, llama.cpp's graph of this family has silu")
+        if isinstance(part, Linear) and part.bias and (odd := [p for p in part.parts if not p.endswith(BIASED.get(arch, ()))]):
+            raise UnsupportedError(f"{odd[0]} has a bias, which llama.cpp's graph of {arch} does not add")
 
 
-def _entries(found: Checkpoint) -> Entries:
+def _entries(found: Checkpoint, model: Model) -> Entries:
     """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order."""
     entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
     for t in found.tensors:
@@ -106,7 +132,7 @@ def _entries(found: Checkpoint) -> Entries:
             continue
         name = f"blk.{expert[1]}.{STACKS[expert[3]]}.weight"
         entries.setdefault(name, (GgufTensor(name, (), ""), []))[1].append(t)
-    experts = found.config.get("num_local_experts") or found.config.get("num_experts")
+    experts = next((part.experts for part in walk(model.layers) if isinstance(part, Router)), 0)
     for name, (row, members) in entries.items():
         if row.kind:
             continue
@@ -153,71 +179,64 @@ def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int |
     return raw
 
 
-def _int(found: Checkpoint, *names: str) -> int:
-    value = next((found.config[n] for n in names if type(found.config.get(n)) is int), None)
-    if value is None:
-        raise DamagedError(f"config.json lacks {names[0]}")
+def _int(found: Checkpoint, name: str) -> int:
+    value = found.config.get(name)
+    if type(value) is not int:
+        raise DamagedError(f"config.json lacks {name}")
     return value
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings, as transformers 5 or as 4 keeps them."""
-    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **nested}
-    found["rope_type"] = nested.get("rope_type") or nested.get("type") or "default"
-    if found["rope_type"] not in ("default", "llama3"):
-        raise UnsupportedError(f"rotary embedding {found['rope_type']!r} is not one that lowq writes as GGUF")
-    return found
+def _rope(config: Any) -> Mapping[str, Any]:
+    """Rotary settings. Raises UnsupportedError for a kind that is not written."""
+    rope: Mapping[str, Any] = config.rope_parameters
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise UnsupportedError(f"rotary embedding {rope['rope_type']!r} is not one that lowq writes as GGUF")
+    return rope
 
 
-def _model_metadata(found: Checkpoint, arch: str, name: str) -> list[tuple[str, Value]]:
-    config = found.config
-    heads = _int(found, "num_attention_heads")
-    hidden = _int(found, "hidden_size")
-    head_dim = config.get("head_dim") or hidden // heads
+def _model_metadata(found: Checkpoint, config: Any, model: Model, arch: str, name: str) -> list[tuple[str, Value]]:
+    eps = {part.eps for part in walk((model.layers, model.norm)) if isinstance(part, Norm)}
+    if len(eps) > 1:
+        raise UnsupportedError(f"its norms have several eps ({', '.join(map(str, sorted(eps)))}), GGUF has one")
     own = {
-        "context_length": u32(_int(found, "max_position_embeddings")),
-        "embedding_length": u32(hidden),
-        "block_count": u32(_int(found, "num_hidden_layers")),
+        "context_length": u32(config.max_position_embeddings),
+        "embedding_length": u32(config.hidden_size),
+        "block_count": u32(config.num_hidden_layers),
         "feed_forward_length": u32(_int(found, "intermediate_size")),
-        "attention.head_count": u32(heads),
-        "attention.head_count_kv": u32(_int(found, "num_key_value_heads", "num_attention_heads")),
-        "attention.key_length": u32(head_dim),
-        "attention.value_length": u32(head_dim),
-        "attention.layer_norm_rms_epsilon": f32(float(config.get("rms_norm_eps", 1e-6))),
-        "rope.dimension_count": u32(head_dim),
+        "attention.head_count": u32(config.num_attention_heads),
+        "attention.head_count_kv": u32(config.num_key_value_heads),
+        "attention.key_length": u32(config.head_dim),
+        "attention.value_length": u32(config.head_dim),
+        "attention.layer_norm_rms_epsilon": f32(*eps),
+        "rope.dimension_count": u32(config.head_dim),
         "rope.freq_base": f32(float(_rope(config)["rope_theta"])),
-        "vocab_size": u32(_int(found, "vocab_size")),
-        **_mixture_metadata(found),
+        "vocab_size": u32(config.vocab_size),
+        **_mixture_metadata(config, model),
     }
     general = [("general.architecture", text(arch)), ("general.name", text(name)), ("general.quantization_version", u32(2))]
     return [*general, *((f"{arch}.{key}", value) for key, value in own.items())]
 
 
-def _mixture_metadata(found: Checkpoint) -> dict[str, Value]:
+def _mixture_metadata(config: Any, model: Model) -> dict[str, Value]:
     """How experts are chosen. Raises UnsupportedError for a choice that llama.cpp's graph of the family does not make."""
-    config = found.config
-    if not any(t.name.rpartition(".experts.")[0] for t in found.tensors):
+    routers = [part for part in walk(model.layers) if isinstance(part, Router)]
+    if not routers:
         return {}
-    if not config.get("norm_topk_prob", False) and config["model_type"] == "qwen3_moe":
+    if not all(router.normalise for router in routers):
         raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+    if len(routers) != len(model.layers):
         raise UnsupportedError("some of its layers have no experts; llama.cpp's graph of this family has them everywhere")
-    values = {
-        "expert_count": u32(_int(found, "num_local_experts", "num_experts")),
-        "expert_used_count": u32(_int(found, "num_experts_per_tok")),
-    }
-    if type(config.get("moe_intermediate_size")) is int:
-        values["expert_feed_forward_length"] = u32(config["moe_intermediate_size"])
+    values = {"expert_count": u32(routers[0].experts), "expert_used_count": u32(routers[0].top_k)}
+    if type(inner := getattr(config, "moe_intermediate_size", None)) is int:
+        values["expert_feed_forward_length"] = u32(inner)
     return values
 
 
-def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
+def _rope_factors(config: Any) -> torch.Tensor | None:
     """Llama 3's divisors of the rotary frequencies, (head_dim / 2,) fp32; None where there are none."""
-    rope = _rope(config)
+    rope, dim = _rope(config), config.head_dim
     if rope["rope_type"] != "llama3":
         return None
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(rope["original_max_position_embeddings"])
     out = []

@@ -19,7 +19,7 @@ from lowq_cli.files.shapes import whole
 from lowq_cli.files.source import Source
 from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
 from lowq_cli.interop.gguf_names import CLASSES, LAYER, PERMUTED, TOP
-from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
+from lowq_cli.interop.gguf_tokenizer import STOPS, tokenizer_folder
 from lowq_packers import home
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
@@ -122,6 +122,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
     metadata = {}
     for _ in range(pair_count):
         key = r.string()
+        if key in metadata:
+            raise DamagedError(f"{path} says {key[:MAX_NAME]!r} twice; fetch it again")
         metadata[key] = r.value(r.number("<I"))
     rows = [_row(r) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -247,7 +249,12 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
     for key, value in usual.items():
         if (said := metadata.get(f"{arch}.{key}", value)) != value:
             raise UnsupportedError(f"{path} has {arch}.{key}={str(said)[:40]}; lowq computes such models with {value} only")
-    tokens = {f"{n}_token_id": metadata.get(f"tokenizer.ggml.{g}_token_id") for n, g in (("bos", "bos"), ("eos", "eos"))}
+    stops = [i for name in STOPS if (i := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None]
+    tokens = {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    tokens["eos_token_id"] = (stops if len(stops) > 1 else stops[0]) if stops else None
     return (
         found
         | {k: v for k, v in tokens.items() if v is not None}
@@ -256,7 +263,8 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
             "architectures": [CLASSES[arch]],
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in tensors,
-            "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "rope_theta": metadata.get(f"{arch}.rope.freq_base", 10000.0),
             "hidden_act": "silu",
             "dtype": "float16",

@@ -18,8 +18,8 @@ from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
 LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")  # names of one rule
-TEMPLATE = "tokenizer.chat_template"  # the default one's key; with a dot and a name behind it, another's
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
+STOPS = ("eos", "eot", "eom")  # the metadata's tokens that end a text, for llama.cpp all alike
 
 
 def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> list[tuple[str, Value]]:
@@ -52,22 +52,48 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
         ("tokenizer.ggml.tokens", array(tokens, of=STRING)),
         ("tokenizer.ggml.token_type", array(kinds, of=INT32)),
         ("tokenizer.ggml.merges", array(merges, of=STRING)),
-        ("tokenizer.ggml.add_bos_token", flag(_adds_bos(content, settings))),
-        ("tokenizer.ggml.add_eos_token", flag(False)),
+        ("tokenizer.ggml.add_bos_token", flag(_adds(content, settings, config, "bos"))),
+        ("tokenizer.ggml.add_eos_token", flag(_adds(content, settings, config, "eos"))),
     ]
-    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        i = config.get(key)
+    numbers = {"bos": config.get("bos_token_id"), "padding": config.get("pad_token_id")}
+    numbers |= zip(STOPS, _stops(folder, config, known.get(_text_of(settings.get("eos_token")))), strict=False)
+    for name, i in numbers.items():
         i = i[0] if isinstance(i, list) and i else i
         if type(i) is int and 0 <= i < size:
             values.append((f"tokenizer.ggml.{name}_token_id", u32(i)))
+    return values + _templates(folder, settings)
+
+
+def _text_of(token: object) -> str:
+    """A special token's text as tokenizer_config.json has it: the text, or a table with it; "" for neither."""
+    found = token.get("content") if isinstance(token, Mapping) else token
+    return found if isinstance(found, str) else ""
+
+
+def _stops(folder: Path, config: Mapping[str, Any], own: int | None) -> list[int]:
+    """The tokens that end a text, the tokenizer's `own` first. Raises UnsupportedError for more than GGUF has names for."""
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = config.get("eos_token_id") if found is None else found
+    stops = sorted(
+        dict.fromkeys(found if isinstance(found, list) else [] if found is None else [found]), key=lambda i: i != own
+    )
+    if len(stops) > len(STOPS):
+        raise UnsupportedError(
+            f"{len(stops)} tokens end its texts ({', '.join(map(str, stops))}), and GGUF names {len(STOPS)}: take those out of "
+            f"eos_token_id in {path if path.is_file() else folder / 'config.json'} that it can do without"
+        )
+    return stops
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, Value]]:
+    """The chat template, and others by name."""
     found = chat_templates(folder, settings)
-    named = {"default": found} if isinstance(found, str) else found or {}
-    others = sorted(named.keys() - {"default"})
-    if "default" in named:
-        values.append((TEMPLATE, text(named["default"])))
-    if others:
-        values.append((f"{TEMPLATE}s", array(others, of=STRING)))
-    return [*values, *((f"{TEMPLATE}.{name}", text(named[name])) for name in others)]
+    named = {"default": found} if isinstance(found, str) else dict(found or {})
+    values = [("tokenizer.chat_template", text(named.pop("default")))] if "default" in named else []
+    if named:
+        values.append(("tokenizer.chat_templates", array(sorted(named), of=STRING)))
+    return values + [(f"tokenizer.chat_template.{name}", text(named[name])) for name in sorted(named)]
 
 
 def _walk(node: object, visit: Callable[[Mapping[str, Any]], None]) -> None:
@@ -84,14 +110,22 @@ def _pre_tokenizer(content: Mapping[str, Any]) -> str:
     """llama.cpp's name for how text is split before merging. Raises UnsupportedError for a rule that it does not have."""
     patterns: list[str] = []
     byte_level: list[bool] = []
+    spaced: list[bool] = []
+    changed: list[str] = []
 
     def visit(node: Mapping[str, Any]) -> None:
         if node.get("type") == "Split":
             patterns.append(str((node.get("pattern") or {}).get("Regex")))
         if node.get("type") == "ByteLevel":
             byte_level.append(bool(node.get("use_regex", True)))
+            spaced.append(bool(node.get("add_prefix_space", False)))
 
     _walk(content.get("pre_tokenizer"), visit)
+    _walk(content.get("normalizer"), lambda node: changed.append(str(node.get("type"))))
+    if odd := next((kind for kind in changed if kind not in ("Sequence", "NFC", "None")), None):
+        raise UnsupportedError(f"its tokenizer changes texts first ({odd}), which llama.cpp's byte-level BPE does not")
+    if any(spaced):
+        raise UnsupportedError("its tokenizer puts a space in front of texts, which llama.cpp's byte-level BPE does not")
     if byte_level and not patterns and byte_level[0]:
         return "gpt-2"
     if byte_level and len(patterns) == 1 and patterns[0] in PRE_TOKENIZERS:
@@ -101,15 +135,25 @@ def _pre_tokenizer(content: Mapping[str, Any]) -> str:
     )
 
 
-def _adds_bos(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a text gets the beginning-of-text token in front."""
-    said = settings.get("add_bos_token")
+def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], name: str) -> bool:
+    """Whether a text gets the token in front that begins texts ("bos"), or at its end the one that ends them ("eos").
+
+    Raises UnsupportedError where it gets another one there, which GGUF does not say.
+    """
+    said = settings.get(f"add_{name}_token")
     if isinstance(said, bool):
         return said
-    found: list[bool] = []
-    template = (content.get("post_processor") or {}).get("single")
-    _walk(template, lambda node: found.append("SpecialToken" in node))
-    return any(found[:1]) or (isinstance(template, list) and bool(template) and "SpecialToken" in template[0])
+    put: list[list[Mapping[str, Any]]] = []
+    _walk(
+        content.get("post_processor"), lambda node: put.append(node["single"]) if isinstance(node.get("single"), list) else None
+    )
+    nodes = put[-1] if put else []
+    at = next((i for i, node in enumerate(nodes) if "Sequence" in node), len(nodes))
+    beside = [node["SpecialToken"]["id"] for node in (nodes[:at] if name == "bos" else nodes[at + 1 :])]
+    own = _text_of(settings.get(f"{name}_token"))
+    if beside and own and beside != [own]:
+        raise UnsupportedError(f"its tokenizer puts {' '.join(beside)} beside a text, GGUF's would put its {name} token {own}")
+    return bool(beside)
 
 
 def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,15 +174,10 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
         i = said.get(f"{theirs}_token_id")
         if type(i) is int and 0 <= i < len(tokens):
             settings[f"{ours}_token"] = tokens[i]
-    named = {
-        k.removeprefix(f"{TEMPLATE}."): t for k, t in metadata.items() if k.startswith(f"{TEMPLATE}.") and isinstance(t, str)
-    }
-    if isinstance(template := metadata.get(TEMPLATE), str):
-        named = {"default": template} | named
-    if named:
-        several = [{"name": n, "template": t} for n, t in named.items()]
-        settings["chat_template"] = template if named.keys() == {"default"} else several
+    if templates := _made_templates(metadata):
+        settings["chat_template"] = templates
     bos = settings.get("bos_token") if said.get("add_bos_token", pre in LLAMA_3) else None
+    eos = settings.get("eos_token") if said.get("add_eos_token") else None
     content = {
         "version": "1.0",
         "added_tokens": [
@@ -146,7 +185,7 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,  # as Qwen's own; GGUF does not say
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, byte_level]},
-        "post_processor": _puts_in_front(bos, tokens.index(bos)) if bos else None,
+        "post_processor": _puts_beside(bos, eos, {t: tokens.index(t) for t in (bos, eos) if t}),
         "decoder": byte_level,
         "model": {
             "type": "BPE", "ignore_merges": pre in LLAMA_3, "merges": merges,
@@ -156,12 +195,27 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
 
-def _puts_in_front(token: str, number: int) -> dict[str, Any]:
-    """A post-processor that begins every text with `token`."""
-    first, rest = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    second = {"Sequence": {"id": "B", "type_id": 0}}
-    known = {token: {"id": token, "ids": [number], "tokens": [token]}}
-    return {"type": "TemplateProcessing", "single": [first, rest], "pair": [first, rest, second], "special_tokens": known}
+def _made_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    """The chat template as tokenizer_config.json has it, or several by name; "" for none."""
+    default, prefix = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    named = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix) and isinstance(v, str)}
+    if not isinstance(default, str) or not named:
+        return default if isinstance(default, str) else [{"name": n, "template": t} for n, t in named.items()] or ""
+    return [{"name": n, "template": t} for n, t in {"default": default, **named}.items()]
+
+
+def _puts_beside(bos: str | None, eos: str | None, numbers: Mapping[str, int]) -> dict[str, Any] | None:
+    """A post-processor that begins every text with `bos`, and ends it with `eos`; None where there is neither."""
+    if not numbers:
+        return None
+
+    def single(name: str) -> list[dict[str, Any]]:
+        front, back = ([{"SpecialToken": {"id": t, "type_id": 0}}] if t else [] for t in (bos, eos))
+        return [*front, {"Sequence": {"id": name, "type_id": 0}}, *back]
+
+    known = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in numbers.items()}
+    pair = [*single("A"), {"Sequence": {"id": "B", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single("A"), "pair": pair, "special_tokens": known}
 
 
 def tokenizer_folder(path: Path, metadata: Mapping[str, Any], cache: Path) -> Path:

@@ -90,7 +90,7 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     whole = [fields[n] for n in ("num_key_value_heads", "head_dim")]
     if any(type(v) is not int or v < 1 for v in whole) or not divides or heads % whole[0]:
         raise NotPlain("config.json has heads of an unusual kind")
-    if not fields.get("use_sliding_window", True):
+    if "use_sliding_window" in family.defaults and not fields["use_sliding_window"]:  # others do not have this switch
         fields["sliding_window"] = None
     layers = fields.get("per_layer_config")
     if isinstance(layers, Mapping) and all(isinstance(v, Mapping) for v in layers.values()):  # what differs, by number as text
@@ -103,9 +103,8 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
     odd = set(kinds) - set(KINDS)  # those of one family alone
-    if family.layer_types and (
-        len(kinds) != fields["num_hidden_layers"] or (odd and not odd <= set(family.layer_types(fields)))
-    ):
+    own = family.layer_types is None or not odd or odd <= set(family.layer_types(fields))
+    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not own):
         raise NotPlain("config.json has layers of an unusual kind")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})

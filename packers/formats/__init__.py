@@ -77,7 +77,7 @@ class Export:
     experts may, under their own names; those of a `stack` always may. library: whose the files are, in their metadata.
     whole: the fields of config.json as its readers know them, from ours and whether the head is the embedding. beside: other
     JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes. extra: whether its readers
-    take heads that predict further tokens.
+    take heads that predict further tokens. otherwise: why its readers would compute other numbers with a config; or None.
     """
 
     rank: int
@@ -88,6 +88,7 @@ class Export:
     beside: Callable[[Config], dict[str, Any]] = lambda section: {}
     one_file: bool = False
     extra: bool = True
+    otherwise: Callable[[Config], str | None] = lambda config: None
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def check_used(matrices: Sequence[Matrix], headers: Headers) -> None:
     for tensor in headers:
         stem, _, leaf = tensor.rpartition(".")
         if tensor not in used and leaf == "weight" and headers[tensor].dtype not in FLOATS:
+            if scale := next((n for n in headers if n.startswith(f"{stem}.") and "scale" in n), None):
+                raise UnsupportedError(f"{tensor} is {headers[tensor].dtype} with {scale}, which lowq does not read here")
             raise DamagedError(f"{tensor} is {headers[tensor].dtype}, and nothing beside it says what its codes mean")
         if tensor not in used and stem in names and leaf not in NO_WEIGHT:
             raise UnsupportedError(f"{tensor} is beside a quantized weight, and lowq does not know what it does to it")

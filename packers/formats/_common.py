@@ -119,31 +119,22 @@ def model_dtype(config: Mapping[str, Any], default: str) -> str:
     return NAMES.get(f"torch.{said.removeprefix('torch.')}", default)
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """How wide a model's attention window is; left out, as transformers has it. Whether it is used is not told here."""
-    window: int | None = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
-    return window
-
-
-def has_silu(config: Mapping[str, Any]) -> bool:
-    """Whether a Llama-like model's activation is silu, as it is where `hidden_act` is left out."""
-    return config.get("hidden_act", "silu") in ("silu", "swish")
-
-
 def modules(headers: Headers, suffix: str) -> list[str]:
     """Modules that have a tensor of this suffix, such as ".qweight", in file order."""
     return [name.removesuffix(suffix) for name in headers if name.endswith(suffix)]
 
 
 def need(headers: Headers, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[str] = FLOATS) -> Header:
-    """The header of a companion tensor. Raises DamagedError if it is missing or has another shape or dtype."""
+    """The header of a companion tensor. Raises DamagedError if it is missing or of another shape, else UnsupportedError."""
     header = headers.get(name)
     if header is None:
         raise DamagedError(f"{name} is missing; fetch the model again")
     if shape is not None and tuple(header.shape) != shape:
         raise DamagedError(f"{name} has the shape {tuple(header.shape)}; the rest of its layer asks for {shape}")
     if header.dtype not in tuple(dtypes):
-        raise DamagedError(f"{name} has dtype {header.dtype}; it must be {' or '.join(dtypes)}")
+        raise UnsupportedError(
+            f"{name} has dtype {header.dtype}, which lowq does not read there; it reads {' or '.join(dtypes)}"
+        )
     return header
 
 

@@ -90,16 +90,24 @@ def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> S
         raise DamagedError(f"{name} is no table of settings; fetch the model again")
     c.check_fields(said, FIELDS, (), f"{name}: ")
     kind, shape, dtype = said.get("quant_type"), said.get("shape"), said.get("dtype")
+    if isinstance(kind, str) and kind not in TABLES:
+        raise UnsupportedError(f"{name} says quant_type={kind[:40]}, which is not one that lowq reads; it reads nf4 and fp4")
     if kind not in TABLES or name.rpartition("__")[2] != kind or q.get("bnb_4bit_quant_type", kind) != kind:
         raise DamagedError(f"{name} says quant_type={str(kind)[:40]}, config.json {str(q.get('bnb_4bit_quant_type'))[:40]}")
     if not isinstance(shape, Sequence) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 40 for n in shape):
         raise DamagedError(f"{name} says shape={str(shape)[:40]}; a matrix has two dimensions")
-    if type(said.get("blocksize")) is not int or said["blocksize"] not in BLOCKS or dtype not in DTYPES:
+    if type(said.get("blocksize")) is not int or not isinstance(dtype, str):
         raise DamagedError(f"{name} says blocksize={str(said.get('blocksize'))[:40]}, dtype={str(dtype)[:40]}")
+    if said["blocksize"] not in BLOCKS or dtype not in DTYPES:
+        raise UnsupportedError(f"{name} says blocksize={said['blocksize']}, dtype={dtype[:40]}, which lowq does not read")
     offset = said.get("nested_offset")
     nested = said.get("nested_blocksize", NESTED), said.get("nested_dtype", "float32")
-    if nested != (NESTED, "float32") or (offset is not None and not isinstance(offset, float)):
-        raise DamagedError(f"{name} says nested_blocksize, nested_dtype = {str(nested)[:80]}, nested_offset={str(offset)[:40]}")
+    if nested != (NESTED, "float32"):
+        raise UnsupportedError(
+            f"{name} says nested_blocksize, nested_dtype = {str(nested)[:80]}; lowq reads {NESTED} and float32"
+        )
+    if offset is not None and not isinstance(offset, float):
+        raise DamagedError(f"{name} says nested_offset={str(offset)[:40]}, which is no number")
     return State(kind, (shape[0], shape[1]), said["blocksize"], DTYPES[dtype], offset)
 
 

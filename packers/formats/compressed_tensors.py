@@ -32,6 +32,7 @@ TOP_HARMLESS = ("kv_cache_scheme", "global_compression_ratio", "run_compressed",
 GROUP, GROUP_HARMLESS = ("targets", "weights", "format"), ("input_activations", "output_activations")
 WEIGHTS = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder")
 WEIGHTS_HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # dtypes: the tensors' own are read
+ORDERS = (None, True, False, "group", "weight", "static", "dynamic")  # in which columns were quantized
 STRATEGIES: dict[str, tuple[str | None, ...]] = {  # form of the tensors -> what may share a scale in it
     "pack-quantized": ("group", "channel", "tensor", None),
     "int-quantized": ("group", "channel", "tensor", None),
@@ -77,6 +78,10 @@ class _Groups:
         if not isinstance(weights, Mapping):
             raise DamagedError(f"the config group of {name} does not say how weights are quantized")
         said = group.get("format") or q.get("format")
+        if said not in (None, *STRATEGIES, "naive-quantized", "mixed-precision"):
+            raise UnsupportedError(f"{name}: compressed-tensors format {str(said)[:80]!r} is not one that lowq reads")
+        if weights.get("actorder") not in ORDERS:
+            raise UnsupportedError(f"{name}: actorder={str(weights['actorder'])[:80]!r} is not one that lowq reads")
         if said not in (None, form, "naive-quantized", "mixed-precision"):
             raise DamagedError(f"quantization_config says {name} is {said!r}, but its tensors are {form}")
         c.check_fields(weights, WEIGHTS, WEIGHTS_HARMLESS)

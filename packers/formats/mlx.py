@@ -15,7 +15,7 @@ from typing import Any
 from lowq_packers import bitstream
 from lowq_packers.arch import families
 from lowq_packers.arch.config import NotPlain, read_config
-from lowq_packers.arch.parts import Attention, Experts, Mlp, walk
+from lowq_packers.arch.parts import Attention, Experts, Linear, Mlp, walk
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
@@ -29,6 +29,14 @@ FIELDS = ("bits", "group_size", "mode")
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
 FAMILIES = [f.model_type for f in families().values() if f.mlx]  # whose experts mlx-lm stacks as below, and no more
+UNSCALED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose graphs in mlx-lm pass over a scaled rotation
+UNSIZED = ("mixtral", "qwen2", "qwen2_moe")  # and over head_dim
+_QKV = ("q_proj", "k_proj", "v_proj")
+BIASED: dict[str, tuple[str, ...]] = {
+    "qwen2": _QKV,
+    "qwen2_moe": _QKV,
+    **dict.fromkeys(("mixtral", "qwen3", "qwen3_moe"), ()),
+}  # may have a bias there
 LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
 
 
@@ -132,23 +140,44 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     return {f"{name}.weight": words, f"{name}.scales": q.scales.to(biases.dtype), f"{name}.biases": biases}
 
 
-def _notes(config: Config, headers: Headers) -> list[str]:
-    """What mlx-lm 0.32 computes otherwise: it passes over windows, and over every activation but silu."""
-    family, found = config.get("model_type"), []
-    if family not in FAMILIES:
-        return []
+def _parts(config: Config) -> tuple[Any, list[Any]]:
+    """The config with its defaults and the parts of a model whose graph in mlx-lm is known here; no parts of any other."""
     try:
-        parts = [*walk(read_config(config)[1].layers)]
+        read, model, _ = read_config(config)
     except NotPlain:
-        return []
-    if window := max((part.window for part in parts if isinstance(part, Attention)), default=0):
-        found.append(f"mlx-lm computes {family} without its sliding window: other numbers from token {window} on")
-    if any(isinstance(part, Mlp | Experts) and part.act != "silu" for part in parts):
-        found.append(f"mlx-lm computes {family} with silu, not with this model's {config['hidden_act']}: wrong numbers")
-    return found
+        return config, []
+    return read, [*walk(model.layers)] if config.get("model_type") in FAMILIES else []
 
 
-EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out, extra=False)
+def _computed_otherwise(config: Config) -> str | None:
+    """What mlx-lm 0.32 leaves out of a model's computation, so that its numbers are wrong from the first token on."""
+    family, (read, parts) = str(config.get("model_type")), _parts(config)
+    if family == "mistral" and parts and (unread := [n for n in ("attention_bias", "mlp_bias") if config.get(n)]):
+        return f"mlx-lm reads mistral as a llama, whose {unread[0]} asks for biases that this model does not have"
+    for part in parts:
+        if isinstance(part, Mlp | Experts) and part.act != "silu":
+            return f"mlx-lm computes {family} with silu, not with this model's {read.hidden_act}: wrong numbers"
+        if isinstance(part, Attention) and part.rope and family in UNSCALED and read.rope_parameters["rope_type"] != "default":
+            return f"mlx-lm computes {family} without its {read.rope_parameters['rope_type']} rotary scaling: wrong numbers"
+        if isinstance(part, Attention) and part.rope and part.rope.dims != part.dim:
+            return f"mlx-lm turns all values of a head of {family}, this model {part.rope.dims} of {part.dim}"
+        if isinstance(part, Attention) and family in UNSIZED and part.dim * part.heads != read.hidden_size:
+            return f"mlx-lm computes {family} with heads of {read.hidden_size // part.heads}, this model's have {part.dim}"
+        biased = part.parts if isinstance(part, Linear) and part.bias else ()
+        if family in BIASED and (odd := [p for p in biased if not p.endswith(BIASED[family])]):
+            return f"mlx-lm's {family} has no place for the bias of {odd[0]}"
+    return None
+
+
+def _notes(config: Config, headers: Headers) -> list[str]:
+    """What mlx-lm 0.32 computes otherwise; it passes over windows, too."""
+    otherwise = _computed_otherwise(config)
+    window = max((part.window for part in _parts(config)[1] if isinstance(part, Attention)), default=0)
+    late = f"mlx-lm computes {config.get('model_type')} without its sliding window: other numbers from token {window} on"
+    return ([late] if window else []) + ([otherwise] if otherwise else [])
+
+
+EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out, extra=False, otherwise=_computed_otherwise)
 ENGINES = served_by("lowq", "MLX (mlx-lm)")
 register(Format(
     "mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims,

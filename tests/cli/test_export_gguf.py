@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,8 +182,8 @@ def _edit(folder, **changes):
     ("changes", "message"),
     [
         ({"model_type": "gemma3_text"}, "not one that lowq writes as GGUF"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
-        ({"sliding_window": 64}, "sliding window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "'yarn'"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
         ({"model_type": "mistral"}, "sliding window"),
         ({"hidden_act": "gelu"}, "activation is gelu"),
     ],
@@ -219,14 +220,14 @@ def test_an_existing_file_is_not_overwritten(demo4, tmp_path):
 def test_llama_3_frequencies():
     """Short waves stay, long ones are slowed by the factor, those between lie between."""
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = {"head_dim": 128, "rope_parameters": rope | {"original_max_position_embeddings": 8192}}
+    config = SimpleNamespace(head_dim=128, rope_parameters=rope | {"original_max_position_embeddings": 8192})
     factors = gguf_export._rope_factors(config)
     assert factors.shape == (64,)
     assert (factors[0], factors[-1]) == (1, 8)
     assert ((factors[1:] - factors[:-1]) >= 0).all()
     assert factors[30:40].unique().numel() > 1
     with open_source("demo") as source:
-        assert gguf_export._rope_factors(source.config) is None
+        assert gguf_export._rope_factors(gguf_export._described(source.config)[0]) is None
 
 
 @pytest.mark.parametrize(

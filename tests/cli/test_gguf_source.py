@@ -17,6 +17,7 @@ from lowq_cli.files.templates import chat_templates
 from lowq_cli.interop import gguf_export, gguf_source, gguf_tokenizer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.gguf_file import head, text, u32
 from lowq_cli.interop.inspection import inspect_model
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
 
@@ -165,7 +166,7 @@ def test_a_tokenizer_there_and_back(rule, bos, tmp_path):
     else:
         split["pattern"]["Regex"] = next(r for r, name in gguf_tokenizer.PRE_TOKENIZERS.items() if name == rule)
     if bos:
-        content["post_processor"] = gguf_tokenizer._puts_in_front("<|endoftext|>", 0)
+        content["post_processor"] = gguf_tokenizer._puts_beside("<|endoftext|>", None, {"<|endoftext|>": 0})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     values = gguf_tokenizer.tokenizer_metadata(tmp_path, {"eos_token_id": 0, "bos_token_id": 0}, 8200)
@@ -216,3 +217,11 @@ def test_metadata_that_are_no_tokenizer_make_none(broken):
     sound = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b"], "token_type": [1, 1], "merges": []}
     assert gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in sound.items()})
     assert not gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in (sound | broken).items()})
+
+
+def test_a_key_that_is_there_twice_is_damage(tmp_path):
+    """Even behind a right alignment: readers differ in which of two they take."""
+    twice = [("general.alignment", u32(32)), ("general.architecture", text("llama")), ("general.alignment", u32(64))]
+    (tmp_path / "m.gguf").write_bytes(head(twice, []))
+    with pytest.raises(DamagedError, match=r"'general\.alignment' twice"):
+        gguf_source.read_gguf(tmp_path / "m.gguf")

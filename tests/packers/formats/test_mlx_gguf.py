@@ -36,13 +36,24 @@ def test_mlx_offsets_that_do_not_fit_are_refused_with_the_size_of_the_error():
             ["from token 1024 on"],
         ),
         ({"model_type": "llama", "hidden_act": "gelu"}, ["with silu, not with this model's gelu"]),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, []),
+        (
+            {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["mixtral without its linear rotary scaling"],
+        ),
+        ({"model_type": "qwen2", "head_dim": 32}, ["qwen2 with heads of 16, this model's have 32"]),
+        ({"model_type": "qwen3", "head_dim": 32}, []),
+        ({"model_type": "qwen3", "attention_bias": True}, ["qwen3 has no place for the bias of layers.0.self_attn.q_proj"]),
+        ({"model_type": "llama", "attention_bias": True, "mlp_bias": True}, []),
         ({"model_type": "gemma3_text", "sliding_window": 512, "hidden_act": "gelu"}, []),  # mlx-lm has both
     ],
 )
 def test_what_mlx_lm_computes_otherwise_is_noted(config, said):
-    sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
-    notes = formats.get("mlx").notes(sizes | config, {})
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 64)
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 0}
+    mlx = formats.get("mlx")
+    notes = mlx.notes({"rms_norm_eps": 1e-6} | sizes | config, {})
+    assert mlx.export.otherwise({"rms_norm_eps": 1e-6} | sizes | config) in (*notes, None)
     assert len(notes) == len(said)
     assert all(text in note for text, note in zip(said, notes, strict=True))
 

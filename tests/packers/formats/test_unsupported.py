@@ -1,0 +1,108 @@
+"""What a format's own writers may say and lowq does not take is unsupported by name, never damaged."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.safetensors_writer import name_of
+from lowq_packers import formats
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.scheme import Scheme
+
+sys.path.insert(0, str(Path(__file__).parent))
+from format_support import NAME, random_q, written
+
+LINEAR = ("config_groups", "group_0")
+KINDS = ("a new kind", "marlin_27", "int4x8")
+TEXTS = {  # format -> the fields that name a kind
+    "compressed-tensors": [
+        ("format",), ("quantization_status",), (*LINEAR, "format"), (*LINEAR, "weights", "strategy"),
+        (*LINEAR, "weights", "type"), (*LINEAR, "weights", "actorder"),
+    ],
+    "gptq": [("checkpoint_format",), ("pack_dtype",)],
+    "awq": [("version",), ("pack_dtype",), ("checkpoint_format",)],
+    "mlx": [("mode",)],
+}  # fmt: skip
+SCHEMES = {"awq": "int"}
+
+
+def made(name):
+    """The tensors and config of one matrix."""
+    return written(formats.get(name), random_q(4, 32, SCHEMES.get(name, "none"), 64, 64))
+
+
+def matrices(name, tensors, config):
+    headers = {n: TensorHeader(tuple(t.shape), name_of(t)) for n, t in tensors.items()}
+
+    def fetch(tensor, index=None, /):
+        return tensors[tensor].view(torch.int32) if tensors[tensor].dtype == torch.uint32 else tensors[tensor]
+
+    found = formats.get(name).matrices(config, headers, fetch)
+    formats.check_used(found, headers)
+    return [m.read(fetch) for m in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in TEXTS.items() for path in paths])
+def test_a_kind_of_its_own(name, path, kind):
+    tensors, config = made(name)
+    changed = json.loads(json.dumps(config))
+    for section in {id(s): s for s in (changed.get("quantization_config"), changed.get("quantization")) if s}.values():
+        inner = section
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = kind
+    if name == "mlx":
+        changed["quantization_config"] = changed["quantization"]
+    assert matrices(name, tensors, config)
+    with pytest.raises(UnsupportedError, match=kind if name != "awq" or path == ("version",) else path[-1]):
+        matrices(name, tensors, changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e5m2, torch.int16])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_dtype_of_its_own(name, dtype):
+    """And a tensor that is cut off, or gone, is damage."""
+    tensors, config = made(name)
+    for tensor in tensors:
+        if tensor.endswith(("_shape", "g_idx")):
+            continue
+        other = {**tensors, tensor: torch.zeros(tensors[tensor].shape, dtype=dtype)}
+        with pytest.raises(UnsupportedError, match="does not read"):
+            matrices(name, other, config)
+        cut = {**tensors, tensor: tensors[tensor][: len(tensors[tensor]) // 2]}
+        with pytest.raises(DamagedError):
+            matrices(name, cut, config)
+
+
+def test_weights_of_another_float_than_the_format_reads():
+    e5m2 = {f"{NAME}.weight": torch.zeros(4, 4, dtype=torch.float8_e5m2), f"{NAME}.weight_scale_inv": torch.ones(1, 1)}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    with pytest.raises(UnsupportedError, match="F8_E5M2"):
+        matrices("fp8", e5m2, config)
+    with pytest.raises(DamagedError, match="nothing beside it says"):
+        matrices("fp8", {f"{NAME}.weight": e5m2[f"{NAME}.weight"]}, config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("quant_type", "int4", UnsupportedError), ("blocksize", 16, UnsupportedError), ("dtype", "float64", UnsupportedError),
+        ("nested_blocksize", 128, UnsupportedError), ("nested_dtype", "float16", UnsupportedError),
+        ("a_new_field", 1, UnsupportedError), ("blocksize", "64", DamagedError), ("shape", [64], DamagedError),
+    ],
+)  # fmt: skip
+def test_settings_of_bitsandbytes(field, value, error):
+    q = random_q(4, 64, "none", 64, 64)
+    q = type(q).of(Scheme(4, 64, "none", "nf4"), q.W_q, q.scales.float(), None, None)
+    tensors, config = written(formats.get("bitsandbytes"), q)
+    (state,) = [n for n in tensors if "quant_state" in n]
+    said = json.loads(bytes(tensors[state].tolist())) | {field: value}
+    changed = tensors | {state: torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)}
+    assert matrices("bitsandbytes", tensors, config)
+    with pytest.raises(error):
+        matrices("bitsandbytes", changed, config)
