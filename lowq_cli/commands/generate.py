@@ -49,7 +49,8 @@ def generate(
     prompts: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help='Many: a JSONL file (- is stdin) of texts or {"prompt": text, ...}; JSONL comes out.'
+            metavar="FILE",
+            help='Many: a file (- is stdin) of lines: texts, {"prompt": ...} or {"messages": [...]}; JSONL comes out.',
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
@@ -206,7 +207,10 @@ def _bare_text(given: str | None) -> tuple[None, str]:
 
 
 def _read_prompts(where: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with a line)."""
+    """The lines of a JSONL file or stdin: each "prompt" or "messages", and its other keys.
+
+    Raises NotFoundError, UsageError (with a line).
+    """
     from lowq_cli.calibrate.texts import read_utf8
 
     try:
@@ -226,12 +230,23 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
                 ) from None
             value = line.strip()
         line = value if isinstance(value, dict) else {"prompt": value}
-        if not isinstance(line.get("prompt"), str):
+        if "messages" in line and "prompt" not in line:
+            if not _are_messages(line["messages"]):
+                raise UsageError(
+                    f'line {number} of {where}: messages must be [{{"role": "user", "content": "text"}}, ...], with a text in each'
+                )
+        elif not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
         found.append(line)
     if not found:
         raise UsageError(f"{where} holds no prompts")
     return found
+
+
+def _are_messages(value: Any) -> bool:
+    """Whether a value is a conversation: an array of objects, each with a role and a content that are texts."""
+    each = value if isinstance(value, list) else []
+    return bool(each) and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in each)
 
 
 def _check_writable(timeline: str) -> None:
@@ -258,7 +273,7 @@ def _answer_all(
 
     from lowq_cli.serving.many import answers
 
-    ids = _encode_all(model, tokenizer, [line["prompt"] for line in asked], settings.pop("chat"))
+    ids = _encode_all(model, tokenizer, [line.get("prompt", line.get("messages")) for line in asked], settings.pop("chat"))
     lines, tokens, began = [], 0, time.perf_counter()
     for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):
         line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
@@ -275,14 +290,14 @@ def _answer_all(
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 
-def _encode_all(model: "CausalModel", tokenizer: "Tokenizer", prompts: list[str], chat: bool) -> list[list[int]]:
-    """The token ids of each prompt. Raises UsageError naming the first that cannot be answered."""
-    from lowq_cli.engine.prompts import check_length, encode
+def _encode_all(model: "CausalModel", tokenizer: "Tokenizer", prompts: list[Any], chat: bool) -> list[list[int]]:
+    """The token ids of each prompt, a text or messages. Raises UsageError naming the first that cannot be answered."""
+    from lowq_cli.engine.prompts import check_length, encode, encode_messages
 
     found = []
     for number, text in enumerate(prompts, 1):
         try:
-            found.append(encode(tokenizer, text, chat))
+            found.append(encode(tokenizer, text, chat) if isinstance(text, str) else encode_messages(tokenizer, text))
             check_length(model, len(found[-1]))
         except UsageError as e:
             raise UsageError(f"prompt {number} of {len(prompts)}: {e}") from None

@@ -11,7 +11,7 @@ from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
-from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError, one_line
 
 
 def stream(
@@ -78,10 +78,7 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters."""
     check_characters(text)
     if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
-        message = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = encode_messages(tokenizer, [{"role": "user", "content": text}])
     else:
         ids = tokenizer(text)["input_ids"]
     if not ids:
@@ -90,6 +87,21 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
             raise UsageError("the prompt is empty and this model has no token to start a text with; give some text")
         ids = [start]
     return list(ids)
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template, for messages
+    that it refuses, and for half characters."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
+    for message in messages:
+        check_characters(message["content"])
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    except LowqError:
+        raise
+    except Exception as e:  # a program from strangers: it raises what it wants
+        raise UsageError(f"the model's chat template refuses these messages: {one_line(e)}") from None
 
 
 def check_characters(text: str) -> None:

@@ -51,7 +51,7 @@ COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
-_WANTED = ["*.safetensors", "*.json", *COMPANIONS]
+_WANTED = ["*.safetensors", "*.json", "README.md", *COMPANIONS]  # its first lines name the licence
 _UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
 
