@@ -39,6 +39,7 @@ EXAMPLES = """Examples:
   lowq generate --prompts questions.jsonl"""
 PROFILE_ROWS = 12  # that took the most time
 ENDED = {"length": "--max-new-tokens", "stop": "the text ended", "context": "the context is full"}  # by finish_reason
+TIMED = 32  # tokens of a prompt from which its speed is shown: of fewer the time is that of starting
 NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
@@ -362,7 +363,8 @@ def _count(n: int, what: str) -> str:
 def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
     made = sum(map(len, generation.tokens))
-    read = f" at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # where there was one
+    speed = f" at {n['prefill_tps']:.0f}/s" if n["prompt_tokens"] >= TIMED else ""
+    read = f"{speed}, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # where there was one
     line = f"{_count(n['prompt_tokens'], 'prompt token')}{read}; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
     line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
