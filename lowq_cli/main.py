@@ -241,7 +241,7 @@ def _first_screen(text: str) -> str:
 
 
 def _mistyped(e: Any) -> int:
-    """A flag or command that does not exist or has no such value: the line, and where help is; the commands for a bare `lowq`."""
+    """A flag or command that does not exist or has no such value: the line, and where help is; a bare `lowq`: the commands."""
     if type(e).__name__ == "NoArgsIsHelpError":
         console.page(_first_screen(e.format_message()))
         return EXIT_USAGE

@@ -59,9 +59,7 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens seen before become less likely.")
-    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens seen before become less likely.")] = None,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
@@ -123,10 +121,9 @@ def answer(
     """
     from lowq_cli import state
     from lowq_cli.devices import wake
-    from lowq_cli.files.source import check_there
-
     from lowq_cli.engine.generation_config import NAMES, settle
     from lowq_cli.engine.sampling import Sampling
+    from lowq_cli.files.source import check_there
 
     given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
     Sampling(**given)  # out of range: said before anything is loaded
@@ -234,7 +231,8 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
         if "messages" in line and "prompt" not in line:
             if not _are_messages(line["messages"]):
                 raise UsageError(
-                    f'line {number} of {where}: messages must be [{{"role": "user", "content": "text"}}, ...], with a text in each'
+                    f"line {number} of {where}: messages must be an array of objects such as "
+                    '{"role": "user", "content": "text"}'
                 )
         elif not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
@@ -287,7 +285,9 @@ def _answer_all(
     if as_json:
         console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
     made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
-    drawn = f"; {_sampling({n: settings[n] for n in origins}, origins)}, seed {settings['seed']}" if settings["temperature"] else ""
+    drawn = (
+        f"; {_sampling({n: settings[n] for n in origins}, origins)}, seed {settings['seed']}" if settings["temperature"] else ""
+    )
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 

@@ -113,9 +113,7 @@ def tune(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _unless_slower(
-    opened: "Checkpoint", where: Any, chosen: "list[Entry]", batches: "Sequence[int]"
-) -> "list[Entry]":
+def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batches: "Sequence[int]") -> "list[Entry]":
     """The entries, or none where whole steps are slower with them, by turns on this machine; says what was measured."""
     from lowq_cli.tuning import trial
 

@@ -67,7 +67,7 @@ class Contents:
 class NativeModel(nn.Module):
     """What commands and decoders ask of a model: config, device, dtype, plan, embeddings, logits of whole texts."""
 
-    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, generation: dict) -> None:
+    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, generation: dict[str, Any]) -> None:
         super().__init__()
         self.config, self.dtype, self.device = contents.config, contents.dtype, device
         self.generation_config = SimpleNamespace(**generation)
@@ -350,7 +350,9 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
         packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK, table)
         stacks[name] = torch.empty(E, N, K, device="meta")
     schemes = {name: s.scheme for name, s in packed.items() if s.scheme}
-    biases = {name: reader.read(tensor, dtype).reshape(shape) for name, (tensor, shape) in _biases(part, contents.named).items()}
+    biases = {
+        name: reader.read(tensor, dtype).reshape(shape) for name, (tensor, shape) in _biases(part, contents.named).items()
+    }
     if part.interleaved and part.gated and biases:  # rows of the matrices are written gate before up
         mixed = biases["gate_up_proj"]
         biases["gate_up_proj"] = torch.cat([mixed[:, 0::2], mixed[:, 1::2]], 1)

@@ -11,7 +11,7 @@ from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
-from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError, one_line
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
 
 def stream(
@@ -90,18 +90,13 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template, for messages
-    that it refuses, and for half characters."""
+    """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template and
+    half characters, DamagedError where the template refuses the messages."""
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
     for message in messages:
         check_characters(message["content"])
-    try:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
-    except LowqError:
-        raise
-    except Exception as e:  # a program from strangers: it raises what it wants
-        raise UsageError(f"the model's chat template refuses these messages: {one_line(e)}") from None
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def check_characters(text: str) -> None:

@@ -51,7 +51,7 @@ def fits(nbytes: int) -> bool:
 def kept(entries: Sequence[Entry], found: Sequence[Trial]) -> list[Entry]:
     """The entries worth writing, by what whole steps took: all of them, or none where any batch size is slower with them.
 
-    This is asked when a table is made. At first use it would take a second model in memory, and far more time than a first token.
+    Asked when a table is made: at first use it would take a second model in memory, and far more time than a first token.
     """
     return [] if any(t.lost for t in found) else list(entries)
 
