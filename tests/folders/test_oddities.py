@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from dialects import TEMPLATES
 from making import write
 from published import FAMILIES
-from walking import NEW, PROMPT, Walk, _command, _json, run
+from walking import GREEDY, NEW, PROMPT, Walk, _command, _json, run
 
 from lowq_packers.errors import DamagedError
 
@@ -113,7 +113,7 @@ _made: dict[str, list[int]] = {}
 
 
 def said(folder):
-    return _json("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")["tokens"]
+    return _json("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)["tokens"]
 
 
 @pytest.mark.parametrize("odd", SAME)
