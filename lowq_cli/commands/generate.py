@@ -96,8 +96,13 @@ def generate(
         raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
     if profile is not None:
         _check_writable(profile)
-    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
-    settings |= {"chat": chat, "max_new_tokens": max_new_tokens, "kv": kv, "stop": [unescaped(s) for s in stop or ()]}
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
+    settings: dict[str, Any] = {**drawn} | {
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "kv": kv,
+        "stop": [unescaped(s) for s in stop or ()],
+    }
     answer(checkpoint, prompt, prompts, settings, seed, GREEDY, batch, device, explain, profile, as_json)
 
 

@@ -162,7 +162,7 @@ class Endpoints:
 
     def _model(self) -> dict[str, Any]:
         served = self.served
-        more = {"max_model_len": served.engine.limits.longest, "chat": bool(served.tokenizer.chat_template)}
+        more: dict[str, Any] = {"max_model_len": served.engine.limits.longest, "chat": bool(served.tokenizer.chat_template)}
         more |= {"sampling": served.draw}
         return {"id": served.name, "object": "model", "created": served.created, "owned_by": "lowq", **more}
 
