@@ -47,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    help="Quantize a Hugging Face model to 8/4/3/2/1 bits, tune kernels for this GPU, generate text.",
+    help="Quantize a Hugging Face model to 8/4/3/2/1 bits, tune kernels, run it.",
     epilog="\b\nStart with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'",
 )
 
@@ -233,10 +233,17 @@ def _in_plain_words(text: str) -> str:
     return text
 
 
+def _first_screen(text: str) -> str:
+    """The help of a bare `lowq` without its options, so that a terminal of 24 lines shows all of it and the prompt."""
+    usage, _, rest = text.partition("\n")
+    before, _, after = rest.partition("\nOptions:")
+    return f"{usage}   (options: lowq -h)\n{before}{after[after.index(chr(10) + 'Commands:') :]}"
+
+
 def _mistyped(e: Any) -> int:
-    """A flag or command that does not exist or has no such value: the line, and where help is; all help for a bare `lowq`."""
+    """A flag or command that does not exist or has no such value: the line, and where help is; a bare `lowq`: the commands."""
     if type(e).__name__ == "NoArgsIsHelpError":
-        console.page(e.format_message())
+        console.page(_first_screen(e.format_message()))
         return EXIT_USAGE
     text = " ".join(e.format_message().split()).rstrip(".")
     if near := getattr(e, "possibilities", None):  # the likeliest one, as for a command

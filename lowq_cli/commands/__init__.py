@@ -45,9 +45,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=c
 Temperature = Annotated[
     float | None, typer.Option(min=0.0, help="0 takes the likeliest token; by default the model's generation_config.json says.")
 ]
-TopP = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest tokens that hold this probability.")
-]
+TopP = Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that hold this probability.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")]
 JudgeText = Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")]

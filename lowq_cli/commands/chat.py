@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import console, typing_in
-from lowq_cli.commands import Device, KvCache, Seed, Temperature, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
+from lowq_cli.commands import (
+    Device,
+    KvCache,
+    Seed,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    checkpoint_argument,
+    seed_or_random,
+    unescaped,
+)
 from lowq_packers.atomic import write_new
 from lowq_packers.errors import UsageError
 
@@ -93,7 +104,11 @@ def chat(
     from lowq_cli.files.source import check_there
 
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    others: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed_or_random(seed), "stop": [unescaped(s) for s in stop or ()]}
+    others: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "seed": seed_or_random(seed),
+        "stop": [unescaped(s) for s in stop or ()],
+    }
     Settings(**{n: v for n, v in given.items() if v is not None}, **others).check()
     folder = state.checkpoint_or_last(checkpoint)
     check_there(folder)

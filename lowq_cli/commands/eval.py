@@ -72,11 +72,15 @@ def eval(
             raise UsageError(f"--{given[0]} measures on a text, --tasks asks questions; give one of them")
         if act == "all":
             raise UsageError("--act all compares perplexities; with --tasks name one of its modes")
+        from lowq_cli.evaluate.task_names import check_names
+
+        names = [t for t in tasks.split(",") if t]
+        check_names(names)
     name = state.checkpoint_or_last(ckpt)
     check_there(name, against)
     wake(device)
     if tasks is not None:
-        _tasks(name, against, [t for t in tasks.split(",") if t], fewshot, limit, device, act, kv, as_json)
+        _tasks(name, against, names, fewshot, limit, device, act, kv, as_json)
         return
 
     with console.status("starting"):

@@ -39,6 +39,7 @@ EXAMPLES = """Examples:
   lowq generate --prompts questions.jsonl"""
 PROFILE_ROWS = 12  # that took the most time
 ENDED = {"length": "--max-new-tokens", "stop": "the text ended", "context": "the context is full"}  # by finish_reason
+TIMED = 32  # tokens of a prompt from which its speed is shown: of fewer the time is that of starting
 NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
@@ -49,7 +50,8 @@ def generate(
     prompts: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help='Many: a JSONL file (- is stdin) of texts or {"prompt": text, ...}; JSONL comes out.'
+            metavar="FILE",
+            help='Many: a file (- is stdin) of lines: texts, {"prompt": ...} or {"messages": [...]}; JSONL comes out.',
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
@@ -57,9 +59,7 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens seen before become less likely.")
-    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens seen before become less likely.")] = None,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
@@ -96,8 +96,13 @@ def generate(
         raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
     if profile is not None:
         _check_writable(profile)
-    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
-    settings |= {"chat": chat, "max_new_tokens": max_new_tokens, "kv": kv, "stop": [unescaped(s) for s in stop or ()]}
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
+    settings: dict[str, Any] = {**drawn} | {
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "kv": kv,
+        "stop": [unescaped(s) for s in stop or ()],
+    }
     answer(checkpoint, prompt, prompts, settings, seed, GREEDY, batch, device, explain, profile, as_json)
 
 
@@ -121,10 +126,9 @@ def answer(
     """
     from lowq_cli import state
     from lowq_cli.devices import wake
-    from lowq_cli.files.source import check_there
-
     from lowq_cli.engine.generation_config import NAMES, settle
     from lowq_cli.engine.sampling import Sampling
+    from lowq_cli.files.source import check_there
 
     given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
     Sampling(**given)  # out of range: said before anything is loaded
@@ -206,7 +210,10 @@ def _bare_text(given: str | None) -> tuple[None, str]:
 
 
 def _read_prompts(where: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with a line)."""
+    """The lines of a JSONL file or stdin: each "prompt" or "messages", and its other keys.
+
+    Raises NotFoundError, UsageError (with a line).
+    """
     from lowq_cli.calibrate.texts import read_utf8
 
     try:
@@ -226,12 +233,24 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
                 ) from None
             value = line.strip()
         line = value if isinstance(value, dict) else {"prompt": value}
-        if not isinstance(line.get("prompt"), str):
+        if "messages" in line and "prompt" not in line:
+            if not _are_messages(line["messages"]):
+                raise UsageError(
+                    f"line {number} of {where}: messages must be an array of objects such as "
+                    '{"role": "user", "content": "text"}'
+                )
+        elif not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
         found.append(line)
     if not found:
         raise UsageError(f"{where} holds no prompts")
     return found
+
+
+def _are_messages(value: Any) -> bool:
+    """Whether a value is a conversation: an array of objects, each with a role and a content that are texts."""
+    each = value if isinstance(value, list) else []
+    return bool(each) and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in each)
 
 
 def _check_writable(timeline: str) -> None:
@@ -258,7 +277,7 @@ def _answer_all(
 
     from lowq_cli.serving.many import answers
 
-    ids = _encode_all(model, tokenizer, [line["prompt"] for line in asked], settings.pop("chat"))
+    ids = _encode_all(model, tokenizer, [line.get("prompt", line.get("messages")) for line in asked], settings.pop("chat"))
     lines, tokens, began = [], 0, time.perf_counter()
     for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):
         line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
@@ -271,18 +290,20 @@ def _answer_all(
     if as_json:
         console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
     made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
-    drawn = f"; {_sampling({n: settings[n] for n in origins}, origins)}, seed {settings['seed']}" if settings["temperature"] else ""
+    drawn = (
+        f"; {_sampling({n: settings[n] for n in origins}, origins)}, seed {settings['seed']}" if settings["temperature"] else ""
+    )
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 
-def _encode_all(model: "CausalModel", tokenizer: "Tokenizer", prompts: list[str], chat: bool) -> list[list[int]]:
-    """The token ids of each prompt. Raises UsageError naming the first that cannot be answered."""
-    from lowq_cli.engine.prompts import check_length, encode
+def _encode_all(model: "CausalModel", tokenizer: "Tokenizer", prompts: list[Any], chat: bool) -> list[list[int]]:
+    """The token ids of each prompt, a text or messages. Raises UsageError naming the first that cannot be answered."""
+    from lowq_cli.engine.prompts import check_length, encode, encode_messages
 
     found = []
     for number, text in enumerate(prompts, 1):
         try:
-            found.append(encode(tokenizer, text, chat))
+            found.append(encode(tokenizer, text, chat) if isinstance(text, str) else encode_messages(tokenizer, text))
             check_length(model, len(found[-1]))
         except UsageError as e:
             raise UsageError(f"prompt {number} of {len(prompts)}: {e}") from None
@@ -347,7 +368,8 @@ def _count(n: int, what: str) -> str:
 def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
     made = sum(map(len, generation.tokens))
-    read = f" at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # where there was one
+    speed = f" at {n['prefill_tps']:.0f}/s" if n["prompt_tokens"] >= TIMED else ""
+    read = f"{speed}, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # where there was one
     line = f"{_count(n['prompt_tokens'], 'prompt token')}{read}; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
     line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"

@@ -205,7 +205,9 @@ def quantize(
             result = follow(execute(prepared, fresh), prepared.plan)
     state.remember(prepared.out, run_in(prepared.out), model)
     if not as_json:
-        _show_result(result, prepared.plan.recipe, engine, to, model)
+        from lowq_cli.plan.planner import wordless
+
+        _show_result(result, prepared.plan.recipe, engine, to, model, writes=not wordless(prepared.source))
     exported = export.write(result.out, to) if to else None
     if as_json:
         more = {"export": vars(exported)} if exported else {}
@@ -264,7 +266,7 @@ def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "li
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
-def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None, model: str) -> None:
+def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None, model: str, writes: bool) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
@@ -284,6 +286,8 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str
         return
     if not engine and recipe.format == "lowq":
         _show_exports(result.out, model)
+    if not writes:
+        return
     first = "lowq eval --against MODEL" if recipe.format == "fp8" else "lowq tune"
     console.say(f"next: {first}, then lowq generate --prompt 'Hello'")
 

@@ -30,7 +30,7 @@ def refine(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Choose better codes for a GPTQ, GGUF, compressed-tensors or MLX file: its format, scales and zeros stay."""
+    """Choose better codes in a GPTQ, GGUF, MLX, compressed-tensors file: its format, scales and zeros stay."""
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe

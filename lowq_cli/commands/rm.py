@@ -44,7 +44,7 @@ def rm(
 def _ask(what: list[str], as_json: bool) -> None:
     """Raise UsageError unless the person says yes, in a terminal."""
     if as_json or not sys.stdin.isatty():
-        raise UsageError(f"not asked whether to remove {len(what)} folders; add --yes")
+        raise UsageError(f"not asked whether to remove {'1 folder' if len(what) == 1 else f'{len(what)} folders'}; add --yes")
     for line in what:
         console.page(line)
     if what and input("remove? [y/N] ").strip().lower() not in ("y", "yes"):

@@ -75,7 +75,7 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, or vLLM's command line, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: the plan, or vLLM's command.")] = False,
 ) -> None:
-    """Serve a checkpoint to OpenAI's clients and a browser, by lowq's own engine or through vLLM."""
+    """Serve a checkpoint to OpenAI's clients and a browser: by lowq's own engine, or through vLLM."""
     from lowq_cli import state
 
     if engine not in ENGINES:

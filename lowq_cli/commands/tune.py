@@ -90,8 +90,8 @@ def tune(
     chosen = list(entries.values())
     if on_gpu and not stopped:
         chosen, stopped = _in_steps(tuner.Steps(opened.folder, where), batches, chosen, clock)
-    if not on_gpu and stopped != "interrupted" and _is_slower(opened, where, chosen, batches):
-        chosen = []
+    if not on_gpu and stopped != "interrupted":
+        chosen = _unless_slower(opened, where, chosen, batches)
     path = tuner.save(opened.folder, where, chosen)
     kept, lost = tuner.taken(chosen)
     if kept:
@@ -112,20 +112,21 @@ def tune(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _is_slower(opened: "Checkpoint", where: Any, chosen: "Sequence[Entry]", batches: "Sequence[int]") -> bool:
-    """Whether whole steps with these entries are slower than without any, by turns on this machine; says what was measured."""
+def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batches: "Sequence[int]") -> "list[Entry]":
+    """The entries, or none where whole steps are slower with them, by turns on this machine; says what was measured."""
     from lowq_cli.tuning import trial
 
     if not trial.fits(opened.nbytes):
         console.say("two models do not fit into memory, so whole steps with and without the entries were not compared")
-        return False
+        return chosen
     with console.status("whole steps with and without the entries"):
         found = trial.race(opened.folder, where, chosen, batches)
     for t in found:
         console.say(f"batch {t.M}: {t.plain_us / 1e3:.2f} ms a step without the entries, {t.tuned_us / 1e3:.2f} with them")
-    if lost := any(t.lost for t in found):
+    kept = trial.kept(chosen, found)
+    if chosen and not kept:
         console.warn("steps are slower with them, so none is kept: kernels are chosen as without tuning")
-    return lost
+    return kept
 
 
 def _in_steps(

@@ -1,4 +1,4 @@
-"""How a model's publisher has it sampled: what its generation_config.json names, below the flags and above a command's default."""
+"""How a model's publisher has it sampled: its generation_config.json, which flags override and which overrides a default."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def published(model: Any) -> dict[str, Any]:
     found = {n: value for n in NAMES if (value := getattr(config, n, None)) is not None}
     sample = getattr(config, "do_sample", None)
     if sample is False:
-        return {n: value for n, value in found.items() if n not in DRAWING} | GREEDY
+        return {**{n: value for n, value in found.items() if n not in DRAWING}, **GREEDY}
     if sample or any(n in found for n in DRAWING):
         found.setdefault("temperature", 1.0)
     if found.get("top_k") == -1:

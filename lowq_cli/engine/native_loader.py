@@ -67,7 +67,7 @@ class Contents:
 class NativeModel(nn.Module):
     """What commands and decoders ask of a model: config, device, dtype, plan, embeddings, logits of whole texts."""
 
-    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, generation: dict) -> None:
+    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, generation: dict[str, Any]) -> None:
         super().__init__()
         self.config, self.dtype, self.device = contents.config, contents.dtype, device
         self.generation_config = SimpleNamespace(**generation)

@@ -77,19 +77,23 @@ def stream(
 def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters."""
     check_characters(text)
-    if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
-        message = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-    else:
-        ids = tokenizer(text)["input_ids"]
+    ids = encode_messages(tokenizer, [{"role": "user", "content": text}]) if chat else tokenizer(text)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
             raise UsageError("the prompt is empty and this model has no token to start a text with; give some text")
         ids = [start]
     return list(ids)
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template and
+    half characters, DamagedError where the template refuses the messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
+    for message in messages:
+        check_characters(message["content"])
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def check_characters(text: str) -> None:

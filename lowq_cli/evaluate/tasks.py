@@ -6,7 +6,6 @@ perplexity, rows of one length at a time, so that nothing is padded; texts are w
 """
 
 import contextlib
-import importlib.util
 import logging
 import math
 import sys
@@ -22,6 +21,7 @@ import torch
 
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE, logits_of, warm_reading
+from lowq_cli.evaluate.task_names import YAML, check_names
 from lowq_cli.models import CausalModel, Tokenizer
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, one_line
@@ -55,19 +55,13 @@ class Loaded:
     rows: tuple[tuple[str, str, int, int], ...]
 
 
-def check_installed() -> None:
-    """Raise UsageError where lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError("--tasks needs lm-eval; install it with: pip install 'lm-eval<0.5'")
-
-
 def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | None = None) -> Loaded:
     """Tasks, groups and tags by lm-eval's names, or YAML files of its kind; data files in them are relative to their folder.
 
     fewshot: examples before each question, where a task leaves that open. limit: questions of each task.
     Raises UsageError for a name that lm-eval does not know, NotFoundError where a task's data cannot be had.
     """
-    check_installed()
+    check_names(names)
     if sys.modules.get("sklearn", sys) is None:  # `main` keeps it from transformers, to start sooner; F1 is counted by it
         del sys.modules["sklearn"]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its lines and bars would stand between ours
@@ -78,13 +72,11 @@ def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | No
     disable_progress_bars()
     task.tqdm = lambda rows, **_: rows
     metrics.bootstrap_stderr = lambda f, xs, iters: math.nan  # it prints on stdout, and forks a process that holds a model
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    files = [name for name in names if name.endswith(YAML)]
     manager = TaskManager(include_defaults=len(files) < len(names))  # their index takes 20 s
     found: dict[str, Any] = defaultdict(dict)
     for name in names:
         here = Path(name).expanduser().absolute()
-        if name in files and not here.is_file():
-            raise NotFoundError(f"there is no task file {name}")
         if name not in files and name not in manager.all_tasks:
             near = get_close_matches(name, manager.all_tasks, 3)
             raise UsageError(f"lm-eval has no task {name!r}{'; near it: ' + ', '.join(near) if near else ''}")

@@ -53,7 +53,7 @@ COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
-_WANTED = ["*.safetensors", "*.json", *COMPANIONS]
+_WANTED = ["*.safetensors", "*.json", "README.md", *COMPANIONS]  # its first lines name the licence
 _FOLDERS = [p for i, c in enumerate(OTHERS) for p in (f"{OTHERS[:i]}[!{c}]*/*", f"{OTHERS[:i]}/*")]  # all but OTHERS
 _UNWANTED = [*_FOLDERS, f"{OTHERS}?*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`

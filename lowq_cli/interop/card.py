@@ -1,14 +1,17 @@
 """The model card of a checkpoint, from what its report says: nothing in it is typed by hand."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from lowq_cli.console import size, visible
 from lowq_cli.files.checkpoint import Checkpoint
+from lowq_cli.files.front_matter import LICENSE
 from lowq_cli.interop.export_checks import commands
 
 CARD = "README.md"
+FEW = 4  # values of a list that a line of the card holds
 
 
 def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: Mapping[str, Any] | None = None) -> str:
@@ -23,6 +26,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
     front = ["---", "library_name: transformers", "tags:", "- lowq", "- quantized"]
     if hub:
         front += [f"base_model: {hub}", "base_model_relation: quantized"]
+    front += [f"{key}: {_plain(report[key])}" for key in LICENSE if isinstance(report.get(key), str)]
     front.append("---")
     name = repo.rpartition("/")[2]
     schemes = sorted({str(s) for s in found.schemes.values()})
@@ -69,8 +73,19 @@ def _recipe(report: Mapping[str, Any]) -> list[str]:
     methods = sorted({t["method"] for t in report.get("tensors", ()) if t.get("method")})
     if not isinstance(recipe, Mapping):
         return []
-    asked = ", ".join(f"{k} {v}" for k, v in recipe.items() if v not in (None, [], "auto", "source"))
+    plain = {k: _counted(v) if isinstance(v, list) else v for k, v in recipe.items()}
+    asked = ", ".join(f"{k} {v}" for k, v in plain.items() if v not in (None, "", "auto", "source"))
     return [f"| recipe | {_plain(asked)} |", f"| method | {_plain(', '.join(methods))} |"]
+
+
+def _counted(values: list[Any]) -> str:
+    """A list as a reader takes it in: whole where it is short; of many overrides, how many names have each width."""
+    if len(values) <= FEW:
+        return " ".join(map(str, values))
+    widths = Counter(str(v).rpartition("=")[2] for v in values if "=" in str(v))
+    if widths.total() < len(values):
+        return f"of {len(values)} names"
+    return f"of {len(values)} names (" + ", ".join(f"{n} in {bits}" for bits, n in widths.most_common()) + " bits)"
 
 
 def _plain(text: object) -> str:

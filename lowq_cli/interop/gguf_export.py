@@ -207,7 +207,7 @@ def _model_metadata(found: Checkpoint, config: Any, model: Model, arch: str, nam
         "attention.head_count_kv": u32(config.num_key_value_heads),
         "attention.key_length": u32(config.head_dim),
         "attention.value_length": u32(config.head_dim),
-        "attention.layer_norm_rms_epsilon": f32(*eps),
+        "attention.layer_norm_rms_epsilon": f32(next(iter(eps))),
         "rope.dimension_count": u32(config.head_dim),
         "rope.freq_base": f32(float(_rope(config)["rope_theta"])),
         "vocab_size": u32(config.vocab_size),

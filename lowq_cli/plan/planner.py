@@ -76,11 +76,11 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     refuse_quantized(source)
     found = roles(source)
     _refuse_empty(source, found)
+    notes = [*source.notes, *wordless(source)]
     if recipe.format == "fp8":
-        return _planned(source, recipe, fp8_items(source, found, recipe), list(source.notes), shard_size)
+        return _planned(source, recipe, fp8_items(source, found, recipe), notes, shard_size)
     candidates = _candidates(source, found)
     requests = _requests(recipe, candidates)
-    notes = list(source.notes)
     head, stored_head = _tied_head(source, found, recipe, requests, candidates)
     if head and (decision := _decide(head, recipe, Request(recipe.head))).scheme is None:
         notes.append(f"the output head stays the embedding: {decision.note}")
@@ -109,6 +109,18 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
     shards = assign(items, shard_size)
     plan = Plan(source.name, recipe, tuple(items), shards, source.nbytes, untie, tuple(notes), ())
     return replace(plan, warnings=tuple(_warnings(plan)))
+
+
+def wordless(source: Source) -> list[str]:
+    """What to say of a model that computes, but generates no text; known families all do."""
+    if known_roles(source.config, source.headers) is not None:
+        return []
+    from lowq_cli.hf.skeleton import model_class
+
+    cls = model_class(source.config)
+    if cls.can_generate():
+        return []
+    return [f"a {cls.__name__} generates no text: transformers' from_pretrained runs it, lowq generate and serve do not"]
 
 
 def roles(source: Source) -> dict[str, Role]:

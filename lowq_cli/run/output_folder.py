@@ -87,7 +87,9 @@ class OutputFolder:
         elif header.get("run") == self.run:
             self.finished = {r["item"]: r for r in records}
         elif ours:
-            raise UsageError(f"{self.path} holds another lowq run; use --fresh or another --out")
+            raise UsageError(
+                f"{self.path} holds another lowq run; use --fresh or another --out (in Python: fresh=True or out=)"
+            )
         self._rewrite_journal()
 
     def _rewrite_journal(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowq_cli.files.checkpoint import sha256
+from lowq_cli.files.front_matter import license_of
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import REPORT, Source
 from lowq_cli.memory import peak_rss
@@ -56,6 +57,7 @@ def make_report(
         "lowq": version("lowq"),
         "run": output.run,
         "source": name,
+        **(license_of(source.folder) if source.folder else {}),
         "device": device.type,
         "recipe": plan.recipe.to_json(),
         **({"calibration": dict(calibrated)} if calibrated else {}),

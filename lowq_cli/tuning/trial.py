@@ -48,6 +48,14 @@ def fits(nbytes: int) -> bool:
     return room is None or MODELS * nbytes < room
 
 
+def kept(entries: Sequence[Entry], found: Sequence[Trial]) -> list[Entry]:
+    """The entries worth writing, by what whole steps took: all of them, or none where any batch size is slower with them.
+
+    Asked when a table is made: at first use it would take a second model in memory, and far more time than a first token.
+    """
+    return [] if any(t.lost for t in found) else list(entries)
+
+
 def race(folder: Path, device: torch.device, entries: Sequence[Entry], batches: Sequence[int]) -> list[Trial]:
     """Steps of the checkpoint by dispatch's own choices and by `entries`, for the least and the largest of `batches`."""
     with ExitStack() as stack:

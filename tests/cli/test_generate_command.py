@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from lowq_cli import main
 from lowq_cli.commands import generate
 from lowq_cli.engine import explain
+from lowq_cli.files.source import DEMO
 from lowq_cli.main import app
 
 KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "seed"}
@@ -111,6 +113,59 @@ def test_many_prompts_with_json_are_one_object(run):
     found = json.loads(done.stdout)
     assert [r["prompt"] for r in found["results"]] == ["Once upon a time", "The whale", "A"]
     assert found["new_tokens"] == sum(len(r["tokens"]) for r in found["results"])
+
+
+@pytest.fixture
+def talking(tmp_path):
+    """The demo with a chat template that refuses a system's message."""
+    folder = shutil.copytree(DEMO, tmp_path / "talking")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    )
+    return str(folder)
+
+
+def test_prompts_may_be_messages(run, talking):
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Go on"},
+    ]
+    how = (talking, "--device", "cpu", "--max-new-tokens", "8", "--prompts", "-")
+    done = run(*how, stdin=json.dumps({"id": 7, "messages": messages}) + "\n" + json.dumps({"prompt": "<user>Hi<assistant>"}))
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["id"], first["messages"]) == (7, messages)
+    text = "<user>Hi<assistant>Yes?<user>Go on<assistant>"
+    alone = run(*how[:-2], "--prompt", text, "--json")
+    assert json.loads(alone.stdout)["tokens"] == first["tokens"]
+    assert second["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "line 1 of -: messages must be"),
+        ("Hi", "messages must be"),
+        ([{"role": "user"}], "messages must be"),
+        ([{"role": "user", "content": ["x"]}], "messages must be"),
+        ([{"role": "user", "content": "\ud800"}], "prompt 1 of 1: the prompt is not UTF-8"),
+    ],
+)
+def test_messages_that_are_none_are_one_line(run, talking, messages, said):
+    done = run(talking, "--device", "cpu", "--prompts", "-", stdin=json.dumps({"messages": messages}))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_messages_that_the_template_refuses_are_one_line(run, talking):
+    asked = json.dumps({"messages": [{"role": "system", "content": "x"}]})
+    done = run(talking, "--device", "cpu", "--prompts", "-", stdin=asked)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "chat template cannot write this conversation" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_a_line_of_jsonl_ends_at_a_newline_only(run):

@@ -235,7 +235,7 @@ def test_bytes_per_token_of_the_layers_own_embeddings_are_one_row():
     """Gemma 4's second table holds more than its layers: a token reads one row of it, as of the first."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16, vocab_size=64)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
     def read(rows):
         config = AutoConfig.for_model("gemma4_text", **sizes, hidden_size_per_layer_input=16, vocab_size_per_layer_input=rows)

@@ -80,3 +80,14 @@ def test_commands_draw_as_the_file_says_and_say_so(tmp_path):
     assert drawn["tokens"] != greedy["tokens"]
     assert "temperature 1.5 (generation_config.json), seed 3" in asked("--prompt", "Once", "--seed", "3").stderr
     assert json.loads(asked("--prompt", "Once", "--json", "--temperature", "0").stdout)["tokens"] == greedy["tokens"]
+
+
+def test_run_draws_and_generate_does_not_where_the_file_says_nothing():
+    def asked(*args):
+        done = CliRunner().invoke(app, [*args, "--device", "cpu", "--max-new-tokens", "3", "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["sampling"]
+
+    assert asked("run", "demo", "Once", "--seed", "1") == CONVERSATION
+    assert asked("run", "demo", "Once", "--temperature", "0")["temperature"] == 0
+    assert asked("generate", "demo", "Once") == GREEDY

@@ -288,6 +288,9 @@ def test_a_bare_lowq_in_a_terminal_keeps_the_lines_of_its_help(monkeypatch):
     shown = (sys.stderr.getvalue() + sys.stdout.getvalue()).splitlines()
     assert "Commands:" in shown
     assert any(line.startswith("  quantize  ") for line in shown)
+    assert len(shown) < 24, "a terminal's lines, with one for the prompt"
+    assert max(map(len, shown)) <= 80
+    assert all(any(line.startswith(f"  {c.name} ") for line in shown) for c in main.app.registered_commands)
 
 
 def test_a_dry_run_writes_its_plan_to_stdout_and_quiet_leaves_the_result(tmp_path):

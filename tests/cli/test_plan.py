@@ -278,3 +278,16 @@ def test_a_group_that_is_replaced_names_the_folder_by_what_is_in_it(group, named
 
     with prepare("demo", make_recipe(bits=4, group=group), headers_only=True) as prepared:
         assert prepared.out.name == f"demo-lowq-4b-{named}"
+
+
+@pytest.mark.parametrize(("kind", "said"), [("BertModel", True), ("BertForMaskedLM", True), ("BertLMHeadModel", False)])
+def test_a_model_that_generates_no_text_is_said_to(kind, said, tmp_path):
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128, vocab_size=200, is_decoder=True
+    )
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "bert")
+    with open_source(str(tmp_path / "bert")) as source:
+        notes = make_plan(source, make_recipe(None)).notes
+    assert any(f"a {kind} generates no text" in note for note in notes) == said

@@ -9,7 +9,9 @@ import pytest
 
 from lowq_cli import main
 from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.front_matter import license_of
 from lowq_cli.interop.card import model_card
+from lowq_cli.run.pipeline import quantize
 from lowq_packers.scheme import Scheme
 
 SYM = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none")}
@@ -53,6 +55,40 @@ def test_the_card_is_made_from_the_report(folder):
     assert "lowq export small --to compressed-tensors" in card
     assert "base_model" not in model_card(found, "me/small", base="a-folder")
     assert "perplexity" not in model_card(found, "me/small")
+
+
+def test_the_card_names_the_licence_of_the_source_and_counts_overrides(folder, family_checkpoints, tmp_path):
+    overrides = [f"model.layers.{i}.mlp.up_proj={bits}" for i, bits in enumerate((8, 8, 8, 4, 4, 3))]
+    report = json.loads((folder / "lowq_report.json").read_text())
+    report["recipe"] |= {"overrides": overrides, "widths": [8, 4], "skip": []}
+    (folder / "lowq_report.json").write_text(json.dumps(report | {"license": "other", "license_name": "llama3"}))
+    card = model_card(open_checkpoint(folder), "me/small")
+    assert "license: other\nlicense_name: llama3\n---" in card
+    assert "overrides of 6 names (3 in 8, 2 in 4, 1 in 3 bits), widths 8 4 |" in card
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("---\nlicense: mit\ntags:\n- x\n---\n# m", {"license": "mit"}),
+        ("---\nlicense:\n- apache-2.0\n---\n", {"license": "apache-2.0"}),
+        (
+            "---\r\nlicense: other\r\nlicense_name: 'x-y'\r\nlicense_link: https://x.y/LICENSE\r\n---\r\n",
+            {"license": "other", "license_name": "x-y", "license_link": "https://x.y/LICENSE"},
+        ),
+        ("---\nlicense: [mit]\n---\n", {}),
+        ("# license: mit\n", {}),
+        (None, {}),
+    ],
+)
+def test_a_quantized_models_report_has_the_licence_of_its_sources_readme(text, found, family_checkpoints, tmp_path):
+    source = shutil.copytree(family_checkpoints("llama", "bfloat16", SYM).dense, tmp_path / "source")
+    if text is not None:
+        (source / "README.md").write_text(text, newline="")
+    assert license_of(source) == found
+    if found:
+        quantize(source, tmp_path / "out", bits=4, group=32, method="rtn")
+        assert json.loads((tmp_path / "out" / "lowq_report.json").read_text()).items() >= found.items()
 
 
 def test_a_dry_run_sends_nothing(folder, monkeypatch, capsys):

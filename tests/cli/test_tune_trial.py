@@ -67,6 +67,21 @@ def test_entries_of_a_stalled_measurement_are_not_written(folder, monkeypatch, c
     assert [m["entries"] for m in json.loads((folder / FILE).read_text())["machines"]] == [[]]
 
 
+@pytest.mark.parametrize(
+    ("times", "stays"),
+    [
+        ([(1, 400.0, 300.0), (64, 9000.0, 8000.0)], True),
+        ([(1, 400.0, 400.0 * trial.SLOWER)], True),
+        ([(1, 400.0, 401.0 * trial.SLOWER)], False),
+        ([(1, 400.0, 300.0), (64, 9000.0, 90_000.0)], False),
+        ([], True),
+    ],
+)
+def test_a_table_is_kept_where_no_batch_size_loses_by_it(times, stays):
+    entry = Entry(4, 64, "float", "bfloat16", "cpu", 64, 128, 1, "cpu/packed", {}, 30.0, "", (), "none")
+    assert trial.kept([entry], [trial.Trial(*t) for t in times]) == ([entry] if stays else [])
+
+
 def test_good_entries_are_written(folder, monkeypatch, capsys):
     code, err = run(monkeypatch, capsys, "tune", folder, "--batch", "1", "--device", "cpu")
     assert code == 0, err

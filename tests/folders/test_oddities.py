@@ -16,7 +16,7 @@ from dialects import TEMPLATES
 from encoding import COMPRESSED, MODELOPT, fp8, int4, quantize, rows8
 from making import write
 from published import FAMILIES
-from walking import HOW, NEW, PROMPT, SAID, Walk, _command, _json, run
+from walking import GREEDY, HOW, NEW, PROMPT, SAID, Walk, _command, _json, run
 
 from lowq_cli.engine.ready import tokenizer
 from lowq_cli.files.source import _UNWANTED, _WANTED, open_source
@@ -121,7 +121,7 @@ _made: dict[str, list[int]] = {}
 
 
 def said(folder):
-    return _json("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")["tokens"]
+    return _json("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)["tokens"]
 
 
 @pytest.mark.parametrize("odd", SAME)

@@ -41,6 +41,8 @@ SAID = [{"role": "user", "content": "Who is there?"}]
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {}}}}
 ]
+# Whatever the publisher says, so that transformers' likeliest tokens are the right ones:
+GREEDY = ("--device", "cpu", "--temperature", "0", "--repetition-penalty", "1", "--json")
 HOW = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
 TIE = 0.1  # of the logits' deviation: two tokens nearer than this are as likely, and bf16 may choose either
 
@@ -88,7 +90,7 @@ class Walk:
 
     def _generate(self) -> None:
         """As transformers has the dense model: each token the likeliest, and the text that of the tokens."""
-        made = _json("generate", self.published, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
+        made = _json("generate", self.published, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         dense = getattr(transformers, self.family.model).from_pretrained(self.readable).eval()
         self._likeliest(dense, made)
 
@@ -137,7 +139,7 @@ class Walk:
 
     def _packed(self) -> None:
         """The checkpoint, as transformers computes it with the same weights."""
-        self.made = _json("generate", self.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
+        self.made = _json("generate", self.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         self._likeliest(lowq.load(str(self.packed), "cpu")[0], self.made)
 
     def _chat(self) -> None:
@@ -156,7 +158,7 @@ class Walk:
         made = serve._load(str(self.packed), "cpu", how, True)
         loaded = pickle.loads(pickle.dumps(made.told))
         self.notes["engine"] = made.engine.name
-        client = TestClient(make_app(Served(made.engine, loaded.tokenizer, "m", loaded.stop_ids)))
+        client = TestClient(make_app(Served(made.engine, loaded.tokenizer, "m", loaded.stop_ids, draw=loaded.draw)))
         self.client = self.exits.enter_context(client)
         whole = self._post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
         self.served = whole["choices"][0]["text"]
@@ -169,7 +171,7 @@ class Walk:
             assert isinstance(chat["choices"][0]["message"]["content"], str), chat
 
     def _stream(self) -> None:
-        body = {"model": "m", "stream": True, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+        body = {"model": "m", "stream": True, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "repetition_penalty": 1}
         with self.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         _same(_certain("".join(line["choices"][0]["text"] for line in lines)), _certain(self.served), "the pieces together")
@@ -183,7 +185,7 @@ class Walk:
         _same(found["usage"]["prompt_tokens"], len(ids), "tokens of the conversation with tools")
 
     def _post(self, path: str, **body: Any) -> dict[str, Any]:
-        answer = self.client.post(f"/v1/{path}", json={"model": "m", **body})
+        answer = self.client.post(f"/v1/{path}", json={"model": "m", "repetition_penalty": 1, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -202,7 +204,7 @@ class Walk:
 
     def _as_before(self) -> None:
         assert _json("inspect", self.exported, "--json")["format"] != "lowq"
-        again = _json("generate", self.exported, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
+        again = _json("generate", self.exported, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         _same(again["tokens"], self.made["tokens"], "the tokens of what was exported")
 
 

@@ -51,7 +51,8 @@ class Served:
         api_key: what they must show, "" for nothing. hosts: names under which they may come, () for any.
         body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
         bodies_bytes: of all bodies that are held at once.
-        draw: settings of `Draw` where a request leaves them out. log: told one line a request. failed: told an exception that is a bug of ours.
+        draw: settings of `Draw` where a request leaves them out.
+        log: told one line a request. failed: told an exception that is a bug of ours.
         recording: told how far the engine's start is. roofline: what `Metrics` takes.
     """
 
@@ -161,7 +162,8 @@ class Endpoints:
 
     def _model(self) -> dict[str, Any]:
         served = self.served
-        more = {"max_model_len": served.engine.limits.longest, "chat": bool(served.tokenizer.chat_template)}
+        more: dict[str, Any] = {"max_model_len": served.engine.limits.longest, "chat": bool(served.tokenizer.chat_template)}
+        more |= {"sampling": served.draw}
         return {"id": served.name, "object": "model", "created": served.created, "owned_by": "lowq", **more}
 
     def _check_model(self, name: str) -> None:

@@ -192,7 +192,10 @@ class Asked:
 
 
 def read(raw: bytes, chat: bool, default: Mapping[str, Any] = MappingProxyType({})) -> Asked:
-    """The body of a request to one of the two endpoints. default: settings of `Draw` for fields it leaves out. Raises Refusal."""
+    """The body of a request to one of the two endpoints. Raises Refusal.
+
+    default: settings of `Draw` for the fields that it leaves out.
+    """
     body = _parsed(raw)
     fields = CHAT if chat else COMPLETION
     known("", body, set(fields))
