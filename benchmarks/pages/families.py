@@ -1,4 +1,7 @@
-"""docs/families.md: every causal language model, tiny. Result: accuracy/families.json (`python -m tests.families`)."""
+"""docs/families.md: published folders, described families and their speed, every causal language model.
+
+Results: accuracy/folders.json and families.json (`python -m tests.folders`, `tests.families`), h100/families_speed*.json.
+"""
 
 import sys
 from collections import Counter
@@ -63,6 +66,34 @@ def described() -> str:
         cells.append((f"`{name}`", ", ".join(sorted(kinds)), "yes" if model.extra else "", rotates, formats))
     head = f"{len(arch.families())} model types are described; {len(cells)} with a published size:\n\n"
     return head + table(("family", "layers", "further heads", "`--rotate`", "further formats"), cells)
+
+
+@part
+def speed() -> str:
+    """Steps of described families on one GPU, before and after they were described."""
+    now, before = (read(f"h100/families_speed{which}.json") for which in ("", "_before"))
+    earlier = {row["family"]: row for row in before["rows"]}
+    cells = []
+    for row in now["rows"]:
+        if "step_us" not in row:
+            continue
+        was = earlier.get(row["family"], {})
+        cells.append(
+            (
+                f"`{row['family']}`",
+                row["layers"],
+                f"{was['step_us']:,.0f}" if was else "",
+                f"{row['step_us']:,.0f}",
+                f"{row['share']:.0%}",
+                f"{row['tokens_per_s_8']:,}",
+                f"{was['first_token_ms']:.1f}" if was else "",
+                f"{row['first_token_ms']:.1f}",
+            )
+        )
+    told = f"{now['gpu']}, torch {now['torch']}, transformers {now['transformers']}, {now['date'][:10]}; before: "
+    told += f"{before['date'][:10]}, another machine of the kind. Memory reads {now['gbs']:,} GB/s.\n\n"
+    head = ("family", ">layers", ">us a step, before", ">now", ">of reading", ">tokens/s of 8", ">first token, ms, before")
+    return told + table((*head, ">now"), cells)
 
 
 @part
