@@ -136,6 +136,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2, "use_bias": True},
     "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": [1, 2, 2, 3]},
+    "arcee": BIASES,
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt_neox/one_after_the_other": {"use_parallel_residual": False, "rotary_pct": 1.0},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8, "use_bias": True},

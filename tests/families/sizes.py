@@ -233,6 +233,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": sizes(128167, 4096, 3072, 32, 32, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=10000.0)
     | {"num_experts": 64, "moe_topk": [8] * 32, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
     | {"tie_word_embeddings": True},
+    "arcee": sizes(128004, 2560, 18432, 36, 20, 4, head_dim=128, rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="relu2")
+    | {"rope_scaling": YARN | {"factor": 20.0, "mscale": 1.0}, "max_position_embeddings": 65536},
     "gpt_neox": sizes(50432, 4096, 16384, 32, 32, 32, layer_norm_eps=1e-5, rotary_pct=0.25, rotary_emb_base=10000),
     "mamba2": {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64}
     | {"n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": False},
@@ -247,5 +249,5 @@ BILLIONS = {
     "llama4_text": 107.8, "llama4": 107.8, "granite": 8.17, "granitemoe": 3.3, "granitemoehybrid": 6.94, "nemotron": 4.19,
     "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "olmoe": 6.92, "cohere": 35.0,
     "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361,
-    "ernie4_5_moe": 21.8, "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "gpt_neox": 6.86, "mamba2": 7.29,
+    "ernie4_5_moe": 21.8, "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "arcee": 4.62, "gpt_neox": 6.86, "mamba2": 7.29,
 }  # fmt: skip
