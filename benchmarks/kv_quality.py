@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from lowq_cli.calibrate.texts import tokenize, window_of
-from lowq_cli.engine.blocks import blocks_of
 from lowq_cli.engine.ready import ready
 from lowq_cli.evaluate.perplexity import evaluate, read_text
 from lowq_kernels.decode import kv
@@ -32,13 +31,14 @@ def main() -> None:
     found = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     for path in args.models:
         (model, tokenizer), (exact, _) = (ready(path, "auto") for _ in range(2))
-        ids, heads = tokenize(tokenizer, read_text(args.text)), blocks_of(model).layers[0].heads
+        ids, config = tokenize(tokenizer, read_text(args.text)), model.config.get_text_config()
+        D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows = []
         for kind in kv.KINDS[1:]:
             r = evaluate(model, ids, exact, window_of(model), args.tokens, kv=kind)
             assert r.base_ppl is not None
-            ratio = kv.slot_bytes(kind, heads.D, model.dtype) / kv.slot_bytes(kv.PLAIN, heads.D, model.dtype)
-            row = {"model": path.name, "head_dim": heads.D, "kv": kind, "bytes_of_16_bits": round(ratio, 4), "tokens": r.tokens}
+            ratio = kv.slot_bytes(kind, D, model.dtype) / kv.slot_bytes(kv.PLAIN, D, model.dtype)
+            row = {"model": path.name, "head_dim": D, "kv": kind, "bytes_of_16_bits": round(ratio, 4), "tokens": r.tokens}
             row |= {
                 "ppl_16": r.base_ppl,
                 "ppl": r.ppl,

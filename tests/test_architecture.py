@@ -1,6 +1,7 @@
 """The arrows of the design, and what the wheel holds: checked, so that nobody has to argue them in review."""
 
 import ast
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -179,6 +180,17 @@ def test_production_code_stays_within_its_budget():
     files = [p for folder in FOLDERS.values() for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
     lines = sum(len(p.read_text().splitlines()) for p in [*files, ROOT / "lowq.py"])
     assert lines <= BUDGET, f"{lines} lines of production code; the budget is {BUDGET}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_of_ours_is_there(path):
+    """No other test runs most of them: a name that moved would show on a GPU only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("lowq", *FOLDERS):
+            assert node.module
+            names = vars(importlib.import_module(node.module))
+            for alias in node.names:
+                assert alias.name in names or importlib.util.find_spec(f"{node.module}.{alias.name}"), (node.module, alias.name)
 
 
 def test_what_tests_import_by_a_bare_name_has_that_name_alone():

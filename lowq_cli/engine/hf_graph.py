@@ -27,7 +27,7 @@ class HfGraphDecoder:
 
     Args:
         model: a causal transformers model.
-        reason: why the fused decoder was not taken.
+        reason: why the native decoder was not taken.
         graphs: record the step; without, every step is launched from Python.
     """
 

@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave between passes of the fused decoder's blocks, over a paged cache.
+"""Continuous batching: requests join and leave between passes of the native decoder's plan, over a paged cache.
 
 One thread decides, launches and reads. It runs one pass ahead of what it has read, so that the device never waits for the host;
 the price is a row of one pass after a text ends. An error in it ends every open request with that error, and the engine takes

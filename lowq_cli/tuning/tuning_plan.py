@@ -9,7 +9,7 @@ from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
-# The fused decoder multiplies these side by side, as one weight (engine/blocks.py); prefill may use them one by one.
+# The native decoder multiplies these side by side, as one weight (engine/folding.py); prefill may use them one by one.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 

@@ -1,4 +1,4 @@
-"""The fused decoder: the tokens of transformers' own greedy decoding, for every family it claims, packed or not."""
+"""The native decoder: the tokens of transformers' own greedy decoding, for every family it claims, packed or not."""
 
 import copy
 from dataclasses import replace

@@ -21,7 +21,7 @@ PROMPTS = [[1] * 5, [1] * 3]
 
 @pytest.fixture
 def decoder():
-    """A two-layer model of packed layers behind the fused decoder."""
+    """A two-layer model of packed layers behind the native decoder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
