@@ -11,6 +11,7 @@ from torch import nn
 
 from lowq_cli.engine import rope
 from lowq_cli.hf.embedding import embed_scale
+from lowq_cli.hf.expert_kinds import EVERY_TOKEN, between
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import dense, join, weight_of
@@ -51,7 +52,8 @@ class ModelWeights:
 
     def experts(self, part: Experts) -> nn.Module:
         """As `compiling.Weights` says."""
-        return self.text.get_submodule(part.module)
+        found = self.text.get_submodule(part.module)
+        return Chosen(found) if type(found).__name__ in EVERY_TOKEN else found
 
     @property
     def embed(self) -> nn.Module:
@@ -62,6 +64,24 @@ class ModelWeights:
     def head(self) -> nn.Module:
         """The output layer."""
         return self.model.get_submodule(self.described.head)
+
+
+class Chosen(nn.Module):
+    """Dense experts that transformers gives every token (`expert_kinds.EVERY_TOKEN`), each given those that visit it."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.__dict__["theirs"] = experts  # not a submodule: its parameters are the model's
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x (M, H), ids and weights (M, top_k) -> (M, H), a token's experts summed in fp32."""
+        theirs = self.__dict__["theirs"]
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for e in ids.unique().tolist():
+            rows, k = (ids == e).nonzero(as_tuple=True)
+            one = between(theirs, x[rows] @ theirs.gate_up_proj[e]) @ theirs.down_proj[e]
+            y.index_add_(0, rows, one.float() * weights[rows, k, None].float())
+        return y.to(x.dtype)
 
 
 def describe(config: Any) -> tuple[Model, Family]:
