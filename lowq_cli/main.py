@@ -172,12 +172,22 @@ def _end(code: int) -> NoReturn:
     """End the process; after torch at once, as taking its modules and CUDA's context apart takes 1.3 to 1.8 s."""
     others = (t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon)
     if "torch" not in sys.modules or any(others):  # other threads end first, as ever
+        _flush()
         sys.exit(code)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a reader that left, or a full disk, which has been told
-            stream.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    """Write out what streams hold. What one cannot take (its reader left, its disk is full) has been told and is dropped:
+    Python would try again at its end and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 def _leave_group() -> None:

@@ -32,8 +32,10 @@ def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Itera
             finally:
                 os.close(synced)
         os.replace(made, path)
-    except BaseException:
+    except BaseException as e:
         made.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.errno is not None and e.filename is None:  # as of a write to a full disk
+            e.filename = str(path)
         raise
     finally:
         if fd >= 0:

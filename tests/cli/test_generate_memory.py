@@ -52,7 +52,7 @@ def test_what_is_compiled_first_is_what_the_passes_take(monkeypatch):
     assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
     seen = set()
     monkeypatch.setattr(warm, "products", lambda model, decoder, rows: seen.update(rows) or ())
-    warm.launches(None, None, 5, 11, Sampling())
+    warm.launches(SimpleNamespace(dtype=torch.float32), None, 5, 11, Sampling())
     assert seen == {5, 22, 11}
 
 

@@ -14,7 +14,7 @@ import pytest
 from lowq_cli import completion, holdings, main, state
 from lowq_cli.files import folder
 
-SHORT = ("--max-new-tokens", "4", "--device", "cpu")
+SHORT = ("--max-new-tokens", "4", "--device", "cpu", "--temperature", "0")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from lowq_cli.engine import native_loader
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files.source import open_source
 from lowq_cli.run.pipeline import quantize
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def test_tensors_at_odd_places_are_read(folder, tmp_path):
 def test_a_model_holds_no_copy_of_what_is_mapped(folder):
     with open_source(folder) as source:
         model = native_loader.read(source, CPU)
-        for layer in model.blocks.layers:
-            for linear in (layer.o, layer.mlp.down):
-                assert linear.layout == "cpu"
-                assert within(linear.weight, source)
+        found = [m for m in model.plan.linears.modules() if isinstance(m, QuantLinear)]
+        mapped = [m for m in found if within(m.weight, source)]  # others are joined: q, k and v, gate and up
+        assert {m.layout for m in mapped} == {"cpu"}
+        assert len(mapped) == 2 * len(model.plan.states) + 1  # o and down, and the head

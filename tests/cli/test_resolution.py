@@ -192,12 +192,14 @@ def test_what_the_tokenizers_library_raises_bare_is_a_line(model):
         found("b")
 
 
-def test_a_model_that_its_own_code_cannot_compute_is_a_line(family_checkpoints, tmp_path, monkeypatch, capsys):
-    """Of a family that transformers computes: half of the angles that its layers take, an internal error before."""
-    model = shutil.copytree(family_checkpoints("mixtral").dense, tmp_path / "m")
+def test_a_model_that_its_own_code_cannot_compute_is_a_line(tmp_path, monkeypatch, capsys):
+    """Of a family that transformers computes: more angles than a head has dims, an internal error before."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    sizes = {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    GPTJForCausalLM(GPTJConfig(**sizes, rotary_dim=16)).save_pretrained(model := tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(config | {"rotary_dim": 24}))
     write_tokenizer(model)
     monkeypatch.setattr(sys, "argv", ["lowq", "generate", str(model), "--prompt", "a", "--max-new-tokens", "2"])
     assert main._run() == DamagedError.exit_code

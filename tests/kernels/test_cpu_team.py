@@ -163,7 +163,7 @@ def test_a_step_takes_the_threads_of_its_team_and_has_the_same_bits(library, dem
 def test_a_pass_of_the_server_takes_the_threads_of_its_team_too(library, demo4, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(Team, "_note", lambda *_: None)
-    passes = trial_runner(decoder_of(ready(demo4, "cpu")[0]), 2, 64, False)
+    passes = trial_runner(decoder_of(ready(demo4, "cpu")[0]).plan, "16", 2, 64, False)
     passes.teams[2].ends = [math.inf]
     logits = []
     for n, taken in ((1, 4), (2, 2)):

@@ -236,6 +236,7 @@ def test_attention_is_that_of_transformers(family, interleave, q_rank):
     assert error(m.o_proj(y), wanted) < 1e-6
 
 
-def test_kernels_will_be_asked_by_the_call():
+def test_kernels_are_asked_by_the_call():
     call = LatentCall(4, 512, 128, 128, 64, 128, 512, "neighbours", False, torch.bfloat16, "cuda", (9, 0))
-    assert select(call)[0].name == "torch/latent"
+    assert select(call)[0].name == "triton/latent"
+    assert select(dataclasses.replace(call, device="cpu"))[0].name == "torch/latent"

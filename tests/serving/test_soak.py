@@ -23,10 +23,10 @@ def soak(*args):
 
 def test_nothing_is_lost_or_mixed_up():
     """With a cache for a few of the longest texts, so that requests wait; this seed asks each kind of bad request."""
-    asked = ["--requests", "70", "--prompts", "12", "--users", "12", "--seed", "7", "--tokens", "10"]
+    asked = ["--requests", "160", "--prompts", "12", "--users", "12", "--seed", "7", "--tokens", "10"]
     row = soak(*asked, "--args=--deterministic --cache-tokens 512")
-    assert row["counts"]["all"] == 70
-    assert row["counts"]["equal"] > 35
+    assert row["counts"]["all"] == 160
+    assert row["counts"]["equal"] > 80
     assert {"json 400", "types 400", "large 413", "long 400", "utf8 400", "half", "slow 200"} <= set(row["counts"])
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
     assert row["rss_mb"]["end"] - row["rss_mb"]["after_a_quarter"] < 40
