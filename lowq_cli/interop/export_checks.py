@@ -6,7 +6,7 @@ A promise and the command that is to keep it ask the same: `check_all`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -94,8 +94,8 @@ def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
     return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, kept)
 
 
-def check_all(found: Checkpoint, fmt: Format, rounding: bool = False, values: bool = True) -> None:
-    """Raise what `export` refuses with, before anything is written; `values` of scales and zeros are read where they decide."""
+def check_schemes(found: Checkpoint, fmt: Format) -> Checkpoint:
+    """`as_held`. Raises what `export` refuses with by names, shapes, schemes and the config; reads no values."""
     found = as_held(found, fmt)
     check(found, fmt)
     described(found, fmt)
@@ -103,8 +103,13 @@ def check_all(found: Checkpoint, fmt: Format, rounding: bool = False, values: bo
         from lowq_cli.interop.gguf_export import prepared
 
         prepared(found, found.folder.name)
-    for t in found.tensors:
-        if values and t.scheme and fmt.check_values:
+    return found
+
+
+def check_all(found: Checkpoint, fmt: Format, rounding: bool = False) -> None:
+    """Raise what `export` refuses with, before anything is written; scales and zeros are read where they decide."""
+    for t in check_schemes(found, fmt).tensors:
+        if t.scheme and fmt.check_values:
             try:
                 fmt.check_values(found.read_companions(t), t.name, rounding)
             except SchemeError as e:
@@ -121,13 +126,41 @@ def refusal(found: Checkpoint, to: str, rounding: bool = False) -> str | None:
 
 
 def commands(found: Checkpoint) -> dict[str, str]:
-    """Format -> what `lowq export` must be given for it, "--to mlx --round", of those that it writes a checkpoint in."""
-    ways = ((to, rounding) for to in EXPORTED for rounding in (False, True))
-    found_ways: dict[str, str] = {}
+    """Format -> what `lowq export` must be given for it, "--to mlx --round", of those that it writes a checkpoint in.
+
+    As `check_all` decides, with the scales and zeros of a matrix read once for all formats.
+    """
+    ways: dict[tuple[str, bool], set[str]] = {}  # (format, rounding) -> the matrices whose values decide
+    for to in EXPORTED:
+        fmt = formats.get(to)
+        with suppress(LowqError):
+            packed = {t.name for t in check_schemes(found, fmt).tensors if t.scheme}
+            ways |= {(to, r): packed for r in (False, True)} if fmt.check_values else {(to, False): set()}
+    for t in found.tensors:
+        if asking := [way for way, names in ways.items() if t.name in names]:
+            for way in _refusing(found, t, asking):
+                del ways[way]
+    least: dict[str, bool] = {}
+    for to, rounding in ways:  # of each format the way without rounding comes first
+        least.setdefault(to, rounding)
+    return {to: f"--to {to}{' --round' if rounding else ''}" for to, rounding in least.items()}
+
+
+def _refusing(found: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Those of the ways, (format, rounding), in which the values of a matrix cannot be written."""
+    try:
+        held = found.read_companions(t)
+    except LowqError:
+        return ways
+    refusing = []
     for to, rounding in ways:
-        if to not in found_ways and (not rounding or formats.get(to).check_values) and refusal(found, to, rounding) is None:
-            found_ways[to] = f"--to {to}{' --round' if rounding else ''}"
-    return found_ways
+        values_of = formats.get(to).check_values
+        assert values_of is not None
+        try:
+            values_of(held, t.name, rounding)
+        except LowqError:
+            refusing.append((to, rounding))
+    return refusing
 
 
 def exportable(found: Checkpoint) -> list[str]:
@@ -148,7 +181,7 @@ def reachable(found: Checkpoint, to: str) -> bool:
 
     like = replace(found, tensors=tuple(map(wanted, found.tensors)))
     try:
-        check_all(like, fmt, values=False)
+        check_schemes(like, fmt)
     except LowqError:
         return False
     return True

@@ -10,7 +10,7 @@ import pytest
 from folders import write_tokenizer
 
 from lowq_cli import main
-from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.checkpoint import Checkpoint, open_checkpoint
 from lowq_cli.interop.card import model_card
 from lowq_cli.interop.export_checks import commands
 from lowq_cli.interop.exporter import export
@@ -109,3 +109,12 @@ def test_every_command_that_a_refusal_prints_runs(family, model, tmp_path, monke
         extra = f" --method rtn --out {tmp_path}/again{n}" if "quantize" in line else f" --out {tmp_path}/again{n}"
         code, err = run(line + extra, monkeypatch, capsys)
         assert code == 0, (line, err)
+
+
+def test_the_values_that_decide_are_read_once_for_all_formats(model, tmp_path, monkeypatch):
+    """`quantize` and `inspect` ask every format, and scales and zeros of an 8B are 250 MB."""
+    quantize(str(model("llama")), tmp_path / "q", bits=4, group=32, zero="int", method="rtn", device="cpu")
+    found, read, whole = open_checkpoint(tmp_path / "q"), [], Checkpoint.read_companions
+    monkeypatch.setattr(Checkpoint, "read_companions", lambda self, t: (read.append(t.name), whole(self, t))[1])
+    assert len(commands(found)) > 3
+    assert len(read) == len(set(read)) > 0
