@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ASK = """
 import torch
 from lowq_kernels.products.cpu import native
-print(native.isa()[1], native.is_to_be_built(), native.why_not(), sep="|")
+print(native.isa()[1], native.why_built() != "", native.why_not(), sep="|")
 """
 # What is asked of a compiler, without the 15 s: "compiles" by an empty file, "links" by the library that the tests have built.
 FAKE = """#!/bin/sh

@@ -59,11 +59,6 @@ class Args(ctypes.Structure):
     )
 
 
-def is_to_be_built() -> bool:
-    """Whether the first product will wait for the compiler: 14 s of processor time on a quiet machine."""
-    return why_built() != ""
-
-
 def why_built() -> str:
     """Why a library has to be built first: there is none, or what is there is damaged or another's; "" where none has to."""
     units, cxx = units_here(), compiler()
