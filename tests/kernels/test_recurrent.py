@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mixers import EPS, a_delta, a_mamba2, features, state_shapes
 from torch.nn import functional as F
 from transformers import FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, NemotronHConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, compute_mup_vector
@@ -24,30 +25,12 @@ from lowq_kernels.decode.recurrent.mamba2 import Mamba2
 from lowq_kernels.decode.recurrent.short_conv import ShortConv
 from lowq_kernels.dispatch.registry import select
 
-EPS, SLOTS = 1e-5, 5
+SLOTS = 5
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(17)
-
-
-def a_delta(k_heads=2, v_heads=4, k_dim=16, v_dim=24, width=4, grouped=False, bias=False):
-    C = 2 * k_heads * k_dim + v_heads * v_dim
-    a_log = torch.rand(v_heads).mul(16).add(0.01).log()
-    return Delta(
-        k_heads, v_heads, k_dim, v_dim, grouped, torch.randn(C, width) / 2, torch.randn(C) if bias else None, a_log,
-        torch.randn(v_heads) - 3, Norm(torch.randn(v_dim), EPS),
-    )  # fmt: skip
-
-
-def a_mamba2(heads=4, dim=8, groups=2, N=12, width=4, bias=True, norm=True, **more):
-    C = heads * dim + 2 * groups * N
-    weight = Norm(torch.randn(heads * dim), EPS, groups=groups) if norm else None
-    return Mamba2(
-        heads, dim, groups, N, torch.randn(C, width) / 2, torch.randn(C) if bias else None, torch.rand(heads).mul(9).log(),
-        torch.randn(heads), torch.randn(heads), weight, **more,
-    )  # fmt: skip
 
 
 CASES = {
@@ -70,18 +53,9 @@ def kind(f):
     return {Delta: delta, Mamba2: mamba2, ShortConv: short_conv}[type(f)]
 
 
-def features(f):
-    if isinstance(f, Delta):
-        return 2 * f.k_heads * f.k_dim + 2 * f.v_heads * f.v_dim + 2 * f.v_heads
-    return f.heads * f.dim + f.weight.shape[0] + f.heads if isinstance(f, Mamba2) else 3 * f.weight.shape[0]
-
-
 def states(f, slots=SLOTS):
     """Of new sequences."""
-    shapes = {"conv": (f.weight.shape[0], f.weight.shape[1] - 1)}
-    if not isinstance(f, ShortConv):
-        shapes["S"] = (f.v_heads, f.k_dim, f.v_dim) if isinstance(f, Delta) else (f.heads, f.dim, f.N)
-    return {name: torch.zeros(slots, *shape) for name, shape in shapes.items()}
+    return {name: torch.zeros(slots, *shape) for name, shape in state_shapes(f).items()}
 
 
 def convolved(x, f, t):

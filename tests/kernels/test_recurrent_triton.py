@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 import dataclasses
 
+from mixers import a_delta, a_mamba2, features, state_shapes
+
 from emulation import error
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.recurrent import delta, mamba2, short_conv, steps_triton
@@ -21,31 +23,11 @@ from lowq_kernels.dispatch.registry import refusals, select
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1.2e-2, torch.float32: 2e-6}
-EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(31)
-
-
-def a_delta(k_heads=2, v_heads=4, k_dim=16, v_dim=24, width=4, grouped=False, bias=False, kind="rms"):
-    C = 2 * k_heads * k_dim + v_heads * v_dim
-    a_log = torch.rand(v_heads).mul(16).add(0.01).log()
-    own = Norm(torch.randn(v_dim), EPS, kind, torch.randn(v_dim) if kind == "layer" else None)
-    return Delta(
-        k_heads, v_heads, k_dim, v_dim, grouped, torch.randn(C, width) / 2, torch.randn(C) if bias else None, a_log,
-        torch.randn(v_heads) - 3, own,
-    )  # fmt: skip
-
-
-def a_mamba2(heads=4, dim=8, groups=2, N=12, width=4, bias=True, norm=True, **more):
-    C = heads * dim + 2 * groups * N
-    weight = Norm(torch.randn(heads * dim), EPS, groups=groups) if norm else None
-    return Mamba2(
-        heads, dim, groups, N, torch.randn(C, width) / 2, torch.randn(C) if bias else None, torch.rand(heads).mul(9).log(),
-        torch.randn(heads), torch.randn(heads), weight, **more,
-    )  # fmt: skip
 
 
 CASES = {
@@ -81,19 +63,10 @@ def moved(f, dtype):
     return dataclasses.replace(f, **changed)
 
 
-def features(f):
-    if isinstance(f, Delta):
-        return 2 * f.k_heads * f.k_dim + 2 * f.v_heads * f.v_dim + 2 * f.v_heads
-    return f.heads * f.dim + f.weight.shape[0] + f.heads if isinstance(f, Mamba2) else 3 * f.weight.shape[0]
-
-
 def states(f, dtype, slots):
     """Of sequences under way; NaN in the slots that none of them has."""
-    shapes = {"conv": (f.weight.shape[0], f.weight.shape[1] - 1)}
-    if not isinstance(f, ShortConv):
-        shapes["S"] = (f.v_heads, f.k_dim, f.v_dim) if isinstance(f, Delta) else (f.heads, f.dim, f.N)
     made = {}
-    for name, shape in shapes.items():
+    for name, shape in state_shapes(f).items():
         made[name] = torch.full((8, *shape), float("nan"), dtype=torch.float32 if name == "S" else dtype, device=DEVICE)
         made[name][slots] = torch.randn(len(slots), *shape).to(DEVICE, made[name].dtype)
     return made
