@@ -119,12 +119,11 @@ def _serve(
     engine, printer = ApartEngine(_load, model, device, how, console.quiet), Printer()
     try:
         from lowq_cli.serving.http.app import Served  # while the model is loaded
+        from lowq_cli.serving.http.served_model import OneModel, ServedModel
 
         loaded: _Loaded = engine.made()
-        served = Served(
-            engine, loaded.tokenizer, name or _name(model), loaded.stop_ids, api_key, run.names(bound),
-            log=printer.say, failed=_failed, roofline=loaded.roofline, draw=loaded.draw,
-        )  # fmt: skip
+        one = ServedModel(engine, loaded.tokenizer, name or _name(model), loaded.stop_ids, loaded.draw, loaded.roofline)
+        served = Served(OneModel(one), api_key, run.names(bound), log=printer.say, failed=_failed)
         plan = _plan(served, loaded, run.url(bound), how["kv"])
         _show_plan(plan)
         if as_json:
@@ -181,7 +180,8 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
 
     if not plan["local"] and not served.api_key:
         console.warn("other machines can use this server; --api-key KEY lets in only who knows it")
-    speed, shown = Speed(served.engine), ExitStack()  # a terminal has one moving line at a time: a bar, then the speed
+    engine, shown = served.models.model.engine, ExitStack()  # a terminal has one moving line at a time: a bar, then the speed
+    speed = Speed(engine)
     bars: list[Callable[[int, str], None]] = []
     lives: list[Callable[[str], None]] = []
 
@@ -205,7 +205,7 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
     served.recording = recording
     with shown:
         run.serve(served, bound, grace, ready, lambda: printer.do(look))
-    s = served.engine.stats()
+    s = engine.stats()
     printer.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
     if not printer.close(LAST_LINE_S):
         os._exit(0)  # a log that takes no line would take no flush either
@@ -213,9 +213,10 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
 
 def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any]:
     """What will be served, how, and how much of it fits."""
-    engine, limits = served.engine, served.engine.limits
+    model = served.models.model
+    engine, limits = model.engine, model.engine.limits
     return {
-        "model": served.name,
+        "model": model.name,
         "device": loaded.device,
         "engine": engine.name,
         "reason": engine.reason,
@@ -228,8 +229,8 @@ def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any
         "kv": kv,
         "url": url,
         "local": bool(served.hosts),
-        "chat_template": bool(served.tokenizer.chat_template),
-        "sampling": served.draw,
+        "chat_template": bool(model.tokenizer.chat_template),
+        "sampling": model.draw,
     }
 
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 from making import write
 from published import FAMILIES, Family
+from saying import served_by
 from starlette.testclient import TestClient
 
 import lowq
@@ -25,7 +26,7 @@ from lowq_cli import main
 from lowq_cli.commands import serve
 from lowq_cli.engine.ready import tokenizer
 from lowq_cli.files.source import open_source
-from lowq_cli.serving.http.app import Served, make_app
+from lowq_cli.serving.http.app import make_app
 
 STEPS = ("tokens", "generate", "quantize", "inspect", "packed", "chat", "eval", "serve", "stream", "tools", "export", "back")
 TEXTS = (
@@ -158,7 +159,7 @@ class Walk:
         made = serve._load(str(self.packed), "cpu", how, True)
         loaded = pickle.loads(pickle.dumps(made.told))
         self.notes["engine"] = made.engine.name
-        client = TestClient(make_app(Served(made.engine, loaded.tokenizer, "m", loaded.stop_ids, draw=loaded.draw)))
+        client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.draw)))
         self.client = self.exits.enter_context(client)
         whole = self._post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
         self.served = whole["choices"][0]["text"]

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowq_cli.engine.tokenizer import FastTokenizer
 from lowq_cli.serving.http.app import Served, make_app
+from lowq_cli.serving.http.served_model import OneModel, ServedModel
 from lowq_cli.serving.request import Event, Limits, Stats, check
 
 END = "</s>"
@@ -56,8 +57,10 @@ class Saying:
         pass
 
 
-def served_by(engine, tokenizer):
-    return Served(engine, tokenizer, "m", frozenset([tokenizer.eos_token_id]))
+def served_by(engine, tokenizer, stop_ids=None, draw=None, **how):
+    """A server of one model, called m."""
+    ends = frozenset([tokenizer.eos_token_id]) if stop_ids is None else stop_ids
+    return Served(OneModel(ServedModel(engine, tokenizer, "m", ends, draw)), **how)
 
 
 def posts(served, *asked):
@@ -66,7 +69,7 @@ def posts(served, *asked):
     """
 
     async def run():
-        served.hub.start()
+        await served.models.start(lambda n, of: None)
         found = []
         transport = httpx.ASGITransport(app=make_app(served))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:

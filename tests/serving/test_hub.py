@@ -5,11 +5,12 @@ import json
 import threading
 
 import pytest
+from saying import served_by
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 
 from lowq_cli.engine.ready import ready
-from lowq_cli.serving.http.app import Served, make_app
+from lowq_cli.serving.http.app import make_app
 from lowq_cli.serving.http.text import Writer
 from lowq_cli.serving.request import Busy, Event, Limits, Stats
 
@@ -84,7 +85,7 @@ class Talk:
 
 
 def served(engine, tokenizer, **how):
-    found = Served(engine, tokenizer, "m", frozenset(), **how)
+    found = served_by(engine, tokenizer, frozenset(), **how)
     return found, make_app(found)
 
 
@@ -100,7 +101,7 @@ def test_a_slow_reader_gets_what_came_meanwhile_in_one_piece(tokenizer):
     async def go():
         engine = Scripted(list(range(300, 500)))
         s, app = served(engine, tokenizer)
-        s.hub.start()
+        await s.models.start(lambda n, of: None)
         slow, reading = Talk(app, {"prompt": "Once", "stream": True, "max_tokens": 200}), asyncio.Event()
 
         async def send(message):
@@ -132,7 +133,7 @@ def test_a_stream_that_nobody_reads_ends_in_time(tokenizer):
     async def go():
         engine, said = Scripted([300]), []
         s, app = served(engine, tokenizer, answer_s=0.1, log=said.append)
-        s.hub.start()
+        await s.models.start(lambda n, of: None)
         whole, streamed = (Talk(app, {"prompt": "Once", "stream": b}) for b in (False, True))
         assert (await whole.run())[0] == 504
         assert b"took longer than 0 s" in (await streamed.run())[1]
@@ -146,11 +147,11 @@ def test_requests_that_belong_together_go_in_together_or_not_at_all(tokenizer):
     async def go():
         engine = Scripted([300], room=2)
         s, app = served(engine, tokenizer)
-        s.hub.start()
+        await s.models.start(lambda n, of: None)
         status, body = await Talk(app, {"prompt": "Once", "n": 3}).run()
         assert (status, json.loads(body)["error"]["type"]) == (429, "rate_limit_error")
         assert engine.cancelled == [1, 2]
-        assert not s.hub.lives
+        assert not s.models.model.hub.lives
 
     asyncio.run(go())
 
@@ -160,7 +161,7 @@ def test_a_bug_is_told_and_nothing_is_left(tokenizer, streamed, monkeypatch):
     async def go():
         engine, failed = Scripted([300]), []
         s, app = served(engine, tokenizer, failed=failed.append)
-        s.hub.start()
+        await s.models.start(lambda n, of: None)
         monkeypatch.setattr(Writer, "push", lambda self, events: 1 / 0)
         task = asyncio.create_task(Talk(app, {"prompt": "Once", "stream": streamed}).run())
         await until(lambda: engine.requests)
@@ -169,7 +170,7 @@ def test_a_bug_is_told_and_nothing_is_left(tokenizer, streamed, monkeypatch):
         assert status == (200 if streamed else 500)
         assert b"internal error, please report it: ZeroDivisionError" in body
         assert isinstance(failed[0], ZeroDivisionError)
-        assert not s.hub.lives
+        assert not s.models.model.hub.lives
 
     asyncio.run(go())
 
@@ -178,7 +179,7 @@ def test_an_error_of_the_engine_is_told(tokenizer):
     async def go():
         engine = Scripted([])
         s, app = served(engine, tokenizer)
-        s.hub.start()
+        await s.models.start(lambda n, of: None)
         task = asyncio.create_task(Talk(app, {"prompt": "Once"}).run())
         await until(lambda: engine.requests)
         engine.sink([(1, Event(finish_reason="error", message="the device is lost"))])

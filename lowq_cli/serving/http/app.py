@@ -1,11 +1,9 @@
 """The server's paths: what each does with a request, and what every request passes first."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from importlib import resources
 from secrets import randbits
 from typing import Any
@@ -20,24 +18,21 @@ from starlette.types import ASGIApp
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
-from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http import fields, refusal, tools
 from lowq_cli.serving.http.answers import Answer, Gone
 from lowq_cli.serving.http.bodies import Bodies
 from lowq_cli.serving.http.conversation import prompt_ids
-from lowq_cli.serving.http.grammar import Grammars
 from lowq_cli.serving.http.guard import Guard
-from lowq_cli.serving.http.hub import Hub
-from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics, Roofline
+from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
-from lowq_cli.serving.http.text import Names, Writer, stop_tokens
-from lowq_cli.serving.request import Done, Draw, Engine, Mask, Request
+from lowq_cli.serving.http.served_model import OneModel, ServedModel
+from lowq_cli.serving.http.text import Writer, stop_tokens
+from lowq_cli.serving.request import Done, Draw, Mask, Request
 from lowq_packers.errors import LowqError
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request names no number, as OpenAI has it
 LONG = 16384  # characters from which a text is encoded beside the event loop, not in it
-SHRINKS = 4  # times that normalizing may shorten a text, at most
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -47,46 +42,30 @@ class Served:
     """What is served, and within which bounds.
 
     Args:
-        engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
-        api_key: what they must show, "" for nothing. hosts: names under which they may come, () for any.
+        models: what can be asked for.
+        api_key: what clients must show, "" for nothing. hosts: names under which they may come, () for any.
         body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
         bodies_bytes: of all bodies that are held at once.
-        draw: settings of `Draw` where a request leaves them out.
         log: told one line a request. failed: told an exception that is a bug of ours.
-        recording: told how far the engine's start is. roofline: what `Metrics` takes.
+        recording: told how far the engine's start is.
     """
 
-    engine: Engine
-    tokenizer: LoadedTokenizer
-    name: str
-    stop_ids: frozenset[int]
+    models: OneModel
     api_key: str = ""
     hosts: tuple[str, ...] = ()
     body_bytes: int = 4 << 20
     bodies_bytes: int = 64 << 20
     body_s: float = 30.0
     answer_s: float = 3600.0
-    draw: dict[str, Any] = field(default_factory=dict)
     log: Callable[[str], None] = lambda line: None
     failed: Callable[[Exception], None] = lambda e: None
     recording: Done = lambda n, of: None
-    roofline: Roofline = field(default_factory=Roofline)
-    metrics: Metrics = field(init=False)
-    hub: Hub = field(init=False)
     unstarted: Exception | None = field(default=None, init=False)  # why the engine did not start
 
-    def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine, self.roofline)
-        self.hub = Hub(self.engine, self.metrics.first.observe, self.metrics.gap.observe)
-        self.names, self.added = Names(self.tokenizer), self.tokenizer.added_tokens()
-        self.grammars = Grammars(self.tokenizer, self.stop_ids, self.engine.vocabulary)
-        self.created = int(time.time())
-
-    @cached_property
-    def most_characters(self) -> int:
-        """A longer text cannot be short enough, whatever its tokens are."""
-        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
-        return SHRINKS * longest * self.engine.limits.longest
+    @property
+    def metrics(self) -> Metrics:
+        """The server's numbers."""
+        return self.models.metrics
 
 
 def make_app(served: Served) -> ASGIApp:
@@ -95,7 +74,7 @@ def make_app(served: Served) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
-            served.hub.start(served.recording)
+            await served.models.start(served.recording)
         except Exception as e:  # uvicorn would only end with a number
             served.unstarted = e
             raise
@@ -143,33 +122,20 @@ class Endpoints:
 
     async def health(self, _: HttpRequest) -> Response:
         """Whether it takes requests, and how much there is to do."""
-        s = self.served.engine.stats()
-        why = self.served.engine.closed or s.stalled
-        return answer_json({"status": why or "ok", "running": s.running, "waiting": s.waiting}, 503 if why else 200)
+        running, waiting, why = self.served.models.state()
+        return answer_json({"status": why or "ok", "running": running, "waiting": waiting}, 503 if why else 200)
 
     async def metrics(self, _: HttpRequest) -> Response:
         """For Prometheus."""
         return Response(self.served.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: HttpRequest) -> Response:
-        """The one model."""
-        return answer_json({"object": "list", "data": [self._model()]})
+        """All that can be asked for."""
+        return answer_json({"object": "list", "data": self.served.models.shown()})
 
     async def model(self, request: HttpRequest) -> Response:
-        """The one model, by its name."""
-        self._check_model(request.path_params["name"])
-        return answer_json(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        served = self.served
-        more: dict[str, Any] = {"max_model_len": served.engine.limits.longest, "chat": bool(served.tokenizer.chat_template)}
-        more |= {"sampling": served.draw}
-        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "lowq", **more}
-
-    def _check_model(self, name: str) -> None:
-        if name != self.served.name:
-            line = f"the model {fields.shown(name)} is not served here; this server has {fields.shown(self.served.name)}"
-            raise Refusal(404, line, param="model", code="model_not_found")
+        """One of them, by its name."""
+        return answer_json(self.served.models.shown(request.path_params["name"])[0])
 
     async def chat(self, request: HttpRequest) -> Response:
         """/v1/chat/completions."""
@@ -209,25 +175,29 @@ class Endpoints:
 
     async def _begin(self, raw: bytes, chat: bool, client: str) -> Answer:
         """Read a body and queue what it asks for. Raises Refusal, LowqError."""
-        served, limits = self.served, self.served.engine.limits
-        asked = fields.read(raw, chat, served.draw)
-        self._check_model(asked.get("model", served.name))
+        asked = fields.read(raw, chat)
+        async with self.served.models.lease(asked.get("model")) as model:
+            return await self._queue(model, asked, chat, client)
+
+    async def _queue(self, model: ServedModel, asked: fields.Asked, chat: bool, client: str) -> Answer:
+        """Queue what a body asks of a model. Raises Refusal, LowqError."""
+        limits = model.engine.limits
         offered = tools.read(asked) if chat else tools.Tools()
         n = (1 if chat else len(asked.get("prompt"))) * asked.n
         if n > fields.MOST_CHOICES:
             raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
         texts = asked.get("stop", ())
-        ending = stop_tokens(texts, served.added)
-        prompts = await self._prompts(asked, offered)
-        mask = await self._form(asked, offered)
+        ending = stop_tokens(texts, model.added)
+        prompts = await self._prompts(model, asked, offered)
+        mask = await self._form(model, asked, offered)
         where = "messages" if chat else "prompt"
         for prompt in prompts:
             if len(prompt) >= limits.longest:
                 line = f"the prompt has {len(prompt)} tokens and the context ends at {limits.longest}; shorten the prompt"
                 raise Refusal(400, line, param=where, code="context_length_exceeded")
-            check_ids(prompt, served.engine.vocabulary)
-        stop_ids = (frozenset() if asked.get("ignore_eos") else served.stop_ids) | ending
-        settings = {"seed": randbits(62), **asked.draw, "logprobs": asked.logprobs}
+            check_ids(prompt, model.engine.vocabulary)
+        stop_ids = (frozenset() if asked.get("ignore_eos") else model.stop_ids) | ending
+        settings = {"seed": randbits(62), **asked.drawn(model.draw), "logprobs": asked.logprobs}
         requests, writers, echoes = [], [], []
         for i in range(n):
             ids = tuple(prompts[i // asked.n])
@@ -235,41 +205,40 @@ class Endpoints:
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client))
-            writers.append(Writer(served.tokenizer, ids, texts, stop_ids, offered, served.added))
-            echoes.append(self._echo(asked, i // asked.n, ids))
-        live = served.hub.submit(requests if asked.max_tokens != 0 else [])
-        return Answer(asked, live, writers, sum(map(len, prompts)), served.names, served.name, echoes)
+            writers.append(Writer(model.tokenizer, ids, texts, stop_ids, offered, model.added))
+            echoes.append(self._echo(model, asked, i // asked.n, ids))
+        live = model.hub.submit(requests if asked.max_tokens != 0 else [])
+        return Answer(asked, live, writers, sum(map(len, prompts)), model.names, model.name, echoes)
 
-    def _echo(self, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
+    def _echo(self, model: ServedModel, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
         if not asked.get("echo"):
             return ""
         given = asked.get("prompt")[i]
-        return given if isinstance(given, str) else self.served.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return given if isinstance(given, str) else model.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    async def _form(self, asked: fields.Asked, offered: tools.Tools) -> Callable[[], Mask] | None:
+    async def _form(self, model: ServedModel, asked: fields.Asked, offered: tools.Tools) -> Callable[[], Mask] | None:
         """What makes the masks under which an answer has the form asked for, if one was."""
         if asked.get("response_format") is None and not offered.forced:
             return None
-        tokenizer, grammars = self.served.tokenizer, self.served.grammars
+        tokenizer, grammars = model.tokenizer, model.grammars
 
         def work() -> Callable[[], Mask] | None:
             template = tokenizer.template(bool(offered.given))
-            return tools.form(asked, offered, template, self.served.added, grammars)
+            return tools.form(asked, offered, template, model.added, grammars)
 
         return await asyncio.to_thread(work)  # a second for the first, milliseconds to seconds for large schemas
 
-    async def _prompts(self, asked: fields.Asked, offered: tools.Tools) -> list[list[int]]:
+    async def _prompts(self, model: ServedModel, asked: fields.Asked, offered: tools.Tools) -> list[list[int]]:
         """Token ids of every prompt. Templates are rendered and long texts encoded in a thread: other answers go on."""
-        served = self.served
         texts = [str(asked.get("messages"))] if asked.chat else [p for p in asked.get("prompt") if isinstance(p, str)]
         characters = max(map(len, texts), default=0)
-        if characters > served.most_characters:
-            line = f"the prompt's {characters} characters are more than {served.engine.limits.longest} tokens; shorten it"
+        if characters > model.most_characters:
+            line = f"the prompt's {characters} characters are more than {model.engine.limits.longest} tokens; shorten it"
             raise Refusal(400, line, param="messages" if asked.chat else "prompt", code="context_length_exceeded")
 
         def work() -> list[list[int]]:
             if asked.chat:
-                return [prompt_ids(served.tokenizer, asked, offered.given)]
-            return [encode(served.tokenizer, p) if isinstance(p, str) else p for p in asked.get("prompt")]
+                return [prompt_ids(model.tokenizer, asked, offered.given)]
+            return [encode(model.tokenizer, p) if isinstance(p, str) else p for p in asked.get("prompt")]
 
         return await asyncio.to_thread(work) if asked.chat or sum(map(len, texts)) > LONG else work()

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from lowq_cli.engine.prompts import check_characters
@@ -185,17 +184,18 @@ class Asked:
         """A field's value, or the default where it is missing or null."""
         return self.given.get(name, default)
 
+    def drawn(self, default: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of `Draw`: those that it leaves out are `default`'s."""
+        return {"temperature": 1.0, **default, **self.draw}
+
     @property
     def n(self) -> int:
         """Answers to each prompt."""
         return self.get("n", 1)
 
 
-def read(raw: bytes, chat: bool, default: Mapping[str, Any] = MappingProxyType({})) -> Asked:
-    """The body of a request to one of the two endpoints. Raises Refusal.
-
-    default: settings of `Draw` for the fields that it leaves out.
-    """
+def read(raw: bytes, chat: bool) -> Asked:
+    """The body of a request to one of the two endpoints. Raises Refusal."""
     body = _parsed(raw)
     fields = CHAT if chat else COMPLETION
     known("", body, set(fields))
@@ -203,8 +203,9 @@ def read(raw: bytes, chat: bool, default: Mapping[str, Any] = MappingProxyType({
     needed = "messages" if chat else "prompt"
     if needed not in given:
         raise wrong(needed, "is needed")
-    draw = {"temperature": 1.0, **default} | {name: given[name] for name in SAMPLING if name in given}
-    draw["top_k"] = max(0, draw.get("top_k", 0))
+    draw = {name: given[name] for name in SAMPLING if name in given}
+    if "top_k" in draw:
+        draw["top_k"] = max(0, draw["top_k"])
     if "seed" in draw:
         draw["seed"] &= INT64
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):

@@ -68,9 +68,8 @@ class Hub:
         self.lives: dict[int, tuple[Live, int]] = {}
         self.latest: dict[int, float] = {}
 
-    def start(self, done: Done = lambda n, of: None) -> None:
-        """Start the engine; its events come to the running event loop."""
-        loop = asyncio.get_running_loop()
+    def start(self, loop: asyncio.AbstractEventLoop, done: Done = lambda n, of: None) -> None:
+        """Start the engine; its events come to `loop`. From any thread."""
 
         def sink(batch: list[tuple[int, Event]]) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody listens

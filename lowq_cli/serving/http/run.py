@@ -79,7 +79,7 @@ def serve(
             raise
         raise served.unstarted from None
     finally:
-        served.engine.stop(0)
+        served.models.model.engine.stop(0)
         sys.setswitchinterval(interval)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         """No new requests; a last moment for those there are."""
         loop = asyncio.get_running_loop()
-        late = loop.call_later(self.grace_s, self.served.hub.cancel_all)
+        late = loop.call_later(self.grace_s, self.served.models.model.hub.cancel_all)
         await super().shutdown(sockets)
         late.cancel()
 
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
         while not self.should_exit:
             self.look()
             sweep(self.server_state.connections)  # type: ignore[arg-type]  # they are ours
-            self.ended = self.served.engine.closed
+            self.ended = self.served.models.model.engine.closed
             if self.ended:
                 self.should_exit = True
             await asyncio.sleep(LIVE_S)
