@@ -76,12 +76,18 @@ class Compiler:
         self.ropes: set[p.Rope] = set()
         self.layer_state: dict[int, int] = {}  # layer -> number of its keys and values, for layers that share them
         self.pending: p.Update | None = None  # whose sum has not been added to the residual stream yet
+        self.entered: list[int] = []  # of each layer, and of the end: the step after which the stream is what enters it
         for number, layer in enumerate(model.layers):
             self.products.append({})
             self.number = number
+            if model.merge is not None and not number:
+                self._emit(self._beside(model.merge.beside))
+                self._product(model.merge.project, "fc")
+                self._emit(s.Begin())
             for update in layer:
                 self._update(update)
         self._add_norm(model.norm)
+        self.entered.append(len(self.steps))
 
     def _emit(self, *steps: s.Step) -> None:
         self.steps += steps
@@ -104,8 +110,17 @@ class Compiler:
         rows, norm = self.weights.vector(f"{part.embed}.weight"), self.norm(part.norm)
         return Tokens(part, rows, self.weights.linear(part.project), norm)
 
+    def _beside(self, part: p.Beside) -> s.Beside:
+        e, h = (None if n is None else self.norm(n) for n in (part.embedding, part.hidden))
+        return s.Beside(e, h, part.hidden_first, part.zero_first, part.replaces)
+
     def _update(self, update: p.Update) -> None:
-        self._add_norm(update.norm)
+        if update.beside is not None:
+            self._emit(self._beside(update.beside))
+        else:
+            self._add_norm(update.norm)
+        if len(self.entered) == self.number:
+            self.entered.append(len(self.steps))
         if len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch):
             self._mixer(update.mixers[0])
         else:

@@ -60,8 +60,8 @@ class Contents:
     linears: dict[Linear, list[Matrix]]
     experts: dict[Experts, dict[str, list[Matrix]]]
     vectors: dict[str, tuple[int, ...]]  # whole names
-    embed: Matrix
-    head: Matrix | None  # None: tied to the embedding
+    embed: Matrix | None  # None: of another model, which a draft head guesses for
+    head: Matrix | None  # None: tied to the embedding, or of another model
 
 
 class NativeModel(nn.Module):
@@ -141,29 +141,48 @@ def contents_of(source: Source, device: torch.device) -> Contents:
         model = replace(model, tied=False)
         named = Named(model, named.place)
 
+    table = Matrix(named.place[0] + model.embed, model.vocab, model.hidden)
+    head = None if model.tied else Matrix(named.place[1], model.vocab, model.hidden, model.head_bias)
+    contents = filled(config, named, dtype, schemes, table, head)
+    if head is None and contents.embed and contents.embed.how and model.head_bias:
+        raise NotPlain("a head with a bias that is the packed embedding")
+    contents = replace(contents, act="none" if quantization is None or in_fp8 else quantization.get("activations", "none"))
+    check(contents, source.headers)
+    return contents
+
+
+def filled(
+    config: Config,
+    named: Named,
+    dtype: torch.dtype,
+    schemes: Mapping[str, Stored | InBlocks],
+    table: Matrix | None,
+    head: Matrix | None,
+    *others: Linear,
+) -> Contents:
+    """What the description behind some names asks for, matrices as `schemes` says that files hold them.
+
+    others: products beside those of the description. Raises NotPlain.
+    """
+
     def stored(row: list[Matrix]) -> list[Matrix]:
         return [replace(m, how=schemes.get(m.stem)) for m in row]
 
-    linears = {part: stored(named.matrices(part)) for part in walk(model) if isinstance(part, Linear)}
+    model = named.model
+    linears = {part: stored(named.matrices(part)) for part in (*walk(model), *others) if isinstance(part, Linear)}
     routed = [part for part in walk(model.layers) if isinstance(part, Experts)]
     for part in routed:
         _check_mixture(part)
     experts = {part: {name: stored(row) for name, row in named.experts(part).items()} for part in routed}
-    (table,) = stored([Matrix(named.place[0] + model.embed, model.vocab, model.hidden)])
-    head = None if model.tied else stored([Matrix(named.place[1], model.vocab, model.hidden, model.head_bias)])[0]
+    embed, top = (stored([m])[0] if m else None for m in (table, head))
     rows = [
         *linears.values(),
         *(row for stacks in experts.values() for row in stacks.values()),
-        [table, *([head] if head else [])],
+        [m for m in (embed, top) if m],
     ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
-    if head is None and table.how and model.head_bias:
-        raise NotPlain("a head with a bias that is the packed embedding")
-    act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
-    contents = Contents(config, model, named, dtype, act, linears, experts, vectors, table, head)
-    _check(contents, source.headers)
-    return contents
+    return Contents(config, model, named, dtype, "none", linears, experts, vectors, embed, top)
 
 
 def _check_mixture(part: Experts) -> None:
@@ -191,10 +210,10 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[named]
 
 
-def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
+def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
     """Raise NotPlain unless the headers are those of `contents`, and of parts that text does not need."""
     wanted: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
-    singles = [contents.embed, *([contents.head] if contents.head else [])]
+    singles = [m for m in (contents.embed, contents.head) if m]
     stacks = [row for stacks in contents.experts.values() for row in stacks.values()]
     if any(len({m.how for m in row}) > 1 or not (row[0].how is None or _in_rows(row[0])) for row in stacks):
         raise NotPlain("experts of a layer that are not packed alike, in rows")
@@ -261,24 +280,31 @@ class FileWeights:
 
 
 def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
-    """Read in threads: the files' bytes, then each weight into its layout."""
-    dtype = contents.dtype
-    with reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
-        embed = pool.submit(_embedding, contents, reader)
-        head = pool.submit(_linear, [contents.head], dtype, reader) if contents.head else None
-        futures = {key: pool.submit(_linear, row, dtype, reader, contents.act) for key, row in contents.linears.items()}
-        mixtures = {part: pool.submit(_experts, part, rows, contents, reader) for part, rows in contents.experts.items()}
-        vectors = {n: nn.Parameter(reader.read(n, dtype), requires_grad=False) for n in contents.vectors}
-        table = embed.result()
-        top = head.result() if head else _tied(table, contents, vectors.get(contents.named.place[1] + BIAS))
-        linears = {key: f.result() for key, f in futures.items()}
-        routed = {part: f.result() for part, f in mixtures.items()}
-        reader.check()
-    weights = FileWeights(contents, linears, routed, vectors, table, top)
+    weights = read_weights(contents, reader)
     model = NativeModel(contents, weights, reader.device, _generation(source, contents.config)).eval()
     in_fp8 = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.widened]
     say_widened(model.device, sum(m.weight.nbytes for m in in_fp8))
     return model
+
+
+def read_weights(
+    contents: Contents, reader: Reader, embed_of: nn.Module | None = None, head_of: nn.Module | None = None
+) -> FileWeights:
+    """Read in threads: the files' bytes, then each weight into its layout. embed_of, head_of: where it has none."""
+    dtype = contents.dtype
+    with reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
+        embed = pool.submit(_embedding, contents.embed, contents, reader) if contents.embed else None
+        head = pool.submit(_linear, [contents.head], dtype, reader) if contents.head else None
+        futures = {key: pool.submit(_linear, row, dtype, reader, contents.act) for key, row in contents.linears.items()}
+        mixtures = {part: pool.submit(_experts, part, rows, contents, reader) for part, rows in contents.experts.items()}
+        vectors = {n: nn.Parameter(reader.read(n, dtype), requires_grad=False) for n in contents.vectors}
+        table: Any = embed.result() if embed else embed_of
+        if (top := head.result() if head else head_of) is None:
+            top = _tied(table, contents, vectors.get(contents.named.place[1] + BIAS))
+        linears = {key: f.result() for key, f in futures.items()}
+        routed = {part: f.result() for part, f in mixtures.items()}
+        reader.check()
+    return FileWeights(contents, linears, routed, vectors, table, top)
 
 
 def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "none") -> nn.Module:
@@ -362,9 +388,8 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
     return experts.prepare(dtype)
 
 
-def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedding:
+def _embedding(m: Matrix, contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedding:
     """The token embedding."""
-    m = contents.embed
     scale = contents.model.embed_scale
     kind = nn.Embedding if scale == 1.0 else ScaledEmbedding
     rows = reader.join([m.stem + WEIGHT], contents.dtype) if m.how is None else torch.empty(m.N, m.K, device="meta")
@@ -385,6 +410,7 @@ def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedd
 def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.Tensor | None) -> nn.Module:
     """The head that shares the embedding's weight."""
     m = contents.embed
+    assert m
     if isinstance(table, QuantEmbedding):
         tied = TiedHead(m.N, m.K, table.scheme, False, contents.dtype, "meta")
         tied.share(table)

@@ -45,6 +45,7 @@ class Plan:
         self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # some embeddings multiply by it themselves
         compiled = Compiler(model, weights, dtype)
         self.steps, self.states = compiled.steps, compiled.states
+        self._entered, self._untapped, self.taps = compiled.entered, compiled.steps, tuple[int, ...]()
         self.tokens = compiled.token_table(model.tokens) if model.tokens else None
         self.embed_norm = compiled.norm(model.embed_norm) if model.embed_norm else None
         named = nn.ModuleList(nn.ModuleDict(products) for products in compiled.products)
@@ -89,11 +90,42 @@ class Plan:
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
 
-    def hidden(self, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]) -> torch.Tensor:
-        """Embeddings x (M, H) through every layer and the last norm, (M, H). State is read and written."""
-        frame, steps = s.Frame(x.contiguous(), batch, state), self.program(x.shape[0])
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Have passes note the residual stream entering these layers (one past the last: what leaves that), in their order.
+
+        It is noted behind the product that reads it: norms and sums stay folded into their products.
+        """
+        if layers == self.taps:
+            return
+        steps, self.taps = list(self._untapped), layers
+        for layer in sorted(set(layers), reverse=True):
+            at = self._entered[layer]
+            steps.insert(at + (at < len(steps) and isinstance(steps[at], s.Product)), s.Tap(layer))
+        self.steps = steps
+        self._folded.clear()
+
+    def hidden(
+        self,
+        x: torch.Tensor,
+        batch: Batch,
+        state: Sequence[KeyValues | States],
+        taps: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Embeddings x (M, H) through every layer and the last norm, (M, H). State is read and written.
+
+        taps: is given what `tap` asked for, (M, H) each.
+        """
+        frame = s.Frame(x.contiguous(), batch, state, taps=None if taps is None else {})
         if self.tokens is not None:
             frame.kept["table"] = self.tokens(batch.ids, frame.x)
+        self.run(frame)
+        if taps is not None and frame.taps is not None:
+            taps += [frame.taps[i] for i in self.taps]
+        return frame.y
+
+    def run(self, frame: s.Frame) -> s.Frame:
+        """Every step on a frame."""
+        x, steps = frame.x, self.program(frame.x.shape[0])
         if steps is not self.steps:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
         outer = scope.set(self.tuned)
@@ -102,7 +134,7 @@ class Plan:
                 step.run(frame)
         finally:
             scope.reset(outer)
-        return frame.y
+        return frame
 
     def _row_of_ones(self, M: int) -> torch.Tensor:
         if M not in self._ones:

@@ -31,6 +31,7 @@ class Frame:
     state: Sequence[KeyValues | States]
     y: torch.Tensor = field(init=False)
     kept: dict[str, Any] = field(default_factory=dict)
+    taps: dict[int, torch.Tensor] | None = None  # by layer, what `Tap` notes for a draft head; None: nobody reads it
 
     @property
     def ops(self) -> Ops:
@@ -116,6 +117,53 @@ class Normed(Step):
         x = f.x if self.source == "x" else f.y if self.source == "y" else f.kept[self.source]
         x = x if self.norm is None else f.ops.normed(x, *self.norm)
         f.y = x if self.by == 1.0 else x * self.by
+
+
+@dataclass(frozen=True, eq=False)
+class Tap(Step):
+    """The residual stream entering a layer is noted for a draft head, where one reads it."""
+
+    layer: int
+    what = "add"
+
+    def run(self, f: Frame) -> None:
+        if f.taps is not None:
+            f.taps[self.layer] = f.x.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Beside(Step):
+    """y = the kept "embedding" and x side by side, each normed; as `parts.Beside`."""
+
+    embedding: Norm | None
+    hidden: Norm | None
+    hidden_first: bool = False
+    zero_first: bool = False
+    replaces: bool = False
+    what = "norm"
+
+    def width(self, before: int) -> int:
+        return 2 * before
+
+    def run(self, f: Frame) -> None:
+        e, h = f.kept["embedding"], f.x
+        if self.zero_first:
+            e = e.masked_fill((f.batch.positions == 0)[:, None], 0.0)
+        e = e if self.embedding is None else f.ops.normed(e, *self.embedding)
+        h = h if self.hidden is None else f.ops.normed(h, *self.hidden)
+        f.y = torch.cat((h, e) if self.hidden_first else (e, h), -1)
+        if self.replaces:
+            f.x = h
+
+
+@dataclass(frozen=True, eq=False)
+class Begin(Step):
+    """The residual stream begins with y."""
+
+    what = "add"
+
+    def run(self, f: Frame) -> None:
+        f.x = f.y
 
 
 @dataclass(frozen=True, eq=False)

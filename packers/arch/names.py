@@ -32,9 +32,9 @@ def tensors(model: Model, form: Form, place: tuple[str, str] | None = None) -> d
     place: (prefix, head) that the names have, where not transformers': one of `model.files`.
     """
     prefix, head = place or (model.prefix, model.head)
-    inside = dict(_part(model.layers, form, "other"))
+    inside = dict(part_tensors(model.layers, form, "other"))
     inside |= {f"{model.embed}.weight": Tensor((model.vocab, model.hidden), "embedding")}
-    inside |= dict(_part((model.norm, model.embed_norm, model.tokens), form, "other"))
+    inside |= dict(part_tensors((model.norm, model.embed_norm, model.tokens), form, "other"))
     if form != "modules":
         inside = {renamed(model, name): t for name, t in inside.items()}
     found = {prefix + name: t for name, t in inside.items()}
@@ -51,12 +51,12 @@ def renamed(model: Model, name: str) -> str:
     return name.replace(*pair) if pair else name
 
 
-def _part(part: Any, form: Form, kind: str) -> Named:
+def part_tensors(part: Any, form: Form, kind: str = "other") -> Named:
     """The tensors of one part and of what is inside. kind: of the linear layers."""
     match part:
         case tuple():
             for one in part:
-                yield from _part(one, form, kind)
+                yield from part_tensors(one, form, kind)
         case Linear():
             for name, rows in zip(part.parts, part.rows, strict=True):
                 yield f"{name}.weight", Tensor((rows, part.columns), kind)
@@ -65,34 +65,38 @@ def _part(part: Any, form: Form, kind: str) -> Named:
         case Norm() if part.name:
             for leaf in ("weight", "bias")[: 1 + part.bias]:
                 yield f"{part.name}.{leaf}", Tensor(part.shape or (part.size,), "norm")
+        case parts.Beside():
+            yield from part_tensors((part.embedding, part.hidden), form, kind)
+        case parts.Merge():
+            yield from part_tensors((part.beside, part.project), form, kind)
         case parts.Conv():
             yield f"{part.name}.weight", Tensor((part.channels, 1, part.width), "recurrent")
             if part.bias:
                 yield f"{part.name}.bias", Tensor((part.channels,), "recurrent")
         case parts.Update():
-            yield from _part((part.norm, part.post, part.mixers), form, kind)
+            yield from part_tensors((part.beside, part.norm, part.post, part.mixers), form, kind)
             yield from _vectors("other", (part.after, 1))
         case parts.Branch():
-            yield from _part((part.norm, part.post, part.mixer), form, kind)
+            yield from part_tensors((part.norm, part.post, part.mixer), form, kind)
         case parts.Attention():
-            yield from _part((part.qkv, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
+            yield from part_tensors((part.qkv, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
             yield from _vectors("attention", (part.sinks, part.heads))
         case parts.LatentAttention():
-            yield from _part((part.q, part.kv_down, part.kv_norm, part.kv_up, part.o), form, "attention")
+            yield from part_tensors((part.q, part.kv_down, part.kv_norm, part.kv_up, part.o), form, "attention")
         case parts.GatedDelta():
-            yield from _part((part.inputs, part.conv, part.out, part.norm), form, "attention")
+            yield from part_tensors((part.inputs, part.conv, part.out, part.norm), form, "attention")
             yield from _vectors("recurrent", (part.a_log, part.v_heads), (part.dt_bias, part.v_heads))
         case parts.Mamba2():
-            yield from _part((part.inputs, part.conv, part.out, part.norm), form, "attention")
+            yield from part_tensors((part.inputs, part.conv, part.out, part.norm), form, "attention")
             yield from _vectors("recurrent", *((name, part.heads) for name in (part.a_log, part.dt_bias, part.d)))
         case parts.ShortConv():
-            yield from _part((part.inputs, part.conv, part.out), form, "attention")
+            yield from part_tensors((part.inputs, part.conv, part.out), form, "attention")
         case parts.Mlp():
-            yield from _part((part.up, part.down), form, "mlp")
+            yield from part_tensors((part.up, part.down), form, "mlp")
         case parts.PerLayer():
-            yield from _part((part.gate, part.up), form, "mlp")
+            yield from part_tensors((part.gate, part.up), form, "mlp")
         case parts.Experts():
-            yield from _part((part.router, part.shared, part.latent), form, "mlp")
+            yield from part_tensors((part.router, part.shared, part.latent), form, "mlp")
             yield from _vectors("router", (part.shared_gate and f"{part.shared_gate}.weight", 1, part.router.hidden))
             yield from _experts(part, form)
         case parts.Router():
@@ -102,7 +106,7 @@ def _part(part: Any, form: Form, kind: str) -> Named:
             yield from _vectors("router", own, bias, (part.scale, part.hidden), (part.each, part.experts))
         case parts.TokenTable():
             yield f"{part.embed}.weight", Tensor((part.vocab, part.layers * part.dims), "embedding")
-            yield from _part((part.project, part.norm), form, "other")
+            yield from part_tensors((part.project, part.norm), form, "other")
 
 
 def _vectors(kind: str, *given: tuple[Any, ...]) -> Named:

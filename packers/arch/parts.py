@@ -351,14 +351,41 @@ Mixer = Attention | LatentAttention | GatedDelta | Mamba2 | ShortConv | Mlp | Ex
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A token's embedding and a hidden state side by side, each normed: what draft heads read (`lowq_packers.heads`).
+
+    hidden_first: the hidden state comes first. zero_first: the embedding at position 0 is zero. replaces: from there on the
+    residual stream is the normed hidden state.
+    """
+
+    embedding: Norm | None
+    hidden: Norm | None
+    hidden_first: bool = False
+    zero_first: bool = False
+    replaces: bool = False
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How the residual stream of a draft head begins that has a product there: project(beside)."""
+
+    beside: Beside
+    project: Linear
+
+
+@dataclass(frozen=True)
 class Update:
-    """x <- (x + scale * post(sum of mixers(norm(x)))) * after. Two mixers are a parallel block. after: name of a scalar."""
+    """x <- (x + scale * post(sum of mixers(norm(x)))) * after. Two mixers are a parallel block. after: name of a scalar.
+
+    beside: what the mixers of a draft head's first layer are given in place of norm(x).
+    """
 
     mixers: tuple[Mixer, ...]
     norm: Norm | None = None
     post: Norm | None = None
     scale: float = 1.0
     after: str = ""
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)
@@ -388,6 +415,7 @@ class Model:
     renamed: (part of a name in modules, what stands in its place in files), for tensors below the prefix; experts say theirs.
     extra: prefixes of whole names of tensors that are kept but not run here (MTP heads), written with `prefix` where they are
     below the text model.
+    merge: what a draft head's layers are given, whose stream is else the hidden state itself.
     """
 
     layers: tuple[tuple[Update, ...], ...]
@@ -408,6 +436,7 @@ class Model:
     files: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     extra: tuple[str, ...] = ()
+    merge: Merge | None = None
 
 
 def walk(part: Any) -> Iterator[Any]:

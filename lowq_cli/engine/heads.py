@@ -1,0 +1,172 @@
+"""A draft head's weights as a plan of the engine's own steps, and how they are read: from a folder, or beside a model's layers.
+
+The plan runs like a model's: packed or 16-bit products, folded where they can be, keys and values in a state of its own. Beside
+tokens it is given the target's hidden states: `entering` makes the head's own of them, `guess` goes one token further.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_cli.engine import rope
+from lowq_cli.engine import steps as s
+from lowq_cli.engine.batch import Batch, KeyValues, States
+from lowq_cli.engine.native_loader import FileWeights, check, filled, read_weights
+from lowq_cli.engine.plan import Plan, plan_of
+from lowq_cli.engine.reading import Reader
+from lowq_cli.files.family_tensors import Matrix, Named
+from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO
+from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
+from lowq_cli.files.source import Source, open_source
+from lowq_kernels.decode.norms import Norm
+from lowq_packers.arch.config import NotPlain
+from lowq_packers.arch.names import Tensor, part_tensors
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.heads import MAPS, Read, Target, mtp, read_head
+
+INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+STREAM_END = -1  # among a head's layers: the target's last hidden state, normed
+
+
+class HeadPlan(Plan):
+    """The operations of a draft head.
+
+    Attributes:
+        described: the head. layers: the target's hidden states that it reads: i is what enters layer i, STREAM_END the last,
+        normed. offsets: (Vd,) int64 that make its guesses the target's ids; None where they are. note: what was assumed about
+        its files.
+    """
+
+    def __init__(self, read: Read, weights: FileWeights, target: Plan, offsets: torch.Tensor | None) -> None:
+        head = read.head
+        super().__init__(head.model, read.config, weights, target.device, target.dtype)
+        self.described, self.offsets, self.note, self.target = head, offsets, read.note, target
+        self.layers = head.taps or (STREAM_END,)
+        self.fuse = weights.linear(head.fuse.project) if head.fuse else None
+        norms = head.fuse.before if head.fuse else ()
+        self.before = [Norm(weights.vector(f"{n.name}.weight").flatten(), n.eps, n.kind, None, n.groups) for n in norms]
+        if self.fuse is not None:
+            self.linears["fuse"] = self.fuse
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of the target's token ids: the head's own, or the target's."""
+        return super().embed(ids) if self.described.own_embed else self.target.embed(ids)
+
+    def entering(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The head's hidden states (M, H) of the target's, (M, H) for each of `layers`."""
+        if self.fuse is None:
+            return states[0].clone()  # the steps add to it in place
+        each = list(states)
+        if len(self.before) == len(each):
+            each = [self.ops.normed(x.contiguous(), *norm) for x, norm in zip(each, self.before, strict=True)]
+        x = torch.cat(each, -1)
+        if len(self.before) == 1 != len(each):
+            x = self.ops.normed(x, *self.before[0])
+        return self.fuse(x)
+
+    def guess(
+        self, ids: torch.Tensor, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed hidden states (M, H) for `logits`, and what stands for the target's hidden states one token further.
+
+        ids: (M,) the token after each row's, as the target's. x: (M, H) hidden states, which are overwritten. State is written.
+        """
+        frame = s.Frame(x, batch, state)
+        frame.kept["embedding"] = self.embed(ids)
+        self.run(frame)
+        return frame.y, frame.y if self.described.recycled == "normed" else frame.x
+
+    def ids(self, guesses: torch.Tensor) -> torch.Tensor:
+        """The target's ids of guesses, which are places among its logits."""
+        return guesses if self.offsets is None else guesses + self.offsets[guesses]
+
+
+class _Names(Named):
+    """A head's tensors by the names that its files have. held: all names there; others belong to something else."""
+
+    def __init__(self, read: Read, held: Collection[str]) -> None:
+        self.model, self.place, self.files, self.held = read.head.model, ("", ""), read.files, held
+        fuse = (read.head.fuse.project, read.head.fuse.before) if read.head.fuse else ()
+        parts = (self.model.layers, self.model.norm, self.model.merge, *fuse)
+        self.tensors: dict[str, Tensor] = {self.full(n): t for n, t in part_tensors(parts, "split")}
+
+    def full(self, name: str) -> str:
+        """A name of the description, or what some begin with, as that of files."""
+        for ours, theirs in self.files.items():
+            if ours == name or ours.startswith(f"{name}."):
+                return theirs[: len(theirs) - len(ours) + len(name)]
+        raise DamagedError(f"the draft head has no tensor {name}")
+
+    def beside(self, name: str) -> bool:
+        """As `Named.beside`."""
+        return name in self.held
+
+
+def load(folder: str, model: Any) -> HeadPlan:
+    """The head in a folder (or a hub id), for a model. Raises UnsupportedError, DamagedError, NotFoundError in a line."""
+    with open_source(folder) as source:
+        target = _target(model)
+        try:
+            read = read_head(source.config, _shapes(source), target)
+            return _read(source, read, plan_of(model))
+        except NotPlain as e:
+            raise UnsupportedError(f"the draft head {folder} is not run: {e}") from None
+
+
+def inside(source: Source, model: Any) -> HeadPlan:
+    """The MTP layer in the open source that a model came from. Raises UnsupportedError where there is none that is run."""
+    try:
+        return _read(source, mtp.read(source.config, _shapes(source), _target(model)), plan_of(model))
+    except NotPlain as e:
+        raise UnsupportedError(f"the MTP layer of {source.name} is not run: {e}") from None
+
+
+def _target(model: Any) -> Target:
+    plan = plan_of(model)
+    return Target(plan.model, plan.config)
+
+
+def _schemes(source: Source) -> Mapping[str, Stored]:
+    given = source.config.get("quantization_config")
+    if given is None:
+        return {}
+    if given.get("quant_method") != METHOD:
+        raise NotPlain(f"its tensors are quantized by {given.get('quant_method')}")
+    return expand_stored(given, {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)})
+
+
+def _shapes(source: Source) -> dict[str, tuple[int, ...] | None]:
+    """Of the tensors that files hold, packed ones by the name of their matrix, without a shape."""
+    schemes = _schemes(source)
+    parts = {stem + leaf for stem in schemes for leaf in (SCALE, ZERO, TABLE)}
+    packed = {stem + WEIGHT for stem in schemes}
+    return {n: None if n in packed else tuple(h.shape) for n, h in source.headers.items() if n not in parts}
+
+
+def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
+    if why := rope.why_not(getattr(read.config, "rope_parameters", None)):
+        raise NotPlain(why)
+    head, named = read.head, _Names(read, source.headers)
+    m, fuse = head.model, (head.fuse.project,) if head.fuse else ()
+    rows = target.vocabulary
+    embed = Matrix(named.full(m.embed), rows, m.hidden) if head.own_embed else None
+    top = Matrix(named.full(m.head), m.vocab, m.hidden) if head.own_head else None
+    contents = filled(read.config, named, target.dtype, _schemes(source), embed, top, *fuse)
+    check(contents, source.headers)
+    reader = Reader(source, target.device)
+    offsets = _offsets(source, named.full(MAPS[0]), target.vocabulary).to(target.device) if head.mapped else None
+    weights = read_weights(contents, reader, target.embedding, target.head)
+    return HeadPlan(read, weights, target, offsets)
+
+
+def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:
+    """What makes guesses the target's ids. Raises DamagedError where it makes other numbers of them."""
+    header = source.headers[name]
+    if header.dtype not in INTEGERS:
+        raise DamagedError(f"{name} of the draft head is {header.dtype}, not of whole numbers")
+    found = torch.frombuffer(source.read_raw(name, 0, header.nbytes), dtype=INTEGERS[header.dtype]).long()
+    ids = found + torch.arange(len(found))
+    if not bool(((ids >= 0) & (ids < vocabulary)).all()):
+        raise DamagedError(f"{name} of the draft head names tokens that the model does not have")
+    return found

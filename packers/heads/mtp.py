@@ -1,0 +1,105 @@
+"""MTP layers, which publishers put beside a model's own: one more decoder layer that reads a token and a hidden state.
+
+Qwen3-Next and Qwen 3.5 (`mtp.`), DeepSeek V3, GLM-4.5 and kin (a layer past the last). Their layer is one of the model's own
+kind; embedding and output head are the model's, but where a layer past the last has copies.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowq_packers.arch.names import part_tensors
+from lowq_packers.arch.parts import Attention, Beside, Branch, LatentAttention, Linear, Merge, Norm, Update
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.heads import Head, Read, Shapes, Target, check_tensors, moved
+
+LAYER = "layers.0"  # of the head, in its description
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a publisher names and joins the parts of an MTP layer.
+
+    files: before the names of the files' tensors, {n} the number of layers; ours: what stands there in the description.
+    names: of the embedding's norm, the hidden state's, the product behind both, the last norm. hidden_first, zero_first: as in
+    `Beside`.
+    """
+
+    files: str
+    ours: str
+    names: tuple[str, str, str, str]
+    hidden_first: bool = False
+    zero_first: bool = False
+
+
+QWEN = Style("mtp.", "", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
+NEXTN = Style(
+    "model.layers.{n}.", f"{LAYER}.", tuple(f"{LAYER}.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),  # type: ignore[arg-type]
+    zero_first=True,
+)  # fmt: skip
+STYLES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe", "glm4_moe_lite"), NEXTN),
+}
+EMBED, HEAD = f"{LAYER}.embed_tokens", f"{LAYER}.shared_head.head"
+
+
+def style_of(config: Mapping[str, Any]) -> Style | None:
+    """How the MTP layers of a config.json's family are published; None for a family whose are not run."""
+    return STYLES.get(str(config.get("model_type")))
+
+
+def prefix_of(config: Mapping[str, Any], target: Target, names: Any) -> str:
+    """What the names of a checkpoint's MTP tensors begin with; "" where it has none."""
+    style = style_of(config)
+    if style is None:
+        return ""
+    wanted = style.files.format(n=target.layers)
+    inside = wanted.removeprefix("model.")
+    places = (wanted, *(place + inside for place in ("model.language_model.", "language_model.model.")))
+    return next((p for p in places if any(n.startswith(p) for n in names)), "")
+
+
+def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
+    """The first MTP layer of a checkpoint. Raises UnsupportedError where none is run, DamagedError for half of one."""
+    style = style_of(config)
+    prefix = prefix_of(config, target, shapes)
+    if style is None or not prefix:
+        kind = config.get("model_type")
+        why = "are not run" if style is None else "are not in its files, whatever config.json says of them"
+        raise UnsupportedError(f"MTP layers of {kind} {why}; drafts without a model: --draft ngram")
+    files = {style.ours + name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
+    shapes = {ours: shapes[name] for ours, name in files.items()}
+    model = target.model
+    H, eps, one = model.hidden, model.norm.eps, model.norm.add_one
+    e, h, project, last = style.names
+    beside = Beside(Norm(e, H, eps, add_one=one), Norm(h, H, eps, add_one=one), style.hidden_first, style.zero_first)
+    merge = Merge(beside, Linear((project,), (H,), 2 * H))
+    layer = moved(_layer(target), f"layers.{_number(target)}", LAYER)
+    own_embed, own_head = f"{EMBED}.weight" in shapes, f"{HEAD}.weight" in shapes
+    made = replace(
+        model, layers=(layer,), norm=Norm(last, H, eps, add_one=one), prefix="", files=(), extra=(), beside=(), tied=False,
+        embed=EMBED, head=HEAD, head_bias=False, embed_norm=None, tokens=None, merge=merge,
+    )  # fmt: skip
+    head = Head("MTP", made, (), None, "normed", own_embed, own_head)
+    form: Any = "files" if any("experts.gate_up_proj" in n for n in shapes) else "split"
+    wanted = {n: t.shape for n, t in part_tensors((made.layers, made.norm, merge), form)}
+    wanted |= {f"{n}.weight": (model.vocab, H) for n, own in ((EMBED, own_embed), (HEAD, own_head)) if own}
+    if not any(n.startswith(f"{LAYER}.") and "attn" in n for n in shapes):
+        raise DamagedError(f"the MTP layer of this checkpoint is not whole: of {prefix}* the files hold {len(shapes)} tensors")
+    check_tensors(wanted, shapes, tuple(f"layers.{i}." for i in range(1, 8)))
+    return Read(head, target.config, files)
+
+
+def _number(target: Target) -> int:
+    """Of the model's last layer that attends to all tokens: an MTP layer is of its kind."""
+    for i in reversed(range(target.layers)):
+        mixer = target.model.layers[i][0].mixers[0]
+        mixer = mixer.mixer if isinstance(mixer, Branch) else mixer
+        if isinstance(mixer, Attention | LatentAttention) and not getattr(mixer, "window", 0):
+            return i
+    raise UnsupportedError("an MTP layer of a model none of whose layers attends to all tokens is not run")
+
+
+def _layer(target: Target) -> tuple[Update, ...]:
+    return target.model.layers[_number(target)]

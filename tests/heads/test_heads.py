@@ -1,0 +1,169 @@
+"""Draft heads as published, run by the engine's plans: the tokens, logits and acceptance of a plain torch reference."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import publishing as pub
+from reference import Eagle3
+
+from lowq_cli.engine import heads, native_loader
+from lowq_cli.engine.batch import Batch, Rectangle
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.state import static_state
+from lowq_cli.files.source import open_source
+
+CPU = torch.device("cpu")
+TEXT = torch.randint(3, pub.VOCAB, (14,), generator=torch.Generator().manual_seed(9))
+
+
+def native(folder):
+    with open_source(str(folder)) as source:
+        return native_loader.read(source, CPU)
+
+
+def states_of(model, layers, ids=TEXT):
+    """The hidden states that a head reads, by the engine: streams entering layers, or the last one normed."""
+    plan = plan_of(model)
+    plan.tap(tuple(i for i in layers if i >= 0))
+    there = Rectangle(slice(0, 1), 0, len(ids), [len(ids)], 1)
+    batch = Batch(plan.ops, ids, 0, torch.zeros(1, dtype=torch.int32), plan.angles(32, CPU), rectangle=there)
+    taps = []
+    y = plan.hidden(plan.embed(ids), batch, static_state(plan, 1, 32, "16"), taps)
+    return taps or [y]
+
+
+def guessed(plan, ids, states, K):
+    """(drafts, logits of each) of K tokens by a head's plan, its rows after the first pass one by one."""
+    state, angles, n = static_state(plan, 1, 64, "16"), plan.angles(64, CPU), len(ids)
+    batch = Batch(plan.ops, ids, 0, torch.zeros(1, dtype=torch.int32), angles, rectangle=Rectangle(slice(0, 1), 0, n, [n], 1))
+    y, x = plan.guess(ids, plan.entering(states), batch, state)
+    drafts, logits = [], []
+    for k in range(K):
+        logits.append(plan.logits(y[-1:])[0])
+        drafts.append(int(plan.ids(logits[-1].argmax()[None])))
+        token = torch.tensor([drafts[-1]])
+        batch = Batch(plan.ops, token, 1, torch.tensor([n + k], dtype=torch.int32), angles, torch.tensor([1]))
+        y, x = plan.guess(token, x[-1:].clone(), batch, state)
+    return drafts, torch.stack(logits)
+
+
+def theirs(model, layers):
+    """The same hidden states from transformers: streams entering layers of `TEXT`, past the last layer before its norm."""
+    kept, inner = {}, model.model
+
+    def keep(i):
+        def hook(module, args, kwargs):
+            kept[i] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        return hook
+
+    places = enumerate([*inner.layers, inner.norm])
+    hooks = [layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in places]
+    with torch.no_grad():
+        kept[-1] = inner(TEXT[None]).last_hidden_state[0]
+    for hook in hooks:
+        hook.remove()
+    return [kept[i].float() for i in layers]
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLMEagle3"]}
+BEFORE_FC = {"norm_before_fc": True, "norm_before_residual": False}
+EAGLES = {  # name -> (folder's writer, tensors, config, what it reads of a model of 6 layers)
+    "SpecForge": (pub.specforge, {}, {}, (2, 3, 3)),
+    "SafeAILab, prefixed": (pub.specforge, {"prefix": "model."}, {}, (2, 3, 3)),
+    "all of the vocabulary": (pub.specforge, {"guesses": pub.VOCAB}, {}, (2, 3, 3)),
+    "its own embedding": (pub.specforge, {"embed": True}, {}, (2, 3, 3)),
+    "q and k normed": (pub.specforge, {"qk_norm": True}, QWEN3, (2, 3, 3)),
+    "layers by what enters them": (pub.specforge, {}, {IDS: [1, 4, 6]}, (1, 4, 6)),
+    "layers by what leaves them": (pub.specforge, {}, {"eagle_config": {IDS: [0, 2, 4]}}, (1, 3, 5)),
+    "layers with the end": (pub.specforge, {}, {"eagle_config": {IDS: [3, 5, 6]}}, (3, 5, 6)),
+    "EAGLE-3.1": (pub.specforge, {"fc_norm": True}, {"norm_output": True, "fc_norm": True}, (2, 3, 3)),
+    "speculators": (pub.speculators, {"layer": "layers.0"}, {}, (2, 3, 3)),
+    "speculators, norm before fc": (pub.speculators, {"layer": "layers.0", "input_norm": True}, BEFORE_FC, (2, 3, 3)),
+    "no features of layers": (pub.specforge, {"taps": 1}, {"eagle_config": {"use_aux_hidden_state": False}}, (-1,)),
+}
+
+
+def eagle(folder, name):
+    """A head's folder, its tensors by published names, and its flat config for the reference."""
+    write, how, config, taps = EAGLES[name]
+    how = dict(how)
+    prefix, embed, fc_norm, input_norm = (how.pop(n, None) for n in ("prefix", "embed", "fc_norm", "input_norm"))
+    tensors = pub.eagle3_tensors(**how)
+    if how.get("taps") == 1:
+        del tensors["fc.weight"]
+    if embed:
+        tensors |= pub.drawn({"embed_tokens.weight": (pub.VOCAB, pub.H)}, 11)
+    if fc_norm:
+        tensors |= pub.drawn({f"fc_norm.{i}.weight": (pub.H,) for i in range(3)}, 12)
+    if input_norm:
+        tensors |= pub.drawn({"input_norm.weight": (3 * pub.H,)}, 13)
+    named = {n if n in ("d2t", "t2d", "lm_head.weight") else (prefix or "") + n: t for n, t in tensors.items()}
+    write(folder, named, **config)
+    flat = {**pub.FLAT, "norm_before_residual": write is pub.speculators, **config}
+    return tensors, flat, taps
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return pub.target(folder), native(folder)
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_eagle3_guesses_what_the_reference_guesses(name, llama, tmp_path):
+    model, ours = llama
+    tensors, config, taps = eagle(tmp_path / "head", name)
+    plan = heads.load(str(tmp_path / "head"), ours)
+    assert plan.layers == taps
+    reference = Eagle3(tensors, config, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
+    wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, taps)], 5)
+    states = states_of(ours, plan.layers)
+    torch.testing.assert_close(states, theirs(model, taps), rtol=2e-4, atol=2e-4)
+    found = guessed(plan, TEXT[1:], [x[:-1] for x in states], 5)
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-3)
+
+
+def _first(head, **changed):
+    """The head with another Beside in its first layer."""
+    (attend, then), *rest = head.model.layers
+    return replace(
+        head, model=replace(head.model, layers=((replace(attend, beside=replace(attend.beside, **changed)), then), *rest))
+    )
+
+
+def _swapped(head):
+    beside = head.model.layers[0][0].beside
+    return _first(head, embedding=beside.hidden, hidden=beside.embedding)
+
+
+WRONG = {  # what of a head is read otherwise than it is meant
+    "the hidden state first": lambda r: _first(r, hidden_first=True),
+    "the norms exchanged": _swapped,
+    "the residual stream normed": lambda r: _first(r, replaces=True),
+    "the embedding of position 0 left out": lambda r: _first(r, zero_first=True),
+    "the normed state goes round": lambda r: replace(r, recycled="normed"),
+    "another layer": lambda r: replace(r, taps=(1, 4, 5)),
+    "layers in another order": lambda r: replace(r, taps=(4, 1, 6)),
+}
+
+
+@pytest.mark.parametrize("fact", WRONG)
+def test_a_fact_of_eagle3_that_is_read_otherwise_shows(fact, llama, tmp_path, monkeypatch):
+    model, ours = llama
+    tensors, config, taps = eagle(tmp_path / "head", "layers by what enters them")
+    wanted = Eagle3(tensors, config, model.model.embed_tokens.weight.detach())(
+        TEXT[1:], [x[:-1] for x in theirs(model, taps)], 5
+    )
+    right = heads.read_head
+    monkeypatch.setattr(heads, "read_head", lambda *given: (r := right(*given)) and replace(r, head=WRONG[fact](r.head)))
+    plan = heads.load(str(tmp_path / "head"), ours)
+    _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 5)
+    assert float((logits - wanted[1]).norm() / wanted[1].norm()) > 0.005
