@@ -23,7 +23,8 @@ from lowq_kernels.decode.norms import Norm
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.arch.names import Tensor, part_tensors
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.heads import MAPS, Read, Target, mtp, read_head
+from lowq_packers.heads import mtp, read_head
+from lowq_packers.heads.parts import MAPS, Read, Target
 
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 STREAM_END = -1  # among a head's layers: the target's last hidden state, normed

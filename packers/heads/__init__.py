@@ -1,82 +1,19 @@
 """Draft heads as descriptions: small models that guess further tokens from the hidden states of a large one, the target.
 
 A file each kind of published files, which says how a config and the names and shapes of tensors become a `Head`. Names are
-those of the kind's own modules without what publishers put before them; `Read.files` says what files call them. No torch is imported.
+those of the kind's own modules without what publishers put before them; `Read.files` says what files call them. Without torch.
 What no reader knows is refused by name: a head that is read wrongly still gives right text, only slowly.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.config import NotPlain
-from lowq_packers.arch.parts import Linear, Model, Norm
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.heads import eagle3
+from lowq_packers.heads.parts import Read, Shapes, Target
 
-Shapes = Mapping[str, tuple[int, ...] | None]  # of tensors by name; None: packed, and checked by who reads it
-
-
-@dataclass(frozen=True)
-class Target:
-    """The model that a head guesses for: its description, and the config of its text part."""
-
-    model: Model
-    config: Any
-
-    @property
-    def layers(self) -> int:
-        """How many it has."""
-        return len(self.model.layers)
-
-
-@dataclass(frozen=True)
-class Fuse:
-    """What a head makes of the target's features: after(project(before(features))).
-
-    before: a norm of each feature, or one over all of them side by side.
-    """
-
-    project: Linear
-    before: tuple[Norm, ...] = ()
-    after: Norm | None = None
-
-
-@dataclass(frozen=True)
-class Head:
-    """A head that takes (token t + 1, hidden state of token t) and guesses token t + 2.
-
-    kind: for people. model: its layers and last norm; vocab: how many tokens it can guess; embed, head: names of its own ones.
-    taps: layers of the target whose incoming residual stream is a feature each, one past the last for what leaves that; empty:
-    the feature is the last hidden state, normed. fuse: of the features (none: the feature itself is the hidden state).
-    recycled: which of its own states stands for the target's in the next guess: its residual stream, or that normed.
-    own_embed, own_head: whether the files have them; else they are the target's. mapped: guesses are ids of its own, to which
-    `d2t` adds what makes them the target's. parallel: (token, name) that stand for a token and for features that are not known
-    yet, for all guesses at once.
-    """
-
-    kind: str
-    model: Model
-    taps: tuple[int, ...]
-    fuse: Fuse | None
-    recycled: Literal["stream", "normed"]
-    own_embed: bool = False
-    own_head: bool = False
-    mapped: bool = False
-    parallel: tuple[int, str] | None = None
-
-
-@dataclass(frozen=True)
-class Read:
-    """A head and where its tensors are. files: name in the description -> in the files. note: what was taken for granted."""
-
-    head: Head
-    config: Any
-    files: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
-
-
-MAPS = ("d2t", "t2d")
 KINDS = "EAGLE-3 (SafeAILab, SpecForge, speculators), MTP layers inside a checkpoint"
 OTHERS = {  # by what names them in config.json: published kinds that are not run
     "dflash": "DFlash", "dflashdraftmodel": "DFlash", "dflash2draftmodel": "DFlash2", "dspark": "DSpark",
@@ -97,8 +34,6 @@ def is_head(config: Mapping[str, Any]) -> bool:
 
 def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     """The head of a folder. Raises UnsupportedError for a kind that is not run, DamagedError for one that lacks something."""
-    from lowq_packers.heads import eagle3
-
     given = (config.get("speculators_model_type"), config.get("model_type"), *(config.get("architectures") or ()))
     names = [str(n).lower() for n in given if n]
     speculators = str(config.get("speculators_model_type") or "")
@@ -111,24 +46,3 @@ def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read
         return eagle3.read(config, shapes, target)
     except (NotDescribed, NotPlain) as e:
         raise UnsupportedError(f"the draft head is not run: {e}") from None
-
-
-def check_tensors(wanted: Shapes, shapes: Shapes, ignored: tuple[str, ...] = ()) -> None:
-    """Raise DamagedError unless exactly the tensors `wanted` are there; those that begin with one of `ignored` may be."""
-    if missing := sorted(wanted.keys() - shapes.keys()):
-        raise DamagedError(f"the draft head has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
-    if odd := sorted(n for n in shapes.keys() - wanted.keys() if not n.startswith(ignored)):
-        raise DamagedError(f"the draft head has a tensor that its kind does not ask for: {odd[0]}")
-    if wrong := next((n for n, shape in wanted.items() if shapes[n] not in (shape, None)), None):
-        raise DamagedError(f"{wrong} of the draft head is {shapes[wrong]}, its config.json asks for {wanted[wrong]}")
-
-
-def moved(part: Any, old: str, new: str) -> Any:
-    """The same part with module names below `old` moved below `new`."""
-    if isinstance(part, str):
-        return new + part.removeprefix(old) if part == old or part.startswith(f"{old}.") else part
-    if isinstance(part, tuple):
-        return tuple(moved(one, old, new) for one in part)
-    if hasattr(part, "__dataclass_fields__"):
-        return replace(part, **{name: moved(getattr(part, name), old, new) for name in part.__dataclass_fields__})
-    return part

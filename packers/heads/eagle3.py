@@ -13,7 +13,7 @@ from lowq_packers.arch.config import read_config
 from lowq_packers.arch.names import part_tensors
 from lowq_packers.arch.parts import Beside, Linear, Model, Norm, Update
 from lowq_packers.errors import DamagedError
-from lowq_packers.heads import MAPS, Fuse, Head, Read, Shapes, Target, check_tensors
+from lowq_packers.heads.parts import MAPS, Fuse, Head, Read, Shapes, Target, check_tensors
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 BUFFERS = ("t2d", "verifier_", "layers.0.self_attn.rotary_emb.", "rotary_emb.")  # of training, and what can be computed

@@ -11,7 +11,7 @@ from typing import Any
 from lowq_packers.arch.names import part_tensors
 from lowq_packers.arch.parts import Attention, Beside, Branch, LatentAttention, Linear, Merge, Norm, Update
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.heads import Head, Read, Shapes, Target, check_tensors, moved
+from lowq_packers.heads.parts import Head, Read, Shapes, Target, check_tensors, moved
 
 LAYER = "layers.0"  # of the head, in its description
 

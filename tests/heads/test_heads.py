@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import publishing as pub
-from reference import Eagle3
+from plain_torch import Eagle3
 
 from lowq_cli.engine import heads, native_loader
 from lowq_cli.engine.batch import Batch, Rectangle
