@@ -2,6 +2,7 @@
 
     add_norm   residual add + RMSNorm (+ the norm of what is added, in Gemma's sandwich)
     attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
+    attend_rows   the same for rows of which several may be of one sequence: a token and drafts of the next ones
     attend_prompt   the same for many tokens of each sequence
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
     gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate)
@@ -12,6 +13,7 @@
     route      the experts of a token in a mixture, and their weights; route_by: by any family's router
     choose     the next token from logits, and one position further
     choose_rows   the same for some of many texts, each with its own seed and temperature
+    accept     how many drafted tokens were right
 
     fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
 
@@ -80,6 +82,8 @@ class Ops:
     choose: Callable[..., None]
     choose_rows: Callable[..., None]
     route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = any_router
+    attend_rows: Callable[..., torch.Tensor] = reference.attend
+    accept: Callable[..., None] = reference.accept
     activated: Callable[..., torch.Tensor] = activated
     opened: Callable[..., torch.Tensor] = opened
     opened_by: Callable[..., torch.Tensor] = opened_by
@@ -103,13 +107,14 @@ def ops(device_type: str) -> Ops:
     if device_type == "cpu":
         from lowq_kernels.decode import cpu
 
-        return replace(TORCH, name="cpu", add_norm=cpu.add_norm, attend=cpu.attend, gated=cpu.gated)
+        return replace(TORCH, name="cpu", add_norm=cpu.add_norm, attend=cpu.attend, attend_rows=cpu.attend, gated=cpu.gated)
     if device_type != "cuda":
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:
         return TORCH
     from lowq_kernels.decode import elementwise, norms_triton, prepare_triton, prompt, sample
     from lowq_kernels.decode.attend import attend
+    from lowq_kernels.decode.attend_rows import attend_rows
     from lowq_kernels.decode.route import route, route_by
 
     folding = optional("lowq_kernels.decode.fold", "cuda")
@@ -122,4 +127,4 @@ def ops(device_type: str) -> Ops:
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
-    return replace(made, prepare=prepare_triton.prepare, **rows)
+    return replace(made, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)

@@ -386,3 +386,33 @@ def choose_rows(
     for i, row in enumerate(rows.tolist()):
         own, one, place = token[row : row + 1], logits[i : i + 1], pos[row : row + 1]
         choose(one, own, place, seed[row], float(temperature[row]), 1)
+
+
+MOST_DRAFTS = 15  # tokens that a step supposes after a text's newest one: with it 16 rows, the M of a tensor core's tile
+
+
+def accept(
+    drawn: torch.Tensor,
+    ids: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    rows: torch.Tensor,
+    token: torch.Tensor,
+    pos: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """How many drafted tokens were right: text i has the rows first[i] .. first[i] + count[i] of a pass, its newest token and
+    up to MOST_DRAFTS that were supposed after it.
+
+    ids, drawn (M,) int64: the rows' tokens, and what was drawn after each. A draft is right where it is what was drawn before
+    it, and all drafts before it are right. first, count, rows (n,) int64: rows[i] is where the text's newest token and its
+    position stand in token (R,) int64 and pos (R,) int32: they move on behind the last right one, to what was drawn there.
+    accepted (n,) int64: drafts that were right, written.
+    """
+    after = torch.arange(MOST_DRAFTS, device=ids.device)
+    at, inside = first[:, None] + after, after < count[:, None] - 1
+    last = ids.shape[0] - 1
+    right = (drawn[at.clamp(max=last)] == ids[(at + 1).clamp(max=last)]) & inside
+    accepted.copy_(right.long().cumprod(1).sum(1))
+    token[rows] = drawn[first + accepted]
+    pos[rows] += (accepted + 1).to(pos.dtype)

@@ -1,4 +1,4 @@
-"""choose, choose_rows: logits -> the next token, and one position further, without the host.
+"""choose, choose_rows: logits -> the next token, and one position further, without the host; accept: drafts that were right.
 
 Maths   argmax(logits / T + gumbel), gumbel = -log(-log(u)): a draw from softmax(logits / T); T = 0 is the plain argmax
 Grid    best of each block of the vocabulary, (B, blocks), then the best of those, (B,)
@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.reference import MOST_DRAFTS
 
 BLOCK_V = 2048
 
@@ -76,6 +77,22 @@ def _choose_kernel(
     tl.store(pos_ptr + row, tl.load(pos_ptr + row) + advance)
 
 
+@triton.jit
+def _accept_kernel(
+    drawn_ptr, ids_ptr, first_ptr, count_ptr, rows_ptr, token_ptr, pos_ptr, accepted_ptr, WIDTH: tl.constexpr
+):  # fmt: skip
+    i, offs = tl.program_id(0), tl.arange(0, WIDTH)
+    first, drafts = tl.load(first_ptr + i), tl.load(count_ptr + i) - 1
+    drawn = tl.load(drawn_ptr + first + offs, mask=offs < drafts, other=0)
+    ids = tl.load(ids_ptr + first + 1 + offs, mask=offs < drafts, other=0)
+    accepted = tl.min(tl.where((offs < drafts) & (drawn == ids), WIDTH, offs), 0)  # the first that is wrong, or the last row
+    accepted = tl.minimum(accepted, drafts)
+    row = tl.load(rows_ptr + i)
+    tl.store(accepted_ptr + i, accepted)
+    tl.store(token_ptr + row, tl.load(drawn_ptr + first + accepted))
+    tl.store(pos_ptr + row, tl.load(pos_ptr + row) + 1 + accepted.to(tl.int32))
+
+
 def choose(
     logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, temperature: float, advance: int
 ) -> None:
@@ -94,6 +111,21 @@ def choose_rows(
 ) -> None:
     """As `reference.choose_rows`; everything contiguous."""
     _launch(logits, rows, temperature, token, pos, seed, 1.0, 1, DRAW=False)
+
+
+def accept(
+    drawn: torch.Tensor,
+    ids: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    rows: torch.Tensor,
+    token: torch.Tensor,
+    pos: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """As `reference.accept`."""
+    width = triton.next_power_of_2(MOST_DRAFTS)
+    _accept_kernel[(first.shape[0],)](drawn, ids, first, count, rows, token, pos, accepted, WIDTH=width, num_warps=1)
 
 
 def _launch(

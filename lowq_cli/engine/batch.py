@@ -14,7 +14,7 @@ import torch
 from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
-from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.latent import Latent, step_fixed
 from lowq_kernels.decode.reference import Heads, Packed
 from lowq_packers.arch.parts import Rope
 
@@ -45,6 +45,17 @@ class Run:
     first: int
     end: int
     slot: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Rows first .. end of one sequence, whose recurrent state is in `slot` (1,) int64; `copies` (end - first - 1,) int64 are
+    the slots that it is copied to after each of them but the last."""
+
+    first: int
+    end: int
+    slot: torch.Tensor
+    copies: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class Batch:
     each row of state; a step writes there. angles: cos, sin of each kind of rotation; of a head dim, tables that turn nothing.
     slots (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None.
     rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers.
+    drafted: several steps may be of one sequence, its newest token and drafts of the next ones, side by side; the tables of the
+    state are those of the rows, and `chains` are the rows by sequence.
     """
 
     ops: Ops
@@ -100,6 +113,8 @@ class Batch:
     given: Packed | None = None
     given_runs: Sequence[Run] = ()
     tile: int = 128
+    drafted: bool = False
+    chains: Sequence["Chain"] = ()
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # what one layer leaves for later ones
 
     @property
@@ -134,7 +149,8 @@ class Batch:
         assert held.v is not None
         if b:
             own, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
-            parts.append(self.ops.attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
+            attend = self.ops.attend_rows if self.drafted else self.ops.attend
+            parts.append(attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
         if self.mixed:
             parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -144,7 +160,8 @@ class Batch:
         b, forms, parts = self.steps, self.ops.latent, []
         if b:
             order = None if self.order is None else self.order[:b]
-            parts.append(forms.step(q[:b], x[:b], held.k, self.pos[:b], *turned, facts, held.table, order))
+            step = step_fixed if self.drafted else forms.step  # which writes before it reads
+            parts.append(step(q[:b], x[:b], held.k, self.pos[:b], *turned, facts, held.table, order))
         if self.mixed:
             q, x = q[b:], x[b:]
             if held.table is not None:
@@ -160,8 +177,13 @@ class Batch:
         """A mixer with a state of fixed size over the rows of each sequence in order: x (M, N) -> (M, width)."""
         b, parts = self.steps, []
         if b:
-            assert self.slots is not None
-            parts.append(recurrent.dispatched(x[:b] if self.mixed else x, facts, held.tensors, self.slots[:b]))
+            own = x[:b] if self.mixed else x
+            if self.drafted:
+                chains = ((own[c.first : c.end], c.slot, c.copies) for c in self.chains)
+                parts += [recurrent.chained(rows, facts, held.tensors, *slots) for rows, *slots in chains]
+            else:
+                assert self.slots is not None
+                parts.append(recurrent.dispatched(own, facts, held.tensors, self.slots[:b]))
         if self.mixed:
             rest = x[b:]
             y = x.new_zeros(rest.shape[0], width)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle, States
+from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.hf_eager import CHUNK
 from lowq_cli.engine.plan import plan_of
@@ -26,6 +27,7 @@ from lowq_cli.engine.state import BLOCK, PIECE, ring, static_state, tensors_of
 from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import Ops
 from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.arch.parts import Pages, Rope
 
@@ -52,6 +54,7 @@ class NativeDecoder:
         self.graphs = graphs and self.ahead
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
         self.slots = self.batch = 0
+        self.drafted = False  # whether the cache has room for drafts' recurrent states
         self.captured: dict[Sampling, Captured] = {}
         self.run: Captured | None = None
         self.long = False  # whether something the cache holds is turned as a text past `steady` is
@@ -59,6 +62,8 @@ class NativeDecoder:
         self.written = 0  # tokens of the longest text that the cache was given
         self.snapshot: list[torch.Tensor] = []  # the recurrent states after the last prompts
         self.chunk = sys.maxsize  # prompt tokens of a text in one pass
+        self.drafts = False  # whether steps of a text may check drafts (`verify`); decided before `start`
+        self.wide: dict[int, Verification] = {}  # by rows
 
     @property
     def ops(self) -> Ops:
@@ -79,7 +84,7 @@ class NativeDecoder:
         What all of them share with `held` is in the cache already and not read again.
         """
         longest = max(map(len, prompts))
-        self._make_room(len(prompts), longest + room)
+        self._make_room(len(prompts), longest + room + MOST_DRAFTS * self.drafts)
         known = 0 if self.long or longest > self.steady else self._reusable(prompts)
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
@@ -90,7 +95,7 @@ class NativeDecoder:
         self._restore(known)
         x = self._read(ids.to(self.device), lengths.tolist(), known, between)
         self.held, self.written = [list(p) for p in prompts], longest
-        self.snapshot = [t.clone() for t in tensors_of(self.state)]
+        self.snapshot = [t[: self.batch + 1].clone() for t in tensors_of(self.state)]
         self.sampler.choose(self.head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
         return self.token
@@ -107,6 +112,22 @@ class NativeDecoder:
             self.run.replay()
             self.sampler.logits = self.run.logits
         return self.token
+
+    def why_no_drafts(self, batch: int) -> str:
+        """The reason that steps check no drafts, "" where they can."""
+        if batch > 1:
+            return f"{batch} texts side by side step together"
+        if self.rereads:
+            return "its angles depend on how long a text is"
+        return ""
+
+    def verify(self, drafts: Sequence[int], rows: int) -> Verification:
+        """Launch a step of so many rows of the one text: its newest token, and drafts of those after it."""
+        if rows not in self.wide:
+            self.wide[rows] = Verification(self, rows)
+        self.written += rows
+        self.wide[rows].step(drafts)
+        return self.wide[rows]
 
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -125,14 +146,15 @@ class NativeDecoder:
 
     def _make_room(self, batch: int, length: int) -> None:
         """A cache with at least `length` slots for `batch` sequences, kept from the last text where it fits."""
-        if batch == self.batch and length <= self.slots:
+        if batch == self.batch and length <= self.slots and self.drafts <= self.drafted:
             return
         slots = bucket(length)
         self.captured.clear()  # graphs hold the old cache's addresses
+        self.wide.clear()
         self.run, self.held = None, []
         self.state: list[KeyValues | States] = []  # let go before there is another
-        self.slots, self.batch = slots, batch
-        self.state = static_state(self.plan, batch, slots, self.kv)
+        self.slots, self.batch, self.drafted = slots, batch, self.drafts
+        self.state = static_state(self.plan, batch, slots, self.kv, MOST_DRAFTS * self.drafts)
         rings = any(isinstance(one, KeyValues) and one.table is not None for one in self.state)
         self.chunk = PIECE if rings else sys.maxsize
         self.angles = self.plan.angles(slots, self.device)
@@ -157,7 +179,7 @@ class NativeDecoder:
     def _restore(self, known: int) -> None:
         """Recurrent states as they were after `known` tokens: after the last prompts, or before anything."""
         for i, t in enumerate(tensors_of(self.state)):
-            t.copy_(self.snapshot[i]) if known else t.zero_()
+            t[: self.batch + 1].copy_(self.snapshot[i]) if known else t.zero_()
 
     def _tables(self, length: int) -> Mapping[Rope | int, Tables]:
         """The angles of a prompt of so many tokens."""

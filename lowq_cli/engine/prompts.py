@@ -29,6 +29,7 @@ def stream(
     stop: str | Sequence[str] = (),
     decoder: Decoder | None = None,
     kv: str = "16",
+    draft: str = "none",
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
 
@@ -40,6 +41,7 @@ def stream(
         stop: a text, or several, that end a sequence where they come up; they are no part of it.
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.decoders`).
         kv: bits of the cache of keys and values: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
+        draft: what supposes the next tokens (`lowq_cli.engine.drafts`): "auto", "ngram" or "none".
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -71,7 +73,21 @@ def stream(
         from lowq_cli.engine.warm import warm
 
         how["prepare"] = partial(warm, model, decoder, prompts, sampling)
+    how["drafting"] = _drafting(draft, model, tokenizer, decoder, len(prompts))
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
+
+
+def _drafting(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> Any:
+    """The `Drafting` of a decoder of so many texts, or None."""
+    from lowq_cli.engine.drafts import make
+
+    drafter = make(draft, model, tokenizer)
+    decoder.drafts = drafter is not None and hasattr(decoder, "why_no_drafts") and not decoder.why_no_drafts(texts)
+    if drafter is None or not decoder.drafts:
+        return None
+    from lowq_cli.engine.drafts.drafting import Drafting
+
+    return Drafting(drafter, decoder)
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:

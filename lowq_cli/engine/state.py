@@ -14,23 +14,29 @@ BLOCK = 64  # slots of a paged cache's blocks: what attention reads at once
 PIECE = 1024  # prompt tokens of a text between two of which the keys behind a window are forgotten
 
 
-def static_state(plan: Plan, batch: int, slots: int, kind: str) -> list[KeyValues | States]:
+def static_state(plan: Plan, batch: int, slots: int, kind: str, copies: int = 0) -> list[KeyValues | States]:
     """The state of `batch` texts of up to `slots` tokens, keys and values held as `kind` says (`decode.kv.KINDS`).
 
     Each text has a place of its own. A layer with a window has a ring of blocks where that is smaller: block j of a text lies
-    where block j - n lay. Recurrent states lie from slot 1 on.
+    where block j - n lay. Recurrent states lie from slot 1 on, and behind them is room for so many `copies`.
     """
     tables: dict[int, torch.Tensor] = {}
-    return [state_of_layer(plan, i, batch, slots, kind, tables) for i in range(len(plan.states))]
+    return [state_of_layer(plan, i, batch, slots, kind, tables, copies) for i in range(len(plan.states))]
 
 
 def state_of_layer(
-    plan: Plan, index: int, batch: int, slots: int, kind: str, tables: dict[int, torch.Tensor] | None = None
+    plan: Plan,
+    index: int,
+    batch: int,
+    slots: int,
+    kind: str,
+    tables: dict[int, torch.Tensor] | None = None,
+    copies: int = 0,
 ) -> KeyValues | States:
     """One of `static_state`. tables: those of rings, by blocks, which layers share."""
     spec, tables = plan.states[index], {} if tables is None else tables
     if isinstance(spec, Recurrent):
-        return recurrent(spec, batch + 1, plan.dtype, plan.device)
+        return recurrent(spec, batch + 1 + copies, plan.dtype, plan.device)
     n = ring(spec.window)
     if not spec.window or n * BLOCK >= slots:
         return _pair(spec, (batch, spec.heads, slots), kind, plan, None)

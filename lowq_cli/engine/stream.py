@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampler, Sampling, check_finite
 from lowq_cli.engine.stopping import Stopper
 from lowq_cli.models import Tokenizer
 from lowq_packers.lazy import torch
+
+if TYPE_CHECKING:
+    from lowq_cli.engine.drafts.drafting import Drafting
 
 
 def nothing() -> None:
@@ -82,6 +85,7 @@ class Generation:
         self.limited_by: str = how["limited_by"]
         self.began: float = how["began"]
         self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles what its kernels are
+        self.drafting: Drafting | None = how.get("drafting")
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = ["" for _ in prompts]
         self.finish_reasons = ["interrupted" for _ in prompts]
@@ -120,9 +124,12 @@ class Generation:
         """(sequence, piece) as they come, every sequence."""
         for tokens in self._steps():
             for i in sorted(self._open):
-                piece = self._take(i, tokens[i])
-                self.texts[i] += piece
-                yield i, piece
+                for token in tokens[i]:
+                    piece = self._take(i, token)
+                    self.texts[i] += piece
+                    yield i, piece
+                    if i not in self._open:  # what was drawn after the end is no one's
+                        break
             if not self._open:  # a NaN stays in its text's keys: the last logits tell of all, where no step looks at its own
                 check_finite(self.decoder.sampler.logits)
                 return
@@ -141,8 +148,9 @@ class Generation:
             self._open.discard(i)
         return piece
 
-    def _steps(self) -> Iterator[list[int]]:
-        """The tokens of each step, read one step behind the device where it works ahead."""
+    def _steps(self) -> Iterator[list[list[int]]]:
+        """What each step gives every sequence: its next token, or several that were drafted; read one step behind the device
+        where it works ahead."""
         if self.room == 0:
             self.finish_reasons = [self.limited_by for _ in self.prompts]
             return
@@ -153,14 +161,38 @@ class Generation:
         tokens = waiting.get()
         first = time.perf_counter()
         self.prefill_s, self.ttft_s = first - start, first - self.began
+        if self.drafting is not None:
+            yield from self._drafted(self.drafting, tokens, first)
+            return
         ahead = _Fetch(self.decoder.step()) if self.decoder.ahead and self.room > 1 else None
-        yield tokens
+        yield [[t] for t in tokens]
         for n in range(1, self.room):
             fetch = ahead or _Fetch(self.decoder.step())
             ahead = _Fetch(self.decoder.step()) if self.decoder.ahead and n + 1 < self.room else None
             tokens = fetch.get()
             self.steps, self.decode_s = n, time.perf_counter() - first
-            yield tokens
+            yield [[t] for t in tokens]
+
+    def _drafted(self, drafting: Drafting, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
+        """As `_steps` after the first token, of one text. Plain steps run ahead; a step with drafts waits for all before it."""
+        decoder, made, waiting = self.decoder, 1, None
+        drafting.extend([*self.prompts[0], *tokens])
+        yield [tokens]
+        while made < self.room:
+            began = time.perf_counter()
+            if waiting is None and (step := drafting.step(self.room - made)) is not None:
+                tokens = step
+            else:
+                step = None
+                waiting = waiting or _Fetch(decoder.step())
+                more = decoder.ahead and made + 1 < self.room and not drafting.wants(self.room - made - 1)
+                ahead = _Fetch(decoder.step()) if more else None
+                tokens, waiting = waiting.get(), ahead
+                drafting.extend(tokens)
+            made += len(tokens)
+            self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
+            yield [tokens]
+            drafting.took(step is not None, time.perf_counter() - began)
 
 
 class _Fetch:

@@ -47,6 +47,18 @@ def dispatched(x: torch.Tensor, f: Facts, states: States, slots: torch.Tensor | 
     return spec.launch(x, f, states, slots, config)
 
 
+def chained(x: torch.Tensor, f: Facts, states: States, slot: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    """Rows x (T, N) of one sequence, one after another, by operations that a CUDA graph can hold: y (T, features). slot (1,),
+    copies (T - 1,) int64: after each row but the last, its state is copied there, too."""
+    y = []
+    for i in range(x.shape[0]):
+        y.append(dispatched(x[i : i + 1], f, states, slot))
+        if i < copies.shape[0]:
+            for t in states.values():
+                t.index_copy_(0, copies[i : i + 1], t.index_select(0, slot))
+    return torch.cat(y)
+
+
 def chunked(x: torch.Tensor, size: int) -> torch.Tensor:
     """(T, heads, ...) -> (heads, chunks, size, ...), zeros after the last token."""
     pad = -x.shape[0] % size

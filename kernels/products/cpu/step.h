@@ -169,15 +169,20 @@ void attend(const Attend& a) {
     {
         float* scores = (float*)malloc(sizeof(float) * ((size_t)HEADS * longest + (HEADS + 1) * D));
         float *q = scores + (size_t)HEADS * longest, *spare = q + HEADS * D;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static)  // all of them before the first is read: rows of a table may be of one text
         for (int i = 0; i < a.B * a.HKV; i++) {
-            const int b = i / a.HKV, kv = i % a.HKV, at = a.pos[b], end = at + 1;
-            const int from = a.window && end > a.window ? end - a.window : 0;
+            const int b = i / a.HKV, kv = i % a.HKV, at = a.pos[b];
             size_t block = a.table ? a.table[(size_t)b * a.wide + at / a.BLOCK] : b, row = (size_t)b * rows * D;
             size_t here = block * a.block + kv * a.head + (size_t)(at % a.BLOCK) * D;
             widen<T>(q, a.qkv, row + (size_t)(a.HQ + kv) * D, D);
             turn<T>(a, q, spare, (char*)a.k + here * size, at, a.k_norm);
             memcpy((char*)a.v + here * size, (const char*)a.qkv + (row + (size_t)(a.HQ + a.HKV + kv) * D) * size, (size_t)D * size);
+        }
+#pragma omp for schedule(static)
+        for (int i = 0; i < a.B * a.HKV; i++) {
+            const int b = i / a.HKV, kv = i % a.HKV, at = a.pos[b], end = at + 1;
+            const int from = a.window && end > a.window ? end - a.window : 0;
+            const size_t row = (size_t)b * rows * D;
             for (int g0 = 0; g0 < G; g0 += HEADS) {
                 const int heads = G - g0 < HEADS ? G - g0 : HEADS;
                 const size_t to = ((size_t)b * a.HQ + kv * G + g0) * D;

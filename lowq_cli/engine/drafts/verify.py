@@ -1,0 +1,129 @@
+"""A step of the static decoder with drafts: rows of one text, its newest token and what is supposed to come after it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowq_cli.engine.batch import Batch, Chain, KeyValues, States
+from lowq_cli.engine.graph import Captured, capture, keep
+from lowq_cli.engine.sampling import Sampling, penalise, restrict
+from lowq_cli.engine.state import tensors_of
+from lowq_kernels.products.cpu.repeated import Repeated
+
+
+class Verification:
+    """Steps of `T` rows of a decoder's one text; kept with its cache.
+
+    Attributes:
+        drawn (T,) int64: what the model draws after each row. accepted (1,) int64: drafts that were right, so that
+        drawn[: accepted + 1] are the text's next tokens.
+    """
+
+    def __init__(self, decoder: Any, T: int) -> None:
+        self.decoder, self.T, self.device = decoder, T, decoder.device
+        empty = torch.zeros(T, dtype=torch.int64, device=self.device)
+        self.ids, self.drawn, self.offsets = empty, empty.clone(), torch.arange(T, dtype=torch.int32, device=self.device)
+        self.pos, self.rows = self.offsets.clone(), self.offsets.clone()
+        self.accepted, self.first = empty[:1].clone(), empty[:1].clone()
+        self.count = torch.full((1,), T, dtype=torch.int64, device=self.device)
+        self.state = [self._of_rows(one) for one in decoder.state]
+        slots = torch.arange(1, T + 1, device=self.device)  # of recurrent states: the text's, then those after each row
+        self.chain = Chain(0, T, slots[:1], slots[1:])
+        self.after = torch.cat((slots[1:], slots[:1]))  # where the state after each row is
+        self.lazy = self.device.type == "cpu"  # whether what is known already decides on what is computed next
+        self.repeated = Repeated() if self.lazy else None
+        self.plain = not tensors_of(decoder.state)
+        self.captured: dict[Sampling, Captured] = {}
+
+    def _of_rows(self, one: KeyValues | States) -> KeyValues | States:
+        """A layer's state with the table of the rows, all of them of the first place of a cache."""
+        if not isinstance(one, KeyValues):
+            return one
+        table = one.table[:1] if one.table is not None else torch.zeros(1, 1, dtype=torch.int32, device=self.device)
+        return KeyValues(one.k, one.v, table.repeat(self.T, 1))
+
+    @torch.inference_mode()
+    def step(self, drafts: Sequence[int]) -> None:
+        """Check drafts, up to T - 1; fewer are filled up with the last one."""
+        given = torch.tensor([*drafts, *[drafts[-1]] * (self.T - 1 - len(drafts))], dtype=torch.int64)
+        if self.device.type == "cuda":
+            given = given.pin_memory()
+        self.ids[1:].copy_(given, non_blocking=True)
+        d = self.decoder
+        run = self._graph() if d.graphs else None
+        if run is None:
+            self.compute()
+        else:
+            run.replay()
+            d.sampler.logits = run.logits
+
+    def compute(self) -> None:
+        """The work itself, from and into tensors at fixed addresses."""
+        d, sampler = self.decoder, self.decoder.sampler
+        self.ids[:1].copy_(sampler.token)
+        torch.add(self.offsets, sampler.pos, out=self.pos)
+        x = d.plan.embed(self.ids)
+        logits = self.repeated(self._whole, x) if self.repeated else self._whole(x)
+        logits = d.plan.capped(logits)
+        self._one_by_one(logits) if self.lazy else self._at_once(logits)
+        if not self.plain:
+            for t in tensors_of(d.state):
+                t.index_copy_(0, self.chain.slot, t.index_select(0, self.after[self.accepted]))
+
+    def _one_by_one(self, logits: torch.Tensor) -> None:
+        """Draw after rows in order, as plain steps do, up to the first whose draft is wrong."""
+        sampler, ids = self.decoder.sampler, self.ids.tolist()
+        for i in range(self.T):
+            sampler.choose(logits[i : i + 1], advance=1)
+            token = int(sampler.token)
+            self.drawn[i], self.accepted[0] = token, i
+            if i + 1 < self.T and token != ids[i + 1]:
+                return
+
+    def _at_once(self, logits: torch.Tensor) -> None:
+        """Draw after every row, and count those that were right: no shape depends on how many."""
+        sampler, ops = self.decoder.sampler, self.decoder.ops
+        self._draw(logits)
+        ops.accept(self.drawn, self.ids, self.first, self.count, self.first, sampler.token, sampler.pos, self.accepted)
+        if sampler.seen is not None and sampler.sampling.repetition_penalty != 1:
+            came = torch.where(self.offsets <= self.accepted, self.drawn, self.drawn[:1])
+            sampler.seen.scatter_(1, came[None], True)
+        sampler.logits = logits.index_select(0, self.accepted)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        d = self.decoder
+        batch = Batch(d.ops, self.ids, self.T, self.pos, d.angles, drafted=True, chains=[self.chain])
+        return d.plan.logits(d.plan.hidden(x, batch, self.state))
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        """What comes after each row, as `Sampler.choose` would draw it of a text that ends there."""
+        sampler, s = self.decoder.sampler, self.decoder.sampler.sampling
+        temperature = s.temperature
+        if sampler.seen is not None and s.repetition_penalty != 1:
+            marks = torch.zeros_like(logits, dtype=torch.int8).scatter_(1, self.ids[:, None], 1)
+            seen = sampler.seen | marks.cummax(0).values.bool()
+            logits = penalise(logits.float(), seen, s.repetition_penalty)
+        if not s.greedy and (s.top_k or s.top_p < 1):
+            logits, temperature = restrict(logits.float() / s.temperature, s.top_k, s.top_p), 1.0
+        how = torch.full((self.T,), temperature, dtype=torch.float32, device=self.device)
+        seeds = sampler.seed.expand(self.T).contiguous()
+        self.decoder.ops.choose_rows(logits.contiguous(), self.rows, self.drawn, self.pos.clone(), seeds, how)
+
+    def _graph(self) -> Captured | None:
+        """This step as a CUDA graph; None where it cannot be recorded."""
+        d = self.decoder
+        key = replace(d.sampler.sampling, seed=0)
+        if key not in self.captured:
+            back = keep([*d.sampler.state, *tensors_of(d.state), self.accepted])
+            try:
+                found = capture(self.compute)
+            except RuntimeError as e:
+                d.reason = f"no CUDA graph of steps with drafts: {str(e).splitlines()[0]}"
+                return None
+            finally:
+                back()
+            found.logits = d.sampler.logits
+            self.captured[key] = found
+        return self.captured[key]

@@ -1,0 +1,118 @@
+"""Rows of which several are of one sequence: their attention, how many drafts were right, and recurrent states after each."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
+pytest.importorskip("triton")
+
+from lowq_kernels.decode import attend_rows, attend_triton, cpu, kv, reference, sample
+from lowq_kernels.decode.reference import MOST_DRAFTS, Heads
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK, BLOCKS = 16, 24
+
+
+def rows_of(texts, dtype, device, D, HKV=2, HQ=4):
+    """(qkv, k, v, pos, table) of rows of texts (first position, rows each), whose caches hold all before, and NaN past it."""
+    torch.manual_seed(len(texts))
+    M, width = sum(n for _, n in texts), 6
+    tables = torch.randperm(BLOCKS)[: len(texts) * width].reshape(len(texts), width).int()
+    k, v = (torch.randn(BLOCKS, HKV, BLOCK, D).to(dtype) for _ in range(2))
+    for (first, _), table in zip(texts, tables, strict=True):
+        for slot in range(first, width * BLOCK):
+            for cache in (k, v):
+                cache[table[slot // BLOCK], :, slot % BLOCK] = float("nan")
+    pos = torch.cat([torch.arange(first, first + n, dtype=torch.int32) for first, n in texts])
+    table = torch.cat([t.repeat(n, 1) for t, (_, n) in zip(tables, texts, strict=True)])
+    qkv = torch.randn(M, (HQ + 2 * HKV) * D).to(dtype)
+    return [t.to(device) for t in (qkv, k, v, pos, table)]
+
+
+def one_by_one(qkv, k, v, pos, table, cos, sin, h):
+    """The same, a row after another: what steps without drafts do."""
+    y = [reference.attend(qkv[i : i + 1], k, v, pos[i : i + 1], cos, sin, h, table[i : i + 1]) for i in range(len(qkv))]
+    return torch.cat(y)
+
+
+CASES = {"one": [(40, 5)], "three": [(0, 3), (31, 16), (63, 1)], "over a block's end": [(14, 4), (47, 2)]}
+FACTS = {"plain": {}, "window": {"window": 20}, "normed": {"norms": True}, "softcap": {"softcap": 3.0}}
+
+
+def heads(D, facts, dtype):
+    facts = dict(facts)
+    norms = tuple(torch.randn(D, device=DEVICE).to(dtype) for _ in range(2)) if facts.pop("norms", False) else (None, None)
+    return Heads(4, 2, D, 0.3, facts.pop("window", 0), 1e-6, *norms, **facts)
+
+
+@pytest.mark.parametrize("fact", FACTS)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_of_rows_is_that_of_one_row_after_another(case, fact, monkeypatch):
+    if DEVICE == "cpu":  # in Triton's interpreter
+        monkeypatch.setattr(attend_rows.steps, "attend", attend_triton.attend)
+    qkv, k, v, pos, table = rows_of(CASES[case], torch.float32, DEVICE, 32)
+    h = heads(32, FACTS[fact], torch.float32)
+    cos, sin = (f(torch.rand(6 * BLOCK, 16, device=DEVICE).repeat(1, 2)) for f in (torch.cos, torch.sin))
+    wanted = one_by_one(qkv, k.clone(), v.clone(), pos, table, cos, sin, h)
+    caches = k.clone(), v.clone()
+    found = attend_rows.attend_rows(qkv, *caches, pos, cos, sin, h, table)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_cpu_the_bits_are_those_of_one_row_after_another(case):
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        qkv, k, v, pos, table = rows_of(CASES[case], torch.bfloat16, "cpu", 32)
+        h, cos = Heads(4, 2, 32, 0.3), torch.ones(6 * BLOCK, 32, dtype=torch.bfloat16)
+        caches = k.clone(), v.clone()
+        wanted = [
+            cpu.attend(qkv[i : i + 1], *caches, pos[i : i + 1], cos, cos * 0.5, h, table[i : i + 1]) for i in range(len(qkv))
+        ]
+        caches = k.clone(), v.clone()
+        assert torch.equal(cpu.attend(qkv, *caches, pos, cos, cos * 0.5, h, table), torch.cat(wanted))
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "4"])
+@pytest.mark.skipif(DEVICE == "cpu", reason="attention over coded caches of many rows needs a GPU's tiles")
+def test_over_a_cache_in_few_bits_rows_are_as_near_as_its_steps(kind):
+    qkv, k, v, pos, table = rows_of(CASES["three"], torch.float16, DEVICE, 64)
+    h, cos = Heads(4, 2, 64, 0.3), torch.ones(6 * BLOCK, 64, dtype=torch.float16, device=DEVICE)
+    coded = []
+    for cache in (k, v):
+        held = kv.zeros(kind, cache.shape, cache.dtype, DEVICE)
+        held[:] = torch.nan_to_num(cache)
+        coded.append(held)
+    found = attend_rows.attend_rows(qkv, *coded, pos, cos, cos * 0, h, table)
+    wanted = one_by_one(qkv, *coded, pos, table, cos, cos * 0, h)
+    assert (found - wanted).float().norm() < 1e-2 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("accept", [reference.accept, sample.accept], ids=["torch", "triton"])
+def test_drafts_are_right_up_to_the_first_that_is_not(accept):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        counts = torch.randint(1, MOST_DRAFTS + 2, (5,), generator=g).tolist()
+        ids, drawn, wanted = [], [], []
+        for count in counts:
+            own = torch.randint(0, 50, (count + 1,), generator=g).tolist()
+            depth = int(torch.randint(0, count, (1,), generator=g))
+            ids += own[: depth + 1] + [99] * (count - depth - 1)
+            drawn += own[1:]
+            wanted.append((depth, own[depth + 1]))
+        first = torch.tensor([sum(counts[:i]) for i in range(5)], device=DEVICE)
+        rows = torch.tensor([6, 0, 3, 1, 4], device=DEVICE)
+        token, pos = torch.zeros(8, dtype=torch.int64, device=DEVICE), torch.full((8,), 30, dtype=torch.int32, device=DEVICE)
+        accepted = torch.full((5,), -1, device=DEVICE)
+        given = (torch.tensor(t, device=DEVICE) for t in (drawn, ids))
+        accept(*given, first, torch.tensor(counts, device=DEVICE), rows, token, pos, accepted)
+        assert accepted.tolist() == [depth for depth, _ in wanted]
+        assert token[rows].tolist() == [t for _, t in wanted]
+        assert (pos[rows] - 31).tolist() == accepted.tolist()
+        assert token.tolist()[2] == 0
+        assert pos.tolist()[2] == 30
