@@ -61,9 +61,9 @@ class Heads:
         """The first slot that the token at `place` sees."""
         return max(place + 1 - self.window if self.window else 0, place - place % self.chunk if self.chunk else 0)
 
-    def visible(self, seen: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Whether the token at slot `own` sees slot `seen`; broadcast."""
-        mask = seen <= own
+    def visible(self, seen: torch.Tensor, own: torch.Tensor, until: torch.Tensor | None = None) -> torch.Tensor:
+        """Whether the token at slot `own` sees slot `seen`; broadcast. until: the last slot that it sees, if not its own."""
+        mask = seen <= (own if until is None else until)
         if self.window:
             mask &= seen > own - self.window
         if self.chunk:
@@ -232,8 +232,12 @@ def attend_prompt(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    until: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tokens start .. start + T of every sequence: write their k, v, attend causally. qkv (B, T, ...) -> (B, T, HQ * D)."""
+    """Tokens start .. start + T of every sequence: write their k, v, attend causally. qkv (B, T, ...) -> (B, T, HQ * D).
+
+    until (B, T): the last slot that a token sees, below start + T; None: its own.
+    """
     B, T = qkv.shape[:2]
     end = start + T
     q, k, v = split_heads(qkv, cos[start:end], sin[start:end], h)
@@ -241,18 +245,29 @@ def attend_prompt(
         k_cache[:, :, start:end], v_cache[:, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
     k_all, v_all = (c[:, :, :end].repeat_interleave(h.HQ // h.HKV, 1) for c in (k_cache, v_cache))
     q = q.to(k_all.dtype)
-    if start == 0 and h.sinks is None and not h.softcap and not (h.span and end > h.span):
+    if until is None and start == 0 and h.sinks is None and not h.softcap and not (h.span and end > h.span):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, is_causal=True, scale=h.scale)
     else:
-        mask = h.visible(torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None])
+        seen, own = torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None]
+        mask = h.visible(seen, own, None if until is None else until[:, None, :, None])
         y = softmax_product(q.transpose(1, 2), k_all, v_all, mask, h)
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D).to(qkv.dtype)
 
 
 def attend_packed(
-    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    p: Packed,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    until: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of `p`: write their k, v into paged caches, attend causally. qkv (M, ...) -> (M, HQ * D)."""
+    """The tokens of `p`: write their k, v into paged caches, attend causally. qkv (M, ...) -> (M, HQ * D).
+
+    until (M,): the last slot that a token sees, of those written before or now; None: its own.
+    """
     at = p.pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     if h.writes:
@@ -261,7 +276,8 @@ def attend_packed(
     for first, end in p.tiles.tolist():
         if first < end:
             row, place = int(p.rows[first]), int(at[first])
-            y[first:end] = _causal(row, place, q[first:end].transpose(0, 1), k_cache, v_cache, p.table, h)
+            own = None if until is None else until[first:end]
+            y[first:end] = _causal(row, place, q[first:end].transpose(0, 1), k_cache, v_cache, p.table, h, own)
     return y
 
 
@@ -276,18 +292,28 @@ def write(
 
 
 def _causal(
-    row: int, place: int, q: torch.Tensor, k_cache: Cache, v_cache: Cache, table: torch.Tensor, h: Heads
+    row: int,
+    place: int,
+    q: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    table: torch.Tensor,
+    h: Heads,
+    until: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q (HQ, T, D), slots place .. place + T of a row, over what the row holds so far -> (T, HQ * D)."""
+    """Attention of q (HQ, T, D), slots place .. place + T of a row, over what the row holds so far -> (T, HQ * D).
+
+    until (T,): as in `attend_packed`.
+    """
     T, BLOCK = q.shape[1], k_cache.shape[2]
-    end = place + T
+    end = place + T if until is None else max(place + T, int(until.max()) + 1)
     begin = h.first(place) // BLOCK
     blocks = table[row, begin : -(-end // BLOCK)].long()
     k, v = (slots_of(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
     dtype, q = q.dtype, q.to(k.dtype)
-    seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, end, device=q.device)[:, None]
-    mask = h.visible(seen, own)
-    if T == 1:  # the queries of one key head side by side: one product for all of them
+    seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, place + T, device=q.device)[:, None]
+    mask = h.visible(seen, own, None if until is None else until[:, None])
+    if T == 1 and until is None:  # the queries of one key head side by side: one product for all of them
         q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.span else None
         return softmax_product(q, k[None], v[None], bias, h).reshape(1, h.HQ * h.D).to(dtype)
     k, v = (c.repeat_interleave(h.HQ // h.HKV, 0)[None] for c in (k, v))

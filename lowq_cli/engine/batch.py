@@ -7,7 +7,7 @@ sequence side by side. A static cache has a place for each sequence (decoder); a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -15,8 +15,8 @@ from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
 from lowq_kernels.decode.latent import Latent, step_fixed
-from lowq_kernels.decode.reference import Heads, Packed
-from lowq_packers.arch.parts import Rope
+from lowq_kernels.decode.reference import Heads, Packed, attend_packed, attend_prompt
+from lowq_packers.arch.parts import Images, Rope
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,48 @@ class Rectangle:
         return Packed(rows.new_empty(0, 0), rows.to(device), place.to(device), there)
 
 
+@cache
+def _axes(images: Images, dims: int, device: torch.device) -> torch.Tensor:
+    """`Images.axes` on a device, kept: a pass that is recorded uploads nothing."""
+    return torch.tensor(images.axes(dims)).to(device)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What pictures change in a pass of M rows, as `arch.parts.Images` describes it.
+
+    rows (n,) int64: those that stand for a picture. features (n, H): what is there in place of an embedding. added: of each of
+    the first layers (n, H), added behind it. places (3, M) int64: what rows turn by, in time, height and width; None: their
+    slots. until (R,) int64: of each row after the steps the last slot that it sees where pictures are seen whole, or None.
+    """
+
+    images: Images
+    rows: torch.Tensor | None = None
+    features: torch.Tensor | None = None
+    added: Sequence[torch.Tensor] = ()
+    places: torch.Tensor | None = None
+    until: torch.Tensor | None = None
+
+    def shown(self, x: torch.Tensor) -> torch.Tensor:
+        """Embeddings x (M, H) with the features of pictures in their place."""
+        assert self.rows is not None
+        assert self.features is not None
+        return x.index_copy(0, self.rows, self.features)
+
+    @cached_property
+    def numbers(self) -> torch.Tensor:
+        """(M,) int32: the rows of `turned`."""
+        assert self.places is not None
+        return torch.arange(self.places.shape[1], dtype=torch.int32, device=self.places.device)
+
+    def turned(self, tables: Tables) -> "Tables | None":
+        """cos, sin (M, R) of every row, from those of every place (S, R); None where rows turn by their slots."""
+        if self.places is None:
+            return None
+        index = self.places[_axes(self.images, tables[0].shape[1], self.places.device)].T.contiguous()
+        return tables[0].gather(0, index), tables[1].gather(0, index)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows of a pass.
@@ -97,7 +139,7 @@ class Batch:
     ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of
     each row of state; a step writes there. angles: cos, sin of each kind of rotation; of a head dim, tables that turn nothing.
     slots (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None.
-    rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers.
+    rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers. pictures: those of its texts.
     drafted: several steps may be of one sequence, its newest token and drafts of the next ones, side by side; the tables of the
     state are those of the rows, and `chains` are the rows by sequence.
     """
@@ -115,7 +157,14 @@ class Batch:
     tile: int = 128
     drafted: bool = False
     chains: Sequence["Chain"] = ()
+    pictures: Pictures | None = None
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # what one layer leaves for later ones
+    _turned: dict[Rope, Tables] = field(default_factory=dict)
+
+    @property
+    def shows(self) -> bool:
+        """Whether some of its rows stand for pictures."""
+        return self.pictures is not None and self.pictures.rows is not None
 
     @property
     def mixed(self) -> bool:
@@ -143,8 +192,21 @@ class Batch:
             return own
         return torch.cat([own, self.packed.pos]) if self.steps else self.packed.pos
 
-    def attend(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads) -> torch.Tensor:
-        """Attention of every row over its sequence: qkv (M, (HQ + 2 HKV) D) -> (M, HQ D)."""
+    def turned(self, kind: Rope) -> "Tables | None":
+        """cos, sin (M, R) of every row; None where all turn by their slots, by the tables of `angles`."""
+        if self.pictures is None or self.pictures.places is None:
+            return None
+        if kind not in self._turned:
+            found = self.pictures.turned(self.angles[kind])
+            assert found is not None
+            self._turned[kind] = found
+        return self._turned[kind]
+
+    def attend(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:
+        """Attention of every row over its sequence: qkv (M, (HQ + 2 HKV) D) -> (M, HQ D).
+
+        whole: whether a token of a picture sees all of the picture.
+        """
         b, parts = self.steps, []
         assert held.v is not None
         if b:
@@ -152,7 +214,8 @@ class Batch:
             attend = self.ops.attend_rows if self.drafted else self.ops.attend
             parts.append(attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
         if self.mixed:
-            parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads))
+            until = self.pictures.until if whole and self.pictures is not None else None
+            parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads, until))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, turned: Tables, facts: Latent) -> torch.Tensor:
@@ -193,11 +256,18 @@ class Batch:
             parts.append(y)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _prompts(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads) -> torch.Tensor:
+    def _prompts(
+        self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads, until: torch.Tensor | None
+    ) -> torch.Tensor:
         assert held.v is not None
         if held.table is not None:
-            return self.ops.attend_packed(qkv, held.k, held.v, replace(self.packed, table=held.table), *turned, heads)
+            packed = replace(self.packed, table=held.table)
+            if until is not None:  # which no kernel takes
+                return attend_packed(qkv, held.k, held.v, packed, *turned, heads, until)
+            return self.ops.attend_packed(qkv, held.k, held.v, packed, *turned, heads)
         assert self.rectangle is not None
         k, v = (part(cache, self.rectangle.some) for cache in (held.k, held.v))
-        split = qkv.reshape(k.shape[0], -1, qkv.shape[-1])
-        return self.ops.attend_prompt(split, k, v, self.rectangle.start, *turned, heads).flatten(0, 1)
+        split, start = qkv.reshape(k.shape[0], -1, qkv.shape[-1]), self.rectangle.start
+        if until is not None:
+            return attend_prompt(split, k, v, start, *turned, heads, until.reshape(k.shape[0], -1)).flatten(0, 1)
+        return self.ops.attend_prompt(split, k, v, start, *turned, heads).flatten(0, 1)

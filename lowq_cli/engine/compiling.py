@@ -75,6 +75,7 @@ class Compiler:
         self.products: list[dict[str, nn.Module]] = []
         self.ropes: set[p.Rope] = set()
         self.layer_state: dict[int, int] = {}  # layer -> number of its keys and values, for layers that share them
+        self.images = model.images
         self.pending: p.Update | None = None  # whose sum has not been added to the residual stream yet
         self.entered: list[int] = []  # of each layer, and of the end: the step after which the stream is what enters it
         for number, layer in enumerate(model.layers):
@@ -86,6 +87,8 @@ class Compiler:
                 self._emit(s.Begin())
             for update in layer:
                 self._update(update)
+            if self.images is not None and number < self.images.deepstack:
+                self._emit(s.AddFeatures(number))  # the sum of this layer's last update and the norm come after
         self._add_norm(model.norm)
         self.entered.append(len(self.steps))
 
@@ -174,17 +177,22 @@ class Compiler:
         )  # fmt: skip
         if _direct(part) and part.rope is not None:
             heads = replace(heads, q_norm=q.weight, k_norm=k.weight, eps=q.eps) if q and k else heads
-            self._emit(s.Attend(index, heads, part.rope))
+            self._emit(s.Attend(index, heads, part.rope, self._whole(part)))
         else:
             scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
             facts = Prepared(
                 part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
                 part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
             )  # fmt: skip
-            self._emit(s.Prepare(facts, part.rope), s.Attend(index, heads, None))
+            self._emit(s.Prepare(facts, part.rope), s.Attend(index, heads, None, self._whole(part)))
             if part.gated:
                 self._emit(s.Open("gate"))
         self._product(part.o, "o")
+
+    def _whole(self, part: p.Attention) -> bool:
+        """Whether the layer's tokens of a picture see all of it."""
+        kind = self.images.whole if self.images is not None else ""
+        return kind == "all" or (kind == "windows" and part.window > 0)
 
     @_mixer.register
     def _(self, part: p.LatentAttention) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.engine.batch import Batch, KeyValues, Rectangle, States
+from lowq_cli.engine.batch import Batch, KeyValues, Pictures, Rectangle, States
 from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.hf_eager import CHUNK
+from lowq_cli.engine.pictures import Shown, in_pass
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling
@@ -30,6 +31,7 @@ from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.arch.parts import Pages, Rope
+from lowq_packers.errors import UnsupportedError
 
 KEPT_GRAPHS = 8
 
@@ -55,7 +57,7 @@ class NativeDecoder:
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
         self.slots = self.batch = 0
         self.drafted = False  # whether the cache has room for drafts' recurrent states
-        self.captured: dict[Sampling, Captured] = {}
+        self.captured: dict[tuple[Sampling, bool], Captured] = {}  # by whether rows turn by places of three parts
         self.run: Captured | None = None
         self.long = False  # whether something the cache holds is turned as a text past `steady` is
         self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
@@ -64,6 +66,8 @@ class NativeDecoder:
         self.chunk = sys.maxsize  # prompt tokens of a text in one pass
         self.drafts = False  # whether steps of a text may check drafts (`verify`); decided before `start`
         self.wide: dict[int, Verification] = {}  # by rows
+        self.shown: list[Shown | None] = []  # the pictures of each text
+        self.turns = False  # whether some of them make tokens turn by places of three parts
 
     @property
     def ops(self) -> Ops:
@@ -77,15 +81,23 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def start(
-        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        room: int,
+        between: Callable[[], None] = nothing,
+        shown: Sequence[Shown | None] = (),
     ) -> torch.Tensor:
         """Read the prompts side by side; the first new token of each, (B,) int64 on the device.
 
-        What all of them share with `held` is in the cache already and not read again.
+        shown: the pictures of each prompt. What all of them share with `held` is in the cache already and not read again.
         """
         longest = max(map(len, prompts))
         self._make_room(len(prompts), longest + room + MOST_DRAFTS * self.drafts)
-        known = 0 if self.long or longest > self.steady else self._reusable(prompts)
+        self._show(shown)
+        names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
+        prompts = [p if s is None else s.ids for p, s in zip(prompts, self.shown, strict=True)]
+        known = 0 if self.long or longest > self.steady else self._reusable(names)
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
         self.said: list[torch.Tensor] | None = [] if self.rereads and grows else None
@@ -94,7 +106,7 @@ class NativeDecoder:
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
         self._restore(known)
         x = self._read(ids.to(self.device), lengths.tolist(), known, between)
-        self.held, self.written = [list(p) for p in prompts], longest
+        self.held, self.written = names, longest
         self.snapshot = [t[: self.batch + 1].clone() for t in tensors_of(self.state)]
         self.sampler.choose(self.head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
@@ -130,19 +142,32 @@ class NativeDecoder:
         return self.wide[rows]
 
     @torch.inference_mode()
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits (B, T, V) at every place of whole texts (B, T)."""
+    def logits(self, ids: torch.Tensor, shown: Sequence[Shown | None] = ()) -> torch.Tensor:
+        """Logits (B, T, V) at every place of whole texts (B, T). shown: the pictures of each."""
         B, T = ids.shape
         self._make_room(B, T)
+        self._show(shown)
+        ids = torch.stack([row if s is None else torch.tensor(s.ids) for row, s in zip(ids.cpu(), self.shown, strict=True)])
         self.held = []
         self._restore(0)
         hidden = [
-            self._piece(slice(0, B), ids[:, t : t + self.chunk], t, [T] * B, self._tables(T)).reshape(
+            self._piece(slice(0, B), ids[:, tokens].to(self.device), tokens.start, [T] * B, self._tables(T)).reshape(
                 B, -1, self.plan.model.hidden
             )
-            for t in range(0, T, self.chunk)
+            for _, tokens in passes(1, 0, T, self.chunk, self._uncut(slice(0, B)), T)
         ]
         return self.head(torch.cat(hidden, 1).flatten(0, 1)).reshape(B, T, -1)
+
+    def _show(self, shown: Sequence[Shown | None]) -> None:
+        """Take note of the pictures of the texts that are read next."""
+        self.shown = list(shown) or [None] * self.batch
+        images = self.plan.model.images
+        self.turns = images is not None and bool(images.sections) and any(self.shown)
+        self.shift.copy_(torch.tensor([0 if s is None else s.shift for s in self.shown]))
+
+    def _uncut(self, rows: slice) -> list[tuple[int, int]]:
+        """First tokens and ends of the pictures of some texts that have to be read in one piece."""
+        return [run for s in self.shown[rows] if s is not None for run in s.runs]
 
     def _make_room(self, batch: int, length: int) -> None:
         """A cache with at least `length` slots for `batch` sequences, kept from the last text where it fits."""
@@ -151,6 +176,7 @@ class NativeDecoder:
         slots = bucket(length)
         self.captured.clear()  # graphs hold the old cache's addresses
         self.wide.clear()
+        self.shift = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.run, self.held = None, []
         self.state: list[KeyValues | States] = []  # let go before there is another
         self.slots, self.batch, self.drafted = slots, batch, self.drafts
@@ -190,10 +216,10 @@ class NativeDecoder:
     def _read(self, ids: torch.Tensor, lengths: list[int], known: int, between: Callable[[], None]) -> torch.Tensor:
         """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H)."""
         B, T = ids.shape
-        if self.steady >= T:
+        if self.steady >= T and (B == 1 or not self._uncut(slice(0, B))):
             return self._prompt(slice(0, B), ids, lengths, known, self.angles, between)
         each = ((b, b + 1, n) for b, n in enumerate(lengths))
-        read = [self._prompt(slice(b, c), ids[b:c, :n], [n], 0, self._tables(n), between) for b, c, n in each]
+        read = [self._prompt(slice(b, c), ids[b:c, :n], [n], known, self._tables(n), between) for b, c, n in each]
         return torch.cat(read)
 
     def _follow(self, said: list[torch.Tensor]) -> None:
@@ -224,7 +250,7 @@ class NativeDecoder:
         B, T = ids.shape
         last = torch.empty(B, self.plan.model.hidden, dtype=self.dtype, device=self.device)
         ends = torch.tensor(lengths, device=self.device) - 1
-        for some, tokens in passes(B, known, T, self.chunk):
+        for some, tokens in passes(B, known, T, self.chunk, self._uncut(rows)):
             between()
             piece = ids[some, tokens]
             b, t = piece.shape
@@ -241,7 +267,11 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """Tokens ids (b, t), from `start` on, of the sequences `some`; their normed hidden states (b * t, H)."""
         flat, there = ids.reshape(-1), Rectangle(some, start, ids.shape[1], lengths, self.batch)
-        batch = Batch(self.ops, flat, 0, self.pos, angles, self.places, rectangle=there, tile=self.plan.tile)
+        seen, pictures = self.shown[some], None
+        if any(seen):
+            assert self.plan.model.images is not None
+            pictures = in_pass(self.plan.model.images, [(s, start, start + ids.shape[1]) for s in seen], self.device)
+        batch = Batch(self.ops, flat, 0, self.pos, angles, self.places, rectangle=there, tile=self.plan.tile, pictures=pictures)
         return self.plan.hidden(self.plan.embed(flat), batch, self.state)
 
     def about(self, batch: int) -> str:
@@ -251,13 +281,19 @@ class NativeDecoder:
     def forward_step(self) -> None:
         """One token for each sequence; everything it reads and writes stays at fixed addresses."""
         x = self.plan.embed(self.token)
-        logits = self.repeated(self._whole, x) if self.repeated else self._whole(x)
+        logits = self.repeated(self._whole, x) if self.repeated and not self.turns else self._whole(x)
         self.sampler.choose(self.plan.capped(logits), advance=1)
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """From the newest tokens' embeddings x (B, H) to logits."""
-        batch = Batch(self.ops, self.token, self.batch, self.pos, self.angles, self.places)
+        pictures = self.turned(self.pos)
+        batch = Batch(self.ops, self.token, self.batch, self.pos, self.angles, self.places, pictures=pictures)
         return self.plan.logits(self.plan.hidden(x, batch, self.state))
+
+    def turned(self, pos: torch.Tensor) -> Pictures | None:
+        """How rows at these positions turn, each its text's next token or all of one text; None where it is by position."""
+        images = self.plan.model.images
+        return in_pass(images, (), self.device, pos + self.shift) if self.turns and images is not None else None
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (M, V) of normed hidden states (M, H)."""
@@ -265,7 +301,7 @@ class NativeDecoder:
 
     def _graph(self) -> Captured | None:
         """This step as a CUDA graph, captured once per way of sampling; None, with a reason, where that fails."""
-        key = replace(self.sampler.sampling, seed=0)
+        key = replace(self.sampler.sampling, seed=0), self.turns
         if key not in self.captured:
             if len(self.captured) >= KEPT_GRAPHS:
                 self.captured.clear()
@@ -283,15 +319,36 @@ class NativeDecoder:
         return self.captured[key]
 
 
-def passes(batch: int, known: int, longest: int, piece: int = sys.maxsize) -> list[tuple[slice, slice]]:
-    """(sequences, tokens) of each pass over prompts, from token `known` on: at most CHUNK tokens, whole prompts if they fit.
+def passes(
+    batch: int,
+    known: int,
+    longest: int,
+    piece: int = sys.maxsize,
+    whole: Sequence[tuple[int, int]] = (),
+    most: int = CHUNK,
+) -> list[tuple[slice, slice]]:
+    """(sequences, tokens) of each pass over prompts, from token `known` on: at most `most` tokens, whole prompts if they fit.
 
-    piece: tokens of a text at most.
+    piece: tokens of a text at most. whole: first tokens and ends that stay in one pass. Raises UnsupportedError where they do
+    not fit into one.
     """
-    at_once = max(1, CHUNK // (longest - known))
+    at_once = max(1, most // (longest - known))
     groups = [slice(b, min(b + at_once, batch)) for b in range(0, batch, at_once)]
-    step = min(CHUNK, piece)
-    return [(g, slice(t, min(t + step, longest))) for g in groups for t in range(known, longest, step)]
+    step, cuts, t = min(most, piece), list[slice](), known
+    while t < longest:
+        end = end_of_pass(t, min(t + step, longest), whole)
+        if end <= t:
+            raise UnsupportedError(f"a picture is longer than the {step} tokens that are read at once; make it smaller")
+        cuts.append(slice(t, end))
+        t = end
+    return [(g, cut) for g in groups for cut in cuts]
+
+
+def end_of_pass(first: int, end: int, whole: Sequence[tuple[int, int]]) -> int:
+    """Where tokens from `first` on, up to `end`, have to be cut to leave all of `whole` in one piece."""
+    while inside := [a for a, b in whole if a < end < b and a >= first]:
+        end = min(inside)
+    return end
 
 
 def shared(held: list[int], prompt: list[int]) -> int:

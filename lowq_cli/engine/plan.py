@@ -44,8 +44,9 @@ class Plan:
         )
         self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # some embeddings multiply by it themselves
         compiled = Compiler(model, weights, dtype)
-        self.steps, self.states = compiled.steps, compiled.states
-        self._entered, self._untapped, self.taps = compiled.entered, compiled.steps, tuple[int, ...]()
+        self.states, self.taps = compiled.states, tuple[int, ...]()
+        self._entered, self._untapped = compiled.entered, compiled.steps
+        self._set(compiled.steps)
         self.tokens = compiled.token_table(model.tokens) if model.tokens else None
         self.embed_norm = compiled.norm(model.embed_norm) if model.embed_norm else None
         named = nn.ModuleList(nn.ModuleDict(products) for products in compiled.products)
@@ -90,6 +91,10 @@ class Plan:
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
 
+    def _set(self, steps: list[s.Step]) -> None:
+        """Take these steps; those that only pictures need are left to passes with pictures."""
+        self.of_pictures, self.steps = steps, [step for step in steps if not isinstance(step, s.AddFeatures)]
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """Have passes note the residual stream entering these layers (one past the last: what leaves that), in their order.
 
@@ -101,7 +106,7 @@ class Plan:
         for layer in sorted(set(layers), reverse=True):
             at = self._entered[layer]
             steps.insert(at + (at < len(steps) and isinstance(steps[at], s.Product)), s.Tap(layer))
-        self.steps = steps
+        self._set(steps)
         self._folded.clear()
 
     def hidden(
@@ -116,6 +121,8 @@ class Plan:
         taps: is given what `tap` asked for, (M, H) each.
         """
         frame = s.Frame(x.contiguous(), batch, state, taps=None if taps is None else {})
+        if batch.pictures is not None and batch.shows:
+            frame.x = batch.pictures.shown(frame.x)
         if self.tokens is not None:
             frame.kept["table"] = self.tokens(batch.ids, frame.x)
         self.run(frame)
@@ -125,8 +132,9 @@ class Plan:
 
     def run(self, frame: s.Frame) -> s.Frame:
         """Every step on a frame."""
-        x, steps = frame.x, self.program(frame.x.shape[0])
-        if steps is not self.steps:
+        x, shows = frame.x, frame.batch.shows
+        steps = self.of_pictures if shows else self.program(x.shape[0])
+        if not shows and steps is not self.steps:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
         outer = scope.set(self.tuned)
         try:
@@ -158,7 +166,7 @@ class Plan:
         None."""
         made: dict[Rope | int, Tables] = {}
         for step in self.steps:
-            if isinstance(step, s.Attend) and step.rope is None:
+            if isinstance(step, s.Attend) and (step.rope is None or (self.model.images and self.model.images.sections)):
                 made[step.heads.D] = unrotated(slots, step.heads.D, torch.empty(0, dtype=self.dtype, device=device))
         for kind, r in self.rotations.items():
             made[kind] = r.tables(slots, device, self.dtype, length)

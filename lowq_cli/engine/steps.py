@@ -6,7 +6,8 @@ further on. Its arithmetic is an operation of `lowq_kernels.decode`, whose defin
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -246,8 +247,12 @@ class Prepare(Step):
         return p.HQ, p.HKV, p.D, p.order, p.gated, p.v_is_k, p.writes, p.over, p.norm_last, *turned, *norms
 
     def run(self, f: Frame) -> None:
-        tables = (None, None) if self.rope is None else f.batch.angles[self.rope]
-        f.y, gate = f.ops.prepare(f.y, self.facts, f.batch.positions, *tables)
+        tables: tuple[Any, Any] = (None, None) if self.rope is None else f.batch.angles[self.rope]
+        at = f.batch.positions
+        if self.rope is not None and (own := f.batch.turned(self.rope)) is not None:
+            assert f.batch.pictures is not None
+            at, tables = f.batch.pictures.numbers, own  # no family scales queries by positions of three parts
+        f.y, gate = f.ops.prepare(f.y, self.facts, at, *tables)
         if gate is not None:
             f.kept["gate"] = gate
 
@@ -299,12 +304,23 @@ class TimesToken(Step):
 
 @dataclass(frozen=True, eq=False)
 class Attend(Step):
-    """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: nothing is turned here."""
+    """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: nothing is turned here.
+
+    whole: whether a token of a picture sees all of the picture.
+    """
 
     index: int
     heads: Heads
     rope: Rope | None
+    whole: bool = False
     what = "attention"
+
+    @cached_property
+    def apart(self) -> tuple[Prepared, Heads]:
+        """Norms and rotation as a step before, and what is left to attention: for rows that turn by places of three parts."""
+        h = self.heads
+        q, k = (None if w is None else Norm(w, h.eps, "rms", None, 1) for w in (h.q_norm, h.k_norm))
+        return Prepared(h.HQ, h.HKV, h.D, q_norm=q, k_norm=k), replace(h, q_norm=None, k_norm=None)
 
     @property
     def state(self) -> Sequence[int]:  # type: ignore[override]
@@ -320,8 +336,26 @@ class Attend(Step):
     def run(self, f: Frame) -> None:
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
-        turned = f.batch.angles[self.rope or self.heads.D]
-        f.y = f.batch.attend(f.y, held, turned, self.heads)
+        turned, heads = f.batch.angles[self.rope or self.heads.D], self.heads
+        if self.rope is not None and (own := f.batch.turned(self.rope)) is not None:
+            assert f.batch.pictures is not None
+            facts, heads = self.apart
+            f.y, _ = f.ops.prepare(f.y, facts, f.batch.pictures.numbers, *own)
+            turned = f.batch.angles[heads.D]
+        f.y = f.batch.attend(f.y, held, turned, heads, self.whole)
+
+
+@dataclass(frozen=True, eq=False)
+class AddFeatures(Step):
+    """x of a picture's rows += the features that the tower has for this layer."""
+
+    layer: int
+    what = "add"
+
+    def run(self, f: Frame) -> None:
+        p = f.batch.pictures
+        if p is not None and p.rows is not None:
+            f.x.index_add_(0, p.rows, p.added[self.layer])
 
 
 @dataclass(frozen=True, eq=False)

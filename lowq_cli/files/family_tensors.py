@@ -91,6 +91,15 @@ def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[
         return ()
 
 
+def beside_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
+    """Prefixes of the tensors of towers and projectors, as files may have them; of a family that is not described none."""
+    try:
+        beside = read_config(raw, len(headers))[1].beside
+    except NotPlain:
+        return ()
+    return (*beside, *(b.removeprefix("model.") for b in beside))
+
+
 def extra_of(config: Any, headers: Mapping[str, Any]) -> tuple[str, ...]:
     """The same of a config object of transformers."""
     family = families().get(getattr(type(config), "model_type", ""))

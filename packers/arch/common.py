@@ -1,6 +1,6 @@
 """What most families' layers have in common, for the functions that describe them. `c` is a config, `p` a module's path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from lowq_packers.arch.parts import (
     Attention,
     Conv,
     Experts,
+    Images,
     Linear,
     Mamba2,
     Mixer,
@@ -205,13 +206,46 @@ def wrapper(
     *beside: str,
     prefix: str = "model.language_model.",
     files: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head"),),
+    images: Callable[[Any], Images] | None = None,
 ) -> Callable[[Any], Model]:
-    """A model with a text part: that part under a prefix. Its config is text_config, or in old files the whole config."""
+    """A model with a text part: that part under a prefix. Its config is text_config, or in old files the whole config.
+
+    images: from the whole config; a wrapper whose vision_config is null takes none.
+    """
 
     def described(c: Any) -> Model:
         inside = text(getattr(c, "text_config", None) or c)
         extra = tuple(prefix + e.removeprefix("model.") if e.startswith("model.") else e for e in inside.extra)
         tied = bool(c.tie_word_embeddings)
-        return replace(inside, prefix=prefix, beside=beside, tied=tied, files=files, extra=extra)
+        seen = images(c) if images is not None and getattr(c, "vision_config", {}) is not None else None
+        return replace(inside, prefix=prefix, beside=beside, tied=tied, files=files, extra=extra, images=seen)
+
+    return described
+
+
+def of_vision(c: Any, name: str, default: Any) -> Any:
+    """A field of a wrapper's vision_config, which is a table where config.json was read without transformers."""
+    inside = getattr(c, "vision_config", {})
+    found = inside.get(name) if isinstance(inside, Mapping) else getattr(inside, name, None)
+    return default if found is None else found
+
+
+def token_of(c: Any, name: str, default: int) -> int:
+    """The id of a token of pictures ("image", "boi", "eoi"), which configs call ..._token_id or ..._token_index."""
+    return getattr(c, f"{name}_token_id", None) or getattr(c, f"{name}_token_index", None) or default
+
+
+def three_part(token: int, sections: tuple[int, ...], interleaved: bool, deepstack: bool = False) -> Callable[[Any], Images]:
+    """Qwen's pictures, whose tokens have a place in time, height and width. token, sections: where the config says none."""
+
+    def described(c: Any) -> Images:
+        inside = getattr(c, "text_config", None) or c
+        given = rope_parameters(inside).get("mrope_section") or sections
+        whole = interleaved or 2 * sum(given) == head_dim(inside)
+        unless(len(given) != 3 or not whole, f"places of three parts in sections of {given} pairs")
+        layers = len(of_vision(c, "deepstack_visual_indexes", (8, 16, 24))) if deepstack else 0
+        merge = of_vision(c, "spatial_merge_size", 2)
+        own = token_of(c, "image", token)
+        return Images(own, merge=merge, sections=tuple(given), interleaved=interleaved, deepstack=layers)
 
     return described

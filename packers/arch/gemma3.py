@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import FULL, SLIDING, attention, head_norms, mlp, model, rope, window, wrapper
+from lowq_packers.arch.common import FULL, SLIDING, attention, head_norms, mlp, model, rope, token_of, window, wrapper
 from lowq_packers.arch.gemma import causal, one, sandwich
-from lowq_packers.arch.parts import Model, Update
+from lowq_packers.arch.parts import Images, Model, Update
 
 
 def gemma3_text(c: Any) -> Model:
@@ -23,9 +23,14 @@ def gemma3_text(c: Any) -> Model:
     return model(c, layer, one(c, "norm"), embed_scale=c.hidden_size**0.5, softcap=cap)
 
 
+def images(c: Any) -> Images:
+    token, begin, end = (token_of(c, *of) for of in (("image", 262144), ("boi", 255999), ("eoi", 256000)))
+    return Images(token, "framed", begin, end, whole="all")
+
+
 def gemma3(c: Any) -> Model:
     towers = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
-    return replace(wrapper(gemma3_text, *towers)(c), softcap=0.0)  # which the wrapper leaves out
+    return replace(wrapper(gemma3_text, *towers, images=images)(c), softcap=0.0)  # which the wrapper leaves out
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

@@ -17,11 +17,12 @@ from lowq_packers.arch.common import (
     rms,
     rope_parameters,
     router,
+    token_of,
     window,
     wrapper,
 )
 from lowq_packers.arch.gemma import causal, sandwich
-from lowq_packers.arch.parts import Attention, Branch, Model, PerLayer, Rope, TokenTable, Update
+from lowq_packers.arch.parts import Attention, Branch, Images, Model, PerLayer, Rope, TokenTable, Update
 
 
 def shares(c: Any, i: int) -> int | None:
@@ -95,6 +96,12 @@ def gemma4_text(c: Any) -> Model:
     return model(c, layer, by_layer=True, tokens=table, extra=tuple(unused), **scales)
 
 
+def images(c: Any) -> Images:
+    token, begin, end = (token_of(c, *of) for of in (("image", 258880), ("boi", 255999), ("eoi", 258882)))
+    whole = "windows" if getattr(c.text_config, "use_bidirectional_attention", None) == "vision" else ""
+    return Images(token, "framed", begin, end, pad=getattr(c.text_config, "pad_token_id", None) or 0, whole=whole)
+
+
 def layer_types(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer, for a config.json that names none."""
     n = config["num_hidden_layers"]
@@ -113,5 +120,5 @@ DEFAULTS = {
 TOWERS = tuple(f"model.{n}." for n in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
 FAMILIES = (
     Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types),
-    Family("gemma4", wrapper(gemma4_text, *TOWERS, files=()), {"tie_word_embeddings": True}, text="gemma4_text"),
+    Family("gemma4", wrapper(gemma4_text, *TOWERS, files=(), images=images), {"tie_word_embeddings": True}, text="gemma4_text"),
 )

@@ -15,9 +15,10 @@ from lowq_packers.arch.common import (
     rms,
     rope,
     router,
+    token_of,
     wrapper,
 )
-from lowq_packers.arch.parts import Attention, Experts, Mlp, Model, PositionScale, Update
+from lowq_packers.arch.parts import Attention, Experts, Images, Mlp, Model, PositionScale, Update
 
 CHUNKED = "chunked_attention"
 
@@ -50,8 +51,14 @@ def llama4_text(c: Any) -> Model:
     return model(c, layer)
 
 
+def images(c: Any) -> Images:
+    token, begin, end = (token_of(c, *of) for of in (("image", 200092), ("boi", 200080), ("eoi", 200081)))
+    return Images(token, "tiles", begin, end)
+
+
 def llama4(c: Any) -> Model:
-    whole = wrapper(llama4_text, "vision_model.", "multi_modal_projector.", prefix="language_model.model.", files=())(c)
+    towers = ("vision_model.", "multi_modal_projector.")
+    whole = wrapper(llama4_text, *towers, prefix="language_model.model.", files=(), images=images)(c)
     return replace(whole, head="language_model.lm_head", tied=bool(c.text_config.tie_word_embeddings))
 
 

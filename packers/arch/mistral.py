@@ -4,8 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowq_packers.arch import Family, families
-from lowq_packers.arch.common import FULL, SLIDING, attention, mlp, model, pre_norm, rope_parameters, unless, window, wrapper
-from lowq_packers.arch.parts import Model, PositionScale, Update
+from lowq_packers.arch.common import (
+    FULL,
+    SLIDING,
+    attention,
+    mlp,
+    model,
+    pre_norm,
+    rope_parameters,
+    token_of,
+    unless,
+    window,
+    wrapper,
+)
+from lowq_packers.arch.parts import Images, Model, PositionScale, Update
 
 
 def mistral(c: Any) -> Model:
@@ -46,6 +58,10 @@ def text(c: Any) -> Model:
     return families()[c.model_type].describe(c)
 
 
+def images(c: Any) -> Images:
+    return Images(token_of(c, "image", 10), "rows", merge=getattr(c, "spatial_merge_size", None) or 2)
+
+
 def layer_types(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer of a Ministral, for a config.json that names none."""
     return [SLIDING if config.get("sliding_window") is not None else FULL] * config["num_hidden_layers"]
@@ -58,5 +74,5 @@ FAMILIES = (
     Family("mistral", mistral, WINDOW, gguf="llama", mlx=True),
     Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types),
     Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None}),
-    Family("mistral3", wrapper(text, *TOWERS), {"tie_word_embeddings": True}, text="mistral"),
+    Family("mistral3", wrapper(text, *TOWERS, images=images), {"tie_word_embeddings": True}, text="mistral"),
 )

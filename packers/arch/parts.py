@@ -406,6 +406,39 @@ class TokenTable:
 
 
 @dataclass(frozen=True)
+class Images:
+    """How pictures enter a text: the rows of a tower's features take the place of the embeddings of one token.
+
+    token: the id of that token. form: how a picture is written where the chat template has its place (`hf.pictures.written`):
+    "run" of tokens, "framed" by two others, "rows" that end in a token, "tiles". begin, end: ids of the two others.
+    pad: the token that the table of `Model.tokens` has for it. merge: patches a side that become one row of features.
+    sections: pairs of a head that turn by a token's place in time, height and width; () where it has one position. interleaved:
+    pairs alternate between the three, else they lie one section after the other. Source: Qwen2-VL (arXiv:2409.12191).
+    deepstack: number of first layers after which features of their own are added (arXiv:2406.04334).
+    whole: layers in which a token of a picture sees all of it, also what comes after: "all", or those with a window.
+    """
+
+    token: int
+    form: Literal["run", "framed", "rows", "tiles"] = "run"
+    begin: int = 0
+    end: int = 0
+    pad: int = 0
+    merge: int = 1
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+    deepstack: int = 0
+    whole: Literal["", "all", "windows"] = ""
+
+    def axes(self, dims: int) -> list[int]:
+        """Which of the three places each of the first `dims` values of a head turns by."""
+        if self.interleaved:
+            axes = [next((a for a in (1, 2) if j % 3 == a and j < 3 * self.sections[a]), 0) for j in range(dims // 2)]
+        else:
+            axes = [i % 3 for i, n in enumerate(self.sections) for _ in range(n)]
+        return axes * 2
+
+
+@dataclass(frozen=True)
 class Model:
     """logits = softcap(logit_scale * head(norm(layers(embed_scale * embed[ids])))).
 
@@ -414,7 +447,7 @@ class Model:
     files: further prefixes that published files have in place of (prefix, head).
     renamed: (part of a name in modules, what stands in its place in files), for tensors below the prefix; experts say theirs.
     extra: prefixes of whole names of tensors that are kept but not run here (MTP heads), written with `prefix` where they are
-    below the text model.
+    below the text model. images: how pictures enter; None where it takes none.
     merge: what a draft head's layers are given, whose stream is else the hidden state itself.
     """
 
@@ -437,6 +470,7 @@ class Model:
     renamed: tuple[tuple[str, str], ...] = ()
     extra: tuple[str, ...] = ()
     merge: Merge | None = None
+    images: Images | None = None
 
 
 def walk(part: Any) -> Iterator[Any]:

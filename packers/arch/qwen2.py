@@ -13,6 +13,7 @@ from lowq_packers.arch.common import (
     model,
     pre_norm,
     router,
+    three_part,
     window,
     wrapper,
 )
@@ -70,7 +71,7 @@ MOE = {
 VL = {"eos_token_id": 151645, "num_key_value_heads": 8, "hidden_act": "silu"} | WINDOW | {"max_window_layers": 80}
 FILES = (("model.", "lm_head"),)
 VL_TOP = {"tie_word_embeddings": False}
-vl = wrapper(qwen2, "model.visual.", "visual.", files=FILES)
+vl = wrapper(qwen2, "model.visual.", "visual.", files=FILES, images=three_part(151655, (16, 24, 24), False))
 FAMILIES = (
     Family("qwen2", qwen2, DEFAULTS | WINDOW, gguf="qwen2", gguf_class="Qwen2ForCausalLM", mlx=True, layer_types=layer_types),
     Family("qwen2_moe", qwen2_moe, DEFAULTS | WINDOW | MOE, mlx=True, layer_types=layer_types_moe),

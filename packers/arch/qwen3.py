@@ -3,7 +3,7 @@
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import STACKS, attention, head_norms, mlp, model, pre_norm, window, wrapper
+from lowq_packers.arch.common import STACKS, attention, head_norms, mlp, model, pre_norm, three_part, window, wrapper
 from lowq_packers.arch.parts import Model, Update
 from lowq_packers.arch.qwen2 import DEFAULTS, VL_TOP, WINDOW, layer_types, mixture, sparse
 
@@ -46,12 +46,13 @@ VL_MOE = {
     "mlp_only_layers": None,
 }  # fmt: skip
 OWN = {"head_dim": 128, "attention_bias": False}
+PICTURES: dict[str, Any] = {"files": (), "images": three_part(151655, (24, 20, 20), True, deepstack=True)}
 OF_QWEN3: dict[str, Any] = {"gguf": "qwen3", "gguf_class": "Qwen3ForCausalLM", "mlx": True}
 FAMILIES = (
     Family("qwen3", qwen3, DEFAULTS | WINDOW | OWN, layer_types=layer_types, **OF_QWEN3),
     Family("qwen3_moe", qwen3_moe, DEFAULTS | MOE, gguf="qwen3moe", mlx=True),
     Family("qwen3_vl_text", qwen3, VL, 500000.0),
     Family("qwen3_vl_moe_text", qwen3_vl_moe_text, VL_MOE, 500000.0),
-    Family("qwen3_vl", wrapper(qwen3, "model.visual.", files=()), VL_TOP, text="qwen3_vl_text"),
-    Family("qwen3_vl_moe", wrapper(qwen3_vl_moe_text, "model.visual.", files=()), VL_TOP, text="qwen3_vl_moe_text"),
+    Family("qwen3_vl", wrapper(qwen3, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_text"),
+    Family("qwen3_vl_moe", wrapper(qwen3_vl_moe_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_moe_text"),
 )

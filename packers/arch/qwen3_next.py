@@ -16,6 +16,7 @@ from lowq_packers.arch.common import (
     pre_norm,
     rms,
     rope,
+    three_part,
     unless,
     wrapper,
 )
@@ -90,10 +91,11 @@ MOE = {
 NEXT = MOE | {
     "decoder_sparse_step": 1, "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True, "mlp_only_layers": None,
 }  # fmt: skip
+PICTURES: dict[str, Any] = {"files": (), "images": three_part(248056, (11, 11, 10), True)}
 FAMILIES = (
     Family("qwen3_next", qwen3_next, DEFAULTS | NEXT, layer_types=layer_types),
     Family("qwen3_5_text", qwen3_5_text, DEFAULTS | {"num_key_value_heads": 4}, layer_types=layer_types),
     Family("qwen3_5_moe_text", qwen3_5_moe_text, DEFAULTS | MOE, layer_types=layer_types),
-    Family("qwen3_5", wrapper(qwen3_5_text, "model.visual.", files=()), VL_TOP, text="qwen3_5_text"),
-    Family("qwen3_5_moe", wrapper(qwen3_5_moe_text, "model.visual.", files=()), VL_TOP, text="qwen3_5_moe_text"),
+    Family("qwen3_5", wrapper(qwen3_5_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_5_text"),
+    Family("qwen3_5_moe", wrapper(qwen3_5_moe_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_5_moe_text"),
 )

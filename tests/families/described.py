@@ -168,10 +168,13 @@ def config(name: str, **more: Any) -> Any:
     return cls(text_config=deepcopy(text), vision_config=TOWER)
 
 
-def model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
-    """A random model of a name in fp32, every weight drawn so that none is 1 or 0, and large enough that each layer shows."""
+def model(name: str, seed: int = 0, made_of: Any = None, **more: Any) -> PreTrainedModel:
+    """A random model of a name in fp32, every weight drawn so that none is 1 or 0, and large enough that each layer shows.
+
+    made_of: its config, where it is not that of the name.
+    """
     torch.manual_seed(seed)
-    c = config(name, **more)
+    c = made_of or config(name, **more)
     made = auto(c).from_config(c, dtype=torch.float32, attn_implementation="eager").eval()
     for tensor_name, t in made.state_dict().items():
         if t.is_floating_point():

@@ -35,7 +35,7 @@ class Verification:
         self.lazy = self.device.type == "cpu"  # whether what is known already decides on what is computed next
         self.repeated = Repeated() if self.lazy else None
         self.plain = not tensors_of(decoder.state)
-        self.captured: dict[Sampling, Captured] = {}
+        self.captured: dict[tuple[Sampling, bool], Captured] = {}
 
     def _of_rows(self, one: KeyValues | States) -> KeyValues | States:
         """A layer's state with the table of the rows, all of them of the first place of a cache."""
@@ -65,7 +65,7 @@ class Verification:
         self.ids[:1].copy_(sampler.token)
         torch.add(self.offsets, sampler.pos, out=self.pos)
         x = d.plan.embed(self.ids)
-        logits = self.repeated(self._whole, x) if self.repeated else self._whole(x)
+        logits = self.repeated(self._whole, x) if self.repeated and not d.turns else self._whole(x)
         logits = d.plan.capped(logits)
         self._one_by_one(logits) if self.lazy else self._at_once(logits)
         if not self.plain:
@@ -94,7 +94,9 @@ class Verification:
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         d = self.decoder
-        batch = Batch(d.ops, self.ids, self.T, self.pos, d.angles, drafted=True, chains=[self.chain])
+        batch = Batch(
+            d.ops, self.ids, self.T, self.pos, d.angles, drafted=True, chains=[self.chain], pictures=d.turned(self.pos)
+        )
         return d.plan.logits(d.plan.hidden(x, batch, self.state))
 
     def _draw(self, logits: torch.Tensor) -> None:
@@ -114,7 +116,7 @@ class Verification:
     def _graph(self) -> Captured | None:
         """This step as a CUDA graph; None where it cannot be recorded."""
         d = self.decoder
-        key = replace(d.sampler.sampling, seed=0)
+        key = replace(d.sampler.sampling, seed=0), d.turns
         if key not in self.captured:
             back = keep([*d.sampler.state, *tensors_of(d.state), self.accepted])
             try:

@@ -1,0 +1,162 @@
+"""The pictures of texts as a pass takes them: which rows they are, what stands there, where those rows are placed.
+
+A picture comes to the engine as data: what the tower is given, and a name that two pictures share only where that is the same.
+Its tokens are all of one id, so what texts share is found by `names`, in which each token of a picture has a number of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from lowq_cli.engine.batch import Pictures
+from lowq_packers.arch.parts import Images
+from lowq_packers.errors import DamagedError, UsageError
+
+Features = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # (n, H), and of each of the first layers (n, H)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of a text.
+
+    inputs: what the tower is given. rows: rows of features that it makes. grid: their number in height and width, for places of
+    three parts; () else.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    rows: int
+    grid: tuple[int, ...] = ()
+
+    @cached_property
+    def name(self) -> bytes:
+        """A digest of what the tower is given."""
+        h = blake2b(digest_size=16)
+        for key, t in sorted(self.inputs.items()):
+            h.update(f"{key} {t.dtype} {tuple(t.shape)} ".encode())
+            h.update(t.contiguous().view(torch.uint8).numpy().data)
+        return h.digest()
+
+
+class Shown:
+    """A text's pictures, in the order in which they stand there.
+
+    Args:
+        images: how the model takes them. ids: the text's tokens, as many of `images.token` as the pictures have rows.
+    Attributes:
+        names: ids, with a number below zero in place of a picture's tokens. at (n,): places of the rows in the text.
+        ids: with `images.pad` there. places (3, T), shift: what tokens turn by, and what is added to the place of those after
+        the prompt; None and 0 where they have one position. spans: first token and end of each picture.
+    Raises UsageError where tokens and pictures do not fit.
+    """
+
+    def __init__(self, images: Images, ids: Sequence[int], pictures: Sequence[Picture]) -> None:
+        self.images, self.pictures = images, tuple(pictures)
+        self.ids, self.names = list(ids), list(ids)
+        at = [i for i, token in enumerate(ids) if token == images.token]
+        if len(at) != sum(p.rows for p in pictures):
+            wanted = sum(p.rows for p in pictures)
+            raise UsageError(
+                f"the prompt has {len(at)} tokens of pictures, its {len(pictures)} pictures have {wanted}; "
+                f"leave the token that stands for a picture out of the text"
+            )
+        self.spans, first = list[tuple[int, int]](), 0
+        for p in pictures:
+            own, start = at[first : first + p.rows], -1 - (int.from_bytes(p.name, "big") << 20)
+            self.spans.append((own[0], own[-1] + 1))
+            for i, place in enumerate(own):
+                self.names[place], self.ids[place] = start - i, images.pad
+            first += p.rows
+        self.at = torch.tensor(at)
+        self.places: torch.Tensor | None = None
+        self.shift = 0
+        if images.sections:
+            self.places, self.shift = self._places()
+        self.runs = _runs(at) if images.whole else []
+        self.features: Features | None = None
+
+    def _places(self) -> tuple[torch.Tensor, int]:
+        """Of text all three parts count on; a picture is a grid, after which they go on from its longer side."""
+        found, following, end = list[torch.Tensor](), 0, 0
+        for p, (first, last) in zip(self.pictures, self.spans, strict=True):
+            found.append(torch.arange(first - end).expand(3, -1) + following)
+            following, (h, w) = following + first - end, p.grid
+            rows = torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)
+            found.append(torch.stack((torch.zeros(h * w, dtype=torch.int64), *rows)) + following)
+            following, end = following + max(h, w), last
+        found.append(torch.arange(len(self.ids) - end).expand(3, -1) + following)
+        return torch.cat(found, 1), following - end
+
+    def see(self, features: Sequence[Features], device: torch.device, dtype: torch.dtype) -> "Shown":
+        """Itself, with what the tower made of each of its pictures."""
+        rows = torch.cat([f for f, _ in features]).to(device, dtype)
+        added = tuple(torch.cat(layer).to(device, dtype) for layer in zip(*(more for _, more in features), strict=True))
+        fit = all(len(f) == p.rows for p, (f, _) in zip(self.pictures, features, strict=True))
+        if not fit or len(added) != self.images.deepstack:
+            raise DamagedError("the tower makes other features of a picture than config.json and its processor say")
+        self.features = rows, added
+        return self
+
+    def part(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Of tokens first .. end: the rows of pictures, counted from `first`, and their features."""
+        a, b = torch.searchsorted(self.at, torch.tensor([first, end])).tolist()
+        assert self.features is not None
+        rows, added = self.features
+        return self.at[a:b] - first, rows[a:b], tuple(layer[a:b] for layer in added)
+
+    def turned(self, first: int, end: int) -> torch.Tensor:
+        """(3, end - first): what tokens first .. end turn by; those past the prompt as text."""
+        n = len(self.ids)
+        places = torch.arange(first, end).expand(3, -1) + self.shift
+        if self.places is not None and first < n:
+            places = torch.cat([self.places[:, first : min(n, end)], places[:, max(0, n - first) :]], 1)
+        return places
+
+    def until(self, first: int, end: int) -> torch.Tensor:
+        """(end - first,): the last token that each of these sees in layers that see pictures whole."""
+        seen = torch.arange(first, end)
+        for a, b in self.runs:
+            seen[max(a - first, 0) : max(min(b, end) - first, 0)] = b - 1
+        return seen
+
+
+def _runs(at: Sequence[int]) -> list[tuple[int, int]]:
+    """First and end of each run of numbers that follow one another."""
+    starts = [i for i, place in enumerate(at) if i == 0 or at[i - 1] != place - 1]
+    return [(at[a], at[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(at)], strict=True)]
+
+
+def in_pass(
+    images: Images, pieces: Sequence[tuple[Shown | None, int, int]], device: torch.device, steps: torch.Tensor | None = None
+) -> Pictures:
+    """What the pictures of some texts change in a pass over their tokens first .. end, one text after the other.
+
+    steps: (b,) of the rows that step before those the places they turn by; None where none does.
+    """
+    rows, features, added, places, until, M = list[Any](), list[Any](), list[Any](), list[Any](), list[Any](), 0
+    if steps is not None:
+        places.append(steps.long().expand(3, -1))
+        M = steps.shape[0]
+    for shown, first, end in pieces:
+        plain = torch.arange(first, end)
+        if shown is not None:
+            own, made, more = shown.part(first, end)
+            rows.append(own + M)
+            features.append(made)
+            added.append(more)
+        places.append((plain.expand(3, -1) if shown is None else shown.turned(first, end)).to(device))
+        until.append(plain if shown is None else shown.until(first, end))
+        M += end - first
+    at = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    layers = tuple(torch.cat(layer) for layer in zip(*added, strict=True))
+    return Pictures(
+        images,
+        at.to(device) if len(at) else None,
+        torch.cat(features) if len(at) else None,
+        layers,
+        torch.cat(places, 1) if images.sections else None,
+        torch.cat(until).to(device) if images.whole and until else None,
+    )

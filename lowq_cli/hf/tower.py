@@ -1,0 +1,101 @@
+"""The tower of a model that takes pictures: transformers' own module with a checkpoint's tensors, apart from the text model.
+
+transformers' class of the whole model is built with a text part of one small layer and given the tensors of the tower and its
+projector, so that what it makes of a picture is what it makes of it there.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from lowq_cli.files.family_tensors import beside_prefixes
+from lowq_cli.files.source import Source
+from lowq_cli.hf.skeleton import model_class
+from lowq_packers.errors import DamagedError, LowqError, one_line
+
+SMALL = {  # of its text part
+    "num_hidden_layers": 1, "num_kv_shared_layers": 0, "vocab_size": 8, "vocab_size_per_layer_input": 8, "intermediate_size": 8,
+}  # fmt: skip
+LISTS = ("layer_types", "per_layer_config", "no_rope_layers", "moe_layers", "mlp_layer_types", "mlp_only_layers")
+FEW = {"num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "moe_intermediate_size": 8, "intermediate_size_mlp": 8}
+AUDIO = ("audio_tower", "embed_audio")
+
+
+class Tower:
+    """What makes features of pictures.
+
+    Args:
+        model: transformers' model of the wrapper's class; its text part is never called.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device, self.dtype = model, model.device, model.dtype
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The rows (n, H) of one picture's features, and those of each of the first layers, from what the processor gave."""
+        there = {k: t.to(self.device) for k, t in inputs.items()}
+        there["pixel_values"] = there["pixel_values"].to(self.dtype)
+        out = self.model.get_image_features(**there, return_dict=True)
+        rows = out.pooler_output
+        if hasattr(self.model, "multi_modal_projector"):  # Llama 4's is called by its forward
+            rows = self.model.multi_modal_projector(out.last_hidden_state.flatten(0, -2))
+        rows = rows if isinstance(rows, torch.Tensor) else torch.cat([*rows])
+        more = getattr(out, "deepstack_features", None) or ()
+        layers = (layer if isinstance(layer, torch.Tensor) else torch.cat([*layer]) for layer in more)
+        return rows.flatten(0, -2), tuple(layer.flatten(0, -2) for layer in layers)
+
+
+def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Tower:
+    """The tower of an open source. Raises DamagedError where its files do not hold it whole."""
+    cls, config = model_class(source.config), _config(source.config)
+    prefixes = beside_prefixes(source.config, source.headers)
+    names = [n for n in source.headers if n.startswith(prefixes) and not any(part in n for part in AUDIO)]
+    tensors = {n: source.read(n).reshape(source.headers[n].shape) for n in names}
+    model: Any
+    found: dict[str, Any]
+    try:
+        with _silent():
+            model, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
+                None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except LowqError:
+        raise
+    except Exception as e:  # each class refuses in ways of its own
+        raise DamagedError(f"the tower of {source.name} cannot be built: {one_line(e)}") from e
+    text = ("language_model.", "lm_head.")
+    missing = sorted(n for n in map(str, found["missing_keys"]) if not any(part in n for part in (*text, *AUDIO)))
+    if missing or found["mismatched_keys"]:
+        what = missing or sorted(str(m[0]) for m in found["mismatched_keys"])
+        raise DamagedError(f"the tower of {source.name} is not whole: {what[0]} is missing or of another shape")
+    return Tower(model.to(device).eval())
+
+
+def _config(raw: Mapping[str, Any]) -> Any:
+    """The config of the whole class with a text part that costs nothing."""
+    fields = {k: v for k, v in raw.items() if k != "quantization_config"}
+    inside = {k: v for k, v in (fields.get("text_config") or {}).items() if k not in LISTS}
+    small = {k: v for k, v in (SMALL | FEW).items() if k in inside or k == "num_hidden_layers"}
+    fields["text_config"] = inside | small
+    if "audio_config" in fields:
+        fields["audio_config"] = None
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """transformers' report of what was not loaded off: the text part was not meant to be."""
+    level = logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

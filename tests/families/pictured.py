@@ -1,0 +1,98 @@
+"""Tiny models of the families that take pictures, and random pictures as their processors give them."""
+
+from typing import Any
+
+import torch
+from described import TOWER, config
+from described import model as random_model
+
+from lowq_cli.engine.pictures import Picture
+
+TOKEN = 9  # stands for a row of a picture in all of them
+VOCAB = 160
+SIZES: dict[str, dict[str, Any]] = {  # of the tower, beside TOWER
+    "qwen2_vl": {"patch_size": 4, "embed_dim": 32, "hidden_size": 64},
+    "qwen2_5_vl": {"patch_size": 4, "window_size": 32, "fullatt_block_indexes": [0]},
+    "qwen3_vl": {"patch_size": 4, "depth": 3, "num_hidden_layers": 3, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_vl_moe": {"patch_size": 4, "depth": 3, "num_hidden_layers": 3, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_5": {"patch_size": 4},
+    "qwen3_5_moe": {"patch_size": 4},
+    "gemma3": {"patch_size": 4, "image_size": 16},
+    "gemma4": {"patch_size": 4},
+    "mistral3": {"patch_size": 4, "image_size": 64},
+    "llama4": {"patch_size": 4, "image_size": 16, "intermediate_size": 128},
+}
+NAMES = (*SIZES, "gemma4/whole")
+MANY = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}  # of any size, places of three parts
+
+
+def model(name: str, seed: int = 0) -> Any:
+    """A random model with a tower; "gemma4/whole": whose tokens of a picture see all of it."""
+    family = name.partition("/")[0]
+    more = {"use_bidirectional_attention": "vision"} if name == "gemma4/whole" else {}
+    ids = {"image_token_id": TOKEN, "video_token_id": 8, "audio_token_id": 7}
+    if family in ("gemma3", "mistral3", "llama4"):
+        ids = {"image_token_index": TOKEN}
+    if family == "gemma3":
+        ids |= {"mm_tokens_per_image": 4}
+    whole = config(family, **more)
+    fields = whole.to_dict() | ids | {"vision_config": {**whole.vision_config.to_dict(), **TOWER, **SIZES[family]}}
+    if family == "gemma4":
+        fields["audio_config"] = None
+    return random_model(family, seed, made_of=type(whole).from_dict(fields))
+
+
+def picture(name: str, seed: int, h: int = 2, w: int = 3) -> Picture:
+    """A random picture of h x w rows of features, where the family takes any size; 4 rows else."""
+    g, family = torch.Generator().manual_seed(seed), name.partition("/")[0]
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
+
+    if family in MANY:
+        grid = torch.tensor([[1, 2 * h, 2 * w]])
+        return Picture({"pixel_values": noise(4 * h * w, 3 * 2 * 4 * 4), "image_grid_thw": grid}, h * w, (h, w))
+    if family == "mistral3":
+        return Picture({"pixel_values": noise(1, 3, 8 * h, 8 * w), "image_sizes": torch.tensor([[8 * h, 8 * w]])}, h * w)
+    if family == "gemma4":
+        k = 3  # patches a side that are pooled
+        places = torch.stack(torch.meshgrid(torch.arange(w * k), torch.arange(h * k), indexing="xy"), -1).reshape(1, -1, 2)
+        values = noise(1, h * w * k * k, 3 * 4 * 4).sigmoid()
+        return Picture({"pixel_values": values, "image_position_ids": places}, h * w)
+    return Picture({"pixel_values": noise(1, 3, 16, 16)}, 4)
+
+
+def text(*parts: Picture | list[int]) -> tuple[list[int], list[Picture]]:
+    """Token ids of texts and pictures one after another, each picture framed by two tokens; and the pictures."""
+    ids, found = list[int](), list[Picture]()
+    for part in parts:
+        if isinstance(part, Picture):
+            ids += [11, *[TOKEN] * part.rows, 12]
+            found.append(part)
+        else:
+            ids += [i if i != TOKEN else 10 for i in part]
+    return ids, found
+
+
+@torch.inference_mode()
+def logits_of(theirs: Any, ids: list[int], pictures: list[Picture]) -> torch.Tensor:
+    """transformers' logits (T, V) of a whole text with its pictures."""
+    there = torch.tensor([ids])
+    inputs: dict[str, Any] = {"input_ids": there}
+    if pictures:
+        for key in pictures[0].inputs:
+            rows = [p.inputs[key] for p in pictures]
+            if key == "pixel_values" and rows[0].dim() == 4:  # of different sizes, padded as processors do
+                sides = [max(t.shape[i] for t in rows) for i in (2, 3)]
+                rows = [torch.nn.functional.pad(t, (0, sides[1] - t.shape[3], 0, sides[0] - t.shape[2])) for t in rows]
+            elif "image_position_ids" in pictures[0].inputs:
+                most = max(t.shape[1] for t in rows)
+                rows = [torch.nn.functional.pad(t, (0, 0, 0, most - t.shape[1]), value=-1 if "ids" in key else 0) for t in rows]
+            inputs[key] = torch.cat(rows)
+        kinds = (there == TOKEN).long()
+        inputs["token_type_ids" if theirs.config.model_type == "gemma3" else "mm_token_type_ids"] = kinds
+    if not pictures or theirs.config.model_type in ("mistral3", "llama4"):
+        inputs.pop("mm_token_type_ids", None)
+    if hasattr(theirs.model if hasattr(theirs, "model") else theirs, "rope_deltas"):
+        theirs.model.rope_deltas = None  # of the text before
+    return theirs(**inputs, use_cache=False).logits[0].float()

@@ -1,0 +1,168 @@
+"""Every family that takes pictures, by its plan and the tower apart, in fp32: transformers' logits of texts with pictures.
+
+A control for each fact of its description: swapped pictures, places of one part, causal pictures, features of the last layer
+alone give other logits.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pictured
+from native import off, planned, texts
+
+from lowq_cli.engine import weights
+from lowq_cli.engine.native import NativeDecoder, passes
+from lowq_cli.engine.pictures import Shown
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.tower import Tower, load_tower
+from lowq_packers.errors import UnsupportedError, UsageError
+
+CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 5e-6
+SEEN = 1e-3
+WITH_FACTS = [n for n in pictured.NAMES if n not in ("gemma4", "mistral3", "llama4")]
+
+
+class Both:
+    """transformers' model of a name, and a decoder of the same weights that has its tower apart."""
+
+    def __init__(self, name, described=None):
+        self.theirs = pictured.model(name)
+        self.decoder = NativeDecoder(planned(pictured.model(name), described))
+        self.images, self.tower = self.decoder.plan.model.images, Tower(self.theirs)
+
+    def shown(self, ids, pictures):
+        """The pictures of a text as the decoder takes them, None for none."""
+        if not pictures:
+            return None
+        features = [self.tower(p.inputs) for p in pictures]
+        return Shown(self.images, ids, pictures).see(features, self.decoder.device, self.decoder.dtype)
+
+    def logits(self, ids, pictures):
+        """The decoder's logits of a whole text."""
+        return self.decoder.logits(torch.tensor([ids]), [self.shown(ids, pictures)])[0]
+
+    def wanted(self, ids, pictures):
+        """transformers'."""
+        return pictured.logits_of(self.theirs, ids, pictures)
+
+
+def some(name):
+    """Texts with pictures: one alone, two with text around, the first of them twice, none."""
+    a, b = pictured.picture(name, 1), pictured.picture(name, 2, 3, 2)
+    words = texts(pictured.VOCAB, 5, 4, 6)
+    return [
+        pictured.text(words[0], a, words[1]),
+        pictured.text(words[2], a, words[1], b, words[0]),
+        pictured.text(a, words[2], a, words[0]),
+        pictured.text(words[2] + words[0]),
+    ]
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_logits_of_whole_texts_are_those_of_transformers(name):
+    both = Both(name)
+    for ids, pictures in some(name):
+        assert off(both.logits(ids, pictures), both.wanted(ids, pictures)) < CLOSE
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_texts_side_by_side_in_pieces_and_token_by_token(name):
+    """With pictures and without in one batch, prompts in pieces of nine tokens, then greedy tokens."""
+    both, cases = Both(name), [(list(ids), pictures) for ids, pictures in some(name)]
+    decoder, n = both.decoder, len(cases)
+    decoder._make_room(n, 80)
+    decoder.chunk = 9
+    decoder.start([ids for ids, _ in cases], Sampling(), 20, shown=[both.shown(*case) for case in cases])
+    open_ = set(range(n))
+    for _ in range(6):
+        for i in open_:
+            ids, pictures = cases[i]
+            assert off(decoder.sampler.logits[i], both.wanted(ids, pictures)[-1]) < CLOSE
+            ids.append(int(decoder.token[i]))
+        open_ = {i for i in open_ if cases[i][0][-1] != pictured.TOKEN}  # which transformers takes for a picture
+        decoder.step()
+    assert max(len(ids) - len(before) for (ids, _), (before, _) in zip(cases, some(name), strict=True)) == 6
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_a_conversation_goes_on_from_what_the_cache_holds(name):
+    """The same picture again is not read again; another in its place is. A second picture comes after the first."""
+    both, (a, b) = Both(name), (pictured.picture(name, 1), pictured.picture(name, 2))
+    words = texts(pictured.VOCAB, 5, 4, 6)
+    decoder = both.decoder
+    decoder._make_room(1, 90)
+    recurrent = name.startswith("qwen3_5")  # whose state is that of whole prompts
+    first, longer, other = (
+        pictured.text(words[0], a, words[1]),
+        pictured.text(words[0], a, words[1], b, words[2]),
+        pictured.text(words[0], b, words[1], b, words[2]),
+    )
+    before = 0
+    for ids, pictures in (first, longer, other):
+        shown = both.shown(ids, pictures)
+        known = decoder._reusable([shown.names])
+        assert known == before
+        decoder.start([ids], Sampling(), 2, shown=[shown])
+        assert off(decoder.sampler.logits[0], both.wanted(ids, pictures)[-1]) < CLOSE
+        before = len(first[0]) if ids is first[0] else (0 if recurrent else len(words[0]) + 1)
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_another_picture_gives_other_logits(name):
+    both, (ids, pictures) = Both(name), some(name)[1]
+    other = pictured.picture(name, 7, 3, 2)
+    assert off(both.logits(ids, [pictures[0], other]), both.wanted(ids, pictures)) > SEEN
+    swapped = pictured.text(texts(pictured.VOCAB, 6)[0], *pictures[::-1])
+    assert off(both.logits(*swapped), both.wanted(*swapped)) < CLOSE
+
+
+@pytest.mark.parametrize("name", WITH_FACTS)
+def test_each_fact_of_how_pictures_enter_shows(name):
+    ids, pictures = some(name)[1]
+    described = weights.describe(pictured.model(name).config)[0]
+    wanted = Both(name).wanted(ids, pictures)
+    tested = 0
+    for fact, value in {"sections": (), "deepstack": 0, "whole": "", "interleaved": not described.images.interleaved}.items():
+        if getattr(described.images, fact) not in (value, "", ()) and (fact != "interleaved" or "vl" in name):
+            both = Both(name, replace(described, images=replace(described.images, **{fact: value})))
+            shown = Shown(both.images, ids, pictures)
+            features = [(rows, more[: both.images.deepstack]) for rows, more in (both.tower(p.inputs) for p in pictures)]
+            shown.see(features, both.decoder.device, both.decoder.dtype)
+            assert off(both.decoder.logits(torch.tensor([ids]), [shown])[0], wanted) > SEEN, fact
+            tested += 1
+    assert tested
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_places_that_are_shifted_give_other_logits(name):
+    both, (ids, pictures) = Both(name), some(name)[1]
+    shown = both.shown(ids, pictures)
+    shown.places = shown.places.clone()
+    shown.places[1:, shown.at] += 1
+    assert off(both.decoder.logits(torch.tensor([ids]), [shown])[0], both.wanted(ids, pictures)) > SEEN
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_the_tower_of_a_folder_makes_what_the_whole_model_makes(name, tmp_path):
+    theirs = pictured.model(name)
+    theirs.save_pretrained(tmp_path)
+    with open_source(tmp_path) as source:
+        own = load_tower(source, torch.device("cpu"), torch.float32)
+    inputs = pictured.picture(name, 1).inputs
+    (rows, layers), (wanted, theirs_layers) = own(inputs), Tower(theirs)(inputs)
+    assert off(rows, wanted) < 1e-5  # their attention is eager
+    assert all(off(a, b) < 1e-5 for a, b in zip(layers, theirs_layers, strict=True))
+
+
+def test_tokens_and_pictures_that_do_not_fit_are_refused_in_one_line():
+    both, (ids, pictures) = Both("gemma3"), some("gemma3")[0]
+    with pytest.raises(UsageError, match=r"has 5 tokens of pictures, its 1 pictures have 4"):
+        Shown(both.images, [*ids, pictured.TOKEN], pictures)
+    with pytest.raises(UnsupportedError, match="longer than the 4 tokens"):
+        passes(1, 0, 20, 4, [(3, 9)])
