@@ -15,6 +15,7 @@ from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
 from lowq_kernels.decode.latent import Latent, step_fixed
+from lowq_kernels.decode.recurrent import Run, Runs
 from lowq_kernels.decode.reference import Heads, Packed, attend_packed, attend_prompt
 from lowq_packers.arch.parts import Images, Rope
 
@@ -36,15 +37,6 @@ class States:
     """What a recurrent layer holds: tensors (slots, ...) by name; slot 0 belongs to no sequence."""
 
     tensors: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Rows first .. end of one sequence, whose state is in `slot`."""
-
-    first: int
-    end: int
-    slot: int
 
 
 @dataclass(frozen=True)
@@ -180,9 +172,10 @@ class Batch:
         return self.rectangle.packed(self.tile, self.pos.device)
 
     @cached_property
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Runs:
         """The rows after the steps by sequence, counted from the first of them."""
-        return self.rectangle.runs() if self.rectangle is not None else self.given_runs
+        each = self.rectangle.runs() if self.rectangle is not None else self.given_runs
+        return Runs([run for run in each if run.first < run.end], self.ids.shape[0] - self.steps, self.ids.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -247,13 +240,10 @@ class Batch:
             else:
                 assert self.slots is not None
                 parts.append(recurrent.dispatched(own, facts, held.tensors, self.slots[:b]))
-        if self.mixed:
-            rest = x[b:]
-            y = x.new_zeros(rest.shape[0], width)
-            for run in self.runs:
-                if run.first < run.end:
-                    y[run.first : run.end] = recurrent.dispatched(rest[run.first : run.end], facts, held.tensors, run.slot)
-            parts.append(y)
+        if self.mixed and self.runs.each:
+            parts.append(recurrent.dispatched(x[b:] if b else x, facts, held.tensors, self.runs))
+        elif self.mixed:
+            parts.append(x.new_zeros(x.shape[0] - b, width))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prompts(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, KeyValues, Run, States
+from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
@@ -25,6 +25,7 @@ from lowq_cli.serving.scheduler import READERS, buckets
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
 from lowq_kernels.decode.mixture import FEW_TOKENS
+from lowq_kernels.decode.recurrent import Run
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import one_line

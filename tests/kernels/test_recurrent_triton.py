@@ -1,4 +1,4 @@
-"""Triton's steps of gated delta, Mamba2 and short convolutions against their definitions, states included."""
+"""Triton's steps and runs of gated delta, Mamba2 and short convolutions against their definitions, states included."""
 
 import os
 
@@ -10,12 +10,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import dataclasses
+from contextlib import contextmanager
 
 from mixers import a_delta, a_mamba2, features, state_shapes
 
 from emulation import error
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.recurrent import delta, mamba2, short_conv, steps_triton
+from lowq_kernels.decode.recurrent import Run, Runs, delta, mamba2, runs_triton, short_conv, steps_triton
 from lowq_kernels.decode.recurrent.delta import Delta
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2
 from lowq_kernels.decode.recurrent.short_conv import ShortConv
@@ -90,13 +91,108 @@ def test_steps(name, dtype):
         assert t.shape[-1] == 0 or error(t[slots], theirs[key][slots]) < TOLERANCE[dtype]
 
 
+RUNS = {Delta: runs_triton.delta, Mamba2: runs_triton.mamba2, ShortConv: runs_triton.short_conv}
+# of several sequences: their lengths, and rows that are nobody's before, between and after them
+RAGGED = ((0, 1), (3, 2), (0, 130), (5, 64), (4, 0))
+
+
+def ragged():
+    """Those runs, each with a slot of its own."""
+    each, at = [], 0
+    for i, (before, length) in enumerate(RAGGED):
+        at += before
+        each += [Run(at, at + length, 7 - i)] if length else []
+        at += length
+    return Runs(each, at, torch.device(DEVICE))
+
+
+def run_error(f, x, runs, dtype, run, garbled=lambda held: None):
+    """Of a kernel's runs the error of y, and the largest of the states; NaN is in slots of no sequence, and in new memory."""
+    ours = states(f, dtype, torch.tensor([run.slot for run in runs.each], device=DEVICE))
+    theirs = {key: t.clone() for key, t in ours.items()}
+    garbled(ours)
+    with poisoned():
+        y = run(x, f, ours, runs, {})
+    wanted = KINDS[type(f)][0].DEFINITION.either(x, f, theirs, runs)
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+    mine, slots = torch.cat([torch.arange(run.first, run.end) for run in runs.each]), [run.slot for run in runs.each]
+    assert all(t.isnan().sum() == theirs[key].isnan().sum() for key, t in ours.items())
+    return error(y[mine], wanted[mine]), max(error(t[slots], theirs[key][slots]) for key, t in ours.items() if t.shape[-1])
+
+
+@contextmanager
+def poisoned():
+    """New tensors hold NaN (torch's own switch)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_runs_and_large_states_are_left_to_the_definition(name):
+def test_runs(name, dtype):
+    if DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bit patterns of bf16")
+    if DEVICE == "cpu" and dtype == torch.float16 and "," in name:
+        pytest.skip("slow in Triton's interpreter, and what is different stands in fp32")
+    f, runs = moved(CASES[name](), dtype), ragged()
+    if isinstance(f, ShortConv) and f.weight.shape[1] == 1:
+        f = dataclasses.replace(f, weight=f.weight.repeat(1, 2))
+    x = (torch.randn(runs.M, features(f)) * 2).to(DEVICE, dtype)
+    of_y, of_states = run_error(f, x, runs, dtype, RUNS[type(f)])
+    assert of_y < TOLERANCE[dtype]
+    assert of_states < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba2", "short_conv"])
+def test_a_fault_in_a_run_shows(name):
+    f, device = moved(CASES[name](), torch.float32), torch.device(DEVICE)
+    x, runs = torch.randn(70, features(f)).to(DEVICE), Runs([Run(0, 66, 5), Run(66, 70, 2)], 70, device)
+
+    def garbled(held):
+        held["conv"][2] += 0.1
+
+    of_y, _ = run_error(f, x, runs, torch.float32, RUNS[type(f)], garbled)
+    assert of_y > 100 * TOLERANCE[torch.float32]
+    one = Runs([Run(0, 70, 5)], 70, device)  # another cut
+    of_y, _ = run_error(f, x, runs, torch.float32, lambda x, f, held, runs, config: RUNS[type(f)](x, f, held, one, config))
+    assert not of_y < 100 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("f", ["delta", "mamba2"])
+def test_decays_that_forget_at_once_and_those_that_never_do(f):
+    odd = {"a_log": torch.tensor([-20.0, 4.0, 5.0, 0.0]), "dt_bias": torch.tensor([0.0, 8.0, -9.0, -30.0])}
+    f, runs = moved(dataclasses.replace(CASES[f](), **odd), torch.float32), Runs([Run(0, 200, 1)], 200, torch.device(DEVICE))
+    x = (torch.randn(200, features(f)) * 2).to(DEVICE)
+    assert max(run_error(f, x, runs, torch.float32, RUNS[type(f)])) < 2e-5
+
+
+def test_keys_that_are_all_the_same():
+    f, runs = moved(CASES["delta"](), torch.float32), Runs([Run(0, 150, 1)], 150, torch.device(DEVICE))
+    x = torch.randn(1, features(f)).repeat(150, 1).to(DEVICE)
+    x[:, -2 * f.v_heads :] += torch.tensor([9.0] * f.v_heads + [-9.0] * f.v_heads, device=DEVICE)  # all is written, none decays
+    assert max(run_error(f, x, runs, torch.float32, RUNS[type(f)])) < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_kernels_refuse(name):
     f = CASES[name]()
-    call = dataclasses.replace(f.call(torch.zeros(2, features(f)), False), device="cuda", capability=(9, 0))
+    call = dataclasses.replace(
+        f.call(torch.zeros(2, features(f), dtype=torch.bfloat16), False), device="cuda", capability=(9, 0)
+    )
     assert select(call)[0].name == f"triton/{call.op}"
     run = dataclasses.replace(call, run=True)
-    assert select(run)[0].name == f"torch/{call.op}"
+    assert select(run)[0].name == f"triton/{call.op}_runs"
     assert "not a run" in refusals(run)[f"triton/{call.op}"]
+    assert "takes runs" in refusals(call)[f"triton/{call.op}_runs"]
+    for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
+        for dtype in (torch.bfloat16, torch.float16):
+            wide = {"delta": {"k_dim": 128, "v_dim": 128}, "mamba2": {"N": 128}, "short_conv": {}}[call.op]
+            there = dataclasses.replace(run, capability=capability, dtype=dtype, **wide)
+            assert select(there)[0].name == f"triton/{call.op}_runs"
     if call.op == "delta":
         assert select(dataclasses.replace(call, k_dim=256, v_dim=256))[0].name == "torch/delta"

@@ -6,12 +6,15 @@ by name, as `parts.Recurrent` names them; zeros are a new sequence's:
     step  x (B, N), slots (B,) int64: one token of each of B sequences, by operations that a CUDA graph can hold
     run   x (T, N), slot int: the next T tokens of one sequence; with any cut of a text into runs the same, up to rounding
 
+A kernel takes the runs of several sequences at once (`Runs`).
+
 x is what the mixer's input product gives, y (B or T, features) what its output product reads: norm and gate are included. All
 is in fp32, and rounded once to x's dtype; what is remembered of a convolution is rounded to the dtype that it is held in.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -30,21 +33,75 @@ class Facts(Protocol):
 
 
 @dataclass(frozen=True)
+class Run:
+    """Rows first .. end of one sequence, whose state is in `slot`."""
+
+    first: int
+    end: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows of several sequences, those of each side by side. M: of all rows; what rows that are nobody's give is finite."""
+
+    each: Sequence[Run]
+    M: int
+    device: torch.device
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row is somebody's."""
+        return sum(run.end - run.first for run in self.each) == self.M
+
+    @cached_property
+    def _tables(self) -> torch.Tensor:
+        tiles, table = list[tuple[int, int, int, int]](), list[tuple[int, int, int, int]]()
+        for run in self.each:
+            table.append((run.first, run.end, len(tiles), run.slot))
+            starts = range(run.first, run.end, CHUNK)
+            tiles += [(t, min(t + CHUNK, run.end), run.first, run.slot) for t in starts]
+        made = torch.tensor([*table, *tiles], dtype=torch.int32)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
+    @property
+    def table(self) -> torch.Tensor:
+        """(runs, 4) int32 on the device: first, end, the number of its first tile, slot."""
+        return self._tables[: len(self.each)]
+
+    @property
+    def tiles(self) -> torch.Tensor:
+        """(n, 4) int32 on the device, of up to CHUNK rows of a run each: first, end, first of the run, slot."""
+        return self._tables[len(self.each) :]
+
+
+Places = torch.Tensor | Runs  # slots of a step, or the runs
+
+
+@dataclass(frozen=True)
 class Mixer:
     """Both forms of one mixer."""
 
     step: Callable[..., torch.Tensor]
     run: Callable[..., torch.Tensor]
 
-    def either(self, x: torch.Tensor, f: Any, states: States, slots: torch.Tensor | int, *config: Any) -> torch.Tensor:
-        """The form that `slots` asks for, as a kernel of the registry."""
-        return (self.run if isinstance(slots, int) else self.step)(x, f, states, slots)
+    def either(self, x: torch.Tensor, f: Any, states: States, places: Places, *config: Any) -> torch.Tensor:
+        """The form that `places` asks for, as a kernel of the registry."""
+        if isinstance(places, torch.Tensor):
+            return self.step(x, f, states, places)
+        parts = [(run, self.run(x[run.first : run.end], f, states, run.slot)) for run in places.each]
+        if len(parts) == 1 and places.whole:
+            return parts[0][1]
+        y = x.new_zeros(x.shape[0], parts[0][1].shape[1])
+        for run, part in parts:
+            y[run.first : run.end] = part
+        return y
 
 
-def dispatched(x: torch.Tensor, f: Facts, states: States, slots: torch.Tensor | int) -> torch.Tensor:
-    """Either form, by the kernel that dispatch chooses: launch(x, facts, states, slots, config) -> y."""
-    spec, config = select(f.call(x, isinstance(slots, int)))
-    return spec.launch(x, f, states, slots, config)
+def dispatched(x: torch.Tensor, f: Facts, states: States, places: Places) -> torch.Tensor:
+    """Either form, by the kernel that dispatch chooses: launch(x, facts, states, places, config) -> y."""
+    spec, config = select(f.call(x, isinstance(places, Runs)))
+    return spec.launch(x, f, states, places, config)
 
 
 def chained(x: torch.Tensor, f: Facts, states: States, slot: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """One token of each of many sequences through gated delta, Mamba2 and short convolutions, states in place.
 
-    conv   (B, channels in blocks): the convolution over a channel's last inputs, which move on by one. Gated delta and Mamba2
-           read what it writes, in fp32; of a short convolution it is all
+    conv   as `conv_triton`: gated delta and Mamba2 read what it writes, in fp32; of a short convolution it is all
     delta  (B, v_heads): a head's state, read and written once; norm and gate included
     mamba2 (B, heads, dims in blocks): rows of a head's state. Where there is a norm over heads, a third kernel computes it
 
@@ -13,8 +12,6 @@ Source  own
 # mypy: allow-untyped-defs
 # (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,80 +19,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.recurrent import States
+from lowq_kernels.decode.recurrent.conv_triton import GROUPED, PLAIN, SHORT, Conv, convolved, silu, softplus
 from lowq_kernels.decode.recurrent.delta import EPS, Delta, DeltaCall
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2, Mamba2Call
 from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
-CHANNELS = 256  # of a program of the convolution
 LARGEST = 1 << 15  # values of a tile of state in registers: 128 KiB
 MOST_NORMED = 65536  # values of Mamba2's norm: one block of a program
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
-PLAIN, GROUPED, SHORT = 0, 1, 2  # where a channel's input stands in a row of x, and what comes of it
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
-
-
-@triton.jit
-def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
-    end_x, end_b, by_x, by_b, by_c,
-    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
-    """Channel c of MODE 0 stands at first + c of a row of x; SCALED: its weight times a constant of its part."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < C
-    if TRIGGER:
-        gdc_launch_dependents()
-    state = state_ptr + tl.load(slots_ptr + row) * C * (W - 1) + c * (W - 1)
-    by = 1.0
-    if SCALED:
-        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
-    acc = tl.zeros((BLOCK,), tl.float32)
-    if W > 1:
-        w = tl.arange(0, BLOCK_W)
-        state, mask_w = state[:, None] + w[None, :], mask[:, None] & (w < W - 1)[None, :]
-        held = tl.load(state, mask=mask_w, other=0.0)
-        moved = tl.load(state + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
-        taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
-        acc += tl.sum(held.to(tl.float32) * taps, 1) * by
-    if PDL:
-        gdc_wait()
-    token = x_ptr + row * wide
-    if MODE == 1:
-        keys = k_heads * k_dim
-        of = c % keys
-        key = (of // k_dim) * (2 * k_dim + 2 * each * v_dim) + of % k_dim + tl.where(c < keys, 0, k_dim)
-        value = c - 2 * keys
-        head = value // v_dim
-        at = (head // each) * (2 * k_dim + 2 * each * v_dim) + 2 * k_dim + (head % each) * v_dim + value % v_dim
-        at = tl.where(c < 2 * keys, key, at)
-        new = tl.load(token + at, mask=mask, other=0.0)
-    elif MODE == 2:
-        u = tl.load(token + 2 * C + c, mask=mask, other=0.0).to(tl.float32)
-        new = tl.load(token + c, mask=mask, other=0.0).to(tl.float32) * u
-    else:
-        new = tl.load(token + first + c, mask=mask, other=0.0)
-    new = new.to(state_ptr.dtype.element_ty)
-    acc += new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
-    if BIAS:
-        acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    if W > 1:
-        moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
-        tl.debug_barrier()  # every thread has read before one of them writes
-        tl.store(state, moved, mask=mask_w)
-    acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else _silu(acc)
-    tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -128,7 +60,7 @@ def _delta_kernel(
         z_at, b_at = C + h * VD, C + VH * VD + h
         a_at = b_at + VH
     beta = 1.0 / (1.0 + tl.exp(-tl.load(token + b_at).to(tl.float32)))
-    decay = tl.exp(-tl.exp(a_log) * _softplus(tl.load(token + a_at).to(tl.float32) + dt))
+    decay = tl.exp(-tl.exp(a_log) * softplus(tl.load(token + a_at).to(tl.float32) + dt))
     q = tl.load(mixed + k_head * KD + offs_k, mask=mask_k, other=0.0)
     k = tl.load(mixed + (KH + k_head) * KD + offs_k, mask=mask_k, other=0.0)
     v = tl.load(mixed + 2 * KH * KD + h * VD + offs_v, mask=mask_v, other=0.0)
@@ -147,7 +79,7 @@ def _delta_kernel(
         y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     if BIAS:
         y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    tl.store(y_ptr + (row * VH + h) * VD + offs_v, (y * _silu(z)).to(y_ptr.dtype.element_ty), mask=mask_v)
+    tl.store(y_ptr + (row * VH + h) * VD + offs_v, (y * silu(z)).to(y_ptr.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit
@@ -170,7 +102,7 @@ def _mamba2_kernel(
     if PDL:
         gdc_wait()
     token, mixed, group = x_ptr + row * wide, mixed_ptr + row * C, h // (HEADS // GROUPS)
-    dt = _softplus(tl.load(token + HEADS * D + C + h).to(tl.float32) * by_dt + dt_bias)
+    dt = softplus(tl.load(token + HEADS * D + C + h).to(tl.float32) * by_dt + dt_bias)
     dt = tl.minimum(tl.maximum(dt, least), largest)
     u = tl.load(mixed + h * D + offs_d, mask=mask_d, other=0.0)
     into = tl.load(mixed + HEADS * D + group * N + offs_n, mask=mask_n, other=0.0)
@@ -179,7 +111,7 @@ def _mamba2_kernel(
     tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
     y = tl.sum(S * out[None, :], 1) + skip * u
     if GATE:
-        y = y * _silu(tl.load(token + h * D + offs_d, mask=mask_d, other=0.0).to(tl.float32) * by_z)
+        y = y * silu(tl.load(token + h * D + offs_d, mask=mask_d, other=0.0).to(tl.float32) * by_z)
     tl.store(y_ptr + (row * HEADS + h) * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
 
 
@@ -205,7 +137,7 @@ def _normed_kernel(
     if BIAS:
         y = y + tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if GATE:
-        y = y * _silu(tl.load(x_ptr + row * wide + offs, mask=mask, other=0.0).to(tl.float32) * by_z)
+        y = y * silu(tl.load(x_ptr + row * wide + offs, mask=mask, other=0.0).to(tl.float32) * by_z)
     tl.store(out_ptr + row * GROUPS * n + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -221,28 +153,18 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Conv:
-    """What tells the convolutions of mixers apart, as `_conv_kernel` takes it."""
-
-    mode: int = PLAIN
-    first: int = 0
-    grouped: tuple[int, int, int, int] = (1, 1, 1, 1)  # k_heads, k_dim, v_dim, v heads of a key head
-    ends: tuple[int, int] = (0, 0)
-    by: tuple[float, float, float] = (1.0, 1.0, 1.0)
-
-
-def _convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: States, slots: torch.Tensor, y: torch.Tensor,
-    how: _Conv,
-) -> None:  # fmt: skip
-    C, W = weight.shape
-    BLOCK = min(CHANNELS, triton.next_power_of_2(C))
-    _conv_kernel[(x.shape[0], triton.cdiv(C, BLOCK))](
-        x, weight, bias, states["conv"], slots, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by, MODE=how.mode,
-        W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), BLOCK=BLOCK,
-        BLOCK_W=triton.next_power_of_2(max(W - 1, 1)), num_warps=4, **pdl(x),
+def normed(y: torch.Tensor, x: torch.Tensor, f: Mamba2) -> torch.Tensor:
+    """Mamba2's norm of y (M, inner) fp32, in x's dtype."""
+    assert f.norm is not None
+    norm, out = f.norm, torch.empty(y.shape, dtype=x.dtype, device=x.device)
+    n = y.shape[1] // norm.groups
+    BLOCK = triton.next_power_of_2(n)
+    _normed_kernel[(y.shape[0], norm.groups)](
+        y, x, norm.weight, norm.bias, out, x.shape[1], n, norm.eps, f.scales[0], GROUPS=norm.groups,
+        LAYER=norm.kind == "layer", WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, GATE=f.gate_last, BLOCK=BLOCK,
+        num_warps=min(16, max(1, BLOCK // 256)), **pdl(x),
     )  # fmt: skip
+    return out
 
 
 @register("triton/delta", op="delta", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
@@ -251,7 +173,7 @@ def delta(x: torch.Tensor, f: Delta, states: States, slots: torch.Tensor, config
     x, B, norm = x.contiguous(), x.shape[0], f.norm
     mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
     grouped = (f.k_heads, f.k_dim, f.v_dim, f.v_heads // f.k_heads)
-    _convolved(x, f.weight, f.bias, states, slots, mixed, _Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
+    convolved(x, f.weight, f.bias, states, slots, mixed, Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
     y = x.new_empty(B, f.v_heads * f.v_dim)
     BLOCK_K, BLOCK_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
     _delta_kernel[(B, f.v_heads)](
@@ -269,9 +191,8 @@ def mamba2(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor, conf
     x, B, inner = x.contiguous(), x.shape[0], f.heads * f.dim
     mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
     ends = (inner, inner + f.groups * f.N)
-    _convolved(x, f.weight, f.bias, states, slots, mixed, _Conv(PLAIN, inner, ends=ends, by=f.scales[1:4]))
-    out = x.new_empty(B, inner)
-    y = out if f.norm is None else torch.empty(B, inner, dtype=torch.float32, device=x.device)
+    convolved(x, f.weight, f.bias, states, slots, mixed, Conv(PLAIN, inner, ends=ends, by=f.scales[1:4]))
+    y = torch.empty(B, inner, dtype=x.dtype if f.norm is None else torch.float32, device=x.device)
     BLOCK_N = triton.next_power_of_2(f.N)
     BLOCK_D = min(triton.next_power_of_2(f.dim), max(1, 4096 // BLOCK_N))
     _mamba2_kernel[(B, f.heads, triton.cdiv(f.dim, BLOCK_D))](
@@ -279,16 +200,7 @@ def mamba2(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor, conf
         HEADS=f.heads, D=f.dim, GROUPS=f.groups, N=f.N, GATE=f.norm is None or not f.gate_last, BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N, num_warps=4, **pdl(x),
     )  # fmt: skip
-    if f.norm is None:
-        return out
-    n, norm = inner // f.norm.groups, f.norm
-    BLOCK = triton.next_power_of_2(n)
-    _normed_kernel[(B, norm.groups)](
-        y, x, norm.weight, norm.bias, out, x.shape[1], n, norm.eps, f.scales[0], GROUPS=norm.groups,
-        LAYER=norm.kind == "layer", WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, GATE=f.gate_last, BLOCK=BLOCK,
-        num_warps=min(16, max(1, BLOCK // 256)), **pdl(x),
-    )  # fmt: skip
-    return out
+    return y if f.norm is None else normed(y, x, f)
 
 
 @register("triton/short_conv", op="short_conv", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
@@ -296,5 +208,5 @@ def short_conv(x: torch.Tensor, f: ShortConv, states: States, slots: torch.Tenso
     """As `short_conv.step`."""
     x = x.contiguous()
     y = x.new_empty(x.shape[0], f.weight.shape[0])
-    _convolved(x, f.weight, f.bias, states, slots, y, _Conv(SHORT))
+    convolved(x, f.weight, f.bias, states, slots, y, Conv(SHORT))
     return y

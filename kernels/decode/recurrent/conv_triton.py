@@ -1,0 +1,213 @@
+"""The convolution of recurrent mixers over a channel's last W inputs: one token of each of many sequences, or runs of tokens.
+
+Grid    step  (B, channels in blocks): a channel's inputs move on by one in its state
+        run   (tiles of tokens in parts, heads or channels in blocks): inputs before a run come from its state. Keys and queries
+              of gated delta are brought to length 1 in the same program, a head each
+        after (runs, channels in blocks): the last inputs of each run become its state, when all tiles have read it
+Source  own
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.recurrent import CHUNK, Runs, States
+from lowq_kernels.decode.recurrent.delta import EPS
+
+CHANNELS = 256  # of a program of a step, or of what follows a run
+RUN_CHANNELS, RUN_ROWS = 128, 16  # channels of a program of a run that has no heads, and its tokens
+PLAIN, GROUPED, SHORT = 0, 1, 2  # where a channel's input stands in a row of x, and what comes of it
+LENGTHS: tl.constexpr = tl.constexpr(EPS)
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
+
+
+@triton.jit
+def _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE: tl.constexpr):
+    """What the convolution reads of channels c of a row of x at `token`, not rounded. MODE 0: channel c stands at first + c."""
+    if MODE == 1:
+        keys = k_heads * k_dim
+        of = c % keys
+        key = (of // k_dim) * (2 * k_dim + 2 * each * v_dim) + of % k_dim + tl.where(c < keys, 0, k_dim)
+        value = c - 2 * keys
+        head = value // v_dim
+        at = (head // each) * (2 * k_dim + 2 * each * v_dim) + 2 * k_dim + (head % each) * v_dim + value % v_dim
+        new = tl.load(token + tl.where(c < 2 * keys, key, at), mask=mask, other=0.0)
+    elif MODE == 2:
+        u = tl.load(token + 2 * C + c, mask=mask, other=0.0).to(tl.float32)
+        new = tl.load(token + c, mask=mask, other=0.0).to(tl.float32) * u
+    else:
+        new = tl.load(token + first + c, mask=mask, other=0.0)
+    return new
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
+    end_x, end_b, by_x, by_b, by_c,
+    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """Channel c of MODE 0 stands at first + c of a row of x; SCALED: its weight times a constant of its part."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < C
+    if TRIGGER:
+        gdc_launch_dependents()
+    state = state_ptr + tl.load(slots_ptr + row) * C * (W - 1) + c * (W - 1)
+    by = 1.0
+    if SCALED:
+        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
+    acc = tl.zeros((BLOCK,), tl.float32)
+    if W > 1:
+        w = tl.arange(0, BLOCK_W)
+        state, mask_w = state[:, None] + w[None, :], mask[:, None] & (w < W - 1)[None, :]
+        held = tl.load(state, mask=mask_w, other=0.0)
+        moved = tl.load(state + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
+        taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
+        acc += tl.sum(held.to(tl.float32) * taps, 1) * by
+    if PDL:
+        gdc_wait()
+    token = x_ptr + row * wide
+    new = _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
+    new = new.to(state_ptr.dtype.element_ty)
+    acc += new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    if W > 1:
+        moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
+        tl.debug_barrier()  # every thread has read before one of them writes
+        tl.store(state, moved, mask=mask_w)
+    acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
+    tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _conv_run_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, tiles_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
+    end_x, end_b, by_x, by_b, by_c, scale,
+    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """HEADS: a program has a head of q, k or v, else a block of channels. Tiles: `Runs`."""
+    tile, unit, offs = tiles_ptr + 4 * (tl.program_id(0) // PARTS), tl.program_id(1), tl.arange(0, BLOCK)
+    c, mask_c = unit * BLOCK + offs, unit * BLOCK + offs < C
+    if HEADS:
+        is_key = unit < 2 * k_heads
+        c = tl.where(is_key, unit * k_dim, 2 * k_heads * k_dim + (unit - 2 * k_heads) * v_dim) + offs
+        mask_c = offs < tl.where(is_key, k_dim, v_dim)
+    if TRIGGER:
+        gdc_launch_dependents()
+    by = 1.0
+    if SCALED:
+        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
+    if PDL:
+        gdc_wait()
+    begin, end, run = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rows = begin + tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
+    there = rows < end
+    mask = there[:, None] & mask_c[None, :]
+    state = state_ptr + tl.load(tile + 3).to(tl.int64) * C * (W - 1) + c * (W - 1)
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    for i in tl.static_range(W):
+        at = rows - (W - 1) + i
+        token = x_ptr + at.to(tl.int64)[:, None] * wide
+        new = _input(token, c[None, :], mask & (at >= run)[:, None], first, C, k_heads, k_dim, v_dim, each, MODE)
+        new = new.to(state_ptr.dtype.element_ty)
+        if i < W - 1:
+            held = tl.load(state[None, :] + (rows - run + i)[:, None], mask=mask & (at < run)[:, None], other=0.0)
+            new = tl.where((at < run)[:, None], held, new)
+        acc += new.to(tl.float32) * (tl.load(weight_ptr + c * W + i, mask=mask_c, other=0.0).to(tl.float32) * by)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    at = rows.to(tl.int64)[:, None]
+    acc = acc * tl.load(x_ptr + at * wide + C + c[None, :], mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
+    if HEADS:
+        to_length = tl.rsqrt(tl.sum(acc * acc, 1) + LENGTHS) * tl.where(unit < k_heads, scale, 1.0)
+        acc = acc * tl.where(is_key, to_length, 1.0)[:, None]
+    tl.store(y_ptr + at * C + c[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _conv_after_kernel(
+    x_ptr, state_ptr, runs_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
+    MODE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    run, c, w = runs_ptr + 4 * tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    begin, end = tl.load(run), tl.load(run + 1)
+    mask = (c < C)[:, None] & (w < W - 1)[None, :] & (begin < end)
+    state = state_ptr + tl.load(run + 3).to(tl.int64) * C * (W - 1) + (c * (W - 1))[:, None]
+    at = end - (W - 1) + w
+    held = tl.load(state + (w + end - begin)[None, :], mask=mask & (at < begin)[None, :], other=0.0)
+    token = x_ptr + at.to(tl.int64)[None, :] * wide
+    new = _input(token, c[:, None], mask & (at >= begin)[None, :], first, C, k_heads, k_dim, v_dim, each, MODE)
+    new = tl.where((at < begin)[None, :], held, new.to(state_ptr.dtype.element_ty))
+    tl.debug_barrier()  # every thread has read before one of them writes
+    tl.store(state + w[None, :], new, mask=mask)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """What tells the convolutions of mixers apart, as the kernels take it."""
+
+    mode: int = PLAIN
+    first: int = 0
+    grouped: tuple[int, int, int, int] = (1, 1, 1, 1)  # k_heads, k_dim, v_dim, v heads of a key head
+    ends: tuple[int, int] = (0, 0)
+    by: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    scale: float = 0.0  # of queries of length 1; 0: there are no heads in a run
+
+
+def convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: States, slots: torch.Tensor, y: torch.Tensor,
+    how: Conv,
+) -> None:  # fmt: skip
+    """A token of each sequence: x (B, N) -> y (B, C)."""
+    C, W = weight.shape
+    BLOCK = min(CHANNELS, triton.next_power_of_2(C))
+    _conv_kernel[(x.shape[0], triton.cdiv(C, BLOCK))](
+        x, weight, bias, states["conv"], slots, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by, MODE=how.mode,
+        W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), BLOCK=BLOCK,
+        BLOCK_W=triton.next_power_of_2(max(W - 1, 1)), num_warps=4, **pdl(x),
+    )  # fmt: skip
+
+
+def convolved_runs(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: States, runs: Runs, y: torch.Tensor, how: Conv
+) -> None:
+    """The tokens of runs: x (M, N) -> y (M, C)."""
+    (C, W), (k_heads, k_dim, v_dim, each) = weight.shape, how.grouped
+    heads = how.scale != 0.0
+    BLOCK = triton.next_power_of_2(max(k_dim, v_dim)) if heads else min(RUN_CHANNELS, triton.next_power_of_2(C))
+    units = k_heads * (2 + each) if heads else triton.cdiv(C, BLOCK)
+    parts = CHUNK // RUN_ROWS
+    _conv_run_kernel[(runs.tiles.shape[0] * parts, units)](
+        x, weight, bias, states["conv"], runs.tiles, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by, how.scale,
+        MODE=how.mode, W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), HEADS=heads, BLOCK=BLOCK,
+        ROWS=RUN_ROWS, PARTS=parts, num_warps=4, **pdl(x),
+    )  # fmt: skip
+    if W > 1:
+        BLOCK = min(CHANNELS, triton.next_power_of_2(C))
+        _conv_after_kernel[(runs.table.shape[0], triton.cdiv(C, BLOCK))](
+            x, states["conv"], runs.table, x.shape[1], how.first, C, *how.grouped, MODE=how.mode, W=W, BLOCK=BLOCK,
+            BLOCK_W=triton.next_power_of_2(W - 1), num_warps=4, **pdl(x),
+        )  # fmt: skip
