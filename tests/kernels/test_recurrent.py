@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from emulation import error
 from lowq_kernels.decode import ops, recurrent
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
+from lowq_kernels.decode.recurrent import Run, delta, mamba2, short_conv
 from lowq_kernels.decode.recurrent.delta import Delta
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2
 from lowq_kernels.decode.recurrent.short_conv import ShortConv
@@ -352,13 +352,18 @@ def test_mixers_are_those_of_transformers(name):
 def test_by_dispatch(name):
     f = CASES[name]()
     x = torch.randn(6, features(f))
-    slots = torch.tensor([2, 0, 3, 1, 4, 2])[:5]
-    for given, where in ((x, 2), (x[:5], slots)):
-        assert select(f.call(given, isinstance(where, int)))[0].name == f"torch/{name}"
+    slots, runs = torch.tensor([2, 0, 3, 1, 4]), recurrent.Runs([Run(0, 2, 2), Run(3, 6, 4)], 6, x.device)
+    for given, where in ((x, runs), (x[:5], slots)):
+        assert select(f.call(given, where is runs))[0].name == f"torch/{name}"
         ours, theirs = states(f), states(f)
         y = recurrent.dispatched(given, f, ours, where)
-        form = kind(f).run if isinstance(where, int) else kind(f).step
-        assert torch.equal(y, form(given, f, theirs, where))
+        if where is runs:
+            wanted = torch.zeros_like(y)
+            for run in runs.each:
+                wanted[run.first : run.end] = kind(f).run(x[run.first : run.end], f, theirs, run.slot)
+        else:
+            wanted = kind(f).step(given, f, theirs, slots)
+        assert torch.equal(y, wanted)
         assert all(torch.equal(ours[n], theirs[n]) for n in ours)
         assert any(t.any() for t in ours.values())
     assert f.call(x, True) != f.call(x, False)
