@@ -1,17 +1,18 @@
-"""The load that servers are measured under: so many users, each of whom sends the next request when the last is answered.
+"""The loads that servers are measured under: so many users, each of whom sends the next request when the last is answered.
 
-    from serve_load import requests, closed_loop
+    from serve_load import LOADS, requests, users_of, closed_loop
 
-Prompts and answers have lognormal lengths (medians 300 and 200 tokens, sigma 0.6, seeded), prompts are random token ids and
-answers go on to their length, so that every engine does the same work. serve_own.py and vllm_speed.py run it in engines,
-serve_http.py against servers.
+The plain load: prompts and answers of lognormal lengths (medians 300 and 200 tokens, sigma 0.6, seeded). LOADS has others by
+name: questions with documents, conversations of agents that begin with one text, short chats. Prompts are random token ids and
+answers go on to their length, so that every engine does the same work. serve_own.py and vllm_speed.py run them in engines,
+serve_http.py the plain one against servers.
 """
 
 import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,62 @@ def requests(vocabulary: int, seed: int = SEED) -> Iterator[Asked]:
         yield Asked(number, [rng.randrange(3, vocabulary) for _ in range(prompt)], new)
 
 
+User = Generator[Asked, list[int], None]  # what one user sends, each request after the tokens of the answer to the last
+
+
+@dataclass(frozen=True)
+class Load:
+    """Users of a kind.
+
+    users: at once. count: requests that are answered. prompt, new: median tokens of what a user says and is answered. spread:
+    sigma of both. common: tokens that all conversations begin with. turns: requests of a conversation, each with all before it.
+    """
+
+    users: int
+    count: int
+    prompt: int
+    new: int
+    spread: float
+    common: int = 0
+    turns: int = 1
+
+
+LOADS = {
+    "rag-1": Load(1, 8, 3200, 120, 0.1),
+    "rag-16": Load(16, 96, 3200, 120, 0.1),
+    "rag-64": Load(64, 256, 3200, 120, 0.1),
+    "agents-16": Load(16, 192, 150, 120, 0.5, common=1500, turns=6),
+    "agents-64": Load(64, 768, 150, 120, 0.5, common=1500, turns=6),
+    "chats-128": Load(128, 512, 60, 300, 0.3),
+}
+
+
+def users_of(load: Load, vocabulary: int, seed: int = SEED) -> list[User]:
+    """The users of a load, the same for the same seed."""
+    common, numbers = random.Random(seed), itertools.count()
+    start = [common.randrange(3, vocabulary) for _ in range(load.common)]
+
+    def user(rng: random.Random) -> User:
+        while True:
+            text = list(start)
+            for _ in range(load.turns):
+                said, new = (max(1, round(rng.lognormvariate(math.log(n), load.spread))) for n in (load.prompt, load.new))
+                text += [rng.randrange(3, vocabulary) for _ in range(said)]
+                text += yield Asked(next(numbers), list(text), new)
+
+    return [user(random.Random(f"{seed} {i}")) for i in range(load.users)]
+
+
+def plain(users: int, asked: Iterator[Asked]) -> list[User]:
+    """So many users who send what comes next."""
+
+    def user() -> User:
+        for one in asked:
+            yield one
+
+    return [user() for _ in range(users)]
+
+
 def under_way(users: int, steps: int = 2000) -> tuple[int, ...]:
     """Tokens in the cache of each user's text after so many steps."""
     asked = requests(vocabulary=4)
@@ -59,13 +116,12 @@ def under_way(users: int, steps: int = 2000) -> tuple[int, ...]:
 
 
 def closed_loop(
-    users: int,
+    users: Sequence[User],
     count: int,
-    asked: Iterator[Asked],
     send: Callable[[Asked], None],
-    step: Callable[[], list[tuple[int, int, bool]]],
+    step: Callable[[], list[tuple[int, Sequence[int], bool]]],
 ) -> dict[str, Any]:
-    """Keep `users` requests under way until `count` are answered; a row of what they saw.
+    """Keep a request of each user under way until `count` are answered; a row of what they saw.
 
     Args:
         send: hand a request to the engine.
@@ -74,26 +130,28 @@ def closed_loop(
         tokens_per_s until then, of all answers; ttft_ms and between_ms (p50, p99) of the answered ones: from sending to the
         first token, and between tokens, those that come together a gap of 0.
     """
-    began, under_way, done, made = time.perf_counter(), dict[int, Answered](), list[Answered](), 0
+    began, under_way, done, made = time.perf_counter(), dict[int, tuple[User, Answered, list[int]]](), list[Answered](), 0
 
-    def one_more() -> None:
-        request = next(asked)
-        under_way[request.number] = Answered(time.perf_counter())
+    def ask(user: User, request: Asked) -> None:
+        under_way[request.number] = user, Answered(time.perf_counter()), []
         send(request)
 
-    for _ in range(users):
-        one_more()
+    for user in users:
+        ask(user, next(user))
     while len(done) < count:
         found = step()
         now = time.perf_counter()
         for number, tokens, ended in found:
-            made += tokens
+            user, answered, answer = under_way[number]
+            made += len(tokens)
+            answer += tokens
             if tokens:
-                under_way[number].times.append((now, tokens))
+                answered.times.append((now, len(tokens)))
             if ended:
-                done.append(under_way.pop(number))
-                one_more()
-    return row_of(users, count, time.perf_counter() - began, made, done)
+                del under_way[number]
+                done.append(answered)
+                ask(user, user.send(answer))
+    return row_of(len(users), count, time.perf_counter() - began, made, done)
 
 
 def row_of(users: int, count: int, seconds: float, made: int, done: Sequence[Answered]) -> dict[str, Any]:

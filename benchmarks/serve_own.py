@@ -4,7 +4,7 @@
 
 One model of random codes (vllm_speed.make's, 4 bits, groups of 128, 16-bit embedding and head), loaded once. `start`: seconds
 until requests are taken, and what each pass takes. `first`: the first requests. `same`: greedy texts side by side, beside those
-of the decoder that answers one alone. `load`: users in a closed loop. `long`: long prompts. `prompts`: 1,000 lines of mixed
+of the decoder that answers one alone. `load`: users in a closed loop. `loads`: those of serve_load.LOADS. `long`: long prompts. `prompts`: 1,000 lines of mixed
 mixed lengths, by the engine and in batches of equal shape as `generate --prompts` did. `draws`: users who ask for top-k and
 top-p, for penalties, for a mask (that allows all: its price is that a pass waits for the one before). `preemption`: 64 users
 and a cache for 40 of their texts. `deterministic`: the same kernels for all.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from pages import results_of
-from serve_load import LONGEST_NEW, LONGEST_PROMPT, SEED, Asked, closed_loop, requests
+from serve_load import LOADS, LONGEST_NEW, LONGEST_PROMPT, SEED, Asked, User, closed_loop, plain, requests, users_of
 from serve_schedule import change
 from vllm_speed import USERS, make
 
@@ -66,8 +66,9 @@ class Engine:
         number = self.engine.submit(Request(tuple(asked.prompt), asked.new, **self.ways(asked)))
         self.names[number] = asked.number
 
-    def step(self) -> list[tuple[int, int, bool]]:
-        return [(self.names[n], int(e.token is not None), bool(self.ended(e))) for n, e in self.events.get(timeout=120)]
+    def step(self) -> list[tuple[int, list[int], bool]]:
+        got = self.events.get(timeout=120)
+        return [(self.names[n], [] if e.token is None else [e.token], bool(self.ended(e))) for n, e in got]
 
     engine: Any  # a ContinuousEngine, whose passes are looked into
     names: dict[int, int]
@@ -79,11 +80,11 @@ class Engine:
             raise RuntimeError(event.message)
         return event.finish_reason
 
-    def load(self, users: int, count: int, vocabulary: int, seed: int = SEED) -> Row:
+    def load(self, users: list[User], count: int) -> Row:
         self.names = {}
         self.passes.clear()
         busy, steps = self.engine.stats().busy_s, self.engine.stats().steps
-        row = closed_loop(users, count, requests(vocabulary, seed), self.send, self.step)
+        row = closed_loop(users, count, self.send, self.step)
         row["passes"], row["busy_s"] = self.engine.stats().steps - steps, self.engine.stats().busy_s - busy
         row["device_s"] = sum(map(sum, self.passes.values()))
         row["passes_ms"] = [(b, M, len(s), round(1e3 * sum(s) / len(s), 2)) for (b, M), s in sorted(self.passes.items())]
@@ -235,13 +236,16 @@ def main() -> None:
     found["start"]["pass_ms"] = [(b, M, round(1e3 * s, 3)) for (b, M), s in known]
     print("start", json.dumps(found["start"]), flush=True)
     if "first" in parts:
-        part("first", lambda: [engine.load(1, 1, V, seed) for seed in (1, 2, 3)])
+        part("first", lambda: [engine.load(plain(1, requests(V, seed)), 1) for seed in (1, 2, 3)])
     if "same" in parts:
         asked = [Asked(a.number, a.prompt, NEW) for a in islice(requests(V), TEXTS)]
         part("same", lambda: same(engine, model, tokenizer, asked))
     if "load" in parts:
         for users in map(int, args.users.split(",")):
-            part(f"users_{users}", partial(engine.load, users, count(users), V, SEED + users))
+            part(f"users_{users}", partial(engine.load, plain(users, requests(V, SEED + users)), count(users)))
+    if "loads" in parts:
+        for name, one in LOADS.items():
+            part(name, partial(engine.load, users_of(one, V), one.count))
     if "long" in parts:
         part("long", lambda: long(engine, V))
     if "prompts" in parts:
@@ -250,7 +254,7 @@ def main() -> None:
         for way, ways in WAYS.items():
             engine.ways = ways
             for users in map(int, args.users.split(",")):
-                part(f"{way}_users_{users}", partial(engine.load, users, count(users), V, SEED + users))
+                part(f"{way}_users_{users}", partial(engine.load, plain(users, requests(V, SEED + users)), count(users)))
     engine.engine.stop(0)
     if "preemption" in parts or "deterministic" in parts:
         del engine, e
@@ -258,7 +262,7 @@ def main() -> None:
         torch.cuda.empty_cache() if device == "cuda" else None
     if "preemption" in parts:
         narrow = Engine(model, cache_tokens=40 * 480, **how)
-        part("preemption", partial(narrow.load, 64, count(64), V, SEED + 64))
+        part("preemption", partial(narrow.load, plain(64, requests(V, SEED + 64)), count(64)))
         found["preemption"]["preemptions"] = narrow.engine.stats().preemptions
         out.write_text(json.dumps(found, indent=1) + "\n")
         narrow.engine.stop(0)
@@ -270,7 +274,7 @@ def main() -> None:
         asked = [Asked(a.number, a.prompt, NEW) for a in islice(requests(V), TEXTS)]
         part("deterministic_same", lambda: {"alone": alike(fixed.answers(asked), [fixed.answers([a])[0] for a in asked])})
         for users in (1, 64):
-            part(f"deterministic_users_{users}", partial(fixed.load, users, count(users), V, SEED + users))
+            part(f"deterministic_users_{users}", partial(fixed.load, plain(users, requests(V, SEED + users)), count(users)))
         fixed.engine.stop(0)
     print(f"wrote {out}")
 

@@ -1,10 +1,10 @@
-"""What a schedule would give on an H200, before it is measured there: the engine's own Scheduler and TokenBudget, and a clock.
+"""What a schedule would give on a GPU, before it is measured there: the engine's own Scheduler and TokenBudget, and a clock.
 
-    python benchmarks/serve_schedule.py [--users 16,64,128] [--set SLACK=2.5 SHARE=0]
+    python benchmarks/serve_schedule.py [--users 16,64,128] [--loads rag-64,chats-128] [--set SLACK=2.5 EARLY_S=0]
 
 A pass takes what results/h200/serve_8b.json has of it with an empty cache, and what passes under load in the same file took
 beyond that: so much a slot that steps attend to, a pass with prompt tokens, and each of them (`fit`). The users are those of
-serve_own.py: each sends its next request when its answer has ended. --set: other numbers for those of serving/token_budget.py
+serve_own.py: each sends its next request when its answer has ended. --loads: users of serve_load.LOADS, on an H100 (`h100`). --set: other numbers for those of serving/token_budget.py
 and EARLY_S; EARLY_S=inf launches each pass as soon as the one before the last was read. Writes results/serve_schedule.json.
 """
 
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from serve_load import SEED, Answered, percentiles, requests
+from serve_load import LOADS, SEED, Answered, User, percentiles, plain, requests, users_of
 
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving import continuous, token_budget
@@ -43,16 +43,26 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of passes. empty: of (b == M, M) with little in the cache; slot, mixed, token: as the first lines say."""
+    """Seconds of passes. empty: of (b == M, M) with little in the cache, others lie between; slot, mixed, token: as the first
+    lines say; pair: of a prompt's token and one before it that it attends to, where `empty` has no attention of prompts."""
 
     empty: dict[tuple[bool, int], float]
     slot: float = 0.0
     mixed: float = 0.0
     token: float = 0.0
+    pair: float = 0.0
 
-    def seconds(self, b: int, M: int, slots: int, tokens: int) -> float:
+    def seconds(self, b: int, M: int, slots: int, tokens: int, pairs: int = 0) -> float:
         riding = b and tokens  # where nobody steps, `empty` was measured with the work of prompts
-        return self.empty[b == M, M] + self.slot * slots + (self.mixed + self.token * tokens if riding else 0.0)
+        more = self.mixed + self.token * tokens if riding else 0.0
+        return self.alone(b == M, M) + self.slot * slots + more + self.pair * pairs
+
+    def alone(self, stepping: bool, M: int) -> float:
+        """With little in the cache."""
+        sizes = sorted(m for kind, m in self.empty if kind == stepping)
+        low, high = max((m for m in sizes if m <= M), default=sizes[0]), min((m for m in sizes if m >= M), default=sizes[-1])
+        share = (M - low) / (high - low) if high > low else 0.0
+        return (1 - share) * self.empty[stepping, low] + share * self.empty[stepping, high]
 
 
 def measured_clock(measured: Row) -> Clock:
@@ -62,11 +72,8 @@ def measured_clock(measured: Row) -> Clock:
         kind, rows = name.split()
         found[kind == "step", int(rows)] = ms / 1e3
     found[False, 512] = measured["deterministic_users_64"]["mixed"][0][2] / 1e3
-    known = [256, 512, RECORDED]
-    for low, high in pairwise(known):
-        for M in (t for t in TOTALS if low < t < high):
-            share = (M - low) / (high - low)
-            found[False, M] = (1 - share) * found[False, low] + share * found[False, high]
+    for M in (m for _, m in list(found) if 256 < m < RECORDED and m != 512):
+        found.pop((False, M), None)
     return Clock(found)
 
 
@@ -74,7 +81,7 @@ def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
     """The clock under load, by least squares of the relative error, and what it says of the passes it was fitted to."""
     rows = []
     for users in (16, 64, 128):
-        trial = Simulation(Clock(empty.empty, 50e-9), users)
+        trial = Simulation(Clock(empty.empty, 50e-9), plain(users, requests(V, SEED + users)))
         trial.run(COUNTS[users])
         slots = statistics.mean(s for n, s in trial.stepping if n >= 0.9 * users)
         found = [(True, *p) for p in measured[f"users_{users}"]["steps"]] + [
@@ -82,7 +89,7 @@ def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
         ]
         for alone, M, n, ms in found:
             rows.append(
-                (users, M, n, ms / 1e3, [slots, 0.0 if alone else 1.0, 0.0 if alone else M - users], empty.empty[alone, M])
+                (users, M, n, ms / 1e3, [slots, 0.0 if alone else 1.0, 0.0 if alone else M - users], empty.alone(alone, M))
             )
     weight = torch.tensor([r[2] ** 0.5 / r[3] for r in rows], dtype=torch.float64)
     A = torch.tensor([r[4] for r in rows], dtype=torch.float64)
@@ -97,24 +104,38 @@ def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
     return clock, shown
 
 
+# An H100 beside an H200, of what it measured on 2026-11-26: its steps read the same weights at 3.35 TB/s for 4.8, its prompts
+# of 3,200 tokens took 95 ms; a slot is 131 KB of an 8B's keys and values; pairs by prompts of 32,000 tokens (1.2 s).
+H100_READING_S = 0.43e-3
+H100_PROMPTS = 1.07
+H100_SLOT = 44e-9
+PAIR = 1.2e-9
+
+
+def h100(clock: Clock) -> Clock:
+    """An H100's clock from an H200's."""
+    empty = {(s, M): t + H100_READING_S if M <= 256 else t * H100_PROMPTS for (s, M), t in clock.empty.items()}
+    return Clock(empty, H100_SLOT, clock.mixed, 0.0, PAIR)
+
+
 class Simulation:
     """ContinuousEngine's thread on a GPU, without one."""
 
-    def __init__(self, clock: Clock, users: int, gap: float = 0.0, seed: int = SEED) -> None:
+    def __init__(self, clock: Clock, users: list[User], gap: float = 0.0) -> None:
         p = self.passes = ModelRunner.__new__(ModelRunner)
         most = MOST["cuda"]
         p.padded, p.fixed, p.most, p.sizes, p.totals = True, False, most, list(buckets(most)), TOTALS
         p.token_budget = token_budget.TokenBudget(TOTALS)
         for s in p.sizes:
-            p.token_budget.note(s, s, clock.empty[True, s])
+            p.token_budget.note(s, s, clock.alone(True, s))
         for b in {0, *map(p.riding, p.sizes)}:
             for t in (t for t in TOTALS if t > b):
-                p.token_budget.note(b, t, clock.empty[False, t])
+                p.token_budget.note(b, t, clock.alone(False, t))
         cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
         self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
         self.engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
-        self.asked = requests(V, seed + users)
-        self.coming = [(gap * i, next(self.asked)) for i in range(users)]
+        self.users: dict[int, User] = {}  # by their texts
+        self.coming = [(gap * i, user, next(user)) for i, user in enumerate(users)]
         self.now = self.free = self.due = 0.0
         self.flights: deque[tuple[float, list[Sequence], tuple[int, int], float]] = deque()
         self.answers: dict[int, Answered] = {}
@@ -126,10 +147,10 @@ class Simulation:
     def run(self, count: int) -> Row:
         while len(self.done) < count:
             if not (self.scheduler.waiting or self.scheduler.active or self.flights):
-                self.now = max(self.now, min(at for at, _ in self.coming))
+                self.now = max(self.now, min(at for at, *_ in self.coming))
             self._take()
             if self._may_wait():
-                until = min(self.due - continuous.EARLY_S, min((at for at, _ in self.coming), default=self.due))
+                until = min(self.due - continuous.EARLY_S, min((at for at, *_ in self.coming), default=self.due))
                 self.now = max(self.now, until)
                 self._take()
             self._turn()
@@ -143,10 +164,10 @@ class Simulation:
         return bool(self.flights) and not (s.waiting or s.reading) and len(s.active) < len(s.running)
 
     def _take(self) -> None:
-        for at, asked in [c for c in self.coming if c[0] <= self.now]:
+        for at, user, asked in [c for c in self.coming if c[0] <= self.now]:
             text = Sequence(len(self.answers) + 1, Request(tuple(asked.prompt), asked.new))
-            self.scheduler.waiting.append(text)
-            self.answers[text.number] = Answered(at)
+            self.scheduler.add([text])
+            self.answers[text.number], self.users[text.number] = Answered(at), user
         self.coming = [c for c in self.coming if c[0] > self.now]
 
     def _turn(self) -> None:
@@ -158,7 +179,8 @@ class Simulation:
             n = max((t.row + 1 for t in plan.steps), default=0)
             size = self.passes.size(n, [Piece(0, 0, range(first, end), -1) for _, _, first, end in plan.pieces])
             slots = sum(t.computed for t in plan.steps)
-            seconds = self.clock.seconds(*size, slots, sum(end - first for _, _, first, end in plan.pieces))
+            pairs = sum((end - first) * (end + first) // 2 for _, _, first, end in plan.pieces)
+            seconds = self.clock.seconds(*size, slots, sum(end - first for _, _, first, end in plan.pieces), pairs)
             if not plan.pieces:
                 self.stepping.append((len(plan.steps), slots))
             self.free = max(self.free, self.now) + seconds
@@ -184,7 +206,8 @@ class Simulation:
                 if self.scheduler.on_token(text, len(answer.times) + 3):
                     self.scheduler.end(text)
                     self.done.append(answer)
-                    self.coming.append((end + CLIENT_S, next(self.asked)))
+                    user = self.users.pop(text.number)
+                    self.coming.append((end + CLIENT_S, user, user.send(text.tokens[text.prompt :])))
 
 
 def change(settings: list[str]) -> None:
@@ -198,6 +221,7 @@ def change(settings: list[str]) -> None:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--users", default="1,16,64,128")
+    ask.add_argument("--loads", default=",".join(LOADS))
     ask.add_argument("--gap", type=float, default=0.0, help="ms between the users' first requests")
     ask.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings")
     ask.add_argument("--out", type=Path, default=RESULTS / "serve_schedule.json")
@@ -209,12 +233,18 @@ def main() -> None:
     found |= {name: getattr(token_budget, name) for name in ("SLACK", "ADVANCE", "LONGEST_S")}
     found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
     found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
-    for users in map(int, args.users.split(",")):
-        row = found[f"users_{users}"] = Simulation(clock, users, args.gap / 1e3).run(COUNTS[users])
+    trials = {
+        f"users_{n}": (Simulation(clock, plain(n, requests(V, SEED + n)), args.gap / 1e3), COUNTS[n])
+        for n in map(int, filter(None, args.users.split(",")))
+    }
+    for name in filter(None, args.loads.split(",")):
+        trials[name] = Simulation(h100(clock), users_of(LOADS[name], V), args.gap / 1e3), LOADS[name].count
+    for name, (trial, count) in trials.items():
+        row = found[name] = trial.run(count)
         t, b = row["ttft_ms"], row["between_ms"]
         first, between = f"{t['p50']:.1f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.2f}"
         print(
-            f"{users:4d} users: {row['tokens_per_s']:6.0f} tokens/s, first token {first} ms, between {between} ms", flush=True
+            f"{name:10s}: {row['tokens_per_s']:6.0f} tokens/s, first token {first} ms, between {between} ms", flush=True
         )
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from pages import results_of
 from safetensors.numpy import save_file
-from serve_load import LONGEST_NEW, LONGEST_PROMPT, Asked, closed_loop, requests
+from serve_load import LONGEST_NEW, LONGEST_PROMPT, Asked, closed_loop, plain, requests
 
 from lowq_cli import demo
 from lowq_cli.files.quant_config import compact
@@ -198,10 +198,10 @@ def served(llm: Any, users: int, count: int) -> Row:
                               output_kind=RequestOutputKind.DELTA)  # fmt: skip
         engine.add_request(str(asked.number), {"prompt_token_ids": asked.prompt}, draw)
 
-    def step() -> list[tuple[int, int, bool]]:
-        return [(int(o.request_id.split("-")[0]), len(o.outputs[0].token_ids), o.finished) for o in engine.step()]
+    def step() -> list[tuple[int, list[int], bool]]:
+        return [(int(o.request_id.split("-")[0]), list(o.outputs[0].token_ids), o.finished) for o in engine.step()]
 
-    row = closed_loop(users, count, requests(engine.model_config.get_vocab_size()), send, step)
+    row = closed_loop(plain(users, requests(engine.model_config.get_vocab_size())), count, send, step)
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
     while engine.has_unfinished_requests():
         engine.step()
