@@ -58,7 +58,7 @@ class Load:
     """Users of a kind.
 
     users: at once. count: requests that are answered. prompt, new: median tokens of what a user says and is answered. spread:
-    sigma of both. common: tokens that all conversations begin with. turns: requests of a conversation, each with all before it.
+    sigma of the former, 0.3 of the latter. common: tokens that all conversations begin with. turns: requests of a conversation, each with all before it.
     """
 
     users: int
@@ -89,7 +89,8 @@ def users_of(load: Load, vocabulary: int, seed: int = SEED) -> list[User]:
         while True:
             text = list(start)
             for _ in range(load.turns):
-                said, new = (max(1, round(rng.lognormvariate(math.log(n), load.spread))) for n in (load.prompt, load.new))
+                said = max(1, round(rng.lognormvariate(math.log(load.prompt), load.spread)))
+                new = max(1, round(rng.lognormvariate(math.log(load.new), 0.3)))
                 text += [rng.randrange(3, vocabulary) for _ in range(said)]
                 text += yield Asked(next(numbers), list(text), new)
 
