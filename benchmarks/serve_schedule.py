@@ -14,6 +14,7 @@ import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,6 +135,7 @@ class Simulation:
         cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
         self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
         self.engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
+        self.engine._load = partial(ContinuousEngine._load, self.engine)
         self.users: dict[int, User] = {}  # by their texts
         self.coming = [(gap * i, user, next(user)) for i, user in enumerate(users)]
         self.now = self.free = self.due = 0.0
@@ -171,7 +173,7 @@ class Simulation:
         self.coming = [c for c in self.coming if c[0] > self.now]
 
     def _turn(self) -> None:
-        plan = self.scheduler.plan(lambda high, waiting: ContinuousEngine._budget(self.engine, high, waiting))
+        plan = self.scheduler.plan(partial(ContinuousEngine._budget, self.engine), partial(ContinuousEngine._pauses, self.engine))
         if plan is None:
             return self._land(0)
         launched = bool(plan.steps or plan.pieces)

@@ -251,7 +251,7 @@ class ContinuousEngine:
         """One pass more, and what the one before it drew."""
         if any(t.request.mask is not None for t in self.scheduler.active):
             self._land(0)  # a grammar has to know the last token
-        plan = self.scheduler.plan(self._budget)
+        plan = self.scheduler.plan(self._budget, self._pauses)
         if plan is None:
             self._land(0)
             return
@@ -271,10 +271,17 @@ class ContinuousEngine:
         self._land(self._ahead if launched else 0)
 
     def _budget(self, high: int, waiting: int) -> int:
+        return self.passes.token_budget.prompt_tokens(*self._load(high, waiting))
+
+    def _pauses(self, high: int, waiting: int) -> bool:
+        return self.passes.token_budget.pauses(*self._load(high, waiting))
+
+    def _load(self, high: int, waiting: int) -> tuple[int, int, int, int, int]:
+        """What a TokenBudget asks for, for a pass in which the first `high` rows step."""
         p, s = self.passes, self.scheduler
         running = sum(t is not None for t in s.running) if high else 0  # 0: none of them steps in this pass
         texts = running + len(s.reading) + len(s.waiting)
-        return p.token_budget.prompt_tokens(p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts)
+        return p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts
 
     def _write(self, plan: StepPlan) -> None:
         """Send what the plan changes on the device."""

@@ -30,8 +30,10 @@ from lowq_kernels.decode.reference import Packed
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import one_line
 
-TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a pass with prompt tokens
-RECORDED = 1024  # rows up to which those are recorded: launching an 8B's kernels one by one takes 6 to 15 ms, 512 rows 10.5
+RECORDED = 1024  # rows up to which passes are recorded: launching an 8B's kernels one by one takes 6 to 15 ms, 512 rows 10.5
+# Rows of a pass with prompt tokens. Those that are not recorded cost nothing to have, and a prompt of 3,200 tokens in a pass of
+# 4,096 rows took 28% longer than it has to; products come in tiles of up to 256 rows.
+TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, *range(1280, 4097, 256))
 COUNTERS = 1 << 18  # of a recorded pass's kernels, at most: an 8B's largest products take a few thousand each
 RIDING = 8  # rows at least that step in such a pass; twice, four times as many
 
@@ -137,6 +139,11 @@ class ModelRunner:
         graph.replay()
         return graph.logits
 
+    @staticmethod
+    def ends(C: int) -> int:
+        """Prompts that can end in a pass with C prompt tokens."""
+        return min(READERS, C)
+
     def _describe(self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> tuple[np.ndarray, int]:
         """A pass's prompt tokens as int32: ids, pos, rows (C each), tiles (n, 2), take and target (of each logits row); n."""
         null, ends = self.rows.null_row, [p for p in pieces if p.target >= 0]
@@ -151,9 +158,9 @@ class ModelRunner:
             first = end
         of_steps = np.full(b, null, np.int32)
         of_steps[: 0 if drawn is None else len(drawn)] = () if drawn is None else drawn
-        fill = READERS - len(ends) if self.padded else 0
+        fill = self.ends(C) - len(ends) if self.padded else 0
         if self.padded:
-            tiles += [(0, 0)] * (-(-C // self.plan.tile) + READERS - len(tiles))
+            tiles += [(0, 0)] * (-(-C // self.plan.tile) + self.ends(C) - len(tiles))
         take = [*range(b), *last, *([0] * fill)]
         target = [*of_steps, *(p.target for p in ends), *([null] * fill)]
         of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
@@ -197,13 +204,13 @@ class ModelRunner:
     def graph_bytes(self) -> int:
         """What the recorded passes' logits take, which stay where they are."""
         head = self.plan.vocabulary * self.plan.dtype.itemsize
-        return sum((b if b == M else b + READERS) * head for b, M in self.recorded())
+        return sum((b + self.ends(M - b)) * head for b, M in self.recorded())
 
     def recorded(self) -> Iterator[tuple[int, int]]:
         """(rows that step, all rows) of every pass that is recorded, those that are needed first first."""
         yield from ((s, s) for s in self.sizes)
         riding = (0,) if self.fixed else sorted({self.riding(s) for s in (0, *self.sizes)})
-        yield from ((b, M) for M in self.totals for b in riding if b + READERS <= M <= self.most_recorded)
+        yield from ((b, M) for M in self.totals for b in riding if b < M <= self.most_recorded)
 
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record what `recorded` names, and measure it. Nothing may be on its way, and no row be anybody's.

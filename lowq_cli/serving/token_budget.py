@@ -1,17 +1,20 @@
-"""How long passes take, as measured, and how many prompt tokens one may carry so that no stream stalls.
+"""How long passes take, as measured, and how many prompt tokens one may carry so that no stream stalls and no prompt starves.
 
-Most passes with prompt tokens take at most SLACK times a step. A few may take longer, up to LONGEST_S, while few tokens come
-after one: a burst of prompts is read in large passes, in which the steps beside it cost least. `benchmarks/serve_schedule.py`
-tries such numbers on measured times.
+Most passes with prompt tokens take at most `slack` times a step. That is SLACK where prompts are read as fast as they come, and
+grows while some are left over after each pass: then every token comes a little later, none much later than the others. A few
+passes may take longer, up to LONGEST_S: a burst of prompts is read in large ones, most of them without a step, so that a text
+under way waits once for several. `benchmarks/serve_schedule.py` tries such numbers on measured times.
 """
 
 from collections.abc import Sequence
 
-# Times a step: what a pass with prompt tokens may take. By 2.75 p99 between tokens is over 3 times the median, by 2.4 first
-# tokens come later than vLLM's (benchmarks/notes/serving.md).
+# Times a step: what a pass with prompt tokens may take at least. By 2.75 p99 between tokens is over 3 times the median, by 2.4
+# first tokens come later than vLLM's (benchmarks/notes/serving.md).
 SLACK = 2.6
-ADVANCE = 1.5  # tokens of a text that may come after a longer pass: with 1, the last of 16 prompts waits 211 ms, not 138
-LONGEST_S = 0.1  # of one: an 8B on an H200 reads 4,096 tokens in 0.08
+PACE = 0.02  # by how much of itself `slack` changes in a pass at most
+ADVANCE = 1  # tokens of a text that may come after a longer wait: with 0.6, the last of 16 prompts waits 150 ms, not 131
+LONGEST_S = 0.1  # of a pass: an 8B on an H200 reads 4,096 tokens in 0.08
+PAUSE_S = 0.4  # of a text between two tokens, while a burst is read without it
 NEWEST = 0.2  # weight of the newest pass in what is learnt
 BUSY = 0.8  # of what a pass was expected to take: one that takes less says that the GPU was not alone when all were measured
 
@@ -25,15 +28,17 @@ class TokenBudget:
         known: the fewest seconds that were seen of each: with little in the cache.
         extra: what passes take beyond that now, whatever their size: attention over the texts that run.
         riding: what those with prompt tokens take beyond both.
-        late: tokens of those that run which came after a longer pass than SLACK allows.
+        slack: times a step that a pass with prompt tokens may take now.
+        late: tokens of those that run which came after a longer wait than that.
         unmet, busy: sizes that no text's pass has had yet, and what to multiply their seconds by.
     """
 
     def __init__(self, totals: Sequence[int]) -> None:
         self.totals = totals
         self.known: dict[tuple[int, int], float] = {}
-        self.extra = self.riding = self.late = 0.0
-        self._stepped, self._running = False, 0
+        self.extra = self.riding = self.late = self._paused = 0.0
+        self.slack = SLACK
+        self._stepped, self._left, self._running, self._texts = False, False, 0, 0
         self.begin()
 
     def begin(self) -> None:
@@ -62,9 +67,15 @@ class TokenBudget:
 
     def stepped(self, running: int) -> None:
         """A pass steps so many texts; with those that ended goes their part of `late`."""
+        if self._paused and not running:
+            return
         if running < self._running:
             self.late *= running / self._running
         self._running = running
+        if running:
+            of_all = running / max(running, self._texts)  # in a burst few run: what they see is not how things will go on
+            self.slack = max(SLACK, self.slack * (1 + PACE * of_all**2 * (1 if self._left else -1)))
+        self._texts, self._left = 0, False
 
     def seconds(self, steps: int, rows: int) -> float:
         """What a pass takes; one of which nothing is known as the nearest that is known, in proportion; `extra` without any."""
@@ -84,20 +95,40 @@ class TokenBudget:
     def prompt_tokens(self, step: int, riding: int, waiting: int, running: int, texts: int) -> int:
         """Prompt tokens of the next pass, of `waiting` ones, which carries `riding` rows that step, `running` texts in them.
 
-        step: rows of a step once all who wait are running. texts: all that are under way. As many as take SLACK times such a
+        step: rows of a step once all who wait are running. texts: all that are under way. As many as take `slack` times such a
         step, at least what the smallest pass has room for; all of them where no text runs, and where a long pass is due.
         """
-        sizes = [t for t in self.totals if t > riding]
         if not running:
-            return min(sizes[-1] - riding, waiting)
-        allowed = SLACK * self.seconds(step, step)
-        room = self._room(sizes, riding, allowed)
-        if waiting > room and self.late + running <= ADVANCE * texts:
-            more = self._room(sizes, riding, max(allowed, LONGEST_S))
-            self.late += running * (more > room)
-            room = more
+            return min(self.totals[-1] - riding, waiting)
+        room, longer = self._rooms(step, riding)
+        self._texts, self._left = texts, waiting > room
+        if waiting > room and (self._paused or self.late + running <= ADVANCE * texts):
+            self.late += running * (longer > room and not self._paused)
+            room = longer
+        self._paused = 0.0
         return min(room, waiting)
 
-    def _room(self, sizes: Sequence[int], riding: int, seconds: float) -> int:
-        """Prompt tokens of the largest pass that takes no longer."""
+    def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int) -> bool:
+        """Whether the texts that run wait in the next pass, which then reads prompts alone; arguments as `prompt_tokens` has them.
+
+        Where a longer pass is due and prompts are left over after it, for up to PAUSE_S: they wait once for several passes.
+        """
+        room, longer = self._rooms(step, riding)
+        due = self._paused or self.late + running <= ADVANCE * texts
+        seconds = self.seconds(0, next((t for t in self.totals if t >= waiting), self.totals[-1]))
+        if not due or waiting <= longer or longer <= room or self._paused + seconds + self.seconds(step, step) > PAUSE_S:
+            return False
+        self.late += running * (not self._paused)
+        self._paused += seconds
+        return True
+
+    def _rooms(self, step: int, riding: int) -> tuple[int, int]:
+        """Prompt tokens that a pass has room for beside `riding` rows, and a longer one."""
+        least = self.seconds(step, step)
+        self.slack = min(self.slack, max(SLACK, LONGEST_S / least)) if least else SLACK
+        return self._room(riding, self.slack * least), self._room(riding, max(self.slack * least, LONGEST_S))
+
+    def _room(self, riding: int, seconds: float) -> int:
+        """Prompt tokens of the largest pass that takes no longer; at least of the smallest."""
+        sizes = [t for t in self.totals if t > riding]
         return ([t for t in sizes if self.seconds(riding, t) <= seconds] or sizes[:1])[-1] - riding
