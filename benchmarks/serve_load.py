@@ -58,7 +58,8 @@ class Load:
     """Users of a kind.
 
     users: at once. count: requests that are answered. prompt, new: median tokens of what a user says and is answered. spread:
-    sigma of the former, 0.3 of the latter. common: tokens that all conversations begin with. turns: requests of a conversation, each with all before it.
+    sigma of the former, 0.3 of the latter. common: tokens that all conversations begin with. turns: requests of a conversation,
+    each with all before it.
     """
 
     users: int
@@ -73,9 +74,9 @@ class Load:
 LOADS = {
     "rag-1": Load(1, 8, 3200, 120, 0.1),
     "rag-16": Load(16, 96, 3200, 120, 0.1),
-    "rag-64": Load(64, 256, 3200, 120, 0.1),
-    "agents-16": Load(16, 192, 150, 120, 0.5, common=1500, turns=6),
-    "agents-64": Load(64, 768, 150, 120, 0.5, common=1500, turns=6),
+    "rag-64": Load(64, 192, 3200, 120, 0.1),
+    "agents-16": Load(16, 128, 150, 120, 0.5, common=1500, turns=6),
+    "agents-64": Load(64, 512, 150, 120, 0.5, common=1500, turns=6),
     "chats-128": Load(128, 512, 60, 300, 0.3),
 }
 
@@ -101,8 +102,8 @@ def plain(users: int, asked: Iterator[Asked]) -> list[User]:
     """So many users who send what comes next."""
 
     def user() -> User:
-        for one in asked:
-            yield one
+        while True:
+            yield next(asked)
 
     return [user() for _ in range(users)]
 
@@ -120,7 +121,7 @@ def closed_loop(
     users: Sequence[User],
     count: int,
     send: Callable[[Asked], None],
-    step: Callable[[], list[tuple[int, Sequence[int], bool]]],
+    step: Callable[[], list[tuple[int, list[int], bool]]],
 ) -> dict[str, Any]:
     """Keep a request of each user under way until `count` are answered; a row of what they saw.
 

@@ -4,10 +4,10 @@
 
 One model of random codes (vllm_speed.make's, 4 bits, groups of 128, 16-bit embedding and head), loaded once. `start`: seconds
 until requests are taken, and what each pass takes. `first`: the first requests. `same`: greedy texts side by side, beside those
-of the decoder that answers one alone. `load`: users in a closed loop. `loads`: those of serve_load.LOADS. `long`: long prompts. `prompts`: 1,000 lines of mixed
-mixed lengths, by the engine and in batches of equal shape as `generate --prompts` did. `draws`: users who ask for top-k and
-top-p, for penalties, for a mask (that allows all: its price is that a pass waits for the one before). `preemption`: 64 users
-and a cache for 40 of their texts. `deterministic`: the same kernels for all.
+of the decoder that answers one alone. `load`: users in a closed loop. `loads`: those of serve_load.LOADS (--loads). `long`:
+long prompts. `prompts`: 1,000 lines of mixed lengths, by the engine and in batches of equal shape as `generate --prompts` did.
+`draws`: users who ask for top-k and top-p, for penalties, for a mask (that allows all: its price is that a pass waits for the
+one before). `preemption`: 64 users and a cache for 40 of their texts. `deterministic`: the same kernels for all.
 """
 
 import argparse
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--parts", default="start,same,load")
     parser.add_argument("--users", default=",".join(map(str, USERS)))
+    parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--requests", type=float, default=1.0, help="share of USERS' requests that are answered")
     parser.add_argument("--lines", type=int, default=LINES)
     parser.add_argument("--running", type=int)
@@ -244,8 +245,8 @@ def main() -> None:
         for users in map(int, args.users.split(",")):
             part(f"users_{users}", partial(engine.load, plain(users, requests(V, SEED + users)), count(users)))
     if "loads" in parts:
-        for name, one in LOADS.items():
-            part(name, partial(engine.load, users_of(one, V), one.count))
+        for name in args.loads.split(","):
+            part(name, partial(engine.load, users_of(LOADS[name], V), LOADS[name].count))
     if "long" in parts:
         part("long", lambda: long(engine, V))
     if "prompts" in parts:

@@ -4,8 +4,9 @@
 
 A pass takes what results/h200/serve_8b.json has of it with an empty cache, and what passes under load in the same file took
 beyond that: so much a slot that steps attend to, a pass with prompt tokens, and each of them (`fit`). The users are those of
-serve_own.py: each sends its next request when its answer has ended. --loads: users of serve_load.LOADS, on an H100 (`h100`). --set: other numbers for those of serving/token_budget.py
-and EARLY_S; EARLY_S=inf launches each pass as soon as the one before the last was read. Writes results/serve_schedule.json.
+serve_own.py: each sends its next request when its answer has ended. --loads: users of serve_load.LOADS, on an H100 (`h100`).
+--set: other numbers for those of serving/token_budget.py and EARLY_S; EARLY_S=inf launches each pass as soon as the one before
+the last was read. Writes results/serve_schedule.json.
 """
 
 import argparse
@@ -134,8 +135,9 @@ class Simulation:
                 p.token_budget.note(b, t, clock.alone(False, t))
         cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
         self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
-        self.engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
-        self.engine._load = partial(ContinuousEngine._load, self.engine)
+        engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
+        engine._load = partial(ContinuousEngine._load, engine)
+        self.engine = engine
         self.users: dict[int, User] = {}  # by their texts
         self.coming = [(gap * i, user, next(user)) for i, user in enumerate(users)]
         self.now = self.free = self.due = 0.0
@@ -173,7 +175,9 @@ class Simulation:
         self.coming = [c for c in self.coming if c[0] > self.now]
 
     def _turn(self) -> None:
-        plan = self.scheduler.plan(partial(ContinuousEngine._budget, self.engine), partial(ContinuousEngine._pauses, self.engine))
+        plan = self.scheduler.plan(
+            partial(ContinuousEngine._budget, self.engine), partial(ContinuousEngine._pauses, self.engine)
+        )
         if plan is None:
             return self._land(0)
         launched = bool(plan.steps or plan.pieces)
@@ -245,9 +249,7 @@ def main() -> None:
         row = found[name] = trial.run(count)
         t, b = row["ttft_ms"], row["between_ms"]
         first, between = f"{t['p50']:.1f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.2f}"
-        print(
-            f"{name:10s}: {row['tokens_per_s']:6.0f} tokens/s, first token {first} ms, between {between} ms", flush=True
-        )
+        print(f"{name:10s}: {row['tokens_per_s']:6.0f} tokens/s, first token {first} ms, between {between} ms", flush=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -80,7 +80,9 @@ class Scheduler:
             seq.since = self.step
             self.waiting.append(seq)
 
-    def plan(self, budget: Callable[[int, int], int], pauses: Callable[[int, int], bool] = lambda n, m: False) -> StepPlan | None:
+    def plan(
+        self, budget: Callable[[int, int], int], pauses: Callable[[int, int], bool] = lambda n, m: False
+    ) -> StepPlan | None:
         """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
 
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.

@@ -109,7 +109,7 @@ class TokenBudget:
         return min(room, waiting)
 
     def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int) -> bool:
-        """Whether the texts that run wait in the next pass, which then reads prompts alone; arguments as `prompt_tokens` has them.
+        """Whether the texts that run wait in the next pass, which then reads prompts alone; arguments as of `prompt_tokens`.
 
         Where a longer pass is due and prompts are left over after it, for up to PAUSE_S: they wait once for several passes.
         """

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 
-READERS = 16
+from lowq_cli.serving.scheduler import READERS
 
 
 class Pool:

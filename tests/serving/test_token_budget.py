@@ -1,0 +1,143 @@
+"""How long passes may take: a bound on every wait, whatever comes, and prompts that are read as fast as they come."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.model_runner import TOTALS, ModelRunner, Piece
+from lowq_cli.serving.request import Request
+from lowq_cli.serving.scheduler import Scheduler, buckets
+from lowq_cli.serving.sequence import Sequence
+from lowq_cli.serving.token_budget import LONGEST_S, PAUSE_S, SLACK, TokenBudget
+
+ROWS = 16
+TOKEN_S = 20e-6  # of a row of a pass
+LEAST_S = 3e-3  # of any pass, beside those
+
+
+def seconds(rows):
+    return LEAST_S + TOKEN_S * rows
+
+
+class Engine:
+    """The engine's decisions over a device whose passes take what `seconds` says."""
+
+    def __init__(self):
+        runner = ModelRunner.__new__(ModelRunner)
+        runner.padded, runner.fixed, runner.most, runner.sizes, runner.totals = True, False, ROWS, buckets(ROWS), TOTALS
+        runner.token_budget = TokenBudget(TOTALS)
+        for rows in runner.sizes:
+            runner.token_budget.note(rows, rows, seconds(rows))
+        for steps in {0, *map(runner.riding, runner.sizes)}:
+            for rows in TOTALS:
+                runner.token_budget.note(steps, rows, seconds(rows))
+        self.scheduler = Scheduler(CacheManager([Group()], [4000], BLOCK, TOTALS[-1]), ROWS, runner.bucket)
+        self.engine = SimpleNamespace(passes=runner, scheduler=self.scheduler)
+        self.engine._load = lambda *a: ContinuousEngine._load(self.engine, *a)
+        self.runner, self.now, self.read, self.number = runner, 0.0, 0, 0
+        self.admitted, self.waits, self.last, self.slacks = {}, [], {}, []
+
+    def add(self, prompt, answer):
+        self.number += 1
+        self.scheduler.add([Sequence(self.number, Request((self.number,) * prompt, answer))])
+        return self.number
+
+    def turn(self):
+        """One pass, seen at once."""
+        s, engine = self.scheduler, self.engine
+        before = {t.number: len(t.tokens) - t.computed for t in s.reading}
+        plan = s.plan(lambda *a: ContinuousEngine._budget(engine, *a), lambda *a: ContinuousEngine._pauses(engine, *a))
+        for text in [t for t, *_ in plan.pieces if t.number not in before] + s.reading:
+            own = text.request.prompt
+            self.admitted.setdefault(text.number, (self.read, sum(before.values()), len(own)))
+        size = self.runner.size(
+            max((t.row + 1 for t in plan.steps), default=0), [Piece(0, 0, range(a, b), -1) for *_, a, b in plan.pieces]
+        )
+        self.now += seconds(size[1])
+        self.read += sum(end - first for *_, first, end in plan.pieces)
+        self.runner.token_budget.note(*size, seconds(size[1]))
+        self.runner.token_budget.stepped(len(plan.steps))
+        self.slacks.append(self.runner.token_budget.slack)
+        for text in [*plan.steps, *plan.finishing]:
+            if text.number in self.last:
+                self.waits.append(self.now - self.last[text.number])
+            self.last[text.number] = self.now
+            if s.on_token(text, 7):
+                s.end(text)
+        return plan
+
+    @property
+    def open(self):
+        return bool(self.scheduler.waiting or self.scheduler.active)
+
+
+ARRIVALS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 30, 400, 3000, 9000]), st.integers(1, 40)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals=ARRIVALS)
+def test_whatever_comes_every_prompt_and_every_token_has_a_bound(arrivals):
+    """A prompt is read before as many tokens of others were as waited with it, and as it has itself; no stream stalls."""
+    engine, turn, coming = Engine(), 0, sorted(arrivals, reverse=True)
+    while coming or engine.open:
+        while coming and coming[-1][0] <= turn:
+            engine.add(*coming.pop()[1:])
+        plan, turn = engine.turn(), turn + 1
+        for text in plan.finishing:
+            read, before, own = engine.admitted[text.number]
+            beside = (
+                32 * 9000 if own == 0 else sum(a[2] for n, a in engine.admitted.items() if a[0] == read and n != text.number)
+            )
+            assert engine.read - read <= before + beside + 2 * own + TOTALS[-1]
+        assert turn < 4000, "somebody starves"
+    longest = max(LONGEST_S, SLACK * seconds(ROWS)) + TOKEN_S * 256  # passes come in sizes
+    assert all(wait <= PAUSE_S + longest for wait in engine.waits)
+    assert not engine.scheduler.cache.used
+
+
+def steady(prompt, every, turns=1500):
+    """Texts of 100 tokens, one with such a prompt after every so many seconds; passes and waits of the second half."""
+    engine, due = Engine(), 0.0
+    for i in range(turns):
+        while engine.now >= due:
+            engine.add(prompt, 100)
+            due += every
+        engine.turn()
+        if i == turns // 2:
+            engine.waits.clear()
+            engine.slacks.clear()
+    return engine
+
+
+def test_passes_grow_until_prompts_are_read_as_fast_as_they_come():
+    """3,000 tokens, 60 ms to read, every 85 ms: more than a pass of SLACK steps carries."""
+    calm, busy = steady(100, 0.085), steady(3000, 0.085)
+    assert max(calm.slacks) == SLACK
+    assert max(busy.slacks) > SLACK
+    assert len(busy.scheduler.waiting) + len(busy.scheduler.reading) <= 3
+    waits = sorted(busy.waits)
+    assert waits[int(0.99 * len(waits))] < 3 * waits[len(waits) // 2]
+
+
+def test_texts_wait_once_while_a_burst_is_read():
+    """Twelve prompts of 3,000 at once: passes of prompts alone, then a step; fewer waits than passes."""
+    engine = Engine()
+    engine.add(10, 400)
+    for _ in range(5):
+        engine.turn()
+    for _ in range(12):
+        engine.add(3000, 50)
+    plans, began = [], engine.now
+    while engine.scheduler.reading or engine.scheduler.waiting:
+        plans.append(engine.turn())
+    alone = [not p.steps for p in plans]
+    assert alone[:4] == [True] * 4
+    assert not all(alone)
+    assert engine.now - began < 12 * seconds(3000) * 1.1
+    assert max(engine.waits) == pytest.approx(PAUSE_S, rel=0.35)
