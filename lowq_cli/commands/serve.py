@@ -6,36 +6,60 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import completion, console, hf
-from lowq_cli.commands import Device, KvCache, checkpoint_argument
-from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_cli import completion, console
+from lowq_cli.commands import Device, KvCache
+from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import socket
 
-    from lowq_cli.engine.tokenizer import LoadedTokenizer
-    from lowq_cli.serving.apart import Made
     from lowq_cli.serving.http.app import Served
-    from lowq_cli.serving.http.metrics import Roofline
+    from lowq_cli.serving.http.loading import Loaded
+    from lowq_cli.serving.offers import Offer
     from lowq_cli.serving.printer import Printer
 
 EXAMPLES = """Examples:
   lowq serve
   lowq serve my-lowq --port 8001 --api-key secret
   lowq serve my-lowq --host 0.0.0.0 --api-key secret   (for other machines)
+  lowq serve --models /srv/models --memory 40GB --keep-alive 30m   (every model there, by its name)
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
-OWN = "--host, --api-key, --name, --max-batch, --cache-tokens, --kv and --deterministic"
+OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv"
 LAST_LINE_S = 2.0  # that a log may take for its last lines
 ENGINES = ("auto", "own", "vllm")
+SHOWN = 8  # names of other models
 
 
 def serve(
-    ckpt: Annotated[str | None, checkpoint_argument("Checkpoint, model folder or hub id.")] = None,
+    ckpt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CKPT",
+            help="Checkpoint, model folder or hub id, which is then served alone. Default: all that lowq ls lists, by name.",
+            autocompletion=completion.checkpoints,
+        ),
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--models", metavar="DIR", help="Serve all models in this folder too; repeatable.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="FILE.toml", help="Names and options of models; read again at SIGHUP."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="All loaded models together, such as 40GB.  [default: what the device has]"),
+    ] = None,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Unload a model that nobody asks for so long, such as 10m.  [default: never]"),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     engine: Annotated[
@@ -84,104 +108,150 @@ def serve(
     through_vllm = engine == "vllm" or (engine == "auto" and for_vllm)
     if not through_vllm and for_vllm:
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
-    model = state.checkpoint_or_last(ckpt)
     if through_vllm:
-        if host != "127.0.0.1" or api_key or name or max_batch or cache_tokens or deterministic or kv != "16":
+        many = models or config or memory or keep_alive
+        if host != "127.0.0.1" or api_key or name or many or max_batch or cache_tokens or deterministic or kv != "16":
             raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
-        _serve_through_vllm(model, tp, pp, port, native, args, dry_run, as_json)
+        _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
-        _serve(model, host, port, api_key, name, device, how, grace, dry_run, as_json)
+        asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
+        _serve(asked, host, port, api_key, device, how, grace, dry_run, as_json)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Which models the command line names, and how many may be loaded; fields as `serve` has them."""
+
+    ckpt: str | None
+    models: tuple[str, ...]
+    config: str | None
+    memory: str | None
+    keep_alive: str | None
+    name: str | None
+
+    @property
+    def one(self) -> bool:
+        """Whether it is a server of one model, which is loaded as long as it runs."""
+        return self.ckpt is not None and not (self.models or self.config)
+
+    def read(self) -> "_Offers":
+        """What is offered. Raises UsageError, NotFoundError."""
+        from lowq_cli.files.source import check_there
+        from lowq_cli.serving import offers
+
+        file = offers.read_config(Path(self.config)) if self.config else offers.Config()
+        first = None
+        if self.ckpt is not None:
+            check_there(self.ckpt)
+            first = offers.Offer(self.name or offers.given_name(self.ckpt), self.ckpt, pin=self.one)
+        elif self.name:
+            raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
+        found = {first.name: first} if first and self.one else offers.gather(file, self.models, first)
+        default = file.default or (first.name if first else self._last(found))
+        if default not in found:
+            raise NotFoundError(
+                f"default = {default} is none of the models that there are: {', '.join(found)}"
+                if default
+                else "no model here; run: lowq quantize demo, or name a folder of models with --models DIR"
+            )
+        memory = offers.size(self.memory, "--memory") if self.memory else file.memory
+        alive = offers.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
+        return _Offers(found, default, memory, float("inf") if alive is None else alive)
+
+    def _last(self, found: dict[str, "Offer"]) -> str:
+        """The checkpoint that commands take without a name, or else the first one there is."""
+        from lowq_cli import state
+
+        here = {offer.folder.absolute(): name for name, offer in found.items()}
+        known = [k.checkpoint.absolute() for k in state.known() if k.checkpoint.absolute() in here]
+        if not known or self.models or self.config:
+            return next(iter(found), "")
+        return here[Path(state.checkpoint_or_last(None)).absolute()]
+
+
+@dataclass(frozen=True)
+class _Offers:
+    """Models by name, the default's, bytes of all loaded ones (None: what there is), seconds until an idle one is unloaded."""
+
+    models: dict[str, "Offer"]
+    default: str
+    memory: int | None
+    keep_alive: float
 
 
 def _serve(
-    model: str,
+    asked: _Asked,
     host: str,
     port: int,
     api_key: str,
-    name: str | None,
     device: str,
     how: dict[str, Any],
     grace: float,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Load, say the plan, answer until told to stop."""
+    """Load the default model, say the plan, answer until told to stop."""
     if not 0 <= port < 1 << 16:
         raise UsageError(f"--port {port} must be from 0 to 65535")
-    from lowq_cli.files.source import check_there
-    from lowq_cli.serving.apart import ApartEngine
     from lowq_cli.serving.http import run
+    from lowq_cli.serving.http.loading import LoadingModel
     from lowq_cli.serving.printer import Printer
 
-    check_there(model)
+    offers = asked.read()
     bound = run.listen(host, port)
-    engine, printer = ApartEngine(_load, model, device, how, console.quiet), Printer()
+    more = {} if asked.one else {"memory": offers.memory or 0}
+    first, printer = LoadingModel(offers.models[offers.default], device, how | more, console.quiet), Printer()
     try:
         from lowq_cli.serving.http.app import Served  # while the model is loaded
-        from lowq_cli.serving.http.served_model import OneModel, ServedModel
+        from lowq_cli.serving.http.model_pool import ModelPool
 
-        loaded: _Loaded = engine.made()
-        one = ServedModel(engine, loaded.tokenizer, name or _name(model), loaded.stop_ids, loaded.draw, loaded.roofline)
-        served = Served(OneModel(one), api_key, run.names(bound), log=printer.say, failed=_failed)
-        plan = _plan(served, loaded, run.url(bound), how["kv"])
+        model = first.made()
+        assert first.loaded is not None
+        pool = ModelPool(
+            offers.models,
+            offers.default,
+            lambda offer: LoadingModel(offer, device, how | more, True),
+            None if asked.one else offers.memory or _room(first.loaded),
+            offers.keep_alive,
+            only=asked.one,
+        )
+        pool.adopt(model)
+        pool.say = printer.say
+        pool.refresh = dict if asked.one else lambda: asked.read().models
+        served = Served(pool, api_key, run.names(bound), log=printer.say, failed=_failed)
+        plan = _plan(served, first.loaded, run.url(bound), how["kv"])
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
         if not dry_run:
-            _run(served, bound, grace, plan, printer)
+            _run(served, bound, grace, plan, printer, asked)
     finally:
-        engine.stop(0)
+        first.stop()
         printer.close(LAST_LINE_S)
 
 
-@dataclass
-class _Loaded:
-    """What the engine's process tells of a model."""
+def _room(loaded: "Loaded") -> int | None:
+    """Bytes that all models together may take where nobody says: most of what the device has."""
+    from lowq_cli import memory
 
-    tokenizer: "LoadedTokenizer"
-    stop_ids: frozenset[int]
-    roofline: "Roofline"
-    device: str
-    weight_bytes: int
-    draw: dict[str, Any]  # settings of generation_config.json, for requests that leave them out
+    if loaded.device_bytes is not None:
+        return int(0.95 * loaded.device_bytes)
+    free = memory.available_memory()
+    return None if free is None else int(0.8 * free) + loaded.weight_bytes
 
 
-def _load(model: str, device: str, how: dict[str, Any], quiet: bool) -> "Made":
-    """In the engine's process: the model loaded, and its engine."""
-    console.quiet = quiet
-    hf.leave_out()
-    with console.status(f"loading {model}"):
-        from lowq_cli.engine.generation_config import checked, published
-        from lowq_cli.engine.prompts import stop_ids
-        from lowq_cli.engine.ready import ready
-        from lowq_cli.serving import engines
-        from lowq_cli.serving.apart import Made
-        from lowq_cli.serving.continuous import MOST_RUNNING
-        from lowq_cli.serving.http.grammar import Grammars
-        from lowq_cli.serving.http.metrics import roofline
-        from lowq_kernels.decode.kv import check
-
-        check(how["kv"])
-        loaded, tokenizer = ready(model, device, console.warn)
-        draw = checked(published(loaded))
-        share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
-        engine = engines.engine_of(loaded, **how)
-        ends = stop_ids(loaded, tokenizer)
-        held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
-    mask = Grammars(tokenizer, ends, engine.vocabulary).mask
-    return Made(engine, mask, _Loaded(tokenizer, ends, share, str(loaded.device), held, draw))
-
-
-def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any], printer: "Printer") -> None:
+def _run(
+    served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any], printer: "Printer", asked: _Asked
+) -> None:
     """Answer until told to stop, with a live line of the speed on a terminal."""
     from lowq_cli.serving.http import run
     from lowq_cli.serving.http.metrics import Speed
 
     if not plan["local"] and not served.api_key:
         console.warn("other machines can use this server; --api-key KEY lets in only who knows it")
-    engine, shown = served.models.model.engine, ExitStack()  # a terminal has one moving line at a time: a bar, then the speed
-    speed = Speed(engine)
+    shown = ExitStack()  # a terminal has one moving line at a time: a bar, then the speed
+    speed = Speed(served.models.stats)
     bars: list[Callable[[int, str], None]] = []
     lives: list[Callable[[str], None]] = []
 
@@ -202,18 +272,28 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
         for show in lives:
             show(busy if s.running else "waiting for requests")
 
+    def reload() -> None:
+        try:
+            new = asked.read()
+        except LowqError as e:
+            printer.say(f"nothing has changed: {e}")
+            return
+        served.models.replace_all(new.models, new.default)
+        served.models.memory, served.models.keep_alive = new.memory or served.models.memory, new.keep_alive
+        printer.say(f"read again: {len(new.models)} models")
+
     served.recording = recording
     with shown:
-        run.serve(served, bound, grace, ready, lambda: printer.do(look))
-    s = engine.stats()
+        run.serve(served, bound, grace, ready, lambda: printer.do(look), reload)
+    s = served.models.stats()
     printer.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
     if not printer.close(LAST_LINE_S):
         os._exit(0)  # a log that takes no line would take no flush either
 
 
-def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any]:
+def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, Any]:
     """What will be served, how, and how much of it fits."""
-    model = served.models.model
+    model = served.models.one
     engine, limits = model.engine, model.engine.limits
     return {
         "model": model.name,
@@ -231,6 +311,7 @@ def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any
         "local": bool(served.hosts),
         "chat_template": bool(model.tokenizer.chat_template),
         "sampling": model.draw,
+        "models": list(served.models.places),
     }
 
 
@@ -244,6 +325,9 @@ def _show_plan(plan: dict[str, Any]) -> None:
         f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
         f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
     )
+    if others := [m for m in plan["models"] if m != plan["model"]]:
+        some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+        console.say(f"loaded when they are asked for: {some}")
     if plan["sampling"]:
         said = ", ".join(f"{n} {v:g}" for n, v in plan["sampling"].items())
         console.say(f"requests that leave it open are drawn by generation_config.json: {said}")
@@ -258,14 +342,6 @@ def _show_ready(plan: dict[str, Any]) -> None:
     body = f'{{{field}, "max_tokens": 64}}'
     console.say(f"try: curl {plan['url']}/v1/{path} \\")  # two lines, which 80 columns leave whole for whoever copies
     console.say(f"  -d '{body}'")
-
-
-def _name(model: str) -> str:
-    """What clients call a model: its folder's name, or its hub id."""
-    from lowq_cli import state
-
-    folder = state.user_path(model)
-    return folder.resolve().name if folder.is_dir() else model
 
 
 def _failed(e: Exception) -> None:

@@ -93,9 +93,17 @@ class Cache:
 
 @torch.inference_mode()
 def make_cache(
-    model: Any, plan: Plan, kind: str, most: int, tokens: int | None, fixed: bool, reads: int | None = None
+    model: Any,
+    plan: Plan,
+    kind: str,
+    most: int,
+    tokens: int | None,
+    fixed: bool,
+    reads: int | None = None,
+    most_bytes: int | None = None,
 ) -> Cache:
-    """A cache for `most` texts at once, of at most `tokens` tokens, held as `kind` says; of prompts of `reads` in all.
+    """A cache for `most` texts at once, of at most `tokens` tokens and `most_bytes`, held as `kind` says; of prompts of `reads`
+    in all.
 
     Raises DoesNotFitError.
     """
@@ -109,8 +117,9 @@ def make_cache(
         little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
             room, token_budget = (None, None) if little else _room(plan, kind, most, longest, fixed)
-        if room is not None:
-            n = sizes.most_blocks(int(room * SHARE[device.type]) - states, n, most, longest)
+        rooms = [int(room * SHARE[device.type])] * (room is not None) + [most_bytes] * (most_bytes is not None)
+        if rooms:
+            n = sizes.most_blocks(min(rooms) - states, n, most, longest)
         if n < LEAST:
             raise DoesNotFitError(f"{device} has no room for a cache; take fewer bits, or a device with more memory")
         blocks = sizes.blocks(n, most, longest)

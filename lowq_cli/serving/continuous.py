@@ -95,7 +95,7 @@ class ContinuousEngine:
         model: one that `why_not` has nothing against.
         waiting: requests in the queue at most.
         running: requests computed at once at most; None: as the device is good for.
-        cache_tokens: tokens whose keys and values are held at most; None: as memory allows.
+        cache_tokens: tokens whose keys and values are held at most; None: as memory allows. cache_bytes: of them all.
         deterministic: see above.
         kv: what keys and values are held in (`decode.kv.KINDS`).
         reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
@@ -114,6 +114,7 @@ class ContinuousEngine:
         deterministic: bool = False,
         kv: str = PLAIN,
         reads: int | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -121,7 +122,7 @@ class ContinuousEngine:
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
-        cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads)
+        cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads, cache_bytes)
         self.passes, rows = cache.passes, cache.passes.rows
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)

@@ -13,5 +13,5 @@ WAITING = 512  # requests in the queue
 def engine_of(model: Any, waiting: int = WAITING, kv: str = PLAIN, **how: Any) -> Engine:
     """The engine for this model on its device, not started yet; `how`: what ContinuousEngine takes besides."""
     if reason := continuous.why_not(model):
-        return SequentialEngine(model, waiting, reason, kv)
+        return SequentialEngine(model, waiting, reason, kv, how.get("cache_bytes"))
     return continuous.ContinuousEngine(model, waiting, kv=kv, **how)

@@ -46,11 +46,11 @@ class SequentialEngine:
 
     name = "one after another"
 
-    def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN) -> None:
+    def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN, cache_bytes: int | None = None) -> None:
         self.model, self.reason = model, reason
         self.decoder: Any = decoder_of(model, kv)  # some hold what they have read
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.limits = _limits(model, waiting, kv)
+        self.limits = _limits(model, waiting, kv, cache_bytes)
         self._changed = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._cancelled: set[int] = set()
@@ -181,8 +181,8 @@ class SequentialEngine:
         return shared(held[0], list(prompt)) if held and len(held) == 1 else 0
 
 
-def _limits(model: Any, waiting: int, kv: str) -> Limits:
-    """The longest text: as the model says, and as memory allows."""
+def _limits(model: Any, waiting: int, kv: str, cache_bytes: int | None) -> Limits:
+    """The longest text: as the model says, and as memory and `cache_bytes` allow."""
     config = vars(model.config.get_text_config())
     longest = context_limit(model) or NO_LIMIT
     queries = config.get("num_attention_heads") or 1
@@ -190,6 +190,7 @@ def _limits(model: Any, waiting: int, kv: str) -> Limits:
     heads = config.get("num_key_value_heads") or queries
     each = 2 * config.get("num_hidden_layers", 0) * heads * (slot_bytes(kv, size, model.dtype) if size else 0)
     free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else memory.available_memory()
-    if each and free is not None:
-        longest = max(1, min(longest, int(SHARE * free) // each))
+    rooms = [int(SHARE * free)] * (free is not None) + [cache_bytes] * (cache_bytes is not None)
+    if each and rooms:
+        longest = max(1, min(longest, min(rooms) // each))
     return Limits(longest, 1, waiting, longest, longest * each)

@@ -23,9 +23,9 @@ from starlette.testclient import TestClient
 
 import lowq
 from lowq_cli import main
-from lowq_cli.commands import serve
 from lowq_cli.engine.ready import tokenizer
 from lowq_cli.files.source import open_source
+from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.app import make_app
 
 STEPS = ("tokens", "generate", "quantize", "inspect", "packed", "chat", "eval", "serve", "stream", "tools", "export", "back")
@@ -156,7 +156,7 @@ class Walk:
     def _serve(self) -> None:
         """The server's application: a text as `generate` writes it, a chat of as many tokens as transformers makes of it."""
         how = {"running": 2, "cache_tokens": self.family.cache_tokens, "deterministic": False, "kv": "16"}
-        made = serve._load(str(self.packed), "cpu", how, True)
+        made = loading.load(str(self.packed), "cpu", how, True)
         loaded = pickle.loads(pickle.dumps(made.told))
         self.notes["engine"] = made.engine.name
         client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.draw)))

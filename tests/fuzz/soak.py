@@ -226,7 +226,8 @@ async def soak(
             break
         await asyncio.sleep(0.05)
     page = (await client.ask("/metrics"))[1].decode()
-    metrics = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#") and "_bucket" not in line)
+    rows = [line for line in page.splitlines() if not line.startswith("#") and "_bucket" not in line]
+    metrics = dict(re.sub(r'\{model="[^"]*"\}|model="[^"]*",', "", line).rsplit(" ", 1) for line in rows)
     return seen, spent, health, {k: float(v) for k, v in metrics.items()}
 
 

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowq_cli.engine.tokenizer import FastTokenizer
 from lowq_cli.serving.http.app import Served, make_app
-from lowq_cli.serving.http.served_model import OneModel, ServedModel
+from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.served_model import ServedModel
 from lowq_cli.serving.request import Event, Limits, Stats, check
 
 END = "</s>"
@@ -60,7 +61,7 @@ class Saying:
 def served_by(engine, tokenizer, stop_ids=None, draw=None, **how):
     """A server of one model, called m."""
     ends = frozenset([tokenizer.eos_token_id]) if stop_ids is None else stop_ids
-    return Served(OneModel(ServedModel(engine, tokenizer, "m", ends, draw)), **how)
+    return Served(ModelPool.of_one(ServedModel(engine, tokenizer, "m", ends, draw)), **how)
 
 
 def posts(served, *asked):

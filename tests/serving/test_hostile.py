@@ -192,7 +192,7 @@ def test_a_client_that_closes_its_half_is_told(sent):
             writer.write_eof()
             assert b"was closed on your side" in await reader.read()
             await here.until(lambda: not here.connections)
-            assert not here.served.models.model.hub.lives
+            assert not here.served.models.one.hub.lives
 
     asyncio.run(run())
 

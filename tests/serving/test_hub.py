@@ -151,7 +151,7 @@ def test_requests_that_belong_together_go_in_together_or_not_at_all(tokenizer):
         status, body = await Talk(app, {"prompt": "Once", "n": 3}).run()
         assert (status, json.loads(body)["error"]["type"]) == (429, "rate_limit_error")
         assert engine.cancelled == [1, 2]
-        assert not s.models.model.hub.lives
+        assert not s.models.one.hub.lives
 
     asyncio.run(go())
 
@@ -170,7 +170,7 @@ def test_a_bug_is_told_and_nothing_is_left(tokenizer, streamed, monkeypatch):
         assert status == (200 if streamed else 500)
         assert b"internal error, please report it: ZeroDivisionError" in body
         assert isinstance(failed[0], ZeroDivisionError)
-        assert not s.models.model.hub.lives
+        assert not s.models.one.hub.lives
 
     asyncio.run(go())
 

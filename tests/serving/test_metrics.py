@@ -24,8 +24,23 @@ def test_the_share_of_the_memorys_speed(monkeypatch, reads):
     assert found.share(before, now) == pytest.approx(1_030_000 * 40 / 0.5 / 100e6)
     assert found.share(before, Stats(steps=50, new_tokens=2805, busy_s=1.5)) == pytest.approx(1_240_000 * 40 / 0.5 / 100e6)
     assert found.share(now, now) is None
-    page = metrics.Metrics(SimpleNamespace(stats=lambda: now), metrics.Roofline(100e6, (1_000_000,))).text().decode()
-    assert "lowq_roofline_ratio" not in page  # no step since
+    all_ = metrics.Metrics()
+    all_.watch("m", SimpleNamespace(stats=lambda: now), metrics.Roofline(100e6, (1_000_000,)))
+    page = all_.text().decode()
+    assert 'lowq_steps_total{model="m"} 50.0' in page
+    assert 'lowq_roofline_ratio{model="m"}' not in page  # no step since
+
+
+def test_counters_of_a_model_that_is_loaded_again_go_on():
+    all_, stats = metrics.Metrics(), Stats(new_tokens=7, running=2)
+    for _ in range(2):
+        all_.watch("m", SimpleNamespace(stats=lambda: stats), metrics.Roofline())
+        assert 'lowq_requests_running{model="m"} 2.0' in all_.text().decode()
+        all_.leave("m")
+    page = all_.text().decode()
+    assert 'lowq_generation_tokens_total{model="m"} 14.0' in page
+    assert 'lowq_model_loads_total{model="m"} 2.0' in page
+    assert 'lowq_requests_running{model="m"}' not in page
 
 
 def test_no_share_where_memory_is_not_the_limit(monkeypatch, reads):

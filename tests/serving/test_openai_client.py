@@ -257,6 +257,6 @@ def test_the_metrics_count_what_was_done(server):
     server.post("completions", {"prompt": PROMPT, "max_tokens": 3})
     page = httpx.get(f"{server.url}/metrics").text
     rows = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-    assert float(rows["lowq_generation_tokens_total"]) >= 3
-    assert float(rows['lowq_requests_total{outcome="ok"}']) >= 1
-    assert float(rows["lowq_time_to_first_token_seconds_count"]) >= 1
+    assert float(rows['lowq_generation_tokens_total{model="talk"}']) >= 3
+    assert float(rows['lowq_requests_total{model="talk",outcome="ok"}']) >= 1
+    assert float(rows['lowq_time_to_first_token_seconds_count{model="talk"}']) >= 1

@@ -235,7 +235,7 @@ def test_a_log_that_takes_no_line_costs_no_answer(talk, how):
 
 
 def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
-    """Stopped, with more prompts than a pipe holds: /health says so, requests are refused, and the process ends in time."""
+    """Stopped, with more prompts than a pipe holds: /ready says so, requests are refused, and the process ends in time."""
     s = start("--grace", "0")
     engine = engine_of(s)
     os.kill(engine, signal.SIGSTOP)
@@ -246,10 +246,11 @@ def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
         held.append(socket.create_connection(address))
         held[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
     until = time.monotonic() + 60
-    while (health := httpx.get(f"{s.url}/health", timeout=5)).status_code == 200:
+    while (ready := httpx.get(f"{s.url}/ready", timeout=5)).status_code == 200:
         assert time.monotonic() < until
         time.sleep(0.1)
-    assert "has not answered for" in health.json()["status"]
+    assert "has not answered for" in ready.json()["status"]
+    assert httpx.get(f"{s.url}/health", timeout=5).status_code == 200  # the process itself is well
     refused = s.post("completions", {"prompt": "Once", "max_tokens": 1})
     assert refused.status_code == 503
     assert "has not answered for" in refused.json()["error"]["message"]
@@ -257,7 +258,7 @@ def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
     for some in held:
         assert some.recv(1000).startswith(b"HTTP/1.1 200")
         some.close()
-    assert s.stats()["status"] == "ok"
+    assert httpx.get(f"{s.url}/ready", timeout=5).status_code == 200
     os.kill(engine, signal.SIGSTOP)
     assert s.stop(seconds=apart.ENDS_S + run.DRAIN_S + run.LATE_S + 5) == 0
     with pytest.raises(ProcessLookupError):

@@ -24,9 +24,10 @@ from lowq_cli.serving.http.bodies import Bodies
 from lowq_cli.serving.http.conversation import prompt_ids
 from lowq_cli.serving.http.guard import Guard
 from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
+from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
-from lowq_cli.serving.http.served_model import OneModel, ServedModel
+from lowq_cli.serving.http.served_model import ServedModel
 from lowq_cli.serving.http.text import Writer, stop_tokens
 from lowq_cli.serving.request import Done, Draw, Mask, Request
 from lowq_packers.errors import LowqError
@@ -50,7 +51,7 @@ class Served:
         recording: told how far the engine's start is.
     """
 
-    models: OneModel
+    models: ModelPool
     api_key: str = ""
     hosts: tuple[str, ...] = ()
     body_bytes: int = 4 << 20
@@ -84,6 +85,7 @@ def make_app(served: Served) -> ASGIApp:
     routes = [
         Route("/", endpoints.page),
         Route("/health", endpoints.health),
+        Route("/ready", endpoints.ready),
         Route("/metrics", endpoints.metrics),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
@@ -121,9 +123,14 @@ class Endpoints:
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, _: HttpRequest) -> Response:
-        """Whether it takes requests, and how much there is to do."""
-        running, waiting, why = self.served.models.state()
-        return answer_json({"status": why or "ok", "running": running, "waiting": waiting}, 503 if why else 200)
+        """That the process is up, and how much there is to do."""
+        s = self.served.models.stats()
+        return answer_json({"status": "ok", "running": s.running, "waiting": s.waiting})
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """Whether requests are answered now."""
+        why = self.served.models.not_ready()
+        return answer_json({"status": why or "ready"}, 503 if why else 200)
 
     async def metrics(self, _: HttpRequest) -> Response:
         """For Prometheus."""
@@ -131,11 +138,11 @@ class Endpoints:
 
     async def models(self, _: HttpRequest) -> Response:
         """All that can be asked for."""
-        return answer_json({"object": "list", "data": self.served.models.shown()})
+        return answer_json({"object": "list", "data": self.served.models.all_shown()})
 
     async def model(self, request: HttpRequest) -> Response:
         """One of them, by its name."""
-        return answer_json(self.served.models.shown(request.path_params["name"])[0])
+        return answer_json(await self.served.models.shown(request.path_params["name"]))
 
     async def chat(self, request: HttpRequest) -> Response:
         """/v1/chat/completions."""
@@ -149,7 +156,7 @@ class Endpoints:
         log = Log(self.served.metrics, self.served.log, "chat" if chat else "completion")
         try:
             async with self.bodies.of(request) as raw:
-                answer = await self._begin(raw, chat, request.client.host if request.client else "")
+                answer = await self._begin(raw, chat, request)
             if answer.asked.get("stream"):
                 return EventStream(answer, log, self.served.answer_s, self.served.failed)
             with following(answer.live, request.receive):
@@ -161,7 +168,7 @@ class Endpoints:
             log.ended("gone", "client left", answer)
             return Response(status_code=499)
         except ClientDisconnect:
-            log.ended("gone", "client left before it had asked")
+            log.ended("gone", "client left before its answer began")
             return Response(status_code=499)
         except TimeoutError:
             return log.refused(too_late(self.served.answer_s))
@@ -173,11 +180,11 @@ class Endpoints:
             self.served.failed(e)
             return log.refused(refusal.bug(e))
 
-    async def _begin(self, raw: bytes, chat: bool, client: str) -> Answer:
+    async def _begin(self, raw: bytes, chat: bool, request: HttpRequest) -> Answer:
         """Read a body and queue what it asks for. Raises Refusal, LowqError."""
         asked = fields.read(raw, chat)
-        async with self.served.models.lease(asked.get("model")) as model:
-            return await self._queue(model, asked, chat, client)
+        async with self.served.models.lease(asked.get("model"), request.receive) as model:
+            return await self._queue(model, asked, chat, request.client.host if request.client else "")
 
     async def _queue(self, model: ServedModel, asked: fields.Asked, chat: bool, client: str) -> Answer:
         """Queue what a body asks of a model. Raises Refusal, LowqError."""

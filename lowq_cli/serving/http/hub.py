@@ -8,6 +8,10 @@ from contextlib import suppress
 from lowq_cli.serving.request import Done, Engine, Event, Request
 
 
+def nothing(*_: object) -> None:
+    """What is told where nobody listens."""
+
+
 class Live:
     """The requests of one HTTP request, while they are answered. All methods belong to the event loop.
 
@@ -60,11 +64,16 @@ class Hub:
 
     Args:
         engine: not started yet.
+    Attributes:
         to_first, between: told the seconds to a request's first token, and those between two of its tokens.
+        idle: called once nobody waits any more.
     """
 
-    def __init__(self, engine: Engine, to_first: Callable[[float], None], between: Callable[[float], None]) -> None:
-        self.engine, self.to_first, self.between = engine, to_first, between
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.to_first: Callable[[float], object] = nothing
+        self.between: Callable[[float], object] = nothing
+        self.idle: Callable[[], object] = nothing
         self.lives: dict[int, tuple[Live, int]] = {}
         self.latest: dict[int, float] = {}
 
@@ -95,6 +104,8 @@ class Hub:
         """Nobody waits for this one any more."""
         self.lives.pop(number, None)
         self.latest.pop(number, None)
+        if not self.lives:
+            self.idle()
 
     def cancel_all(self) -> None:
         """The server stops: whoever waits is told."""

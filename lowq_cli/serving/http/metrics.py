@@ -1,8 +1,8 @@
 """What /metrics tells Prometheus: counters of the engine, times that clients see, the share of the memory's speed."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -48,60 +48,110 @@ def roofline(model: Any, most: int) -> Roofline:
     return Roofline(explain.memory_speed(model.device, read[0])[0], read)
 
 
+@dataclass
+class Watched:
+    """A model's engine, None while it is not loaded; `past`: what its counters stood at when it was unloaded."""
+
+    engine: Engine | None
+    roofline: Roofline
+    before: Stats
+    past: Stats = field(default_factory=Stats)
+    loads: int = 0
+
+    def now(self) -> Stats:
+        """Where the engine stands, with counters that only grow."""
+        s = Stats() if self.engine is None else self.engine.stats()
+        return replace(s, **{name: getattr(s, name) + getattr(self.past, name) for name, _, _ in COUNTERS})
+
+
 class Metrics:
-    """The server's numbers.
+    """The server's numbers, by model."""
 
-    Args:
-        engine: whose Stats are read when Prometheus asks.
-    """
-
-    def __init__(self, engine: Engine, roofline: Roofline = Roofline()) -> None:
-        self.engine, self.roofline = engine, roofline
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.before = engine.stats()
-        self.requests = Counter("lowq_requests", "Requests by how they ended", ["outcome"], registry=self.registry)
-        how: Any = {"buckets": SECONDS, "registry": self.registry}
+        self.watched: dict[str, Watched] = {}
+        by = {"labelnames": ["model"], "registry": self.registry}
+        self.requests = Counter("lowq_requests", "Requests by how they ended", ["model", "outcome"], registry=self.registry)
+        how: Any = {"buckets": SECONDS, **by}
         self.first = Histogram("lowq_time_to_first_token_seconds", "From request to first token", **how)
         self.gap = Histogram("lowq_inter_token_seconds", "Between two tokens of a request", **how)
         self.whole = Histogram("lowq_request_seconds", "From request to the end of its answer", **how)
         self.registry.register(self)  # type: ignore[arg-type]
+
+    def watch(self, name: str, engine: Engine, roofline: Roofline) -> None:
+        """A model was loaded."""
+        known = self.watched.get(name) or Watched(None, roofline, Stats())
+        self.watched[name] = Watched(engine, roofline, engine.stats(), known.past, known.loads + 1)
+
+    def leave(self, name: str) -> None:
+        """A model was unloaded."""
+        known = self.watched[name]
+        known.past, known.engine = known.now(), None
 
     def text(self) -> bytes:
         """The page."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's numbers now, for the registry."""
-        s = self.engine.stats()
-        for name, value, about in (
-            ("lowq_prompt_tokens", s.prompt_tokens, "Prompt tokens read"),
-            ("lowq_generation_tokens", s.new_tokens, "Tokens generated"),
-            ("lowq_prefix_cache_hit_tokens", s.prefix_hits, "Prompt tokens found in the cache"),
-            ("lowq_preemptions", s.preemptions, "Requests put back into the queue for want of cache"),
-            ("lowq_steps", s.steps, "Steps of the engine"),
-            ("lowq_busy_seconds", s.busy_s, "Seconds in which the engine computed"),
-        ):
-            yield CounterMetricFamily(name, about, value)
-        for name, value, about in (
-            ("lowq_requests_running", s.running, "Requests being computed"),
-            ("lowq_requests_waiting", s.waiting, "Requests in the queue"),
-            ("lowq_cache_usage_ratio", s.blocks_used / s.blocks if s.blocks else 0.0, "Share of the cache's blocks in use"),
-        ):
-            yield GaugeMetricFamily(name, about, value)
-        share, self.before = self.roofline.share(self.before, s), s
-        if share is not None:
-            yield GaugeMetricFamily("lowq_roofline_ratio", "Share of the memory's speed that steps reached", share)
+        """The engines' numbers now, for the registry."""
+        rows = {name: w.now() for name, w in self.watched.items()}
+        for field_, name, about in COUNTERS:
+            counter = CounterMetricFamily(name, about, labels=["model"])
+            for model, s in rows.items():
+                counter.add_metric([model], getattr(s, field_))
+            yield counter
+        loads = CounterMetricFamily("lowq_model_loads", "Times that the model was loaded", labels=["model"])
+        for model, w in self.watched.items():
+            loads.add_metric([model], w.loads)
+        yield loads
+        for name, about, value in GAUGES:
+            gauge = GaugeMetricFamily(name, about, labels=["model"])
+            for model, s in rows.items():
+                if self.watched[model].engine is not None:
+                    gauge.add_metric([model], value(s))
+            yield gauge
+        yield self._shares()
+
+    def _shares(self) -> Metric:
+        gauge = GaugeMetricFamily("lowq_roofline_ratio", "Share of the memory's speed that steps reached", labels=["model"])
+        for model, w in self.watched.items():
+            if w.engine is None:
+                continue
+            s = w.engine.stats()
+            share, w.before = w.roofline.share(w.before, s), s
+            if share is not None:
+                gauge.add_metric([model], share)
+        return gauge
+
+
+COUNTERS = (
+    ("prompt_tokens", "lowq_prompt_tokens", "Prompt tokens read"),
+    ("new_tokens", "lowq_generation_tokens", "Tokens generated"),
+    ("prefix_hits", "lowq_prefix_cache_hit_tokens", "Prompt tokens found in the cache"),
+    ("preemptions", "lowq_preemptions", "Requests put back into the queue for want of cache"),
+    ("steps", "lowq_steps", "Steps of the engine"),
+    ("busy_s", "lowq_busy_seconds", "Seconds in which the engine computed"),
+)  # of Stats
+GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("lowq_requests_running", "Requests being computed", lambda s: s.running),
+    ("lowq_requests_waiting", "Requests in the queue", lambda s: s.waiting),
+    (
+        "lowq_cache_usage_ratio",
+        "Share of the cache's blocks in use",
+        lambda s: s.blocks_used / s.blocks if s.blocks else 0.0,
+    ),
+)
 
 
 class Speed:
-    """Tokens per second since it was last asked."""
+    """Tokens per second since it was last asked. stats: where all engines together stand."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.tokens, self.at = engine, 0, time.monotonic()
+    def __init__(self, stats: Callable[[], Stats]) -> None:
+        self.stats, self.tokens, self.at = stats, 0, time.monotonic()
 
     def now(self) -> tuple[Stats, float]:
         """(Stats, tokens per second)."""
-        s, at = self.engine.stats(), time.monotonic()
+        s, at = self.stats(), time.monotonic()
         rate = (s.new_tokens - self.tokens) / max(at - self.at, 1e-9)
         self.tokens, self.at = s.new_tokens, at
         return s, rate

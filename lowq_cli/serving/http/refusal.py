@@ -11,13 +11,16 @@ RETRY_AFTER = 1  # seconds that a client is asked to wait when the queue is full
 
 @dataclass(eq=False)  # not frozen: an exception is given its traceback, and not equal to another
 class Refusal(Exception):
-    """Why a request is not answered. param: the field that is to blame; code: OpenAI's word for the kind, where it has one."""
+    """Why a request is not answered. param: the field that is to blame; code: OpenAI's word for the kind, where it has one.
+    retry: seconds after which it may be answered, None where waiting does not help.
+    """
 
     status: int
     message: str
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
+    retry: int | None = None
 
     @property
     def body(self) -> dict[str, object]:
@@ -29,7 +32,8 @@ class Refusal(Exception):
         """What goes with it."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": str(RETRY_AFTER)} if self.status == 429 else {}
+        retry = RETRY_AFTER if self.status == 429 else self.retry
+        return {} if retry is None else {"Retry-After": str(retry)}
 
 
 def wrong(param: str, message: str) -> Refusal:

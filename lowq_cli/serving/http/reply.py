@@ -37,8 +37,9 @@ class Log:
     def ended(self, outcome: str, how: str, answer: Answer | None = None) -> None:
         """The line: what was asked, tokens in and out, seconds, speed, how it ended."""
         seconds = time.monotonic() - self.began
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.whole.observe(seconds)
+        model = "" if answer is None else answer.head["model"]
+        self.metrics.requests.labels(model, outcome).inc()
+        self.metrics.whole.labels(model).observe(seconds)
         numbers = ""
         if answer is not None:
             usage, first = answer.usage(), answer.live.first

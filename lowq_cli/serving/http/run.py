@@ -53,12 +53,17 @@ def names(bound: socket.socket) -> tuple[str, ...]:
 
 
 def serve(
-    served: Served, bound: socket.socket, grace_s: float, ready: Callable[[], None], look: Callable[[], None] = lambda: None
+    served: Served,
+    bound: socket.socket,
+    grace_s: float,
+    ready: Callable[[], None],
+    look: Callable[[], None] = lambda: None,
+    reload: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C; then finish those there are within `grace_s`. A second Ctrl-C ends at once.
 
-    ready: called once requests are taken. look: called now and then while the server runs. Raises what the engine's start does,
-    and LowqError where the engine ends by itself: what started the server can start it again.
+    ready: called once requests are taken. look: called now and then while the server runs. reload: called at SIGHUP. Raises
+    what the engine's start does, and LowqError where the engine ends by itself: what started the server can start it again.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say, or is a client's doing
     config = uvicorn.Config(
@@ -70,7 +75,7 @@ def serve(
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        server = _Server(config, served, grace_s, ready, look)
+        server = _Server(config, served, grace_s, ready, look, reload)
         server.run(sockets=[bound])
         if server.ended:
             raise LowqError(server.ended)
@@ -79,7 +84,7 @@ def serve(
             raise
         raise served.unstarted from None
     finally:
-        served.models.model.engine.stop(0)
+        served.models.stop()
         sys.setswitchinterval(interval)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -92,11 +97,10 @@ def _nothing(*_: object) -> None:
 class _Server(uvicorn.Server):
     """Tells when it is ready, looks at the speed, and cancels what is left when the time for it is over."""
 
-    def __init__(
-        self, config: uvicorn.Config, served: Served, grace_s: float, ready: Callable[[], None], look: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, served: Served, grace_s: float, *calls: Callable[[], None]) -> None:
         super().__init__(config)
-        self.served, self.grace_s, self.ready, self.look = served, grace_s, ready, look
+        self.served, self.grace_s = served, grace_s
+        self.ready, self.look, self.reload = calls
         self.ended = ""  # why the engine did, by itself
         self.complained = -SAID_S
 
@@ -120,13 +124,16 @@ class _Server(uvicorn.Server):
         for s in sockets or []:
             s.listen(LISTEN)  # what is accepted at a time is another number
         if not self.should_exit:
+            if hasattr(signal, "SIGHUP"):
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
             self.ready()
             self.looking = asyncio.create_task(self._look())
 
     async def shutdown(self, sockets: Any = None) -> None:
         """No new requests; a last moment for those there are."""
         loop = asyncio.get_running_loop()
-        late = loop.call_later(self.grace_s, self.served.models.model.hub.cancel_all)
+        self.served.models.close()
+        late = loop.call_later(self.grace_s, self.served.models.cancel_all)
         await super().shutdown(sockets)
         late.cancel()
 
@@ -140,7 +147,7 @@ class _Server(uvicorn.Server):
         while not self.should_exit:
             self.look()
             sweep(self.server_state.connections)  # type: ignore[arg-type]  # they are ours
-            self.ended = self.served.models.model.engine.closed
+            self.ended = self.served.models.look()
             if self.ended:
                 self.should_exit = True
             await asyncio.sleep(LIVE_S)

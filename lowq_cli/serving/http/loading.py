@@ -1,0 +1,116 @@
+"""Loading a model into a process of its own, for a server: what that process does, and how it is waited for."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli import console, hf
+from lowq_cli.serving.apart import ApartEngine, Made
+from lowq_cli.serving.http.metrics import Roofline
+from lowq_cli.serving.offers import Offer
+from lowq_cli.serving.request import Done
+
+if TYPE_CHECKING:
+    from lowq_cli.engine.tokenizer import LoadedTokenizer
+    from lowq_cli.serving.http.served_model import ServedModel
+
+SHARE = 0.25  # of the memory for all models that the cache of one may take, where a server has several
+
+
+@dataclass
+class Loaded:
+    """What the engine's process tells of a model.
+
+    weight_bytes: held by it. device_bytes: all that its GPU has, None on a CPU. draw: settings of generation_config.json, for
+    requests that leave them out.
+    """
+
+    tokenizer: "LoadedTokenizer"
+    stop_ids: frozenset[int]
+    roofline: Roofline
+    device: str
+    weight_bytes: int
+    device_bytes: int | None
+    draw: dict[str, Any]
+
+
+def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
+    """In the engine's process: the model loaded, and its engine.
+
+    how: what ContinuousEngine takes, and `memory`: bytes for all models of a server, 0 for all that the device has; of them the
+    cache takes its SHARE. Without `memory` it takes what there is.
+    """
+    console.quiet = quiet
+    hf.leave_out()
+    with console.status(f"loading {model}"):
+        import torch
+
+        from lowq_cli.engine.generation_config import checked, published
+        from lowq_cli.engine.prompts import stop_ids
+        from lowq_cli.engine.ready import ready
+        from lowq_cli.serving import engines
+        from lowq_cli.serving.continuous import MOST_RUNNING
+        from lowq_cli.serving.http.grammar import Grammars
+        from lowq_cli.serving.http.metrics import roofline
+        from lowq_kernels.decode.kv import check
+
+        check(how["kv"])
+        loaded, tokenizer = ready(model, device, console.warn)
+        draw = checked(published(loaded))
+        share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
+        total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
+        engine = engines.engine_of(loaded, **_bounded(how, total))
+        ends = stop_ids(loaded, tokenizer)
+        held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
+    mask = Grammars(tokenizer, ends, engine.vocabulary).mask
+    return Made(engine, mask, Loaded(tokenizer, ends, share, str(loaded.device), held, total, draw))
+
+
+def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
+    """What the engine takes; `memory` as a bound of its cache, where it is given and the cache has no other."""
+    found = dict(how)
+    memory = found.pop("memory", None)
+    if memory is not None and (memory or total) and found.get("cache_tokens") is None:
+        found["cache_bytes"] = int(SHARE * (memory or total or 0))
+    return found
+
+
+class LoadingModel:
+    """A model on its way into a process of its own.
+
+    Args:
+        offer: the model. device, how: as `load` takes them, for all models of the server.
+    """
+
+    def __init__(self, offer: Offer, device: str, how: Mapping[str, Any], quiet: bool) -> None:
+        self.offer = offer
+        self.engine = ApartEngine(load, offer.path, device, {**how, **offer.how}, quiet)
+        self.loaded: Loaded | None = None
+
+    def made(self) -> "ServedModel":
+        """The model, its engine not started yet. Raises what loading raises."""
+        from lowq_cli.serving.http.served_model import ServedModel  # while the model is loaded
+
+        try:
+            self.loaded = loaded = self.engine.made()
+            draw = {**loaded.draw, **self.offer.draw}
+            given = (self.engine, loaded.tokenizer, self.offer.name, loaded.stop_ids, draw, loaded.roofline)
+            return ServedModel(*given, weight_bytes=loaded.weight_bytes)
+        except BaseException:
+            self.stop()
+            raise
+
+    def finish(self, loop: asyncio.AbstractEventLoop, done: Done) -> "ServedModel":
+        """The model once its engine has started. Raises what loading raises."""
+        model = self.made()
+        try:
+            model.hub.start(loop, done)
+        except BaseException:
+            self.stop()
+            raise
+        return model
+
+    def stop(self) -> None:
+        """End its process."""
+        self.engine.stop(0)

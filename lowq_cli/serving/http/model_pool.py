@@ -1,0 +1,467 @@
+"""The models of a server: loaded when they are asked for, as many as fit, the least recently used one unloaded for the next.
+
+A model is absent, loading, ready, draining or failed. A request leases a model that is ready; of any other it waits, and is
+served in the order in which the models were first waited for. One model is loaded at a time. Where there is no room, models
+that nobody uses go first, the one unused for longest before the others, then busy ones: they take no more requests, and what is
+under way finishes. Whoever comes meanwhile waits until the model is loaded again, so every model that is waited for gets its
+turn. An engine that ends by itself fails its own model alone, which the next request loads again after a pause.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from lowq_cli.serving.http.fields import shown
+from lowq_cli.serving.http.metrics import COUNTERS, Metrics
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.served_model import ServedModel
+from lowq_cli.serving.offers import Offer
+from lowq_cli.serving.request import Done, Stats
+from lowq_packers.errors import one_line
+
+WAITING = 512  # requests that wait for models at most
+WAIT_S = 300.0  # that one may wait for its model
+RETRY_S = 5  # after which a client may ask again that has waited, or found too many who do
+PAUSES = (1.0, 60.0)  # seconds from a failure to the next attempt: after the first, and at most
+SOUND_S = 60.0  # that a model must have been ready for its earlier failures to be forgotten
+PROCESS = 512 << 20  # bytes of an engine's process beside weights and cache: torch, recorded passes, libraries
+
+
+class State(StrEnum):
+    """Where a model stands."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Loading(Protocol):
+    """A model that is being loaded, in a process of its own."""
+
+    def finish(self, loop: asyncio.AbstractEventLoop, done: Done) -> ServedModel:
+        """The model once its engine has started; blocks. Raises what loading raises."""
+        ...
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        ...
+
+
+@dataclass(eq=False)
+class Place:
+    """An offered model. All is of the event loop.
+
+    used: when a request last began or ended (time.monotonic). beginning: requests that hold it and are not queued yet. waiters:
+    requests that wait for it. failures, again: in a row, and when the next attempt may be. cost: bytes that it takes, as far as
+    that is known. gone: it is not offered any more.
+    """
+
+    offer: Offer
+    state: State = State.ABSENT
+    model: ServedModel | None = None
+    loading: Loading | None = None
+    why: str = ""
+    used: float = 0.0
+    since: float = 0.0
+    beginning: int = 0
+    failures: int = 0
+    again: float = 0.0
+    cost: int = 0
+    gone: bool = False
+    known: dict[str, Any] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None  # that drains it
+    waiters: dict[asyncio.Future[ServedModel], None] = field(default_factory=dict)
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are under way."""
+        return self.beginning > 0 or (self.model is not None and bool(self.model.hub.lives))
+
+    @property
+    def closed(self) -> str:
+        """Why its engine takes no more, "" while it does."""
+        return self.model.engine.closed if self.state is State.READY and self.model is not None else ""
+
+    def settled(self) -> None:
+        """A request has ended."""
+        self.used = time.monotonic()
+        if self.state is State.DRAINING and not self.busy:
+            self.drained.set()
+
+
+class ModelPool:
+    """All models of a server.
+
+    Args:
+        offers: by name. default: of requests that name none.
+        load: begins to load one, with so many bytes of cache at most (None: as the device allows); called in a thread.
+        memory: bytes that loaded models may take together; None: without a bound until `memory` is set.
+        keep_alive: seconds without a request after which a model is unloaded.
+        only: it is a server of this one model: it is never unloaded, and where its engine ends the server does.
+        share: of `memory` that the cache of a model whose offer does not say may take.
+    """
+
+    def __init__(
+        self,
+        offers: Mapping[str, Offer],
+        default: str,
+        load: Callable[[Offer], Loading] | None = None,
+        memory: int | None = None,
+        keep_alive: float = float("inf"),
+        only: bool = False,
+        waiting: int = WAITING,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self.places = {name: Place(offer) for name, offer in offers.items()}
+        self.default, self.load, self.memory, self.keep_alive, self.only = default, load, memory, keep_alive, only
+        self.most_waiting, self.wait_s = waiting, wait_s
+        self.metrics = Metrics()
+        self.created = int(time.time())
+        self.wanted: dict[Place, None] = {}  # in the order in which they were asked for
+        self.work = asyncio.Event()
+        self.manager: asyncio.Task[None] | None = None
+        self.stopping = ""
+        self.refresh: Callable[[], Mapping[str, Offer]] = lambda: {}  # called in a thread where a name is not known
+        self.say: Callable[[str], None] = lambda line: None
+
+    @classmethod
+    def of_one(cls, model: ServedModel, **how: Any) -> "ModelPool":
+        """Of a server with one model, which is loaded already."""
+        pool = cls({model.name: Offer(model.name, model.name, pin=True)}, model.name, only=True, **how)
+        pool.adopt(model)
+        return pool
+
+    # ---- the start and the end
+
+    def adopt(self, model: ServedModel) -> None:
+        """A model that was loaded before the server runs; its engine is started with it."""
+        place = self.places[model.name]
+        place.model, place.state = model, State.LOADING
+        place.cost = _cost(model)
+
+    async def start(self, done: Done) -> None:
+        """Start the engines of what was adopted, and load what is pinned. Raises what an engine's start raises."""
+        loop = asyncio.get_running_loop()
+        for place in self.places.values():
+            if place.model is not None:
+                await asyncio.to_thread(place.model.hub.start, loop, done)
+                self._is_ready(place)
+        self.manager = asyncio.create_task(self._manage())
+        for place in self.places.values():
+            if place.offer.pin and place.state is State.ABSENT:
+                self._want(place)
+
+    def close(self, why: str = "the server is stopping") -> None:
+        """Take no more requests; those that wait for models are told."""
+        self.stopping = self.stopping or why
+        for place in self.places.values():
+            self._tell(place, Refusal(503, self.stopping, "server_error"))
+            if place.loading is not None:
+                asyncio.get_running_loop().run_in_executor(None, place.loading.stop)
+
+    def cancel_all(self) -> None:
+        """Whoever is being answered is told that the server stops."""
+        for place in self.places.values():
+            if place.model is not None:
+                place.model.hub.cancel_all()
+
+    def stop(self) -> None:
+        """End all engines; from any thread, once the event loop has ended."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        ends = [partial(p.model.engine.stop, 0) for p in self.places.values() if p.model is not None]
+        ends += [p.loading.stop for p in self.places.values() if p.loading is not None]
+        with ThreadPoolExecutor(max(1, len(ends))) as pool:
+            list(pool.map(lambda end: end(), ends))
+
+    # ---- requests
+
+    @asynccontextmanager
+    async def lease(self, name: str | None, receive: Receive | None = None) -> AsyncIterator[ServedModel]:
+        """The model called `name`, or the default, loaded; it stays so until the block is left and its requests have ended.
+
+        receive: of the client, who may leave while it is loaded. Raises Refusal, ClientDisconnect.
+        """
+        place = await self._place(name)
+        if place.closed and not self.only:
+            self._failed(place, place.closed)
+        if place.state is State.READY and place.model is not None:
+            model = place.model
+            place.beginning += 1
+        else:
+            model = await self._wait(place, receive)
+        try:
+            yield model
+        finally:
+            place.beginning -= 1
+            place.settled()
+
+    async def _place(self, name: str | None) -> Place:
+        place = self.places.get(self.default if name is None else name)
+        if place is None:
+            self.update(await asyncio.to_thread(self.refresh))
+            place = self.places.get(self.default if name is None else name)
+        if place is None or place.gone:
+            has = ", ".join(map(shown, list(self._offered())[:8])) + (", ..." if len(self.places) > 8 else "")
+            line = f"the model {shown(name)} is not served here; this server has {has}"
+            raise Refusal(404, line, param="model", code="model_not_found")
+        return place
+
+    async def _wait(self, place: Place, receive: Receive | None) -> ServedModel:
+        """The model once it is ready, with its place in `beginning`."""
+        if self.stopping:
+            raise Refusal(503, self.stopping, "server_error")
+        if place.state is State.FAILED and time.monotonic() < place.again:
+            raise _unloadable(place)
+        if sum(len(p.waiters) for p in self.places.values()) >= self.most_waiting:
+            line = f"{self.most_waiting} requests wait for models already; try again later"
+            raise Refusal(503, line, "server_error", retry=RETRY_S)
+        ready: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
+        place.waiters[ready] = None
+        self._want(place)
+        gone = asyncio.create_task(_left(receive)) if receive is not None else None
+        try:
+            await asyncio.wait([w for w in (ready, gone) if w is not None], timeout=self.wait_s, return_when="FIRST_COMPLETED")
+            if ready.done():
+                return ready.result()
+            if gone is not None and gone.done():
+                raise ClientDisconnect
+            line = f"the model {shown(place.offer.name)} could not be loaded within {self.wait_s:.0f} s; try again later"
+            raise Refusal(503, line, "server_error", retry=RETRY_S)
+        except BaseException:
+            if ready.done() and not ready.cancelled() and ready.exception() is None:
+                place.beginning -= 1
+                place.settled()
+            raise
+        finally:
+            place.waiters.pop(ready, None)
+            ready.cancel()
+            if gone is not None:
+                gone.cancel()
+
+    # ---- loading
+
+    def _want(self, place: Place) -> None:
+        self.wanted.setdefault(place)
+        self.work.set()
+
+    async def _manage(self) -> None:
+        """The task that loads what is wanted, one after another."""
+        while True:
+            await self.work.wait()
+            self.work.clear()
+            while self.wanted and not self.stopping:
+                place = next(iter(self.wanted))
+                del self.wanted[place]
+                if place.waiters or (place.offer.pin and place.state is State.ABSENT):
+                    try:
+                        await self._bring(place)
+                    except Exception as e:  # whatever it is, the other models are served
+                        self._failed(place, one_line(e))
+
+    async def _bring(self, place: Place) -> None:
+        """Make room for a model and load it."""
+        if place.task is not None:
+            await place.task
+        if place.state in (State.READY, State.LOADING) or place.gone:
+            return
+        await self._make_room(place)
+        assert self.load is not None
+        place.state, began = State.LOADING, time.monotonic()
+        self.say(f"loading {place.offer.name}")
+        place.loading = await asyncio.to_thread(self.load, place.offer)
+        if self.stopping:
+            await asyncio.to_thread(place.loading.stop)
+            return
+        finish = partial(place.loading.finish, asyncio.get_running_loop(), lambda n, of: None)
+        place.model = await asyncio.to_thread(finish)
+        place.cost, place.loading = _cost(place.model), None
+        self._is_ready(place)
+        self.say(f"{place.offer.name} is loaded, after {time.monotonic() - began:.1f} s")
+
+    async def _make_room(self, place: Place) -> None:
+        need = place.cost or place.offer.weight_bytes() + PROCESS
+        victims: list[Place] = []
+        while self.memory is not None:
+            kept = [p for p in self.places.values() if p.state in (State.READY, State.DRAINING) and p not in victims]
+            if sum(p.cost for p in kept) + need <= self.memory or not kept:
+                break
+            draining = [p for p in kept if p.state is State.DRAINING]
+            free = [p for p in kept if not p.offer.pin]
+            if not draining and not free:
+                raise MemoryError(f"it takes {need} bytes, and what is pinned leaves less of {self.memory}")
+            victims.append(min(draining or free, key=lambda p: (p.busy, p.used)))
+        await asyncio.gather(*map(self._drain, victims))
+
+    def _drain(self, place: Place) -> asyncio.Task[None]:
+        """Unload a model once what is under way has ended."""
+        if place.task is None:
+            place.state, place.task = State.DRAINING, asyncio.create_task(self._drained(place))
+        return place.task
+
+    async def _drained(self, place: Place) -> None:
+        model = place.model
+        assert model is not None
+        while place.busy and not model.engine.closed:
+            place.drained.clear()
+            with suppress(TimeoutError):  # an engine that died tells of no end
+                async with asyncio.timeout(1.0):
+                    await place.drained.wait()
+        place.model = None
+        self.metrics.leave(place.offer.name)
+        await asyncio.to_thread(model.engine.stop, 0)
+        place.state, place.task = State.ABSENT, None
+        if place.waiters:
+            self._want(place)
+        self._drop_if_gone(place)
+
+    def _is_ready(self, place: Place) -> None:
+        model = place.model
+        assert model is not None
+        model.hub.to_first = self.metrics.first.labels(place.offer.name).observe
+        model.hub.between = self.metrics.gap.labels(place.offer.name).observe
+        model.hub.idle = place.settled
+        self.metrics.watch(place.offer.name, model.engine, model.roofline)
+        place.state, place.why, place.known = State.READY, "", model.shown()
+        place.used = place.since = time.monotonic()
+        for ready in list(place.waiters):
+            if not ready.done():
+                ready.set_result(model)
+                place.beginning += 1
+        place.waiters.clear()
+
+    def _failed(self, place: Place, why: str) -> None:
+        """A model that cannot be loaded, or whose engine ended by itself."""
+        if place.state is State.READY and time.monotonic() > place.since + SOUND_S:
+            place.failures = 0
+        model, place.model, place.loading = place.model, None, None
+        if model is not None:
+            self.metrics.leave(place.offer.name)
+            asyncio.get_running_loop().run_in_executor(None, model.engine.stop, 0)
+        place.state, place.why = State.FAILED, why
+        place.again = time.monotonic() + min(PAUSES[1], PAUSES[0] * 2**place.failures)
+        place.failures += 1
+        self.say(f"{place.offer.name} failed: {why}")
+        self._tell(place, _unloadable(place))
+
+    @staticmethod
+    def _tell(place: Place, why: Refusal) -> None:
+        for ready in list(place.waiters):
+            if not ready.done():
+                ready.set_exception(why)
+        place.waiters.clear()
+
+    # ---- now and then
+
+    def look(self) -> str:
+        """Called now and then: what died is told, what nobody asks for goes. Why the server ends, or ""."""
+        if self.only:
+            return self.one.engine.closed
+        now = time.monotonic()
+        for place in list(self.places.values()):
+            if place.closed:
+                self._failed(place, place.closed)
+            alive = self.keep_alive if place.offer.keep_alive is None else place.offer.keep_alive
+            idle = place.state is State.READY and not place.busy and not place.offer.pin
+            if idle and now > place.used + alive:
+                self._drain(place)
+        return ""
+
+    def update(self, offers: Mapping[str, Offer]) -> None:
+        """Offer these too, or anew: what has changed is loaded again when it is asked for."""
+        for name, offer in offers.items():
+            place = self.places.get(name)
+            if place is None:
+                self.places[name] = Place(offer)
+            elif place.offer != offer:
+                place.offer, place.cost, place.known = offer, 0, {}
+                if place.state is State.READY:
+                    self._drain(place)
+
+    def replace_all(self, offers: Mapping[str, Offer], default: str) -> None:
+        """Offer these and nothing else: what is not among them is unloaded once what is under way has ended."""
+        self.default = default
+        for name, place in list(self.places.items()):
+            place.gone = name not in offers
+            if place.gone:
+                self._tell(place, Refusal(404, f"the model {shown(name)} is not served any more", code="model_not_found"))
+                if place.state is State.READY:
+                    self._drain(place)
+                self._drop_if_gone(place)
+        self.update(offers)
+
+    def _drop_if_gone(self, place: Place) -> None:
+        if place.gone and place.state in (State.ABSENT, State.FAILED):
+            self.places.pop(place.offer.name, None)
+
+    # ---- what is told
+
+    @property
+    def one(self) -> ServedModel:
+        """The default model, which is loaded."""
+        model = self.places[self.default].model
+        assert model is not None
+        return model
+
+    def _offered(self) -> Iterable[str]:
+        return (name for name, place in self.places.items() if not place.gone)
+
+    async def shown(self, name: str) -> dict[str, Any]:
+        """What /v1/models tells of one. Raises Refusal."""
+        return self._shown(await self._place(name))
+
+    def all_shown(self) -> list[dict[str, Any]]:
+        """What /v1/models tells of all, the default first."""
+        names = sorted(self._offered(), key=lambda n: n != self.default)
+        return [self._shown(self.places[n]) for n in names]
+
+    def _shown(self, place: Place) -> dict[str, Any]:
+        known = place.model.shown() if place.model is not None else place.known or place.offer.published()
+        head = {"id": place.offer.name, "object": "model", "created": self.created, "owned_by": "lowq"}
+        bytes_ = place.cost or place.offer.weight_bytes()
+        more = {"state": place.state.value, "loaded": place.state is State.READY, "bytes": bytes_, "pinned": place.offer.pin}
+        return {**head, **known, **more} | ({"error": place.why} if place.why else {})
+
+    def stats(self) -> Stats:
+        """All engines together, with counters that only grow; `waiting`: those for a model too."""
+        found = [w.now() for w in self.metrics.watched.values()]
+        names = [n for n, _, _ in COUNTERS] + ["running", "waiting", "blocks", "blocks_used"]
+        total = Stats(**{n: sum(getattr(s, n) for s in found) for n in names})
+        return replace(total, waiting=total.waiting + sum(len(p.waiters) for p in self.places.values()))
+
+    def not_ready(self) -> str:
+        """Why requests are not answered now, or "": it stops, or a model that is always to be there is not, or says nothing."""
+        if self.stopping:
+            return self.stopping
+        for name, place in self.places.items():
+            if place.model is not None and (why := place.model.engine.closed or place.model.engine.stats().stalled):
+                return why if self.only else f"{name}: {why}"
+            if place.offer.pin and place.state is not State.READY:
+                return f"{name}: {place.state}" + (f", {place.why}" if place.why else "")
+        return ""
+
+
+def _cost(model: ServedModel) -> int:
+    return model.weight_bytes + model.engine.limits.cache_bytes + PROCESS
+
+
+def _unloadable(place: Place) -> Refusal:
+    line = f"the model {shown(place.offer.name)} is not loaded: {place.why}"
+    return Refusal(503, line, "server_error", retry=max(1, round(place.again - time.monotonic() + 0.5)))
+
+
+async def _left(receive: Receive) -> None:
+    """Until a client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,221 @@
+"""What a server of many models offers: names, where each model lies, and how it is served.
+
+From three places, of which the later wins a name: what lowq wrote on this disk (`lowq ls`), folders of models, and a TOML file:
+
+    default = "qwen"            # for requests that name none
+    memory = "40GB"             # of all loaded models together
+    keep_alive = "10m"          # a model that nobody asked for so long is unloaded
+    folders = ["/srv/models"]
+
+    [models.qwen]
+    path = "/srv/models/Qwen3-8B-lowq-4b"
+    pin = true                  # loaded at the start, never unloaded
+    max_batch = 16
+    cache_tokens = 65536
+    kv = "fp8"
+    temperature = 0.6           # where a request names none; top_p, top_k, repetition_penalty too
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowq_cli import holdings, state
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.source import CONFIG, DEMO
+from lowq_packers.errors import LowqError, NotFoundError, UsageError
+from lowq_packers.regular import MAX_CONFIG, read_given, read_text
+
+OFFERED = ("checkpoint", "run", "import", "refined")  # kinds of holdings; exports are the same models once more
+DRAWING = ("temperature", "top_p", "top_k", "repetition_penalty")
+ENGINE = {"max_batch": "running", "cache_tokens": "cache_tokens", "kv": "kv", "deterministic": "deterministic"}
+TYPES: dict[str, tuple[type, ...]] = {
+    **{"path": (str,), "pin": (bool,), "keep_alive": (str, int, float), "max_batch": (int,), "cache_tokens": (int,)},
+    **{"kv": (str, int), "deterministic": (bool,)},
+    **dict.fromkeys(DRAWING, (int, float)),
+}
+TOP: dict[str, tuple[type, ...]] = {
+    **{"default": (str,), "memory": (str, int), "keep_alive": (str, int, float), "folders": (list,), "models": (dict,)}
+}
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model that can be asked for.
+
+    path: as commands take it. how: of its engine, where it differs from the server's. pin: never unloaded. keep_alive: seconds
+    without a request after which it is unloaded, None for the server's. draw: settings that requests leave out.
+    """
+
+    name: str
+    path: str
+    how: Mapping[str, Any] = field(default_factory=dict)
+    pin: bool = False
+    keep_alive: float | None = None
+    draw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies, if it is a folder or a file here."""
+        return DEMO if self.path == "demo" else state.user_path(self.path)
+
+    def weight_bytes(self) -> int:
+        """Bytes of its weights on disk, 0 where they are not here."""
+        found = [self.folder] if self.folder.is_file() else self.folder.glob("*.safetensors")
+        try:
+            return sum(f.stat().st_size for f in found)
+        except OSError:
+            return 0
+
+    def published(self) -> dict[str, Any]:
+        """What can be told of it before it is loaded: its context, and whether it has a chat template."""
+        try:
+            config = json.loads(read_text(self.folder / CONFIG, MAX_CONFIG))
+            inner = config.get("text_config") or config
+            longest = inner.get("max_position_embeddings")
+        except (LowqError, ValueError, AttributeError):
+            return {}
+        return {"max_model_len": longest if isinstance(longest, int) else None, "chat": has_template(self.folder)}
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a model's tokenizer says how a question is put to it."""
+    config = folder / "tokenizer_config.json"
+    try:
+        said = read_text(config, MAX_CONFIG) if config.exists() else ""
+    except LowqError:
+        said = ""
+    return any(folder.glob("chat_template.*")) or '"chat_template"' in said
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a server of many models was told, by flags and by a file; None for what neither says."""
+
+    models: Mapping[str, Offer] = field(default_factory=dict)
+    folders: Sequence[str] = ()
+    default: str | None = None
+    memory: int | None = None
+    keep_alive: float | None = None
+
+
+def read_config(path: Path) -> Config:
+    """The TOML file. Raises UsageError for what it may not say, NotFoundError where there is none."""
+    try:
+        table = tomllib.loads(read_given(path, "configuration", MAX_CONFIG).decode())
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(f"{path} is not TOML: {e}") from None
+    _check(table, TOP, str(path))
+    models = {}
+    for name, given in table.get("models", {}).items():
+        where = f"{path}: models.{name}"
+        if not isinstance(given, dict) or "path" not in given:
+            raise UsageError(f'{where} needs a path, such as path = "/srv/models/{name}"')
+        _check(given, TYPES, where)
+        models[name] = _offer(name, given, where, path.parent)
+    folders = table.get("folders", [])
+    if not all(isinstance(f, str) for f in folders):
+        raise UsageError(f"{path}: folders must be a list of paths")
+    return Config(
+        models,
+        [str(_beside(path.parent, f)) for f in folders],
+        table.get("default"),
+        None if "memory" not in table else size(table["memory"], f"{path}: memory"),
+        None if "keep_alive" not in table else seconds(table["keep_alive"], f"{path}: keep_alive"),
+    )
+
+
+def _check(table: Mapping[str, Any], known: Mapping[str, tuple[type, ...]], where: str) -> None:
+    for name, value in table.items():
+        if name not in known:
+            raise UsageError(f"{where}: {name} is not known; there are {', '.join(known)}")
+        if not isinstance(value, known[name]) or (isinstance(value, bool) and bool not in known[name]):
+            raise UsageError(f"{where}: {name} = {value!r} must be {' or '.join(t.__name__ for t in known[name])}")
+
+
+def _offer(name: str, given: Mapping[str, Any], where: str, beside: Path) -> Offer:
+    how = {ours: given[theirs] for theirs, ours in ENGINE.items() if theirs in given}
+    if "kv" in how:
+        how["kv"] = str(how["kv"])
+    for number in ("running", "cache_tokens"):
+        if how.get(number, 1) < 1:
+            raise UsageError(f"{where}: {number} = {how[number]} must be at least 1")
+    draw = {n: given[n] for n in DRAWING if n in given}
+    try:
+        Sampling(**draw)
+    except UsageError as e:
+        raise UsageError(f"{where}: {e}") from None
+    path = given["path"]
+    local = _beside(beside, path)
+    alive = None if "keep_alive" not in given else seconds(given["keep_alive"], f"{where}: keep_alive")
+    return Offer(name, str(local) if local.exists() else path, how, given.get("pin", False), alive, draw)
+
+
+def _beside(folder: Path, name: str) -> Path:
+    return folder / state.user_path(name)
+
+
+def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = None) -> dict[str, Offer]:
+    """Every model that can be asked for, by name. first: one that has its name before all. Raises NotFoundError."""
+    found: dict[str, Offer] = {} if first is None else {first.name: first}
+    named = {**found, **config.models}
+    for path in [*_in_folders([*folders, *config.folders]), *_written()]:
+        if any(path == o.folder.absolute() for o in named.values()):
+            continue
+        name = path.stem if path.suffix == ".gguf" else path.name
+        name = name if name not in named else str(path)
+        named.setdefault(name, Offer(name, str(path)))
+    return named
+
+
+def _written() -> list[Path]:
+    """The folders that `lowq ls` lists, the newest first."""
+    return [h.path.absolute() for h in holdings.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
+
+
+def _in_folders(folders: Sequence[str]) -> list[Path]:
+    found: list[Path] = []
+    for name in folders:
+        folder = state.user_path(name)
+        if not folder.is_dir():
+            raise NotFoundError(f"{name} is no folder; --models takes a folder with models in it")
+        if (folder / CONFIG).is_file():
+            found.append(folder.absolute())
+            continue
+        inner = sorted(folder.iterdir())
+        found += [p.absolute() for p in inner if (p / CONFIG).is_file() or (p.suffix == ".gguf" and p.is_file())]
+    return found
+
+
+def size(value: str | int, where: str) -> int:
+    """Bytes, of "40GB", "1.5 GiB" or a number. Raises UsageError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value), re.I)
+    if found is None or not float(found[1]):
+        raise UsageError(f"{where} = {value} is no size; write it as 40GB")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def seconds(value: str | float, where: str) -> float:
+    """Seconds, of "10m", "1h30m" or a number; "never" is without end. Raises UsageError."""
+    text = str(value).strip().lower()
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", text)
+    if text == "never":
+        return float("inf")
+    if not parts or re.fullmatch(r"(\d+(?:\.\d+)?\s*(ms|s|m|h|d|)\s*)+", text) is None:
+        raise UsageError(f"{where} = {value} is no time; write it as 30s, 10m, 1h or never")
+    return sum(float(n) * SECONDS[unit] for n, unit in parts)
+
+
+def given_name(model: str) -> str:
+    """What clients call a model that was given: its folder's name, or its hub id."""
+    folder = state.user_path(model)
+    return os.path.basename(folder.resolve()) if folder.is_dir() else model
