@@ -291,7 +291,7 @@ class ModelPool:
         self.say(f"{place.offer.name} is loaded, after {time.monotonic() - began:.1f} s")
 
     async def _make_room(self, place: Place) -> None:
-        need = place.cost or place.offer.weight_bytes() + PROCESS
+        need = _need(place)
         victims: list[Place] = []
         while self.memory is not None:
             kept = [p for p in self.places.values() if p.state in (State.READY, State.DRAINING) and p not in victims]
@@ -429,7 +429,7 @@ class ModelPool:
     def _shown(self, place: Place) -> dict[str, Any]:
         known = place.model.shown() if place.model is not None else place.known or place.offer.published()
         head = {"id": place.offer.name, "object": "model", "created": self.created, "owned_by": "lowq"}
-        bytes_ = place.cost or place.offer.weight_bytes()
+        bytes_ = _need(place)
         more = {"state": place.state.value, "loaded": place.state is State.READY, "bytes": bytes_, "pinned": place.offer.pin}
         return {**head, **known, **more} | ({"error": place.why} if place.why else {})
 
@@ -454,6 +454,11 @@ class ModelPool:
 
 def _cost(model: ServedModel) -> int:
     return model.weight_bytes + model.engine.limits.cache_bytes + PROCESS
+
+
+def _need(place: Place) -> int:
+    """Bytes that a model takes; before its first load those of its files."""
+    return place.cost or place.offer.weight_bytes() + PROCESS
 
 
 def _unloadable(place: Place) -> Refusal:

@@ -1,0 +1,411 @@
+"""Many models in one server: swaps, queues, engines and clients that die, the file that names them."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from saying import Saying, byte_tokenizer
+from swaps import NAMES, TWO, make_models
+
+from lowq_cli.serving.http.model_pool import PROCESS, ModelPool, State
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.served_model import ServedModel
+from lowq_cli.serving.offers import Offer, gather, read_config, seconds, size
+from lowq_packers.errors import LowqError, UsageError
+
+SCRIPT = Path(__file__).parents[1] / "fuzz" / "swaps.py"
+
+
+class Scripted:
+    """What `load` begins: a model that says one letter, once it is told to be there."""
+
+    def __init__(self, offer, log, fails=None):
+        self.offer, self.log, self.fails, self.go = offer, log, fails, threading.Event()
+        self.go.set()
+        log.append(("begin", offer.name))
+
+    def finish(self, loop, done):
+        assert self.go.wait(30)
+        if self.fails:
+            raise LowqError(self.fails)
+        model = ServedModel(Engine(self.log, self.offer.name), byte_tokenizer(), self.offer.name, frozenset())
+        model.hub.start(loop)
+        return model
+
+    def stop(self):
+        self.go.set()
+
+
+class Engine(Saying):
+    """One that says when it is stopped."""
+
+    def __init__(self, log, name):
+        super().__init__([65])
+        self.log, self.called, self.closed = log, name, ""
+
+    def stop(self, seconds):
+        self.log.append(("stop", self.called))
+
+
+def pool_of(names, room=2, **how):
+    """(pool, log) with room for so many."""
+    log, made = [], {}
+
+    def load(offer):
+        made[offer.name] = Scripted(offer, log, how.get("fails", {}).get(offer.name))
+        return made[offer.name]
+
+    more = {k: v for k, v in how.items() if k in ("keep_alive", "waiting", "wait_s")}
+    pinned = how.get("pinned", ())
+    found = {n: Offer(n, f"/nowhere/{n}", pin=n in pinned) for n in names}
+    pool = ModelPool(found, names[0], load, room * PROCESS + 1, **more)
+    return pool, log
+
+
+async def use(pool, name, held=None):
+    async with pool.lease(name) as model:
+        if held is not None:
+            await held.wait()
+        return model.name
+
+
+def run(what):
+    return asyncio.run(asyncio.wait_for(what, 60))
+
+
+def test_the_least_recently_used_goes_first_and_pins_stay():
+    async def go():
+        pool, log = pool_of("abcd", pinned="b")
+        await pool.start(lambda n, of: None)
+        for name in "acd":
+            assert await use(pool, name) == name
+        assert [n for what, n in log if what == "stop"] == ["a", "c"]
+        assert {n: p.state for n, p in pool.places.items()} == {
+            "a": State.ABSENT, "b": State.READY, "c": State.ABSENT, "d": State.READY
+        }  # fmt: skip
+
+    run(go())
+
+
+def test_what_is_under_way_finishes_and_whoever_comes_meanwhile_waits():
+    async def go():
+        pool, log = pool_of("abc")
+        await pool.start(lambda n, of: None)
+        held = asyncio.Event()
+        first = [asyncio.create_task(use(pool, n, held)) for n in "ab"]
+        while not all(pool.places[n].beginning for n in "ab"):
+            await asyncio.sleep(0)
+        third = asyncio.create_task(use(pool, "c"))
+        while pool.places["a"].state is not State.DRAINING:
+            await asyncio.sleep(0)
+        late = asyncio.create_task(use(pool, "a"))
+        await asyncio.sleep(0.05)
+        assert not third.done()
+        assert ("stop", "a") not in log
+        held.set()
+        assert await asyncio.gather(*first, third, late) == ["a", "b", "c", "a"]
+        assert log.index(("stop", "a")) < log.index(("begin", "c"))
+
+    run(go())
+
+
+def test_past_the_bound_of_those_that_wait_one_is_told_when_to_come_again():
+    async def go():
+        pool, _ = pool_of("ab", room=1, waiting=3)
+        await pool.start(lambda n, of: None)
+        held = asyncio.Event()
+        busy = asyncio.create_task(use(pool, "a", held))
+        while not pool.places["a"].beginning:
+            await asyncio.sleep(0)
+        waiting = [asyncio.create_task(use(pool, "b")) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(Refusal) as refused:
+            await use(pool, "b")
+        assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "5"})
+        held.set()
+        assert await asyncio.gather(busy, *waiting) == ["a", "b", "b", "b"]
+
+    run(go())
+
+
+def test_who_waits_too_long_is_told_and_counts_no_more():
+    async def go():
+        pool, _ = pool_of("ab", room=1, wait_s=0.05)
+        await pool.start(lambda n, of: None)
+        held = asyncio.Event()
+        busy = asyncio.create_task(use(pool, "a", held))
+        while not pool.places["a"].beginning:
+            await asyncio.sleep(0)
+        with pytest.raises(Refusal) as refused:
+            await use(pool, "b")
+        assert refused.value.status == 503
+        assert not pool.places["b"].waiters
+        held.set()
+        await busy
+
+    run(go())
+
+
+def test_one_that_cannot_be_loaded_is_told_and_the_others_are_served():
+    async def go():
+        pool, log = pool_of("ab", fails={"b": "its file is damaged"})
+        await pool.start(lambda n, of: None)
+        for _ in range(2):  # the second is told without another attempt
+            with pytest.raises(Refusal) as refused:
+                await use(pool, "b")
+            assert "its file is damaged" in refused.value.message
+            assert refused.value.headers["Retry-After"] in ("1", "2")
+        assert log.count(("begin", "b")) == 1
+        assert await use(pool, "a") == "a"
+        pool.places["b"].again = 0.0  # the pause is over
+        with pytest.raises(Refusal):
+            await use(pool, "b")
+        assert log.count(("begin", "b")) == 2
+
+    run(go())
+
+
+def test_an_engine_that_died_is_loaded_again_by_the_next_request():
+    async def go():
+        pool, log = pool_of("ab")
+        await pool.start(lambda n, of: None)
+        await use(pool, "a")
+        await use(pool, "b")
+        pool.places["a"].model.engine.closed = "killed by signal 9"
+        with pytest.raises(Refusal):
+            await use(pool, "a")
+        assert pool.places["a"].state is State.FAILED
+        assert await use(pool, "b") == "b"
+        pool.places["a"].again = 0.0
+        assert await use(pool, "a") == "a"
+        assert log.count(("begin", "a")) == 2
+
+    run(go())
+
+
+def test_what_nobody_asks_for_is_unloaded():
+    async def go():
+        pool, log = pool_of("ab", keep_alive=0.0, pinned="b")
+        await pool.start(lambda n, of: None)
+        await use(pool, "a")
+        while pool.places["b"].state is not State.READY:
+            await asyncio.sleep(0)
+        pool.look()
+        await pool.places["a"].task
+        assert log[-1] == ("stop", "a")
+        assert pool.places["b"].state is State.READY
+
+    run(go())
+
+
+def test_offers_that_are_read_again():
+    """What is the same stays loaded; what changed is loaded anew when it is asked for; what is gone is refused."""
+
+    async def go():
+        pool, log = pool_of("abc", room=3)
+        await pool.start(lambda n, of: None)
+        for name in "abc":
+            await use(pool, name)
+        old = {n: p.offer for n, p in pool.places.items()}
+        new = {"a": old["a"], "b": Offer("b", "/nowhere/b", {"running": 2}), "d": Offer("d", "/nowhere/d")}
+        pool.replace_all(new, "d")
+        await asyncio.gather(*(p.task for p in list(pool.places.values()) if p.task))
+        assert sorted(n for what, n in log if what == "stop") == ["b", "c"]
+        with pytest.raises(Refusal) as refused:
+            await use(pool, "c")
+        assert refused.value.status == 404
+        assert await use(pool, None) == "d"
+        assert await use(pool, "b") == "b"
+        assert log.count(("begin", "a")) == 1
+        assert "c" not in pool.places
+
+    run(go())
+
+
+# ---- the file
+
+TOML = """
+default = "small"
+memory = "1.5GB"
+keep_alive = "1h30m"
+folders = ["more"]
+[models.small]
+path = "one"
+pin = true
+kv = "fp8"
+max_batch = 3
+temperature = 0.5
+keep_alive = 5
+"""
+
+
+def test_the_file(tmp_path):
+    for folder in ("one", "more/two", "more/three", "more/no"):
+        (tmp_path / folder).mkdir(parents=True)
+        if not folder.endswith("no"):
+            (tmp_path / folder / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
+    (tmp_path / "models.toml").write_text(TOML)
+    config = read_config(tmp_path / "models.toml")
+    assert (config.default, config.memory, config.keep_alive) == ("small", 1_500_000_000, 5400.0)
+    found = gather(config)
+    small = found["small"]
+    assert (small.pin, small.keep_alive, dict(small.draw)) == (True, 5.0, {"temperature": 0.5})
+    assert dict(small.how) == {"running": 3, "kv": "fp8"}
+    assert {"two", "three"} <= set(found)
+    assert not {"one", "no"} & set(found)  # the first under its other name alone
+    assert found["two"].published() == {"max_model_len": 77, "chat": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("defualt = 'x'", "defualt is not known"),
+        ("[models.x]", "models.x needs a path"),
+        ("[models.x]\npath = 3", "path = 3 must be str"),
+        ("[models.x]\npath = 'a'\ntemperature = -1", "temperature=-1"),
+        ("[models.x]\npath = 'a'\npin = 1", "pin = 1 must be bool"),
+        ("[models.x]\npath = 'a'\nmax_batch = 0", "must be at least 1"),
+        ("memory = 'lots'", "memory = lots is no size"),
+        ("keep_alive = 'soon'", "keep_alive = soon is no time"),
+        ("a = ", "is not TOML"),
+    ],
+)
+def test_what_the_file_may_not_say(tmp_path, text, line):
+    (tmp_path / "m.toml").write_text(text)
+    with pytest.raises(UsageError, match=line):
+        read_config(tmp_path / "m.toml")
+
+
+def test_sizes_and_times():
+    assert [size(t, "") for t in ("40GB", "1.5 GiB", "512m", 7)] == [40 * 10**9, 3 << 29, 512 * 10**6, 7]
+    assert [seconds(t, "") for t in ("10m", "1h30m", "250ms", 3, "never")] == [600.0, 5400.0, 0.25, 3.0, float("inf")]
+
+
+# ---- real processes
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture
+def many(four, start_on):
+    """A server of the four with room for two."""
+    return start_on(four / "ash", "--models", four, "--memory", TWO, "--cache-tokens", 2048, "--deterministic")
+
+
+def engines(server):
+    """Processes of engines, the oldest first: each a child of the thread that started it."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = sorted({p for t in tasks for p in (t / "children").read_text().split()}, key=int)
+    return [int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def states(server):
+    return {m["id"]: m["state"] for m in httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]}
+
+
+def until(true, seconds=90):
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def text_of(server, model, **more):
+    answer = server.post("completions", {"model": model, "prompt": "Once", "max_tokens": 4, "temperature": 0, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_none_is_lost_and_none_is_mixed_up():
+    """As tests/fuzz/swaps.py does with 2,000 requests."""
+    done = subprocess.run([sys.executable, SCRIPT, "--requests", "40", "--users", "12"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["counts"]["answers"] > 20
+
+
+@pytest.mark.slow
+def test_what_dies_takes_nothing_else_with_it(many, four):
+    """An engine while it answers, one while it loads, clients while they wait; then the server, whose engines end."""
+    assert states(many) == {"ash": "ready", "birch": "absent", "cedar": "absent", "doum": "absent"} | {
+        n: "absent" for n in states(many) if n not in NAMES
+    }
+    ash = text_of(many, "ash")
+    birch = text_of(many, "birch")
+    assert ash != birch
+    of_ash = engines(many)[0]
+    stream = {"model": "ash", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{many.url}/v1/completions", json=stream, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(of_ash, signal.SIGKILL)
+        assert any("was killed by signal 9" in line for line in lines)
+    assert text_of(many, "birch") == birch
+    failed = many.post("completions", {"model": "ash", "prompt": "Once", "max_tokens": 1})
+    assert (failed.status_code, int(failed.headers["retry-after"]) >= 1) == (503, True)
+    assert httpx.get(f"{many.url}/health", timeout=30).status_code == 200
+
+    def again():
+        answer = many.post("completions", {"model": "ash", "prompt": "Once", "max_tokens": 4, "temperature": 0})
+        return answer.status_code == 200 and answer.json()["choices"][0]["text"]
+
+    assert until(again) == ash
+
+    address = ("127.0.0.1", int(many.url.rpartition(":")[2]))
+    raw = json.dumps({"model": "cedar", "prompt": "Once", "max_tokens": 2}).encode()
+    with socket.create_connection(address) as leaves:  # while its model is loaded
+        leaves.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+        until(lambda: states(many)["cedar"] == "loading")
+    until(lambda: httpx.get(f"{many.url}/health", timeout=30).json()["waiting"] == 0)
+    until(lambda: states(many)["cedar"] == "ready")
+    assert list(states(many).values()).count("ready") == 2
+
+    with socket.create_connection(address) as waits:
+        before, raw = set(engines(many)), raw.replace(b"cedar", b"doum")
+        waits.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+        until(lambda: states(many)["doum"] == "loading" and set(engines(many)) - before)
+        for new in set(engines(many)) - before:
+            os.kill(new, signal.SIGKILL)
+        told = waits.recv(1 << 16)
+        assert told.startswith(b"HTTP/1.1 503")
+        assert b"doum" in told
+    assert text_of(many, "birch") == birch
+
+    left = engines(many)
+    many.process.send_signal(signal.SIGKILL)
+    many.process.wait(30)
+    until(lambda: not any(Path(f"/proc/{p}").exists() for p in left))
+
+
+def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp_path, start_on):
+    file = tmp_path / "models.toml"
+    file.write_text(f'default = "one"\n[models.one]\npath = "{four / "ash"}"\n')
+    s = start_on(four / "birch", "--config", file)
+    assert {"birch", "one"} <= set(states(s))
+    file.write_text("nonsense")
+    s.process.send_signal(signal.SIGHUP)
+    s.said_last("nothing has changed: ")
+    file.write_text(f'[models.two]\npath = "{four / "cedar"}"\n')
+    s.process.send_signal(signal.SIGHUP)
+    until(lambda: any("read again" in line for line in s.said))
+    assert "one" not in states(s)
+    assert s.post("completions", {"model": "one", "prompt": "x"}).status_code == 404
+    raw = json.dumps({"model": "two", "prompt": "Once", "max_tokens": 2}).encode()
+    with socket.create_connection(("127.0.0.1", int(s.url.rpartition(":")[2]))) as waits:
+        waits.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+        until(lambda: states(s)["two"] == "loading")
+        assert s.stop() == 0
+        assert b"the server is stopping" in waits.recv(1 << 16)
