@@ -27,7 +27,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     "lowq_cli": (
         *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
-        *("loading", "engine", "evaluate", "run", "holdings", "tuning", "serving"),
+        *("loading", "output", "engine", "evaluate", "run", "holdings", "tuning", "serving"),
         *("checkup", "vllm_plugin", "telling", "typing_in", "completion", "commands", "main"),
     ),
 }

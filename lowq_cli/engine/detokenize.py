@@ -5,6 +5,9 @@ its leading space). So each step decodes a short window, and what it has more th
 ends in an unfinished character nothing comes out. Now and then it moves on, and is decoded without the new tokens too.
 """
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
 from lowq_cli.models import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a decoder puts where bytes do not (yet) make a character
@@ -14,10 +17,13 @@ MOST_HELD = 16  # a character is at most 4 bytes, so at most 4 tokens; more than
 
 
 class Detokenizer:
-    """Pieces of one sequence. `push` takes a token and returns the text that is now certain; `flush` the rest."""
+    """Pieces of one sequence. `push` takes a token and returns the text that is now certain; `flush` the rest.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self.tokenizer = tokenizer
+    shown: special tokens that have a text all the same, with that (`shown_tokens`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], shown: Mapping[int, str] = MappingProxyType({})) -> None:
+        self.tokenizer, self.texts = tokenizer, shown
         self.ids = prompt[-CONTEXT:]
         self.start, self.shown = 0, len(self.ids)  # the window's first token, and the first token not yet in the text
         self.before: str | None = None  # the text of those between, once it is known
@@ -31,8 +37,16 @@ class Detokenizer:
 
     def extend(self, tokens: list[int]) -> str:
         """The text that these tokens complete: what `push` of each would give together, for two decodings in all."""
+        text, begun = "", 0
+        for i, token in enumerate(tokens if self.texts else ()):
+            if token in self.texts:
+                text += self._extend(tokens[begun:i]) + self.flush() + self.texts[token]
+                begun = i
+        return text + self._extend(tokens[begun:])
+
+    def _extend(self, tokens: list[int]) -> str:
         self.ids += tokens
-        return self._take(final=False)
+        return self._take(final=False) if tokens else ""
 
     def flush(self) -> str:
         """What was held back, as the decoder renders it."""
@@ -57,3 +71,10 @@ class Detokenizer:
             self.start, self.before = self.shown, None
         self.shown = end
         return now[len(before) :]
+
+
+def shown_tokens(tokenizer: Tokenizer, tags: Iterable[str]) -> dict[int, str]:
+    """The special tokens that a reader of these tags has to see, and their texts."""
+    added = getattr(tokenizer, "added_tokens", dict)()
+    wanted = list(tags)
+    return {found.token: text for text, found in added.items() if found.special and any(text in tag for tag in wanted)}

@@ -77,14 +77,14 @@ class LoadedTokenizer(ABC):
         tokenize: bool = True,
         return_dict: bool = False,
         **named: Any,
-    ) -> list[int]:
-        """Token ids of a conversation, as the model's template writes it; `named` is what else the template may read."""
+    ) -> Any:
+        """Token ids of a conversation, or its text, as the model's template writes it; `named`: what else that may read."""
         from lowq_cli.hf.chat_template import render
 
         template = self.template(with_tools=named.get("tools") is not None)
         assert template  # `encode` and Conversation have asked
         text = render(template, messages, add_generation_prompt, {**self.named, **named})
-        return self(text, add_special_tokens=False)["input_ids"]
+        return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
 
     def token_bytes(self, token: int) -> list[int] | None:
         """The bytes of a token that is part of a character; None where its spelling does not say them."""

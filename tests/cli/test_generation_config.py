@@ -57,9 +57,9 @@ def test_a_value_out_of_range_is_the_files_fault_unless_a_flag_replaces_it():
 
 def test_fields_that_a_request_leaves_out_are_the_models():
     default = {"temperature": 0.6, "top_k": 20}
-    assert fields.read(b'{"prompt": "x"}', False).drawn(default) == default
-    assert fields.read(b'{"prompt": "x", "temperature": 0}', False).drawn(default) == {"temperature": 0.0, "top_k": 20}
-    assert fields.read(b'{"prompt": "x", "top_k": -1}', False).drawn({}) == {"temperature": 1.0, "top_k": 0}
+    assert fields.read({"prompt": "x"}, False).drawn(default) == default
+    assert fields.read({"prompt": "x", "temperature": 0}, False).drawn(default) == {"temperature": 0.0, "top_k": 20}
+    assert fields.read({"prompt": "x", "top_k": -1}, False).drawn({}) == {"temperature": 1.0, "top_k": 0}
 
 
 def test_commands_draw_as_the_file_says_and_say_so(tmp_path):

@@ -95,6 +95,11 @@ def message(answer):
         return said or "", [(c["function"]["name"], c["function"]["arguments"]) for c in calls], choice["finish_reason"]
     choices = [chunk["choices"][0] for chunk in answer if chunk["choices"]]
     said = "".join(c["delta"].get("content") or "" for c in choices)
-    calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
-    assert [c["index"] for c in calls] == list(range(len(calls)))
-    return said, [(c["function"]["name"], c["function"]["arguments"]) for c in calls], choices[-1]["finish_reason"]
+    calls = []
+    for c in (c for choice in choices for c in choice["delta"].get("tool_calls", [])):
+        if "id" in c:
+            assert (c["index"], c["type"], c["function"]["arguments"]) == (len(calls), "function", "")
+            calls.append([c["function"]["name"], ""])
+        else:
+            calls[c["index"]][1] += c["function"]["arguments"]
+    return said, [tuple(c) for c in calls], choices[-1]["finish_reason"]

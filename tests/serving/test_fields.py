@@ -164,7 +164,7 @@ def test_many_prompts_are_refused_before_they_are_read(model):
 def test_numbers_that_json_does_not_have():
     for word in ("NaN", "Infinity", "1e999", "9" * 5000):
         with pytest.raises(fields.Refusal) as refused:
-            fields.read(b'{"prompt": "x", "temperature": %s}' % word.encode(), chat=False)
+            fields.read(fields.parsed(b'{"prompt": "x", "temperature": %s}' % word.encode()), chat=False)
         assert refused.value.status == 400
     assert math.isinf(float("1e999"))
     with pytest.raises(UsageError):

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from lowq_cli.serving.http.tools import Reader, Tools
+from lowq_cli.output.parts import joined
+from lowq_cli.output.read import Reader
+from lowq_cli.output.ways import ways_of
+from lowq_cli.serving.http.tools import Tools
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
 
@@ -105,7 +108,9 @@ def test_a_forced_call_has_its_arguments(make, choice, streamed):
     how = {"tools": tools, "tool_choice": choice, "temperature": 1.0}
     if streamed:
         chunks = [c.choices[0] for c in make(**how, stream=True)]
-        call = next(c.delta.tool_calls for c in chunks if c.delta.tool_calls)[0]
+        call, *rest = [call for c in chunks for call in c.delta.tool_calls or ()]
+        assert len(rest) > 1  # piece by piece
+        call.function.arguments += "".join(more.function.arguments for more in rest)
         reason = chunks[-1].finish_reason
         assert not "".join(c.delta.content or "" for c in chunks).strip()
     else:
@@ -175,21 +180,27 @@ TEXTS = [
     ("{ not JSON", "{ not JSON", 0),
     ("[" * 9999, "[" * 9999, 0),
 ]
+HERMES = ways_of("<tool_call>", {})
+
+
+def pushed(text, tools, size=1000):
+    """The parts of a text that comes in pieces of a size."""
+    reader, found = Reader(HERMES, tools.offered), []
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for i, piece in enumerate(pieces):
+        found += reader.push(piece, i + 1 == len(pieces))
+    return joined(found)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(("text", "said", "calls"), TEXTS, ids=range(len(TEXTS)))
 def test_calls_are_read_out_of_text(text, said, calls, size):
-    reader, shown, found = Reader(Tools([WEATHER, TIME], "auto")), "", []
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for i, piece in enumerate(pieces):
-        more, new = reader.push(piece, i + 1 == len(pieces))
-        shown, found = shown + more, found + new
-    assert (shown, len(found)) == (said, calls)
-    assert [c["index"] for c in found] == list(range(calls))
-    assert all(c["function"] == {"name": "weather", "arguments": '{"town": "Ulm"}'} for c in found)
+    parts = pushed(text, Tools([WEATHER, TIME], "auto"), size)
+    assert "".join(p.text for p in parts if p.kind == "text") == said
+    assert [(p.text, p.index) for p in parts if p.kind == "call"] == [("weather", i) for i in range(calls)]
+    assert [(p.text, p.index) for p in parts if p.kind == "arguments"] == [('{"town": "Ulm"}', i) for i in range(calls)]
 
 
 def test_only_the_first_call_where_several_are_not_wanted():
-    reader = Reader(Tools([WEATHER], "auto", several=False))
-    assert len(reader.push(f"[{CALL}, {CALL}]", True)[1]) == 1
+    parts = pushed(f"[{CALL}, {CALL}]", Tools([WEATHER], "auto", several=False))
+    assert [p.kind for p in parts] == ["call", "arguments"]

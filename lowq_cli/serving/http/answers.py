@@ -1,20 +1,18 @@
-"""What goes back to the client: whole answers and streams of chunks, in the shapes of OpenAI's two endpoints."""
+"""The answer to one HTTP request: what its tokens say, told in the form that the client's dialect has for it."""
 
 import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 from lowq_cli.serving.http.fields import Asked
 from lowq_cli.serving.http.hub import Live
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names, Piece, Writer
 
-DONE = b"data: [DONE]\n\n"
 UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
 JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `dumps` would make one for every token
-HERE = uuid.uuid4().hex  # in a chunk, where its text belongs
 
 
 def encoded(value: object) -> bytes:
@@ -34,84 +32,32 @@ class Answer:
         live: its requests, in the order of the choices.
         writers: one a choice.
         prompt_tokens: of all prompts together.
+        names: of tokens. model: its name.
         echoes: what a choice's text begins with, one a choice.
+    Attributes:
+        id, created: of the answer, for whoever names it. finish_reasons: of the choices, "" for one that goes on.
     """
 
     def __init__(
         self, asked: Asked, live: Live, writers: list[Writer], prompt_tokens: int, names: Names, model: str, echoes: list[str]
     ) -> None:
         self.asked, self.live, self.writers, self.names, self.echoes = asked, live, writers, names, echoes
-        self.prompt_tokens = prompt_tokens
-        self.kind = "chat.completion" if asked.chat else "text_completion"
-        name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.head = {"id": name, "object": self.kind, "created": int(time.time()), "model": model}
+        self.prompt_tokens, self.model = prompt_tokens, model
+        self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.finish_reasons = [""] * len(writers)
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object. Raises Refusal where it could not be computed, Gone."""
-        texts, logprobs = list(self.echoes), [self._no_logprobs() for _ in self.writers]
-        calls: list[list[dict[str, Any]]] = [[] for _ in self.writers]
-        async for index, piece in self._pieces():
-            texts[index] += piece.text
-            calls[index] += [{k: v for k, v in c.items() if k != "index"} for c in piece.calls]
-            self._add(logprobs[index], self._logprobs(index, piece))
-        choices = []
-        for index, text in enumerate(texts):
-            said: dict[str, Any] = {"text": text}
-            if self.asked.chat:
-                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if calls[index]:
-                said["message"] |= {"content": text.strip() or None, "tool_calls": calls[index]}
-            choice = {"index": index, **said, "logprobs": logprobs[index], "finish_reason": self.finish_reasons[index]}
-            choices.append(choice)
-        return {**self.head, "choices": choices, "usage": self.usage()}
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, an error among them. Raises Gone."""
-        usage = {"usage": None} if self.asked.get("stream_options") else {}
-        head = {**self.head, "object": f"{self.kind}.chunk"} if self.asked.chat else self.head
-
-        def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> bytes:
-            choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
-            return b"data: " + encoded({**head, "choices": [choice], **usage}) + b"\n\n"
-
-        for index, echo in enumerate(self.echoes):
-            if self.asked.chat:
-                yield chunk(index, {"delta": {"role": "assistant", "content": "", "refusal": None}})
-            elif echo:
-                yield chunk(index, {"text": echo})
-        around: dict[int, list[bytes]] = {}  # what is before and after the text of a choice: the same for all its tokens
-        try:
-            async for index, piece in self._pieces():
-                logprobs = self._logprobs(index, piece)
-                if piece.text and logprobs is None:
-                    if index not in around:
-                        said = {"delta": {"content": HERE}} if self.asked.chat else {"text": HERE}
-                        around[index] = chunk(index, said).split(encoded(HERE))
-                    before, after = around[index]
-                    yield before + encoded(piece.text) + after
-                elif piece.text or (logprobs and piece.logprobs):
-                    said = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
-                    yield chunk(index, said, logprobs)
-                if piece.calls:
-                    yield chunk(index, {"delta": {"tool_calls": piece.calls}})
-                if piece.finish_reason:
-                    yield chunk(index, {"delta": {}} if self.asked.chat else {"text": ""}, None, self.finish_reasons[index])
-        except Refusal as refused:
-            yield b"data: " + encoded(refused.body) + b"\n\n"
-            return
-        if usage:
-            yield b"data: " + encoded({**head, "choices": [], "usage": self.usage()}) + b"\n\n"
-        yield DONE
-
     def usage(self) -> dict[str, Any]:
-        """Tokens in and out so far."""
+        """Tokens in and out so far, as OpenAI has them."""
         made, cached = sum(w.tokens for w in self.writers), sum(w.cached for w in self.writers)
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": min(cached, self.prompt_tokens)}}
+        return {
+            **counts,
+            "prompt_tokens_details": {"cached_tokens": min(cached, self.prompt_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": sum(w.thinking for w in self.writers)},
+        }
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(choice, piece) until all have ended."""
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(choice, piece) until all have ended. Raises Refusal where an answer could not be computed, Gone."""
         left = set(range(len(self.writers)))
         if self.asked.max_tokens == 0:  # nothing was asked for but the prompt
             self.finish_reasons = ["length" for _ in left]
@@ -135,39 +81,34 @@ class Answer:
                     left.discard(index)
                 yield index, piece
 
-    def _no_logprobs(self) -> dict[str, Any] | None:
-        if self.asked.logprobs is None:
-            return None
-        if self.asked.chat:
-            return {"content": [], "refusal": None}
-        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """A piece's log-probabilities in the endpoint's shape."""
-        found = self._no_logprobs()
-        if found is None:
-            return None
-        for token, logprob, top, at in piece.logprobs:
-            text = self.names.of(token)[0]
-            if self.asked.chat:
-                found["content"].append(self._named(token, logprob) | {"top_logprobs": [self._named(*t) for t in top]})
-                continue
-            likeliest = {self.names.of(t)[0]: value for t, value in top} | {text: logprob}
-            row = {
-                "tokens": text,
-                "token_logprobs": logprob,
-                "top_logprobs": likeliest,
-                "text_offset": len(self.echoes[index]) + at,
-            }
-            self._add(found, {name: [value] for name, value in row.items()})
-        return found
+class Dialect(Protocol):
+    """An interface that clients speak. name: of a request in the log. media_type: of its streams."""
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.names.of(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+    name: str
+    media_type: str
 
-    @staticmethod
-    def _add(all_: dict[str, Any] | None, more: dict[str, Any] | None) -> None:
-        for name, rows in (more or {}).items():
-            if all_ is not None and rows is not None:
-                all_[name] += rows
+    def read(self, body: dict[str, Any]) -> Asked:
+        """What a body asks for. Raises Refusal."""
+        ...
+
+    def refused(self, why: Refusal) -> dict[str, Any]:
+        """The body that says why there is no answer."""
+        ...
+
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object. Raises what `Answer.pieces` does."""
+        ...
+
+    def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The answer as it comes. Raises what `Answer.pieces` does."""
+        ...
+
+    def failed(self, why: Refusal) -> bytes:
+        """The last event of a stream that could not be finished."""
+        ...
+
+
+def event(value: object, name: str = "") -> bytes:
+    """A server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encoded(value) + b"\n\n"

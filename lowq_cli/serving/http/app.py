@@ -18,10 +18,14 @@ from starlette.types import ASGIApp
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
+from lowq_cli.output.read import Reader
+from lowq_cli.output.ways import Ways
+from lowq_cli.serving.dialects.chat import Chat
+from lowq_cli.serving.dialects.completions import Completions
 from lowq_cli.serving.http import fields, refusal, tools
-from lowq_cli.serving.http.answers import Answer, Gone
+from lowq_cli.serving.http.answers import Answer, Dialect, Gone
 from lowq_cli.serving.http.bodies import Bodies
-from lowq_cli.serving.http.conversation import prompt_ids
+from lowq_cli.serving.http.conversation import prompt_text, template_of
 from lowq_cli.serving.http.guard import Guard
 from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
 from lowq_cli.serving.http.model_pool import ModelPool
@@ -116,6 +120,7 @@ class Endpoints:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.bodies = Bodies(served.body_bytes, served.body_s, served.bodies_bytes)
+        self.chats, self.completions = Chat(), Completions()
 
     async def page(self, _: HttpRequest) -> Response:
         """The chat in the browser."""
@@ -146,22 +151,23 @@ class Endpoints:
 
     async def chat(self, request: HttpRequest) -> Response:
         """/v1/chat/completions."""
-        return await self._answer(request, chat=True)
+        return await self._answer(request, self.chats)
 
     async def complete(self, request: HttpRequest) -> Response:
         """/v1/completions."""
-        return await self._answer(request, chat=False)
+        return await self._answer(request, self.completions)
 
-    async def _answer(self, request: HttpRequest, chat: bool) -> Response:
-        log = Log(self.served.metrics, self.served.log, "chat" if chat else "completion")
+    async def _answer(self, request: HttpRequest, dialect: Dialect) -> Response:
+        log = Log(self.served.metrics, self.served.log, dialect)
         try:
             async with self.bodies.of(request) as raw:
-                answer = await self._begin(raw, chat, request)
-            if answer.asked.get("stream"):
+                asked = dialect.read(fields.parsed(raw))
+                answer = await self._begin(asked, request)
+            if asked.get("stream"):
                 return EventStream(answer, log, self.served.answer_s, self.served.failed)
             with following(answer.live, request.receive):
                 async with asyncio.timeout(self.served.answer_s):
-                    whole = await answer.whole()
+                    whole = await dialect.whole(answer)
             log.answered(answer)
             return answer_json(whole)
         except Gone:
@@ -180,23 +186,22 @@ class Endpoints:
             self.served.failed(e)
             return log.refused(refusal.bug(e))
 
-    async def _begin(self, raw: bytes, chat: bool, request: HttpRequest) -> Answer:
-        """Read a body and queue what it asks for. Raises Refusal, LowqError."""
-        asked = fields.read(raw, chat)
+    async def _begin(self, asked: fields.Asked, request: HttpRequest) -> Answer:
+        """Queue what a body asks for. Raises Refusal, LowqError."""
         async with self.served.models.lease(asked.get("model"), request.receive) as model:
-            return await self._queue(model, asked, chat, request.client.host if request.client else "")
+            return await self._queue(model, asked, request.client.host if request.client else "")
 
-    async def _queue(self, model: ServedModel, asked: fields.Asked, chat: bool, client: str) -> Answer:
+    async def _queue(self, model: ServedModel, asked: fields.Asked, client: str) -> Answer:
         """Queue what a body asks of a model. Raises Refusal, LowqError."""
-        limits = model.engine.limits
+        limits, chat = model.engine.limits, asked.chat
         offered = tools.read(asked) if chat else tools.Tools()
         n = (1 if chat else len(asked.get("prompt"))) * asked.n
         if n > fields.MOST_CHOICES:
             raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
         texts = asked.get("stop", ())
         ending = stop_tokens(texts, model.added)
-        prompts = await self._prompts(model, asked, offered)
-        mask = await self._form(model, asked, offered)
+        prompts, place = await self._prompts(model, asked, offered)
+        mask = await self._form(model, asked, offered, place)
         where = "messages" if chat else "prompt"
         for prompt in prompts:
             if len(prompt) >= limits.longest:
@@ -212,7 +217,8 @@ class Endpoints:
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client))
-            writers.append(Writer(model.tokenizer, ids, texts, stop_ids, offered, model.added))
+            reader = Reader(place.ways, offered.offered, place.inside) if chat else None
+            writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader))
             echoes.append(self._echo(model, asked, i // asked.n, ids))
         live = model.hub.submit(requests if asked.max_tokens != 0 else [])
         return Answer(asked, live, writers, sum(map(len, prompts)), model.names, model.name, echoes)
@@ -223,29 +229,36 @@ class Endpoints:
         given = asked.get("prompt")[i]
         return given if isinstance(given, str) else model.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    async def _form(self, model: ServedModel, asked: fields.Asked, offered: tools.Tools) -> Callable[[], Mask] | None:
+    async def _form(
+        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools, place: tools.Place
+    ) -> Callable[[], Mask] | None:
         """What makes the masks under which an answer has the form asked for, if one was."""
         if asked.get("response_format") is None and not offered.forced:
             return None
-        tokenizer, grammars = model.tokenizer, model.grammars
+        # a second for the first, milliseconds to seconds for large schemas
+        return await asyncio.to_thread(tools.form, asked, offered, place, model.grammars)
 
-        def work() -> Callable[[], Mask] | None:
-            template = tokenizer.template(bool(offered.given))
-            return tools.form(asked, offered, template, model.added, grammars)
+    async def _prompts(
+        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools
+    ) -> tuple[list[list[int]], tools.Place]:
+        """Token ids of every prompt, and where an answer to it begins.
 
-        return await asyncio.to_thread(work)  # a second for the first, milliseconds to seconds for large schemas
-
-    async def _prompts(self, model: ServedModel, asked: fields.Asked, offered: tools.Tools) -> list[list[int]]:
-        """Token ids of every prompt. Templates are rendered and long texts encoded in a thread: other answers go on."""
+        Templates are rendered and long texts encoded in a thread: other answers go on.
+        """
         texts = [str(asked.get("messages"))] if asked.chat else [p for p in asked.get("prompt") if isinstance(p, str)]
         characters = max(map(len, texts), default=0)
         if characters > model.most_characters:
             line = f"the prompt's {characters} characters are more than {model.engine.limits.longest} tokens; shorten it"
             raise Refusal(400, line, param="messages" if asked.chat else "prompt", code="context_length_exceeded")
 
-        def work() -> list[list[int]]:
+        def work() -> tuple[list[list[int]], tools.Place]:
             if asked.chat:
-                return [prompt_ids(model.tokenizer, asked, offered.given)]
-            return [encode(model.tokenizer, p) if isinstance(p, str) else p for p in asked.get("prompt")]
+                template = template_of(model.tokenizer, bool(offered.given))
+                ways = model.ways(template)
+                text = prompt_text(model.tokenizer, asked, offered.given, ways)
+                ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+                return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), asked.think)
+            several = [encode(model.tokenizer, p) if isinstance(p, str) else p for p in asked.get("prompt")]
+            return several, tools.Place(Ways(None, None), "", model.added)
 
         return await asyncio.to_thread(work) if asked.chat or sum(map(len, texts)) > LONG else work()

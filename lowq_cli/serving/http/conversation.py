@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
+from lowq_cli.output.ways import Ways, switches
 from lowq_cli.serving.http.fields import Asked, items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_packers.errors import LowqError, UnsupportedError, one_line
@@ -15,30 +16,37 @@ OURS = ("messages", "tools", "documents", "add_generation_prompt", "chat_templat
 NINE = re.compile(r"length\s*!=\s*9\b")  # of Mistral's templates, which refuse ids of calls that have not nine characters
 
 
-def prompt_ids(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]]) -> list[int]:
-    """Token ids up to where the answer starts. Raises Refusal for messages that are none, or that the template refuses."""
+def template_of(tokenizer: LoadedTokenizer, tools: bool) -> str:
+    """The model's chat template. Raises Refusal where it has none."""
     try:
-        template = tokenizer.template(bool(tools))
+        template = tokenizer.template(tools)
     except UnsupportedError as e:
         raise Refusal(400, str(e), param="messages") from None
     if not template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+    return template
+
+
+def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]], ways: Ways) -> str:
+    """The text up to where the answer starts. Raises Refusal for messages that are none, or that the template refuses."""
+    template = template_of(tokenizer, bool(tools))
     found = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
     if NINE.search(template):
         _shorten_ids(found)
-    more = _switches(template, asked.get("chat_template_kwargs", {}))
-    if "reasoning_effort" in template and asked.get("reasoning_effort"):
-        more["reasoning_effort"] = asked.get("reasoning_effort")
+    for message in found:
+        if "reasoning_content" in message:  # under the name that the template has for it
+            message |= {name: message["reasoning_content"] for name in ("reasoning", "thinking") if name in template}
+    more = switches(template, asked.think, asked.effort) | _switches(template, asked.get("chat_template_kwargs", {}))
     if tools:
         if "tools" not in template:
             raise wrong("tools", "this model's chat template has no place for them")
         more["tools"] = tools
     try:
-        ids = tokenizer.apply_chat_template(found, add_generation_prompt=True, tokenize=True, return_dict=False, **more)
+        text = tokenizer.apply_chat_template(found, add_generation_prompt=True, tokenize=False, return_dict=False, **more)
     except Exception as e:  # a program from strangers: it raises what it wants
         why = one_line(e) if isinstance(e, LowqError) else f"the model's chat template refuses these messages: {one_line(e)}"
         raise Refusal(400, why, param="messages") from None
-    return list(ids)
+    return ways.begun(text, asked.think)
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
@@ -65,6 +73,8 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
     found = {k: v for k, v in message.items() if k in ("name", "tool_call_id", "reasoning_content") and v is not None}
+    if isinstance(message.get("reasoning"), str):  # OpenRouter's and vLLM's name for it
+        found.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
     if calls is not None:
         found["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", c) for i, c in enumerate(items(f"{name}.tool_calls", calls))]

@@ -138,6 +138,7 @@ def anything(name: str, value: Any) -> None:
 
 
 COUNT = Range(1, INT64, whole=True)
+BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")  # vLLM's, Qwen's and llama.cpp's name
 RANGES = ranges(Draw) | {
     "temperature": Range(0, 2),  # as OpenAI has it; of the numbers between, `Draw` refuses the smallest
     "top_k": Range(-1, INT64, off=0, whole=True),  # -1 is "off" in vLLM's words
@@ -164,6 +165,7 @@ CHAT = COMMON | {
     },
     **{"chat_template_kwargs": table, "modalities": only(["text"]), "functions": only([]), "function_call": only("none")},
     **{"reasoning_effort": text, "verbosity": only("medium")},
+    **dict.fromkeys(BUDGETS, inside(Range(0, INT64, whole=True))),
     **dict.fromkeys(("audio", "prediction", "web_search_options"), only()),
     **dict.fromkeys(("store", "metadata", "service_tier", "safety_identifier"), anything),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "moderation"), anything),
@@ -172,13 +174,20 @@ CHAT = COMMON | {
 
 @dataclass(frozen=True)
 class Asked:
-    """A body that was read. draw: the settings of `Draw` that it names. logprobs: alternatives a token, None for none."""
+    """A body that was read, whatever dialect it came in: under the names that OpenAI's chat and completions have.
+
+    draw: the settings of `Draw` that it names. logprobs: alternatives a token, None for none. think: whether the model is to
+    think, None as it likes; effort: how much, in a word; thinking: tokens of thoughts at most.
+    """
 
     chat: bool
     given: Mapping[str, Any]
     draw: dict[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     max_tokens: int | None = None
+    think: bool | None = None
+    effort: str | None = None
+    thinking: int | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field's value, or the default where it is missing or null."""
@@ -194,9 +203,8 @@ class Asked:
         return self.get("n", 1)
 
 
-def read(raw: bytes, chat: bool) -> Asked:
+def read(body: dict[str, Any], chat: bool) -> Asked:
     """The body of a request to one of the two endpoints. Raises Refusal."""
-    body = _parsed(raw)
     fields = CHAT if chat else COMPLETION
     known("", body, set(fields))
     given = {name: fields[name](name, value) for name, value in body.items() if value is not None}
@@ -217,7 +225,18 @@ def read(raw: bytes, chat: bool) -> Asked:
             raise wrong("top_logprobs", "needs logprobs: true")
     if given.get("echo") and asked is not None:
         raise wrong("echo", "with logprobs would need those of the prompt, which are not computed; leave one out")
-    return Asked(chat, given, draw, asked, given.get("max_completion_tokens", given.get("max_tokens")))
+    thought = _thinking(given) if chat else {}
+    return Asked(chat, given, draw, asked, given.get("max_completion_tokens", given.get("max_tokens")), **thought)
+
+
+def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether and how much a model is to think, under the names that servers have given that."""
+    switches = given.get("chat_template_kwargs", {})
+    effort = given.get("reasoning_effort")
+    budget = next((given[name] for name in BUDGETS if name in given), None)
+    said = [switches[name] for name in ("enable_thinking", "thinking") if isinstance(switches.get(name), bool)]
+    think = False if effort == "none" or budget == 0 else next(iter(said), None)
+    return {"think": think, "effort": None if effort == "none" else effort, "thinking": budget or None}
 
 
 def known(where: str, body: dict[str, Any], names: set[str]) -> None:
@@ -230,7 +249,8 @@ def known(where: str, body: dict[str, Any], names: set[str]) -> None:
             raise Refusal(400, f"unknown field {shown(full)}{meant}", param=full[:64], code="unknown_parameter")
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def parsed(raw: bytes) -> dict[str, Any]:
+    """A body as a JSON object. Raises Refusal."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as e:

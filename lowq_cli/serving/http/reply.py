@@ -8,7 +8,7 @@ from contextlib import suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lowq_cli.serving.http.answers import Answer, Gone, encoded
+from lowq_cli.serving.http.answers import Answer, Dialect, Gone, encoded
 from lowq_cli.serving.http.hub import Live
 from lowq_cli.serving.http.metrics import Metrics
 from lowq_cli.serving.http.refusal import Refusal, bug
@@ -22,8 +22,8 @@ def answer_json(value: object, status: int = 200, headers: dict[str, str] | None
 class Log:
     """One request's line, and its place in the counters."""
 
-    def __init__(self, metrics: Metrics, say: Callable[[str], None], what: str) -> None:
-        self.metrics, self.say, self.what, self.began = metrics, say, what, time.monotonic()
+    def __init__(self, metrics: Metrics, say: Callable[[str], None], dialect: Dialect) -> None:
+        self.metrics, self.say, self.dialect, self.began = metrics, say, dialect, time.monotonic()
 
     def answered(self, answer: Answer) -> None:
         """It was answered in full."""
@@ -32,7 +32,7 @@ class Log:
     def refused(self, why: Refusal) -> Response:
         """It was not; the response that says so."""
         self.ended("refused" if why.status < 500 else "failed", f"{why.status} {why.message}")
-        return answer_json(why.body, why.status, why.headers)
+        return answer_json(self.dialect.refused(why), why.status, why.headers)
 
     def ended(self, outcome: str, how: str, answer: Answer | None = None) -> None:
         """The line: what was asked, tokens in and out, seconds, speed, how it ended."""
@@ -47,7 +47,7 @@ class Log:
             speed = f", {made / spent:.0f}/s" if made > 1 and spent else ""
             after = f", first after {first - answer.live.began:.2f} s" if first else ""
             numbers = f"{usage['prompt_tokens']} + {made} tokens{after}{speed}, "
-        self.say(f"{time.strftime('%H:%M:%S')} {self.what}: {numbers}{seconds:.2f} s, {how}")
+        self.say(f"{time.strftime('%H:%M:%S')} {self.dialect.name}: {numbers}{seconds:.2f} s, {how}")
 
 
 class following:
@@ -73,22 +73,24 @@ class EventStream(Response):
     """An answer as it comes."""
 
     def __init__(self, answer: Answer, log: Log, seconds: float, failed: Callable[[Exception], None]) -> None:
-        super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, "text/event-stream")
+        super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, log.dialect.media_type)
         del self.headers["content-length"]
         self.answer, self.log_, self.seconds, self.failed = answer, log, seconds, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it; each chunk as soon as the client has taken the one before."""
-        answer, how = self.answer, "client left"
+        answer, dialect, how = self.answer, self.log_.dialect, "client left"
         with following(answer.live, receive), suppress(Gone):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async with asyncio.timeout(self.seconds):
-                    async for chunk in answer.chunks():
+                    async for chunk in dialect.chunks(answer):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 how = ""
             except TimeoutError:
                 how = await self._error(send, too_late(self.seconds))
+            except Refusal as refused:
+                how = await self._error(send, refused)
             except Gone:
                 raise
             except Exception as e:
@@ -102,7 +104,7 @@ class EventStream(Response):
 
     async def _error(self, send: Send, why: Refusal) -> str:
         """The last event of an answer that could not be finished; its line."""
-        await send({"type": "http.response.body", "body": b"data: " + encoded(why.body) + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": self.log_.dialect.failed(why), "more_body": True})
         return why.message
 
 

@@ -1,9 +1,10 @@
 """A model that is loaded, with what its answers are made with."""
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
+from lowq_cli.output.ways import ways_of
 from lowq_cli.serving.http.grammar import Grammars
 from lowq_cli.serving.http.hub import Hub
 from lowq_cli.serving.http.metrics import Roofline
@@ -35,6 +36,7 @@ class ServedModel:
         self.draw, self.roofline, self.weight_bytes = draw or {}, roofline or Roofline(), weight_bytes
         self.hub = Hub(engine)
         self.names, self.added = Names(tokenizer), tokenizer.added_tokens()
+        self.ways = lru_cache(lambda template: ways_of(template, self.added))  # how it writes, by the template in use
         self.grammars = Grammars(tokenizer, stop_ids, engine.vocabulary)
 
     @cached_property

@@ -1,28 +1,23 @@
-"""Calls of tools: what a request offers, how a model is made to call one, and calls read out of its text.
-
-A model writes a call as its chat template taught it: as {"name": ..., "arguments": ...} between <tool_call> tags (Hermes,
-Qwen), or as that object alone or in an array, where the answer begins with it (Llama, whose word is "parameters"; Mistral).
-"""
+"""Calls of tools: what a request offers, and how a model is made to call one, or to answer in a form."""
 
 import json
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowq_cli.engine.tokenizer import Added
+from lowq_cli.output.parts import Offered
+from lowq_cli.output.source import ARGUMENTS, NAME, OBJECT
+from lowq_cli.output.thoughts import Thoughts
+from lowq_cli.output.ways import Ways
 from lowq_cli.serving.http.fields import Asked, shown, table, text
 from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_schema
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import Mask
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-NAME = re.compile(r"[\w.-]{1,64}")
-BEGUN = re.compile(  # a call that may end anywhere after its name
-    r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[\w.-]{1,64})"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
-    re.DOTALL,
-)
+FUNCTION = re.compile(r"[\w.-]{1,64}")
+ANYTHING = "/(?s:.*)/"
 
 
 @dataclass(frozen=True)
@@ -34,20 +29,16 @@ class Tools:
     several: bool = True
 
     @property
-    def names(self) -> list[str]:
-        """Of the functions that may be called."""
-        return [t["function"]["name"] for t in self.given]
-
-    @property
-    def only(self) -> str | None:
-        """The one function that a forced call can be of, if there is but one."""
-        named = [self.choice] if self.choice != "required" else self.names
-        return named[0] if self.forced and len(named) == 1 else None
-
-    @property
     def forced(self) -> bool:
         """Whether the answer has to be a call."""
         return self.choice not in ("none", "auto")
+
+    @property
+    def offered(self) -> Offered:
+        """For the reader of answers."""
+        functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in self.given}
+        named = [self.choice] if self.choice != "required" else list(functions)
+        return Offered(functions, self.several, self.forced, named[0] if self.forced and len(named) == 1 else None)
 
 
 def read(asked: Asked) -> Tools:
@@ -70,31 +61,94 @@ def _tool(name: str, given: Any) -> dict[str, Any]:
     if table(name, given).get("type") != "function":
         raise wrong(f"{name}.type", f"must be function, not {shown(given.get('type'))}")
     function = table(f"{name}.function", given.get("function"))
-    if not NAME.fullmatch(text(f"{name}.function.name", function.get("name"))):
+    if not FUNCTION.fullmatch(text(f"{name}.function.name", function.get("name"))):
         raise wrong(f"{name}.function.name", "must be up to 64 letters, digits, and . _ -")
     table(f"{name}.function.parameters", function.get("parameters") or {})
     return {"type": "function", "function": function}
 
 
-def form(
-    asked: Asked, tools: Tools, template: str, added: Mapping[str, Added], grammars: Grammars
-) -> Callable[[], Mask] | None:
+@dataclass(frozen=True)
+class Place:
+    """Where an answer begins. ways: how the model writes. inside: whether in the midst of thoughts; think: whether it may have
+    any. template: its own; added: tokens that were added to its vocabulary."""
+
+    ways: Ways
+    template: str
+    added: Mapping[str, Added]
+    inside: bool = False
+    think: bool | None = None
+
+
+def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callable[[], Mask] | None:
     """What makes masks under which the answer has the form that was asked for; None where it may be any text.
 
-    A forced call is written as the template has calls. Where calls are free and the rest has a form, both are open: a call, or
-    an answer in the form. Raises Refusal for a form that a forced call cannot have.
+    A forced call is written as the model writes calls. Where calls are free and the rest has a form, both are open: a call, or
+    an answer in the form. Thoughts come before either. Raises Refusal for a form that a forced call cannot have.
     """
     wanted = answer_schema(asked)
     if tools.forced and wanted is not None:
         raise wrong(
             "response_format", "says how an answer in text looks, and tool_choice forces a call of a tool; leave one out"
         )
-    if not tools.given or (wanted is None and not tools.forced):
-        return None if wanted is None else grammars.schema(wanted[0], wanted[1])
+    thoughts = None if place.think is False and not place.inside else place.ways.thoughts
+    if wanted is None and not tools.forced:
+        return None
+    if not tools.given and wanted is not None and thoughts is None:
+        return grammars.schema(wanted[0], wanted[1])
     if asked.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
-    offered = [t["function"] for t in tools.given if tools.choice in ("auto", "required", t["function"]["name"])]
-    key = "parameters" if OPEN not in template and '"parameters"' in template else "arguments"
+    rules, begun = [], ""
+    if thoughts is not None:
+        begun = "thoughts " if place.inside else "thoughts? "
+        rules.append(_thoughts(thoughts, place))
+    ends = []
+    if tools.given:
+        ends.append("call")
+        rules.append(_call(tools, place))
+    if wanted is not None:
+        ends.append("answer")
+        rules.append(f"answer: %json {json.dumps({**wanted[0], 'x-guidance': SPACED})}\n")
+    return grammars.lark(f"start: {begun}({' | '.join(ends)})\n" + "".join(rules), wanted[1] if wanted else "tools")
+
+
+def _thoughts(thoughts: Thoughts, place: Place) -> str:
+    """The rule for thoughts, up to where an answer begins."""
+    head = "" if place.inside else f"{_literal(thoughts.open, place.added)} "
+    after = f" {json.dumps(thoughts.after)}?" if thoughts.after else ""
+    if thoughts.close in place.added:
+        return f"thoughts: {head}{ANYTHING} {_literal(thoughts.close, place.added)}{after}\n"
+    return f"thoughts: {head}thinking{after}\nthinking[suffix={json.dumps(thoughts.close)}]: {ANYTHING}\n"
+
+
+def _literal(text: str, added: Mapping[str, Added]) -> str:
+    """A text of a form; the tokens that were added are never made of other text."""
+    found = next((t for t in added if t and text.startswith(t)), None) if text not in added else text
+    if found is None:
+        return json.dumps(text, ensure_ascii=False)
+    rest = text.removeprefix(found)
+    return f"<[{added[found].token}]>" + (f" {_literal(rest, added)}" if rest else "")
+
+
+def _call(tools: Tools, place: Place) -> str:
+    """The rules for a call of one of the tools that may be called, as the model writes calls, or as JSON."""
+    functions = [t["function"] for t in tools.given if tools.choice in ("auto", "required", t["function"]["name"])]
+    written = place.ways.calls.form if place.ways.calls else ()
+    if not all(part in place.template or part in place.added for part in written if part.strip() and part[0] in "<["):
+        written = ()
+    if OBJECT in written or not written:
+        whole = " ".join("object" if p == OBJECT else _literal(p, place.added) for p in written if p) or "object"
+        key = "parameters" if place.ways.calls is None and '"parameters"' in place.template else "arguments"
+        return f"call: {whole}\nobject: %json {json.dumps(_objects(functions, key))}\n"
+    rules = []
+    for i, f in enumerate(functions):
+        parts = {NAME: json.dumps(f["name"]), ARGUMENTS: f"arguments{i}"}
+        rules.append(f"call{i}: " + " ".join(parts.get(p) or _literal(p, place.added) for p in written if p))
+        rules.append(f"arguments{i}: %json {json.dumps({**(f.get('parameters') or {'type': 'object'}), 'x-guidance': SPACED})}")
+    return "call: " + " | ".join(f"call{i}" for i in range(len(functions))) + "\n" + "\n".join(rules) + "\n"
+
+
+def _objects(functions: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """The schema of a call as an object with a name and arguments."""
     calls = [
         {
             "type": "object",
@@ -105,18 +159,9 @@ def form(
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for i, f in enumerate(offered)
+        for i, f in enumerate(functions)
     ]
-    spaced = {"anyOf": calls, "x-guidance": SPACED}
-    call = f"call: %json {json.dumps(spaced)}\n"
-    if OPEN in template:
-        opened, closed = (f"<[{added[t].token}]>" if t in added else f'"{t}"' for t in (OPEN, CLOSE))  # no text makes a token
-        call = f'call: {opened} "\\n" object "\\n" {closed}\nobject: %json {json.dumps(spaced)}\n'
-    if wanted is None:
-        return grammars.lark(f"start: call\n{call}", "tools")
-    return grammars.lark(
-        f"start: call | answer\n{call}answer: %json {json.dumps({**wanted[0], 'x-guidance': SPACED})}\n", wanted[1]
-    )
+    return {"anyOf": calls, "x-guidance": SPACED}
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -128,79 +173,3 @@ def _moved(schema: Any, place: str) -> Any:
     at = schema.get("$ref")
     moved = {k: _moved(v, place) for k, v in schema.items()}
     return moved | {"$ref": place + at[1:]} if isinstance(at, str) and at.startswith("#") else moved
-
-
-class Reader:
-    """Text of one answer in; text without the calls, and the calls, out."""
-
-    def __init__(self, tools: Tools) -> None:
-        self.tools, self.held, self.calls = tools, "", 0
-        self.inside = self.begun = self.bare = False
-
-    def push(self, piece: str, ended: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """(text, calls) that are certain now. cut: whether the answer was ended, in the midst of a call perhaps."""
-        self.held += piece
-        if not self.begun and (first := self.held.lstrip()[:1]):
-            self.begun, self.bare = True, first in "{["
-        if self.bare:  # JSON from its first character on: a call, or an answer that is JSON, as its end will show
-            if not ended:
-                return "", []
-            text, self.held = self.held, ""
-            found = self._calls(text) or (self._begun(text) if cut else [])
-            return ("", found) if found or (cut and self.tools.forced) else (text, [])
-        said, calls = "", list[dict[str, Any]]()
-        while self.held:
-            tag = CLOSE if self.inside else OPEN
-            before, found_tag, after = self.held.partition(tag)
-            if not found_tag:
-                break
-            self.held = after
-            if not self.inside:
-                said += before
-            elif found := self._calls(before):
-                calls += found
-            else:
-                said += OPEN + before + CLOSE
-            self.inside = not self.inside
-        if self.inside:
-            if ended:  # a tag that was never closed
-                found = self._calls(self.held) or (self._begun(self.held) if cut else [])
-                hidden = found or (cut and self.tools.forced)
-                calls, said, self.held = calls + found, said + ("" if hidden else OPEN + self.held), ""
-            return said, calls
-        if cut and self.tools.forced and self.held and OPEN.startswith(self.held):
-            return said, calls + self._begun("")
-        keep = 0 if ended else next((n for n in range(len(OPEN) - 1, 0, -1) if self.held.endswith(OPEN[:n])), 0)
-        said, self.held = said + self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return said, calls
-
-    def _calls(self, body: str) -> list[dict[str, Any]]:
-        """The calls that a text is; none if it is anything else."""
-        try:
-            value = json.loads(body)
-        except (ValueError, RecursionError):
-            return []
-        found = []
-        for call in value if isinstance(value, list) else [value]:
-            arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
-            if arguments is None or call.get("name") not in self.tools.names:
-                return []
-            if self.calls and not self.tools.several:
-                break
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            found.append(self._call(call["name"], written))
-        return found
-
-    def _begun(self, body: str) -> list[dict[str, Any]]:
-        """The call that a text is the beginning of, its arguments as far as they came, as OpenAI has it."""
-        begun = BEGUN.match(body)
-        name = begun["name"] if begun else self.tools.only
-        if name not in self.tools.names or (self.calls and not self.tools.several):
-            return []
-        return [self._call(name, (begun["arguments"] or "") if begun else "")]
-
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        function = {"name": name, "arguments": arguments}
-        found = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-        self.calls += 1
-        return found

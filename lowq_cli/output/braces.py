@@ -1,0 +1,111 @@
+"""Gemma's calls: call:NAME{key:value,...} between tags, with marks of their own around texts."""
+
+import json
+from dataclasses import dataclass
+
+from lowq_cli.output.json_text import converted, escaped
+from lowq_cli.output.parts import Parts
+from lowq_cli.output.source import Source, Wait, ignore
+
+DEEPEST = 64  # values inside values; what is deeper is passed on as it stands
+
+
+@dataclass(frozen=True)
+class Braces:
+    """open, close: around a call. quote: on both sides of a text."""
+
+    open: str
+    close: str
+    quote: str
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """None for a grammar."""
+        return ()
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What may be tokens of their own."""
+        return (self.open, self.close, self.quote)
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """What begins a call."""
+        return (self.open,)
+
+    def read(self, source: Source, out: Parts) -> Wait[None]:
+        """Text up to the first call, and that."""
+        if not (yield from source.until((self.open,), out.text)):
+            return
+        source.mark()
+        yield from source.blanks()
+        yield from source.takes("call:")
+        name = yield from source.word("{")
+        if name is None or not out.call(name.strip()):
+            out.text(self.open + source.taken)
+            source.sure()
+            return
+        source.sure()
+        yield from self._object(source, out, 0)
+        yield from source.until((self.close,), ignore)
+
+    def _object(self, source: Source, out: Parts, depth: int) -> Wait[None]:
+        """What comes after a brace, up to the one that closes it."""
+        out.arguments("{")
+        between = ""
+        while True:
+            yield from source.blanks()
+            if (yield from source.takes("}")):
+                break
+            if (yield from source.takes(self.quote)):
+                key = yield from source.word(self.quote)
+                yield from source.until((":",), ignore)
+            else:
+                key = yield from source.word(":")
+            if key is None:
+                break
+            out.arguments(between + json.dumps(key.strip().strip('"'), ensure_ascii=False) + ": ")
+            between = ", "
+            yield from self._value(source, out, depth + 1)
+            yield from source.blanks()
+            yield from source.takes(",")
+        if not source.over or not source.cut:
+            out.arguments("}")
+
+    def _list(self, source: Source, out: Parts, depth: int) -> Wait[None]:
+        out.arguments("[")
+        between = ""
+        while True:
+            yield from source.blanks()
+            if (yield from source.takes("]")) or source.over:
+                break
+            out.arguments(between)
+            between = ", "
+            some = yield from self._value(source, out, depth + 1)
+            yield from source.blanks()
+            if not (yield from source.takes(",")) and not some:
+                break  # nothing that a list may hold
+        if not source.over or not source.cut:
+            out.arguments("]")
+
+    def _value(self, source: Source, out: Parts, depth: int) -> Wait[bool]:
+        """One value; whether there was any."""
+        yield from source.blanks()
+        if (yield from source.takes(self.quote)):
+            out.arguments('"')
+            if (yield from source.until((self.quote,), lambda t: out.arguments(escaped(t)))) or not source.cut:
+                out.arguments('"')
+            return True
+        if depth < DEEPEST and (opened := (yield from source.takes("{", "["))):
+            yield from (self._object if opened == "{" else self._list)(source, out, depth)
+            return True
+        kept: list[str] = []
+        end = yield from source.until((",", "}", "]", self.close), kept.append)
+        source.held = end + source.held
+        if kept or end or not source.cut:
+            out.arguments(json.dumps(converted("".join(kept), {}), ensure_ascii=False))
+        return bool(kept)
+
+
+GEMMA = Braces("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = Braces("<start_function_call>", "<end_function_call>", "<escape>")

@@ -1,0 +1,95 @@
+"""A call as a head that names the function, and JSON after a mark: DeepSeek 3 and R1, Kimi K2, Mistral."""
+
+from dataclasses import dataclass
+
+from lowq_cli.output import bare
+from lowq_cli.output.json_text import value
+from lowq_cli.output.parts import Parts
+from lowq_cli.output.source import ARGUMENTS, NAME, Source, Wait, ignore
+
+
+@dataclass(frozen=True)
+class Headed:
+    """The marks. section, section_end: around all calls, or "". call: before a head; mark: after it. end: of a call, or "".
+
+    named: whether the head is functions.NAME:INDEX, which is the call's id too (Kimi).
+    """
+
+    section: str
+    call: str
+    mark: str
+    end: str = ""
+    section_end: str = ""
+    named: bool = False
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What may be tokens of their own."""
+        return tuple(filter(None, (self.section, self.call, self.mark, self.end, self.section_end)))
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """How a call is written out."""
+        name = ("functions.", NAME, ":0") if self.named else (NAME,)
+        return (self.section, self.call, *name, self.mark, ARGUMENTS, self.end, self.section_end)
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """What begins a call."""
+        return tuple(filter(None, (self.section, self.call)))
+
+    def read(self, source: Source, out: Parts) -> Wait[None]:
+        """Text up to the first calls, and those."""
+        tag = yield from source.until(self.openers, out.text)
+        if not tag:
+            return
+        source.mark()
+        if tag == self.section:
+            yield from source.blanks()
+            yield from source.takes(self.call)
+        while True:
+            yield from source.blanks()
+            if source.held[:1] in ("[", "{"):  # Mistral's older models: JSON and no head
+                if not (yield from bare.read(source, out)):
+                    out.text(tag)
+                return
+            name, id_ = yield from self._head(source, out)
+            if name is None or not out.call(name, id_):
+                out.text(tag + source.taken)
+                source.sure()
+                return
+            source.sure()
+            yield from source.until(("{",), ignore)  # a fence's first line, of DeepSeek's
+            source.held = "{" + source.held if not source.over else source.held
+            yield from value(source, out.arguments)
+            if self.end:
+                yield from source.until((self.end, self.section_end), ignore)
+            source.mark()
+            yield from source.blanks()
+            if not (yield from source.takes(self.call)):
+                break
+        source.back()
+        if self.section_end:
+            yield from source.blanks()
+            yield from source.takes(self.section_end)
+
+    def _head(self, source: Source, out: Parts) -> Wait[tuple[str | None, str]]:
+        """(the function's name, the call's id); None where it is no head."""
+        head = (yield from source.word(self.mark)) or ""
+        if self.named:
+            return head.strip().removeprefix("functions.").rpartition(":")[0] or None, head.strip()
+        if (
+            head.strip() == "function" and head.strip() not in out.offered.functions
+        ):  # DeepSeek 3: the name comes after the kind
+            head = (yield from source.word("\n")) or ""
+        return head.partition("[CALL_ID]")[0].strip() or None, ""
+
+
+DEEPSEEK = Headed(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+)
+KIMI = Headed(
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_calls_section_end|>", named=True,
+)  # fmt: skip
+MISTRAL = Headed("", "[TOOL_CALLS]", "[ARGS]")

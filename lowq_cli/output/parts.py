@@ -1,0 +1,98 @@
+"""The parts of an answer, in the order in which they come."""
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["thought", "text", "call", "arguments"]
+
+
+@dataclass
+class Part:
+    """A piece of an answer. kind "call" begins a call: its text is the function's name; "arguments" go on with its JSON.
+
+    index: which call of the answer. id: the call's, in its first part alone.
+    """
+
+    kind: Kind
+    text: str
+    index: int = 0
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What an answer may call. functions: name -> JSON schema of its parameters. several: whether more than one call may come.
+
+    forced: whether the answer has to be a call. only: the one function that a forced call can be of.
+    """
+
+    functions: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    several: bool = True
+    forced: bool = False
+    only: str | None = None
+
+    def schema(self, function: str, key: str) -> dict[str, Any]:
+        """The JSON schema of one parameter, {} where none is given."""
+        known = self.functions.get(function, {}).get("properties")
+        found = known.get(key) if isinstance(known, dict) else None
+        return found if isinstance(found, dict) else {}
+
+
+class Parts:
+    """The parts that have become certain, and what calls there were."""
+
+    def __init__(self, offered: Offered) -> None:
+        self.offered, self.calls = offered, 0
+        self.function = ""  # of the call that is being written
+        self._found: list[Part] = []
+        self.thinking = False  # whether thoughts are being written
+        self._surplus = self.mute = False  # mute: text is no part of the answer
+
+    def take(self) -> list[Part]:
+        """What was added since."""
+        found, self._found = self._found, []
+        return found
+
+    def thought(self, text: str) -> None:
+        """More of the model's thoughts."""
+        self._add("thought", text)
+
+    def text(self, text: str) -> None:
+        """More of the answer."""
+        if not self.mute:
+            self._add("text", text)
+
+    def call(self, name: str, id_: str = "") -> bool:
+        """Begin a call; False where no such function is offered. One call too many is read and left out."""
+        if name not in self.offered.functions:
+            return False
+        self.function, self._surplus = name, bool(self.calls) and not self.offered.several
+        if not self._surplus:
+            self._found.append(Part("call", name, self.calls, id_ or f"call_{uuid.uuid4().hex[:24]}"))
+            self.calls += 1
+        return True
+
+    def arguments(self, text: str) -> None:
+        """More of the JSON of the call that was begun last."""
+        if not self._surplus:
+            self._add("arguments", text, self.calls - 1)
+
+    def _add(self, kind: Kind, text: str, index: int = 0) -> None:
+        last = self._found[-1] if self._found else None
+        if last is not None and last.kind == kind and last.index == index:
+            last.text += text
+        elif text:
+            self._found.append(Part(kind, text, index))
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same parts, neighbours of one kind made one."""
+    found: list[Part] = []
+    for p in parts:
+        if found and p.kind != "call" and (found[-1].kind, found[-1].index) == (p.kind, p.index):
+            found[-1].text += p.text
+        else:
+            found.append(Part(p.kind, p.text, p.index, p.id))
+    return found

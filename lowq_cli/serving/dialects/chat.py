@@ -1,0 +1,140 @@
+"""OpenAI's /v1/chat/completions, with the thoughts of a model apart from its answer as DeepSeek and others send them."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from lowq_cli.output.parts import Part
+from lowq_cli.serving.dialects.completions import DONE, Around
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.answers import Answer, event
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.text import Piece
+
+LEAST = -9999.0  # a log-probability that JSON can hold
+
+
+class Chat:
+    """What it reads and writes."""
+
+    name, media_type = "chat", "text/event-stream"
+
+    def read(self, body: dict[str, Any]) -> fields.Asked:
+        """What a body asks for."""
+        return fields.read(body, chat=True)
+
+    def refused(self, why: Refusal) -> dict[str, Any]:
+        """As OpenAI says it."""
+        return why.body
+
+    def failed(self, why: Refusal) -> bytes:
+        """The last event of a stream that could not be finished."""
+        return event(why.body)
+
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        n = len(answer.writers)
+        messages, logprobs = [Message() for _ in range(n)], [_none(answer) for _ in range(n)]
+        async for index, piece in answer.pieces():
+            messages[index].add(piece.parts)
+            found, more = logprobs[index], _logprobs(answer, piece)
+            if found is not None and more is not None:
+                found["content"] += more["content"]
+        choices = [
+            {"index": i, "message": m.table, "logprobs": logprobs[i], "finish_reason": answer.finish_reasons[i]}
+            for i, m in enumerate(messages)
+        ]
+        return {**_head(answer, ""), "choices": choices, "usage": answer.usage()}
+
+    async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        usage = {"usage": None} if answer.asked.get("stream_options") else {}
+        head = _head(answer, ".chunk")
+
+        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> bytes:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+            return event({**head, "choices": [choice], **usage})
+
+        for index in range(len(answer.writers)):
+            yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        around = Around(lambda index, text: chunk(index, {"content": text}))
+        async for index, piece in answer.pieces():
+            logprobs = _logprobs(answer, piece)
+            if logprobs and logprobs["content"] and not piece.parts:
+                yield chunk(index, {"content": ""}, logprobs)
+            for part in piece.parts:
+                yield (
+                    around(index, part.text)
+                    if part.kind == "text" and logprobs is None
+                    else chunk(index, _delta(part), logprobs)
+                )
+                logprobs = None if logprobs is None else _none(answer)
+            if piece.finish_reason:
+                yield chunk(index, {}, None, piece.finish_reason)
+        if usage:
+            yield event({**head, "choices": [], "usage": answer.usage()})
+        yield DONE
+
+
+class Message:
+    """A whole message out of its parts."""
+
+    def __init__(self) -> None:
+        self.text = self.thoughts = ""
+        self.calls: list[dict[str, Any]] = []
+
+    def add(self, parts: list[Part]) -> None:
+        """More of it."""
+        for p in parts:
+            if p.kind == "text":
+                self.text += p.text
+            elif p.kind == "thought":
+                self.thoughts += p.text
+            elif p.kind == "call":
+                self.calls.append({"id": p.id, "type": "function", "function": {"name": p.text, "arguments": ""}})
+            else:
+                self.calls[p.index]["function"]["arguments"] += p.text
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """As OpenAI has it."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.thoughts:
+            found["reasoning_content"] = self.thoughts
+        return found | ({"content": self.text.strip() or None, "tool_calls": self.calls} if self.calls else {})
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if part.kind == "text":
+        return {"content": part.text}
+    if part.kind == "thought":
+        return {"reasoning_content": part.text}
+    if part.kind == "call":
+        named = {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
+        return {"tool_calls": [{"index": part.index, **named}]}
+    return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    name, kind = f"chatcmpl-{answer.id}", f"chat.completion{kind}"
+    return {"id": name, "object": kind, "created": answer.created, "model": answer.model}
+
+
+def _none(answer: Answer) -> dict[str, Any] | None:
+    return None if answer.asked.logprobs is None else {"content": [], "refusal": None}
+
+
+def _logprobs(answer: Answer, piece: Piece) -> dict[str, Any] | None:
+    """A piece's log-probabilities; the token that ended the answer is no part of its content, as with OpenAI."""
+    found = _none(answer)
+    if found is not None:
+        rows = piece.logprobs[:-1] if piece.ended else piece.logprobs
+        found["content"] = [
+            _named(answer, token, logprob) | {"top_logprobs": [_named(answer, *t) for t in top]}
+            for token, logprob, top, _ in rows
+        ]
+    return found
+
+
+def _named(answer: Answer, token: int, logprob: float) -> dict[str, Any]:
+    text, raw = answer.names.of(token)
+    return {"token": text, "logprob": max(logprob, LEAST), "bytes": raw}

@@ -1,0 +1,110 @@
+"""OpenAI's /v1/completions."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.answers import Answer, encoded, event
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.text import Piece
+
+DONE = b"data: [DONE]\n\n"
+Logprobs = dict[str, list[Any]]
+
+
+class Completions:
+    """What it reads and writes."""
+
+    name, media_type = "completion", "text/event-stream"
+
+    def read(self, body: dict[str, Any]) -> fields.Asked:
+        """What a body asks for."""
+        return fields.read(body, chat=False)
+
+    def refused(self, why: Refusal) -> dict[str, Any]:
+        """As OpenAI says it."""
+        return why.body
+
+    def failed(self, why: Refusal) -> bytes:
+        """The last event of a stream that could not be finished."""
+        return event(why.body)
+
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        texts, logprobs = list(answer.echoes), [_none(answer) for _ in answer.writers]
+        async for index, piece in answer.pieces():
+            texts[index] += piece.text
+            _add(logprobs[index], _logprobs(answer, index, piece))
+        choices = [
+            {"index": i, "text": text, "logprobs": logprobs[i], "finish_reason": answer.finish_reasons[i]}
+            for i, text in enumerate(texts)
+        ]
+        return {**_head(answer), "choices": choices, "usage": answer.usage()}
+
+    async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        usage = {"usage": None} if answer.asked.get("stream_options") else {}
+        head = _head(answer)
+
+        def chunk(index: int, text: str, logprobs: Any = None, finish_reason: str | None = None) -> bytes:
+            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+            return event({**head, "choices": [choice], **usage})
+
+        for index, echo in enumerate(answer.echoes):
+            if echo:
+                yield chunk(index, echo)
+        around = Around(lambda index, text: chunk(index, text))
+        async for index, piece in answer.pieces():
+            logprobs = _logprobs(answer, index, piece)
+            if logprobs and piece.logprobs:
+                yield chunk(index, piece.text, logprobs)
+            elif piece.text:
+                yield around(index, piece.text)
+            if piece.finish_reason:
+                yield chunk(index, "", None, piece.finish_reason)
+        if usage:
+            yield event({**head, "choices": [], "usage": answer.usage()})
+        yield DONE
+
+
+class Around:
+    """Chunks that differ in their text alone: what is before and after it is made once a choice."""
+
+    HERE = "51d0b9a2f8c64b0f9a0f"  # where the text belongs
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+        self.made: dict[int, list[bytes]] = {}
+
+    def __call__(self, index: int, text: str) -> bytes:
+        if index not in self.made:
+            self.made[index] = self.make(index, self.HERE).split(encoded(self.HERE))
+        before, after = self.made[index]
+        return before + encoded(text) + after
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": answer.created, "model": answer.model}
+
+
+def _none(answer: Answer) -> Logprobs | None:
+    if answer.asked.logprobs is None:
+        return None
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _logprobs(answer: Answer, index: int, piece: Piece) -> Logprobs | None:
+    """A piece's log-probabilities, that of the token which ended it among them: who asked for one token has one."""
+    found = _none(answer)
+    for token, logprob, top, at in piece.logprobs if found is not None else ():
+        text = answer.names.of(token)[0]
+        likeliest = {answer.names.of(t)[0]: value for t, value in top} | {text: logprob}
+        row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest}
+        _add(found, {name: [v] for name, v in row.items()} | {"text_offset": [len(answer.echoes[index]) + at]})
+    return found
+
+
+def _add(all_: Logprobs | None, more: Logprobs | None) -> None:
+    for name, rows in (more or {}).items():
+        if all_ is not None:
+            all_[name] += rows

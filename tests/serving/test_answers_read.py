@@ -1,0 +1,270 @@
+"""Thoughts, text and calls out of what models write, family by family, however the text is cut into pieces."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowq_cli.output import braces, elements, harmony, headed, pairs, python_calls, tagged_json
+from lowq_cli.output.parts import Offered, joined
+from lowq_cli.output.read import Reader
+from lowq_cli.output.thoughts import SECTIONS
+from lowq_cli.output.ways import MARKS, Ways, ways_of
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}}
+OFFERED = Offered({"f": SCHEMA, "get.it-2": {}, "g": SCHEMA})
+TEXTS = st.text(st.sampled_from("ab\"\\é😀\n {}[],:='"), max_size=8)
+ARGUMENTS = st.fixed_dictionaries({}, optional={"x": TEXTS, "n": st.integers(-9, 99), "l": st.lists(TEXTS, max_size=2)})
+CALLS = st.tuples(st.sampled_from(list(OFFERED.functions)), ARGUMENTS)
+
+
+def as_json(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def elements_of(e):
+    def written(calls):
+        def argument(key, value):
+            end = e.key_ends[0]
+            return f"{e.key}{key}{end}\n{value if isinstance(value, str) else as_json(value)}\n{e.value_end}\n"
+
+        def one(name, arguments):
+            return f"{e.call}{name}{e.name_end}\n{''.join(argument(*a) for a in arguments.items())}{e.call_end}\n"
+
+        return "".join(f"{e.section}\n{one(*c)}{e.section_end}" for c in calls)
+
+    return written
+
+
+def pairs_of(p):
+    open_, close, key, key_end, value, value_end = p.tags
+
+    def one(name, arguments):
+        found = [
+            f"{key}{k}{key_end}\n{value}{v if isinstance(v, str) else as_json(v)}{value_end}\n" for k, v in arguments.items()
+        ]
+        return f"{open_}{name}\n{''.join(found)}{close}"
+
+    return lambda calls: "".join(one(*c) for c in calls)
+
+
+def braces_of(b):
+    def text(value):
+        if isinstance(value, str):
+            return f"{b.quote}{value}{b.quote}"
+        return f"[{','.join(map(text, value))}]" if isinstance(value, list) else as_json(value)
+
+    def one(name, arguments):
+        return f"{b.open}call:{name}{{{','.join(f'{k}:{text(v)}' for k, v in arguments.items())}}}{b.close}"
+
+    return lambda calls: "".join(one(*c) for c in calls)
+
+
+def tagged(t, name="name", key="arguments"):
+    def written(calls):
+        whole = [as_json({name: n, key: a}) for n, a in calls]
+        if t is tagged_json.HERMES:
+            return "\n".join(f"{t.open}\n{c}\n{t.close}" for c in whole)
+        return f"{t.open}[{', '.join(whole)}]{t.close}"
+
+    return written
+
+
+def python(p):
+    def one(name, arguments):
+        return f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+
+    return lambda calls: f"{p.open}[{', '.join(one(*c) for c in calls)}]{p.close}"
+
+
+def deepseek_old(calls):
+    d = headed.DEEPSEEK
+    whole = [f"{d.call}function{d.mark}{n}\n```json\n{as_json(a)}\n```{d.end}" for n, a in calls]
+    return d.section + "\n".join(whole) + d.section_end
+
+
+def headed_of(h):
+    def written(calls):
+        whole = [
+            f"{h.call}{f'functions.{n}:{i}' if h.named else n}{h.mark}{as_json(a)}{h.end}" for i, (n, a) in enumerate(calls)
+        ]
+        return h.section + "".join(whole) + h.section_end
+
+    return written
+
+
+def harmony_of(calls):
+    head = "<|start|>assistant<|channel|>commentary to=functions."
+    return "".join(f"{head}{n} <|constrain|>json<|message|>{as_json(a)}<|call|>" for n, a in calls)
+
+
+ELEMENTS = (elements.QWEN, elements.SEED, elements.MINIMAX, elements.DEEPSEEK)
+WRITTEN = {
+    **{f"tagged {k.open}": (k, tagged(k)) for k in tagged_json.KINDS},
+    "command": (
+        tagged_json.KINDS[3],
+        lambda calls: tagged(tagged_json.KINDS[3], "parameters")(calls).replace('"name"', '"tool_name"'),
+    ),
+    **{
+        f"elements {e.section}": (e, elements_of(e))
+        for e in (elements.QWEN, elements.SEED, elements.MINIMAX, elements.DEEPSEEK)
+    },
+    "glm": (pairs.GLM, pairs_of(pairs.GLM)),
+    "longcat": (pairs.LONGCAT, pairs_of(pairs.LONGCAT)),
+    "deepseek": (headed.DEEPSEEK, headed_of(headed.DEEPSEEK)),
+    "deepseek, older": (headed.DEEPSEEK, deepseek_old),
+    "kimi": (headed.KIMI, headed_of(headed.KIMI)),
+    "mistral": (headed.MISTRAL, headed_of(headed.MISTRAL)),
+    "mistral, older": (headed.MISTRAL, lambda calls: "[TOOL_CALLS]" + as_json([{"name": n, "arguments": a} for n, a in calls])),
+    "gemma": (braces.GEMMA, braces_of(braces.GEMMA)),
+    "function gemma": (braces.FUNCTION_GEMMA, braces_of(braces.FUNCTION_GEMMA)),
+    "lfm": (python_calls.LFM, python(python_calls.LFM)),
+    "olmo": (python_calls.OLMO, python(python_calls.OLMO)),
+    "llama 4": (python_calls.LLAMA4, python(python_calls.LLAMA4)),
+    "llama 3": (None, lambda calls: "; ".join(as_json({"name": n, "parameters": a}) for n, a in calls)),
+    "harmony": (harmony.HARMONY, harmony_of),
+}
+FIRST = ("llama 3", "llama 4", "harmony")  # whose answers begin with their calls, or are told apart by channels
+
+
+def pieces(text, rng):
+    cuts = sorted(rng.sample(range(1, len(text)), min(len(text) - 1, rng.randrange(1, 9)))) if len(text) > 1 else []
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def read(ways, text, rng=None, offered=OFFERED, inside=False, cut=False):
+    reader, found = Reader(ways, offered, inside), []
+    parts = list(text) if rng is None else pieces(text, rng)
+    for i, piece in enumerate(parts):
+        found += reader.push(piece, i + 1 == len(parts), cut and i + 1 == len(parts))
+    return [(p.kind, p.text, p.index) for p in joined(found)]
+
+
+def calls_in(parts):
+    found = []
+    for kind, text, index in parts:
+        if kind == "call":
+            assert index == len(found)
+            found.append([text, ""])
+        elif kind == "arguments":
+            found[index][1] += text
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+def text_in(parts, kind="text"):
+    return "".join(text for k, text, _ in parts if k == kind)
+
+
+def writable(name, calls):
+    """Whether the family's marks can hold these arguments: texts in elements have no newline at an end, pairs no blank name."""
+    if name.startswith("elements"):
+        return all(not (v.startswith("\n") or v.endswith("\n")) for _, a in calls for v in a.values() if isinstance(v, str))
+    return not (name in ("lfm", "olmo", "llama 4") and any(n == "get.it-2" for n, _ in calls))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(CALLS, min_size=1, max_size=3), before=st.sampled_from(["", "I look.", "a <b [c"]), seed=st.integers(0, 999)
+)
+def test_calls_are_read_as_they_were_written_however_they_are_cut(name, calls, before, seed):
+    way, written = WRITTEN[name]
+    if not writable(name, calls):
+        return
+    text = ("" if name in FIRST else before) + written(calls)
+    parts = read(Ways(way, None), text, random.Random(seed))
+    typed = [(n, a if n != "get.it-2" or name.split()[0] not in ("elements", "glm", "longcat") else None) for n, a in calls]
+    for (found, arguments), (n, a) in zip(calls_in(parts), typed, strict=True):
+        assert found == n
+        assert a is None or arguments == a
+    assert text_in(parts).strip() == ("" if name in FIRST else before)
+
+
+GARBLED = ["", "}", '"', "<", ">", "\n", "[", "{", "null", "name", "f", " ", "call:f{", "to=f", "function"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 999), cut=st.booleans(), inside=st.booleans())
+def test_any_text_gives_the_same_parts_however_it_is_cut(name, data, seed, cut, inside):
+    """Also where it is no call, half a one, or two of them mixed: nothing hangs, nothing is decided too early."""
+    way, written = WRITTEN[name]
+    whole = written(data.draw(st.lists(CALLS, min_size=1, max_size=2)))
+    at = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=2, max_size=2)))
+    section = data.draw(st.sampled_from(SECTIONS))
+    texts = st.one_of(st.sampled_from([whole, whole[: at[0]], whole[at[0] :], whole[at[0] : at[1]]]), st.sampled_from(GARBLED))
+    text = "".join(data.draw(st.lists(st.one_of(texts, st.sampled_from([section.open, section.close])), max_size=6)))
+    ways = Ways(way, None if way is harmony.HARMONY else section)
+    one = read(ways, text, None, inside=inside, cut=cut)
+    assert one == read(ways, text, random.Random(seed), inside=inside, cut=cut)
+    assert one == read(ways, text, random.Random(seed + 1), inside=inside, cut=cut)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(max_examples=40, deadline=None)
+@given(calls=st.lists(CALLS, min_size=1, max_size=2), data=st.data())
+def test_what_comes_of_a_text_that_is_cut_is_the_beginning_of_what_comes_of_all_of_it(name, calls, data):
+    """Calls are sent as they come, so none may be taken back."""
+    way, written = WRITTEN[name]
+    text = written(calls)
+    kept = data.draw(st.integers(1, len(text)))
+    reader = Reader(Ways(way, None), OFFERED)
+    sure = [(p.kind, p.text, p.index) for p in joined(reader.push(text[:kept]))]
+    whole = read(Ways(way, None), text)
+    assert len(sure) <= len(whole)
+    for i, (kind, said, index) in enumerate(sure):
+        assert (kind, index) == (whole[i][0], whole[i][2])
+        assert whole[i][1].startswith(said) if i + 1 == len(sure) else whole[i][1] == said
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.open)
+@settings(max_examples=40, deadline=None)
+@given(
+    thought=st.text(st.sampled_from("ab <é\n"), max_size=9),
+    said=st.text(st.sampled_from("ab <é"), min_size=1, max_size=9).filter(lambda t: t.strip()),
+    seed=st.integers(0, 999),
+    inside=st.booleans(),
+)
+def test_thoughts_stand_apart_from_the_answer(section, thought, said, seed, inside):
+    text = ("" if inside else section.open) + f"\n{thought}\n{section.close}\n\n{said}"
+    parts = read(Ways(None, section), text, random.Random(seed), Offered(), inside)
+    assert (text_in(parts, "thought"), text_in(parts)) == (thought.strip(), said.lstrip())
+
+
+def test_thoughts_that_no_answer_follows_are_all_there_is():
+    assert read(Ways(None, SECTIONS[0]), "so and", inside=True, cut=True) == [("thought", "so and", 0)]
+
+
+def test_an_opener_in_the_midst_of_an_answer_is_text():
+    text = "The tag <think> opens a thought, </think> ends it."
+    assert read(Ways(None, SECTIONS[0]), text) == [("text", text, 0)]
+
+
+def test_a_call_ends_thoughts_that_nothing_closed():
+    text = 'hm <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    parts = read(Ways(tagged_json.HERMES, SECTIONS[0]), text, inside=True)
+    assert parts == [("thought", "hm", 0), ("call", "f", 0), ("arguments", "{}", 0)]
+
+
+def test_channels_are_thought_answer_and_notes_between():
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    text += "<|start|>assistant<|channel|>final<|message|>Hello<|return|>"
+    assert read(Ways(harmony.HARMONY, None), text) == [("thought", "hm", 0), ("text", "I look.Hello", 0)]
+    assert read(Ways(harmony.HARMONY, None), "no head") == [("text", "no head", 0)]
+
+
+def test_a_function_that_is_not_offered_is_text():
+    for name, (way, written) in WRITTEN.items():
+        text = written([("f", {"x": "a"})])
+        if name != "harmony":  # whose marks are no text
+            assert text_in(read(Ways(way, None), text, offered=Offered({"other": {}}))) == text
+
+
+def test_every_way_is_found_by_its_marks():
+    for marks, way in MARKS:
+        assert ways_of(" ".join(marks), {}).calls is way
+    assert ways_of("plain", {}) == Ways(None, None)
+    assert ways_of("plain", {"<think>": 1, "</think>": 2}).thoughts is SECTIONS[0]
+    assert ways_of("{{ x.split('</think>')[-1] }}", {}).thoughts is SECTIONS[0]
