@@ -37,7 +37,7 @@ class Log:
     def ended(self, outcome: str, how: str, answer: Answer | None = None) -> None:
         """The line: what was asked, tokens in and out, seconds, speed, how it ended."""
         seconds = time.monotonic() - self.began
-        model = "" if answer is None else answer.head["model"]
+        model = "" if answer is None else answer.model
         self.metrics.requests.labels(model, outcome).inc()
         self.metrics.whole.labels(model).observe(seconds)
         numbers = ""
