@@ -27,7 +27,8 @@ from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
-from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
+from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, torch_dtype
+from lowq_cli.files.shapes import text_config
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
@@ -59,6 +60,7 @@ class Contents:
     act: str
     linears: dict[Linear, list[Matrix]]
     experts: dict[Experts, dict[str, list[Matrix]]]
+    stacks: dict[Experts, dict[str, tuple[str, tuple[int, ...]]]]  # of experts that files hold in dense stacks: names, shapes
     vectors: dict[str, tuple[int, ...]]  # whole names
     embed: Matrix | None  # None: of another model, which a draft head guesses for
     head: Matrix | None  # None: tied to the embedding, or of another model
@@ -125,7 +127,6 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     config, model, _ = read_config(source.config, len(source.headers))
     if reason := rope.why_not(config.get_text_config().rope_parameters):
         raise NotPlain(reason)
-    dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source.config)
     stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
     schemes: Mapping[str, Stored | InBlocks] = {}
     try:
@@ -137,6 +138,7 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     except (DamagedError, UnsupportedError) as e:
         raise NotPlain(str(e)) from None
     named = Named.of_files(model, source.headers)
+    dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source, named)
     if model.tied and named.place[1] + WEIGHT in source.headers:  # a class may tie by default what files hold apart
         model = replace(model, tied=False)
         named = Named(model, named.place)
@@ -146,7 +148,9 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     contents = filled(config, named, dtype, schemes, table, head)
     if head is None and contents.embed and contents.embed.how and model.head_bias:
         raise NotPlain("a head with a bias that is the packed embedding")
-    contents = replace(contents, act="none" if quantization is None or in_fp8 else quantization.get("activations", "none"))
+    act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
+    stacks = {part: found for part in contents.experts if (found := _stacks(part, named, source.headers))}
+    contents = replace(contents, act=act, stacks=stacks)
     check(contents, source.headers)
     return contents
 
@@ -182,7 +186,7 @@ def filled(
     ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
-    return Contents(config, model, named, dtype, "none", linears, experts, vectors, embed, top)
+    return Contents(config, model, named, dtype, "none", linears, experts, {}, vectors, embed, top)
 
 
 def _check_mixture(part: Experts) -> None:
@@ -191,6 +195,21 @@ def _check_mixture(part: Experts) -> None:
         raise NotPlain("config.json does not say how many experts there are")
     if part.bias and not part.stacked:
         raise NotPlain("experts with biases of their own")
+
+
+def _stacks(part: Experts, named: Named, headers: Mapping[str, TensorHeader]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Parameter -> name and shape of the tensor that holds it for all experts of a layer, where the files have such."""
+    if not part.stacked or f"{named.full(part.files)}.{part.leaves[0]}" not in headers:
+        return {}
+    E, N, K = part.router.experts, part.inner, part.hidden
+    found = {}
+    sizes = {"gate_up_proj" if part.gated else "up_proj": (2 * N if part.gated else N, K), "down_proj": (K, N)}
+    for (parameter, (rows, columns)), leaf in zip(sizes.items(), part.leaves, strict=True):
+        name = f"{named.full(part.files)}.{leaf}"
+        forms = {"both": ((E, columns, rows),), "files": ((E, columns, rows), (E, rows, columns)), "": ((E, rows, columns),)}
+        held = tuple(headers[name].shape) if name in headers else ()
+        found[parameter] = name, held if held in forms[part.transposed] else forms[part.transposed][0]
+    return found
 
 
 def _biases(part: Experts, named: Named) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -203,22 +222,27 @@ def _biases(part: Experts, named: Named) -> dict[str, tuple[str, tuple[int, int]
     return {s: (n, (part.router.experts, N)) for s, n, N in zip(stacks, names, rows, strict=True)}
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    named = config.get("dtype") or config.get("torch_dtype")
-    if named not in DTYPES:
-        raise NotPlain("config.json names no dtype")
-    return DTYPES[named]
+def _dtype(source: Source, known: Named) -> torch.dtype:
+    """What config.json says, of all or of its text part; where it says nothing, what the files hold tensors in."""
+    parts = (source.config, text_config(source.config))
+    named = next((d for part in parts for name in ("dtype", "torch_dtype") if (d := part.get(name)) is not None), None)
+    if named is None:
+        held = (source.headers[n].dtype for n in known.tensors if n in source.headers)
+        named = next((torch_dtype(d) for d in held if d in FLOATS), None)
+    found = DTYPES.get(named, named) if isinstance(named, str) else named
+    if found not in DTYPES.values():
+        raise NotPlain(f"config.json names the dtype {named!r}")
+    return found
 
 
 def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
     """Raise NotPlain unless the headers are those of `contents`, and of parts that text does not need."""
     wanted: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
     singles = [m for m in (contents.embed, contents.head) if m]
-    stacks = [row for stacks in contents.experts.values() for row in stacks.values()]
+    stacks = [row for part, own in contents.experts.items() if part not in contents.stacks for row in own.values()]
+    wanted |= {name: (shape, FLOATS) for own in contents.stacks.values() for name, shape in own.values()}
     if any(len({m.how for m in row}) > 1 or not (row[0].how is None or _in_rows(row[0])) for row in stacks):
         raise NotPlain("experts of a layer that are not packed alike, in rows")
-    if any(all(row[0].how is None for row in stacks.values()) for stacks in contents.experts.values()):
-        raise NotPlain("experts that are not packed")
     for part in contents.experts:
         wanted |= {name: (shape, FLOATS) for name, shape in _biases(part, contents.named).values()}
     for m in [*(m for row in (*contents.linears.values(), *stacks) for m in row), *singles]:
@@ -366,6 +390,9 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
     E, dtype, stacks, packed = len(rows["down_proj"]), contents.dtype, {}, {}
     for name, row in rows.items():
         N, K = sum(m.N for m in row) // E, row[0].K
+        if part in contents.stacks:
+            stacks[name] = _in_order(part, name, reader.read(contents.stacks[part][name][0], dtype), N)
+            continue
         if row[0].how is None:
             stacks[name] = reader.join([m.stem + WEIGHT for m in row], dtype).reshape(E, N, K)
             continue
@@ -386,6 +413,14 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
     for name, stack in packed.items():
         experts._hold(name, stack)
     return experts.prepare(dtype)
+
+
+def _in_order(part: Experts, name: str, held: torch.Tensor, N: int) -> torch.Tensor:
+    """A stack of the files as (E, N, K), all rows of gate before those of up."""
+    rows = held if part.transposed != "both" and held.shape[1] == N else held.mT
+    if part.interleaved and part.gated and name == "gate_up_proj":
+        rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], 1)
+    return rows.contiguous()
 
 
 def _embedding(m: Matrix, contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedding:

@@ -53,6 +53,11 @@ class Plan:
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
         self.rotations = _rotations(model, compiled.ropes, config)
         self.vocabulary = int(self.head.out_features)  # type: ignore[arg-type]
+        self.read_as: torch.Tensor | None = None  # (V,) int64: the token whose embedding each has, where some have another's
+        if model.read_as:
+            self.read_as = torch.arange(model.vocab, device=device)
+            for token, other in model.read_as:
+                self.read_as[token] = other
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
         self.tuned = ""  # as in `owned.Owned`
@@ -87,7 +92,7 @@ class Plan:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings (..., H) of token ids (...), as the first layer takes them."""
-        x = self.embedding(ids)
+        x = self.embedding(self._read(ids))
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
 
@@ -124,7 +129,7 @@ class Plan:
         if batch.pictures is not None and batch.shows:
             frame.x = batch.pictures.shown(frame.x)
         if self.tokens is not None:
-            frame.kept["table"] = self.tokens(batch.ids, frame.x)
+            frame.kept["table"] = self.tokens(self._read(batch.ids), frame.x)
         self.run(frame)
         if taps is not None and frame.taps is not None:
             taps += [frame.taps[i] for i in self.taps]
@@ -143,6 +148,9 @@ class Plan:
         finally:
             scope.reset(outer)
         return frame
+
+    def _read(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids if self.read_as is None else self.read_as[ids]
 
     def _row_of_ones(self, M: int) -> torch.Tensor:
         if M not in self._ones:

@@ -4,6 +4,7 @@ Its modules become views into the joined weights, so nothing is held twice and t
 the same tensors straight from files.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from lowq_cli.engine import rope
 from lowq_cli.hf.embedding import embed_scale
-from lowq_cli.hf.expert_kinds import EVERY_TOKEN, between
+from lowq_cli.hf.expert_kinds import kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import dense, join, weight_of
@@ -53,7 +54,11 @@ class ModelWeights:
     def experts(self, part: Experts) -> nn.Module:
         """As `compiling.Weights` says."""
         found = self.text.get_submodule(part.module)
-        return Chosen(found) if type(found).__name__ in EVERY_TOKEN else found
+        if isinstance(found, QuantExperts):
+            return found
+        own = copy(found)  # which gives its parameters away, so that the model's module keeps its own
+        own._parameters = dict(found._parameters)
+        return QuantExperts(own, {}, self.model.dtype, top_k=part.router.top_k)
 
     @property
     def embed(self) -> nn.Module:
@@ -64,24 +69,6 @@ class ModelWeights:
     def head(self) -> nn.Module:
         """The output layer."""
         return self.model.get_submodule(self.described.head)
-
-
-class Chosen(nn.Module):
-    """Dense experts that transformers gives every token (`expert_kinds.EVERY_TOKEN`), each given those that visit it."""
-
-    def __init__(self, experts: Any) -> None:
-        super().__init__()
-        self.__dict__["theirs"] = experts  # not a submodule: its parameters are the model's
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x (M, H), ids and weights (M, top_k) -> (M, H), a token's experts summed in fp32."""
-        theirs = self.__dict__["theirs"]
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for e in ids.unique().tolist():
-            rows, k = (ids == e).nonzero(as_tuple=True)
-            one = between(theirs, x[rows] @ theirs.gate_up_proj[e]) @ theirs.down_proj[e]
-            y.index_add_(0, rows, one.float() * weights[rows, k, None].float())
-        return y.to(x.dtype)
 
 
 def describe(config: Any) -> tuple[Model, Family]:
@@ -105,7 +92,7 @@ def why_not(model: Any) -> str | None:
         return str(e)
     try:
         weights = ModelWeights(model, described)
-        routed = [weights.experts(m) for _, m in mixers(described) if isinstance(m, Experts)]
+        routed = [weights.text.get_submodule(m.module) for _, m in mixers(described) if isinstance(m, Experts)]
         scale = embed_scale(weights.embed) if isinstance(weights.embed, nn.Embedding) else 1.0
         weights.vector(f"{described.norm.name}.weight")
         assert weights.head is not None
@@ -113,10 +100,10 @@ def why_not(model: Any) -> str | None:
         return f"{type(model).__name__} is not built like the causal models of its family"
     if scale is None:
         return f"an embedding of a kind lowq does not know ({type(weights.embed).__name__})"
+    if odd := next((k for m in routed if not isinstance(m, QuantExperts) and isinstance(k := kind_of(m), str)), None):
+        return odd
     if len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
-    if model.device.type != "cpu" and not all(isinstance(experts, QuantExperts) for experts in routed):
-        return "experts that are not packed"
     if any(hasattr(m, "_hf_hook") for m in model.modules()):
         return "hooks of accelerate sit on its modules"
     return None

@@ -84,17 +84,17 @@ class QuantExperts(nn.Module):
         self.layouts[name] = stack.layout
 
     def stack(self, name: str) -> Stack:
-        """The weights called `name` as they are held now."""
+        """The weights called `name` as they are held now; dense ones in the order that the module's gate takes."""
         _, N, K = self.shapes[name]
         words, scales, zeros, table, aux = (getattr(self, name + suffix) for suffix in (*LEAVES, "_aux"))
-        if name not in self.schemes:
-            words = self.kind.rows(name, words)
+        if name not in self.schemes and self.kind.transposed:
+            words = words.mT
         return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name], table, self.bias(name))
 
     def bias(self, name: str) -> torch.Tensor | None:
         """What is added to the products of a stack, (E, N); None where nothing is."""
         bias = getattr(self, f"{name}_bias")
-        if bias is None or not self.kind.interleaved:
+        if bias is None or not self.kind.interleaved or name not in self.schemes:
             return bias
         key = (bias.data_ptr(), bias.device)
         if name not in self._ordered or self._ordered[name][0] != key:  # a step of decoding would copy it in every layer
@@ -145,7 +145,8 @@ class QuantExperts(nn.Module):
         first, down = self.kind.stacks
         gating, last = self.__dict__["gating"], self.shapes[down][0] - 1
         own = experts.clamp(max=last) if self.kind.identities else experts
-        h = self.kind.as_gated(self._product(x, own, first))
+        h = self._product(x, own, first)
+        h = self.kind.as_gated(h) if first in self.schemes else h
         y = self._product(between(gating, h), own, down)
         return torch.where((experts > last)[:, None], x, y) if self.kind.identities else y
 
@@ -172,6 +173,8 @@ class QuantExperts(nn.Module):
         gating: Any = self.__dict__["gating"]
         if described := getattr(gating, "act", ""):  # by `native_loader`
             return described if gating.has_gate and described in FUSED else ""
+        if self.kind.interleaved and self.kind.first not in self.schemes:
+            return ""
         if type(gating).__name__ == "GptOssExperts" and (gating.alpha, gating.limit) == (1.702, 7.0):
             return "clamped_swiglu"
         usual = getattr(getattr(type(gating), "_apply_gate", None), "__name__", "") == "_default_apply_gate"

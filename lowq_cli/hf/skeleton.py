@@ -5,6 +5,7 @@ those rules, this asks transformers itself: forwards through its renaming, backw
 conversion that `save_pretrained` would apply.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -116,6 +118,12 @@ class Place:
     why_not: str | None = None  # the reason packed rows cannot follow the same way
 
 
+def _only_turns(rule: Any) -> bool:
+    """Whether a rule of transformers' does nothing but transpose what files may hold either way (Qwen3-VL's experts)."""
+    own = isinstance(rule, WeightConverter) and rule.source_patterns == rule.target_patterns
+    return own and all(isinstance(op, Transpose) for op in rule.operations)
+
+
 class Skeleton:
     """A model (on any device; its weights are never read) with its checkpoint names."""
 
@@ -124,7 +132,8 @@ class Skeleton:
         self.kinds: dict[str, Kind | str] = {}  # path of a module of experts that is not packed -> how it holds them
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self.converters = [c for c in conversions if isinstance(c, WeightConverter) and not _only_turns(c)]
+        self.turned = [c.source_patterns[0] for c in conversions if isinstance(c, WeightConverter) and _only_turns(c)]
         self.own = self._own_converters()
         self.converters += self.own
         self._by_pattern = {p: c for c in self.converters for p in c.source_patterns}
@@ -167,6 +176,10 @@ class Skeleton:
         if pattern is None:
             return Place(param)
         return Place(param, True, self._why_not(self._by_pattern[pattern], param))
+
+    def turns(self, name: str) -> bool:
+        """Whether files may hold this stack of experts transposed."""
+        return any(re.search(p, name) for p in self.turned)
 
     def _why_not(self, converter: WeightConverter, param: str) -> str | None:
         """Why rows of int32 words cannot go through a converter as rows of floats do, or None."""
@@ -223,8 +236,8 @@ class Skeleton:
     @cached_property
     def _saving(self) -> list[Any]:
         """What `revert_weight_conversion` uses for a model that was never loaded."""
-        found = [c for c in get_model_conversion_mapping(self.model, add_legacy=False) if not isinstance(c, PrefixChange)]
-        return found + self.own
+        found = get_model_conversion_mapping(self.model, add_legacy=False)
+        return [c for c in found if not isinstance(c, PrefixChange) and not _only_turns(c)] + self.own
 
     def _revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if getattr(self.model, "_weight_conversions", None) is not None:  # loaded: what saving will really use

@@ -45,7 +45,7 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
         check_shape(skeleton, place, name, header)
         if place.merged and not place.why_not and header.shape:
             merged[place.param] += header.shape[0]
-        role = _role(skeleton, name, place)
+        role = _role(skeleton, name, place, tuple(header.shape))
         if role.parts and header.dtype not in FLOATS:
             role = replace(role, parts=(), reason=f"stored as {header.dtype}")
         found[name] = role
@@ -60,7 +60,8 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
 def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeader) -> None:
     """Raise DamagedError for a tensor that fills a parameter alone and has another shape."""
     wanted = tuple(skeleton.params[place.param].shape)
-    if not place.merged and tuple(header.shape) != wanted:
+    turned = (*wanted[:-2], *wanted[:-3:-1]) if skeleton.turns(name) else wanted
+    if not place.merged and tuple(header.shape) not in (wanted, turned):
         raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
 
 
@@ -111,8 +112,8 @@ def check_complete(skeleton: Skeleton, filled: set[str], names: Iterable[str] = 
         )
 
 
-def _role(skeleton: Skeleton, name: str, place: Place) -> Role:
-    """The role of one tensor that the model knows."""
+def _role(skeleton: Skeleton, name: str, place: Place, shape: tuple[int, ...]) -> Role:
+    """The role of one tensor of this shape that the model knows."""
     param = place.param
     module, leaf = skeleton.module(param), param.rpartition(".")[2]
     kind = _kind(skeleton, param, module)
@@ -137,6 +138,8 @@ def _role(skeleton: Skeleton, name: str, place: Place) -> Role:
         slices = skeleton.inside(param)
         if not slices or any(not n.endswith(".weight") for n in slices):
             return Role(kind, reason="experts that transformers keeps stacked in files")
+        if shape != tuple(skeleton.params[param].shape):  # `check_shape` has seen that it is the same turned
+            slices = {n: replace(cut, transposed=not cut.transposed) for n, cut in slices.items()}
         parts = tuple(Part(n.removesuffix(".weight"), cut, param) for n, cut in slices.items())
         return Role(kind, parts)
     if leaf != "weight" or not name.endswith(".weight"):

@@ -13,6 +13,11 @@ from typing import Any
 
 from lowq_packers.arch.parts import Model
 
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+    "rms_norm_eps",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Family:
@@ -21,6 +26,7 @@ class Family:
     describe: config (transformers' object, or its fields with `defaults` filled in) -> Model; of a wrapper the whole config.
     defaults: fields that config.json may leave out, as transformers' config class fills them (a test compares); None where its
     config is read by way of transformers. text: model_type of a wrapper's text_config, where that names none.
+    sizes: defaults of SIZES; None for a field that the family does not have.
     rope_theta, local_rope_theta: bases of the rotation where config.json has none; the second for layers with a window, in
     families whose kinds of layers turn differently (0: they do not).
     gguf: llama.cpp's architecture. gguf_class: the transformers class that a file of it is read as. mlx: mlx-lm has it.
@@ -36,6 +42,12 @@ class Family:
     gguf_class: str = ""
     mlx: bool = False
     layer_types: Callable[[Mapping[str, Any]], list[str]] | None = field(default=None)  # where config.json names none
+    sizes: tuple[float | None, ...] = (None,) * len(SIZES)
+
+    @property
+    def filled(self) -> dict[str, Any]:
+        """Every field that config.json may leave out."""
+        return {name: v for name, v in zip(SIZES, self.sizes, strict=True) if v is not None} | dict(self.defaults or {})
 
 
 @cache

@@ -19,4 +19,4 @@ DEFAULTS = {
     "eos_token_id": 128001, "tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
     "attention_bias": False, "mlp_bias": False, "hidden_act": "relu2",
 }  # fmt: skip
-FAMILIES = (Family("arcee", arcee, DEFAULTS),)
+FAMILIES = (Family("arcee", arcee, DEFAULTS, sizes=(32000, 2560, 18432, 32, 32, 4096, 1e-5)),)

@@ -49,6 +49,6 @@ DEFAULTS = {
 }  # fmt: skip
 COHERE2 = DEFAULTS | {"sliding_window": 4096, "layer_types": None}
 FAMILIES = (
-    Family("cohere", cohere, DEFAULTS | {"use_qk_norm": False}, 500000.0),
-    Family("cohere2", cohere2, COHERE2, layer_types=layer_types),
+    Family("cohere", cohere, DEFAULTS | {"use_qk_norm": False}, 500000.0, sizes=(256000, 8192, 22528, 40, 64, 8192, None)),
+    Family("cohere2", cohere2, COHERE2, layer_types=layer_types, sizes=(256000, 8192, 22528, 40, 64, 8192, None)),
 )

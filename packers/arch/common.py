@@ -207,10 +207,13 @@ def wrapper(
     prefix: str = "model.language_model.",
     files: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head"),),
     images: Callable[[Any], Images] | None = None,
+    placeholders: Mapping[str, int] | None = None,
+    read_as: Callable[[Any], int] = lambda c: 0,
 ) -> Callable[[Any], Model]:
     """A model with a text part: that part under a prefix. Its config is text_config, or in old files the whole config.
 
     images: from the whole config; a wrapper whose vision_config is null takes none.
+    placeholders: fields of the config that name tokens of `Model.read_as`, and their defaults; read_as: by the text's config.
     """
 
     def described(c: Any) -> Model:
@@ -218,7 +221,10 @@ def wrapper(
         extra = tuple(prefix + e.removeprefix("model.") if e.startswith("model.") else e for e in inside.extra)
         tied = bool(c.tie_word_embeddings)
         seen = images(c) if images is not None and getattr(c, "vision_config", {}) is not None else None
-        return replace(inside, prefix=prefix, beside=beside, tied=tied, files=files, extra=extra, images=seen)
+        ids = {(getattr(c, name, default), read_as(c.text_config)) for name, default in (placeholders or {}).items()}
+        known = tuple(sorted(pair for pair in ids if pair[0] is not None and pair[0] < inside.vocab))
+        how = {"tied": tied, "files": files, "extra": extra, "images": seen, "read_as": known}
+        return replace(inside, prefix=prefix, beside=beside, **how)
 
     return described
 

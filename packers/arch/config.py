@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from lowq_packers.arch import Family, families
+from lowq_packers.arch import SIZES, Family, families
 from lowq_packers.arch.common import FULL, SLIDING, NotDescribed
 from lowq_packers.arch.parts import Model, Router, walk
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary angles
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # one field by the names that versions gave it
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
@@ -60,7 +59,7 @@ def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if text is None:
         raise NotPlain(f"a text_config of model_type {inside.get('model_type')!r}")
     config = _text({"model_type": text.model_type, **inside}, text, tensors)
-    tied = raw.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
+    tied = raw.get("tie_word_embeddings", family.filled["tie_word_embeddings"])
     outer = {k: v for k, v in raw.items() if k != "quantization_config"}
     return Config(**{**outer, "text_config": config, "tie_word_embeddings": tied, "is_encoder_decoder": False})
 
@@ -73,23 +72,21 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     given = {k: _number(v) for k, v in given.items()}
     if isinstance(given.get("layers_block_type"), list):
         given.setdefault("num_hidden_layers", len(given["layers_block_type"]))
-    fields = {**family.defaults, **({} if experts is None else dict.fromkeys(EXPERTS, experts)), **given}
-    for name in SIZES:
-        if type(fields.get(name)) is not int or fields[name] < 1:
+    fields = {**family.filled, **({} if experts is None else dict.fromkeys(EXPERTS, experts)), **given}
+    for name, value in fields.items():
+        if name in SIZES and (type(value) is not (float if name == "rms_norm_eps" else int) or value <= 0):
             raise NotPlain(f"config.json has no {name}")
     if fields["num_hidden_layers"] > tensors:
         raise NotPlain("config.json has more layers than the files have tensors")
-    if not isinstance(fields.get("rms_norm_eps", 1e-6), float):
-        raise NotPlain("config.json has no rms_norm_eps")
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention") is True:
         raise NotPlain("attention that is not causal")
-    heads = fields["num_attention_heads"]
-    divides = bool(fields.get("head_dim")) or fields["hidden_size"] % heads == 0
-    fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
-    fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
-    whole = [fields[n] for n in ("num_key_value_heads", "head_dim")]
-    if any(type(v) is not int or v < 1 for v in whole) or not divides or heads % whole[0]:
-        raise NotPlain("config.json has heads of an unusual kind")
+    if heads := fields.get("num_attention_heads"):
+        divides = bool(fields.get("head_dim") or fields.get("qk_rope_head_dim")) or fields["hidden_size"] % heads == 0
+        fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
+        fields["head_dim"] = fields.get("head_dim") or fields.get("qk_rope_head_dim") or fields["hidden_size"] // heads
+        whole = [fields[n] for n in ("num_key_value_heads", "head_dim")]
+        if any(type(v) is not int or v < 1 for v in whole) or not divides or heads % whole[0]:
+            raise NotPlain("config.json has heads of an unusual kind")
     if "use_sliding_window" in family.defaults and not fields["use_sliding_window"]:  # others do not have this switch
         fields["sliding_window"] = None
     layers = fields.get("per_layer_config")
@@ -124,6 +121,21 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
     if fields.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+    return _standard(rope, fields)
+
+
+def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The same for each kind of layer; older configs have two bases and scale only full attention."""
+    given = _mapping(fields.get("rope_parameters"))
+    found = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
+    found[FULL].update(_mapping(fields.get("rope_scaling")))
+    found[FULL].setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
+    found[SLIDING].setdefault("rope_theta", fields.get("rope_local_base_freq", family.local_rope_theta))
+    return {kind: _standard(rope, fields) for kind, rope in found.items()}
+
+
+def _standard(rope: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One kind's, the older spellings of its type and what that needs beside."""
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope["rope_type"] == "mrope":  # of three positions a token, which in text are one
         rope["rope_type"] = "default"
@@ -139,21 +151,6 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             if type(factors) is not list or [type(v) in (int, float) for v in factors] != [True] * pairs:
                 raise NotPlain("config.json has no factors of its rotation")
     return _checked(rope)
-
-
-def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The same for each kind of layer; older configs have two bases and scale only full attention."""
-    given = _mapping(fields.get("rope_parameters"))
-    found = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
-    found["full_attention"].update(_mapping(fields.get("rope_scaling")))
-    found["full_attention"].setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
-    found["sliding_attention"].setdefault("rope_theta", fields.get("rope_local_base_freq", family.local_rope_theta))
-    for rope in found.values():
-        rope.setdefault("rope_type", rope.get("type", "default"))
-        if rope["rope_type"] in (*STRETCHED, "dynamic"):
-            raise NotPlain("a scaled rotation of one kind of layers")
-        _checked(rope)
-    return found
 
 
 def _mapping(given: Any) -> dict[str, Any]:

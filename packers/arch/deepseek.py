@@ -117,10 +117,12 @@ MISTRAL4 = {k: v for k, v in V3.items() if k != "num_nextn_predict_layers"} | {
     "num_experts_per_tok": 4,
 }  # fmt: skip
 TOWERS = ("model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector.")
+PLACEHOLDERS = {"image_token_id": 163605, "video_token_id": 163840}
+kimi_k25 = wrapper(deepseek_v3, *TOWERS, placeholders=PLACEHOLDERS)
 FAMILIES = (
-    Family("deepseek_v2", deepseek_v2, V2),
-    Family("deepseek_v3", deepseek_v3, V3),
-    Family("kimi_k2", deepseek_v3, V3),
-    Family("kimi_k25", wrapper(deepseek_v3, *TOWERS), {"tie_word_embeddings": True}, text="deepseek_v3"),
-    Family("mistral4", mistral4, MISTRAL4),
+    Family("deepseek_v2", deepseek_v2, V2, sizes=(102400, 4096, 11008, 32, 32, 2048, 1e-6)),
+    Family("deepseek_v3", deepseek_v3, V3, sizes=(129280, 7168, 18432, 61, 128, 4096, 1e-6)),
+    Family("kimi_k2", deepseek_v3, V3, sizes=(129280, 7168, 18432, 61, 128, 4096, 1e-6)),
+    Family("kimi_k25", kimi_k25, {"tie_word_embeddings": True}, text="deepseek_v3"),
+    Family("mistral4", mistral4, MISTRAL4, sizes=(131072, 4096, 12288, 36, 32, 1048576, 1e-6)),
 )

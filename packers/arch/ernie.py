@@ -45,4 +45,7 @@ MOE = DEFAULTS | {
     "num_key_value_heads": 4, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
 }  # fmt: skip
-FAMILIES = (Family("ernie4_5", ernie4_5, DENSE, 500000.0), Family("ernie4_5_moe", ernie4_5_moe, MOE, 500000.0))
+FAMILIES = (
+    Family("ernie4_5", ernie4_5, DENSE, 500000.0, sizes=(103424, 1024, 3072, 18, 16, 131072, 1e-5)),
+    Family("ernie4_5_moe", ernie4_5_moe, MOE, 500000.0, sizes=(103424, 2560, 12288, 28, 20, 131072, 1e-5)),
+)

@@ -39,4 +39,4 @@ DEFAULTS = {
     "embedding_multiplier": 1.0, "mlp_multipliers": None, "key_multiplier": 1.0, "attention_out_multiplier": 1.0,
     "attention_in_multiplier": 1.0, "ssm_multipliers": None, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
 }  # fmt: skip
-FAMILIES = (Family("falcon_h1", falcon_h1, DEFAULTS),)
+FAMILIES = (Family("falcon_h1", falcon_h1, DEFAULTS, sizes=(128000, 4096, 14336, 32, 32, 8192, 1e-5)),)

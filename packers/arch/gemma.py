@@ -62,4 +62,7 @@ GEMMA2 = DEFAULTS | {
     "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
 }  # fmt: skip
-FAMILIES = (Family("gemma", gemma, GEMMA), Family("gemma2", gemma2, GEMMA2, layer_types=layer_types))
+FAMILIES = (
+    Family("gemma", gemma, GEMMA, sizes=(256000, 3072, 24576, 28, 16, 8192, 1e-6)),
+    Family("gemma2", gemma2, GEMMA2, layer_types=layer_types, sizes=(256000, 2304, 9216, 26, 8, 8192, 1e-6)),
+)

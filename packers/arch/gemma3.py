@@ -45,6 +45,7 @@ DEFAULTS = {
     "final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False,
 }  # fmt: skip
 FAMILIES = (
-    Family("gemma3_text", gemma3_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types),
+    Family("gemma3_text", gemma3_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types,
+        sizes=(262208, 2304, 9216, 26, 8, 131072, 1e-6)),
     Family("gemma3", gemma3, {"tie_word_embeddings": True}, text="gemma3_text"),
-)
+)  # fmt: skip

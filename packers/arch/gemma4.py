@@ -118,7 +118,17 @@ DEFAULTS = {
     "num_global_key_value_heads": None,
 }  # fmt: skip
 TOWERS = tuple(f"model.{n}." for n in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
-FAMILIES = (
-    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types),
-    Family("gemma4", wrapper(gemma4_text, *TOWERS, files=(), images=images), {"tie_word_embeddings": True}, text="gemma4_text"),
+PLACEHOLDERS = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
+gemma4 = wrapper(
+    gemma4_text,
+    *TOWERS,
+    files=(),
+    images=images,
+    placeholders=PLACEHOLDERS,
+    read_as=lambda c: getattr(c, "pad_token_id", None) or 0,
 )
+FAMILIES = (
+    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types,
+        sizes=(262144, 2304, 9216, 30, 8, 131072, 1e-6)),
+    Family("gemma4", gemma4, {"tie_word_embeddings": True}, text="gemma4_text"),
+)  # fmt: skip

@@ -48,7 +48,7 @@ LITE = DEFAULTS | {
     "v_head_dim": 256, "qk_nope_head_dim": 192, "rope_interleave": True, "mlp_layer_types": None,
 }  # fmt: skip
 FAMILIES = (
-    Family("glm4", glm4, GLM4),
-    Family("glm4_moe", glm4_moe, MOE),
-    Family("glm4_moe_lite", glm4_moe_lite, LITE),
+    Family("glm4", glm4, GLM4, sizes=(151552, 4096, 13696, 40, 32, 131072, 1.5625e-7)),
+    Family("glm4_moe", glm4_moe, MOE, sizes=(151552, 4096, 10944, 46, 96, 131072, 1e-5)),
+    Family("glm4_moe_lite", glm4_moe_lite, LITE, sizes=(154880, 2048, 10240, 47, 20, 202752, 1e-5)),
 )

@@ -28,4 +28,4 @@ DEFAULTS = {
     "eos_token_id": 2, "tie_word_embeddings": False, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
     "use_parallel_residual": True, "attention_bias": True,
 }  # fmt: skip
-FAMILIES = (Family("gpt_neox", gpt_neox, DEFAULTS),)
+FAMILIES = (Family("gpt_neox", gpt_neox, DEFAULTS, sizes=(50432, 6144, 24576, 44, 64, 2048, None)),)

@@ -73,7 +73,7 @@ HYBRID = MOE | {
     "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
 }  # fmt: skip
 FAMILIES = (
-    Family("granite", granite, DEFAULTS | {"mlp_bias": False}),
-    Family("granitemoe", granitemoe, MOE),
-    Family("granitemoehybrid", granitemoehybrid, HYBRID),
+    Family("granite", granite, DEFAULTS | {"mlp_bias": False}, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
+    Family("granitemoe", granitemoe, MOE, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
+    Family("granitemoehybrid", granitemoehybrid, HYBRID, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
 )

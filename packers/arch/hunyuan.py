@@ -38,6 +38,7 @@ DEFAULTS = {
     "attention_bias": False,
 }  # fmt: skip
 FAMILIES = (
-    Family("hunyuan_v1_dense", hunyuan_v1_dense, DEFAULTS),
-    Family("hunyuan_v1_moe", hunyuan_v1_moe, DEFAULTS | {"num_experts": 1, "moe_topk": 1}),
-)
+    Family("hunyuan_v1_dense", hunyuan_v1_dense, DEFAULTS, sizes=(290943, 4096, 11008, 32, 32, 2048, 1e-5)),
+    Family("hunyuan_v1_moe", hunyuan_v1_moe, DEFAULTS | {"num_experts": 1, "moe_topk": 1},
+        sizes=(290943, 4096, 11008, 32, 32, 2048, 1e-5)),
+)  # fmt: skip

@@ -48,4 +48,6 @@ DEFAULTS = {
     "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "layer_types": None,
 }  # fmt: skip
-FAMILIES = (Family("lfm2", lfm2, DEFAULTS, 1000000.0, layer_types=layer_types),)
+FAMILIES = (
+    Family("lfm2", lfm2, DEFAULTS, 1000000.0, layer_types=layer_types, sizes=(65536, 2560, 12288, 32, 32, 128000, None)),
+)

@@ -19,4 +19,7 @@ DEFAULTS = {
     "eos_token_id": 2, "tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
     "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
 }  # fmt: skip
-FAMILIES = (Family("llama", llama, DEFAULTS, gguf="llama", gguf_class="LlamaForCausalLM", mlx=True),)
+FAMILIES = (
+    Family("llama", llama, DEFAULTS, gguf="llama", gguf_class="LlamaForCausalLM", mlx=True,
+        sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
+)  # fmt: skip

@@ -70,6 +70,6 @@ DEFAULTS = {
     "floor_scale": 8192, "attn_scale": 0.1,
 }  # fmt: skip
 FAMILIES = (
-    Family("llama4_text", llama4_text, DEFAULTS, 500000.0),
+    Family("llama4_text", llama4_text, DEFAULTS, 500000.0, sizes=(202048, 5120, 8192, 48, 40, 131072, 1e-5)),
     Family("llama4", llama4, {"tie_word_embeddings": False}, text="llama4_text"),
 )

@@ -24,4 +24,4 @@ DEFAULTS = {
     "layer_norm_epsilon": 1e-5, "expand": 2, "conv_kernel": 4, "n_groups": 8, "use_bias": False, "use_conv_bias": True,
     "hidden_act": "silu", "time_step_limit": (0.0, float("inf")),
 }  # fmt: skip
-FAMILIES = (Family("mamba2", mamba2, DEFAULTS),)
+FAMILIES = (Family("mamba2", mamba2, DEFAULTS, sizes=(32768, 4096, None, 64, None, None, None)),)

@@ -71,8 +71,10 @@ DEFAULTS = {"eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_head
 WINDOW = DEFAULTS | {"head_dim": None, "sliding_window": 4096}
 TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
 FAMILIES = (
-    Family("mistral", mistral, WINDOW, gguf="llama", mlx=True),
-    Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types),
-    Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None}),
+    Family("mistral", mistral, WINDOW, gguf="llama", mlx=True, sizes=(32000, 4096, 14336, 32, 32, 131072, 1e-6)),
+    Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types,
+        sizes=(32000, 4096, 14336, 32, 32, 131072, 1e-6)),
+    Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None},
+        sizes=(131072, 4096, 14336, 34, 32, 262144, 1e-5)),
     Family("mistral3", wrapper(text, *TOWERS, images=images), {"tie_word_embeddings": True}, text="mistral"),
-)
+)  # fmt: skip

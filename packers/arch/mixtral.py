@@ -43,6 +43,6 @@ MINIMAX = {
     "hidden_act": "silu", "num_experts_per_tok": 8, "num_local_experts": 256,
 }  # fmt: skip
 FAMILIES = (
-    Family("mixtral", mixtral, DEFAULTS, 1000000.0, gguf="llama", mlx=True),
-    Family("minimax_m2", minimax_m2, MINIMAX, 5000000.0),
+    Family("mixtral", mixtral, DEFAULTS, 1000000.0, gguf="llama", mlx=True, sizes=(32000, 4096, 14336, 32, 32, 131072, 1e-5)),
+    Family("minimax_m2", minimax_m2, MINIMAX, 5000000.0, sizes=(200064, 3072, 1536, 62, 48, 196608, 1e-6)),
 )

@@ -72,4 +72,7 @@ HYBRID = {
     "moe_latent_size": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
     "norm_topk_prob": True, "use_bias": False, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
-FAMILIES = (Family("nemotron", nemotron, DEFAULTS), Family("nemotron_h", nemotron_h, HYBRID))
+FAMILIES = (
+    Family("nemotron", nemotron, DEFAULTS, sizes=(256000, 6144, 24576, 32, 48, 4096, None)),
+    Family("nemotron_h", nemotron_h, HYBRID, sizes=(131072, 4096, 21504, None, 32, 4096, None)),
+)

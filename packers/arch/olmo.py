@@ -87,8 +87,8 @@ EXAONE4 = {
     "sliding_window_pattern": 4, "layer_types": None,
 }  # fmt: skip
 FAMILIES = (
-    Family("olmo2", olmo2, DEFAULTS),
-    Family("olmo3", olmo3, OLMO3, 500000.0, 500000.0, layer_types=by_pattern),
-    Family("olmoe", olmoe, OLMOE, mlx=True),
-    Family("exaone4", exaone4, EXAONE4, layer_types=by_pattern),
+    Family("olmo2", olmo2, DEFAULTS, sizes=(50304, 4096, 11008, 32, 32, 2048, 1e-5)),
+    Family("olmo3", olmo3, OLMO3, 500000.0, 500000.0, layer_types=by_pattern, sizes=(50304, 4096, 11008, 32, 32, 2048, 1e-5)),
+    Family("olmoe", olmoe, OLMOE, mlx=True, sizes=(50304, 2048, 2048, 16, 16, 4096, 1e-5)),
+    Family("exaone4", exaone4, EXAONE4, layer_types=by_pattern, sizes=(102400, 4096, 16384, 32, 32, 2048, 1e-5)),
 )

@@ -449,6 +449,7 @@ class Model:
     extra: prefixes of whole names of tensors that are kept but not run here (MTP heads), written with `prefix` where they are
     below the text model. images: how pictures enter; None where it takes none.
     merge: what a draft head's layers are given, whose stream is else the hidden state itself.
+    read_as: tokens that stand for pictures or sound -> the token whose embedding they have in a text without.
     """
 
     layers: tuple[tuple[Update, ...], ...]
@@ -471,6 +472,7 @@ class Model:
     extra: tuple[str, ...] = ()
     merge: Merge | None = None
     images: Images | None = None
+    read_as: tuple[tuple[int, int], ...] = ()
 
 
 def walk(part: Any) -> Iterator[Any]:

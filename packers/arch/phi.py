@@ -37,4 +37,7 @@ PHI = {
     "eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": None, "hidden_act": "gelu_new",
     "layer_norm_eps": 1e-5, "qk_layernorm": False,
 }  # fmt: skip
-FAMILIES = (Family("phi", phi, PHI), Family("phi3", phi3, DEFAULTS))
+FAMILIES = (
+    Family("phi", phi, PHI, sizes=(51200, 2048, 8192, 24, 32, 2048, None)),
+    Family("phi3", phi3, DEFAULTS, sizes=(32064, 3072, 8192, 32, 32, 4096, 1e-5)),
+)

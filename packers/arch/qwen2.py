@@ -73,10 +73,12 @@ FILES = (("model.", "lm_head"),)
 VL_TOP = {"tie_word_embeddings": False}
 vl = wrapper(qwen2, "model.visual.", "visual.", files=FILES, images=three_part(151655, (16, 24, 24), False))
 FAMILIES = (
-    Family("qwen2", qwen2, DEFAULTS | WINDOW, gguf="qwen2", gguf_class="Qwen2ForCausalLM", mlx=True, layer_types=layer_types),
-    Family("qwen2_moe", qwen2_moe, DEFAULTS | WINDOW | MOE, mlx=True, layer_types=layer_types_moe),
-    Family("qwen2_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types),
-    Family("qwen2_5_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types),
+    Family("qwen2", qwen2, DEFAULTS | WINDOW, gguf="qwen2", gguf_class="Qwen2ForCausalLM", mlx=True, layer_types=layer_types,
+        sizes=(151936, 4096, 22016, 32, 32, 32768, 1e-6)),
+    Family("qwen2_moe", qwen2_moe, DEFAULTS | WINDOW | MOE, mlx=True, layer_types=layer_types_moe,
+        sizes=(151936, 2048, 5632, 24, 16, 32768, 1e-6)),
+    Family("qwen2_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types, sizes=(152064, 8192, 29568, 80, 64, 32768, 1e-5)),
+    Family("qwen2_5_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types, sizes=(152064, 8192, 29568, 80, 64, 32768, 1e-5)),
     Family("qwen2_vl", vl, VL_TOP, text="qwen2_vl_text"),
     Family("qwen2_5_vl", vl, VL_TOP, text="qwen2_5_vl_text"),
-)
+)  # fmt: skip

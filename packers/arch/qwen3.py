@@ -43,16 +43,17 @@ VL = {"num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu", "attenti
 VL_MOE = {
     "eos_token_id": None, "num_key_value_heads": 16, "head_dim": None, "hidden_act": "silu", "attention_bias": False,
     "decoder_sparse_step": 1, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60,
-    "mlp_only_layers": None,
+    "mlp_only_layers": None, "tie_word_embeddings": True,
 }  # fmt: skip
 OWN = {"head_dim": 128, "attention_bias": False}
 PICTURES: dict[str, Any] = {"files": (), "images": three_part(151655, (24, 20, 20), True, deepstack=True)}
 OF_QWEN3: dict[str, Any] = {"gguf": "qwen3", "gguf_class": "Qwen3ForCausalLM", "mlx": True}
 FAMILIES = (
-    Family("qwen3", qwen3, DEFAULTS | WINDOW | OWN, layer_types=layer_types, **OF_QWEN3),
-    Family("qwen3_moe", qwen3_moe, DEFAULTS | MOE, gguf="qwen3moe", mlx=True),
-    Family("qwen3_vl_text", qwen3, VL, 500000.0),
-    Family("qwen3_vl_moe_text", qwen3_vl_moe_text, VL_MOE, 500000.0),
+    Family("qwen3", qwen3, DEFAULTS | WINDOW | OWN, layer_types=layer_types, **OF_QWEN3,
+        sizes=(151936, 4096, 22016, 32, 32, 32768, 1e-6)),
+    Family("qwen3_moe", qwen3_moe, DEFAULTS | MOE, gguf="qwen3moe", mlx=True, sizes=(151936, 2048, 6144, 24, 32, 32768, 1e-6)),
+    Family("qwen3_vl_text", qwen3, VL, 500000.0, sizes=(151936, 4096, 22016, 32, 32, 128000, 1e-6)),
+    Family("qwen3_vl_moe_text", qwen3_vl_moe_text, VL_MOE, 500000.0, sizes=(151936, 2048, 5632, 24, 16, 128000, 1e-6)),
     Family("qwen3_vl", wrapper(qwen3, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_text"),
     Family("qwen3_vl_moe", wrapper(qwen3_vl_moe_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_moe_text"),
-)
+)  # fmt: skip

@@ -93,9 +93,11 @@ NEXT = MOE | {
 }  # fmt: skip
 PICTURES: dict[str, Any] = {"files": (), "images": three_part(248056, (11, 11, 10), True)}
 FAMILIES = (
-    Family("qwen3_next", qwen3_next, DEFAULTS | NEXT, layer_types=layer_types),
-    Family("qwen3_5_text", qwen3_5_text, DEFAULTS | {"num_key_value_heads": 4}, layer_types=layer_types),
-    Family("qwen3_5_moe_text", qwen3_5_moe_text, DEFAULTS | MOE, layer_types=layer_types),
+    Family("qwen3_next", qwen3_next, DEFAULTS | NEXT, layer_types=layer_types, sizes=(151936, 2048, 5632, 48, 16, 32768, 1e-6)),
+    Family("qwen3_5_text", qwen3_5_text, DEFAULTS | {"num_key_value_heads": 4}, layer_types=layer_types,
+        sizes=(248320, 4096, 12288, 32, 16, 32768, 1e-6)),
+    Family("qwen3_5_moe_text", qwen3_5_moe_text, DEFAULTS | MOE, layer_types=layer_types,
+        sizes=(248320, 2048, None, 40, 16, 32768, 1e-6)),
     Family("qwen3_5", wrapper(qwen3_5_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_5_text"),
     Family("qwen3_5_moe", wrapper(qwen3_5_moe_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_5_moe_text"),
-)
+)  # fmt: skip

@@ -18,4 +18,4 @@ DEFAULTS = {
     "eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
     "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
 }  # fmt: skip
-FAMILIES = (Family("seed_oss", seed_oss, DEFAULTS),)
+FAMILIES = (Family("seed_oss", seed_oss, DEFAULTS, sizes=(155136, 4096, 27648, 64, 80, 524288, 1e-6)),)

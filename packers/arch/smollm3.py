@@ -29,4 +29,4 @@ DEFAULTS = {
     "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": None, "no_rope_layers": None,
     "no_rope_layer_interval": 4,
 }  # fmt: skip
-FAMILIES = (Family("smollm3", smollm3, DEFAULTS, 2000000.0),)
+FAMILIES = (Family("smollm3", smollm3, DEFAULTS, 2000000.0, sizes=(128256, 2048, 11008, 36, 16, 32768, 1e-6)),)

@@ -22,4 +22,4 @@ DEFAULTS = {
     "eos_token_id": 50256, "tie_word_embeddings": True, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
     "norm_epsilon": 1e-5, "sliding_window": None, "use_bias": True,
 }  # fmt: skip
-FAMILIES = (Family("starcoder2", starcoder2, DEFAULTS),)
+FAMILIES = (Family("starcoder2", starcoder2, DEFAULTS, sizes=(49152, 3072, 12288, 30, 24, 4096, None)),)

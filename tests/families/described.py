@@ -155,8 +155,8 @@ TOWER = {
 NAMES = (*TEXTS, *WRAPPERS)
 
 
-def config(name: str, **more: Any) -> Any:
-    """transformers' config of a name; `more` wins over it."""
+def config(name: str, outer: dict[str, Any] | None = None, **more: Any) -> Any:
+    """transformers' config of a name; `more` wins over it, and `outer` over what a wrapper says beside its text's config."""
     model_type = name.partition("/")[0]
     if model_type == "kimi_k2":  # a model_type of its own for DeepSeek V3's class
         model_type = "deepseek_v3"
@@ -165,7 +165,7 @@ def config(name: str, **more: Any) -> Any:
     cls = CONFIG_MAPPING[model_type]
     own = cls().text_config.model_type if "/" not in name else name.partition("/")[2]
     text = {**BASE, **TEXTS[WRAPPERS[name]], **(MROPE if "vl" in name else {}), "model_type": own, **more}
-    return cls(text_config=deepcopy(text), vision_config=TOWER)
+    return cls(text_config=deepcopy(text), vision_config=TOWER, **(outer or {}))
 
 
 def model(name: str, seed: int = 0, made_of: Any = None, **more: Any) -> PreTrainedModel:

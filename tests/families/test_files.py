@@ -17,25 +17,22 @@ from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import why_not
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_packers.arch.config import NotPlain
 
 CPU = torch.device("cpu")
-BY_TRANSFORMERS = {  # name -> the reason why its files are read by way of transformers
-    "olmo3": "a scaled rotation of one kind of layers",
-    "qwen3_vl_moe": "experts that are not packed",  # whose stacks transformers transposes while it loads them
-}
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "kimi_k25"])  # whose own files transformers 5.23 does not read back
-def test_a_quantized_folder_is_read_natively(name, tmp_path):
+def test_a_folder_is_read_natively_before_and_after_it_is_quantized(name, tmp_path):
     random_model(name).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     lowq.quantize(tmp_path / "dense", out=tmp_path / "packed", bits=8, group="channel", method="rtn")
-    with open_source(str(tmp_path / "packed")) as source:
-        if reason := BY_TRANSFORMERS.get(name):
-            with pytest.raises(NotPlain, match=reason):
-                native_loader.read(source, CPU)
-            return
-        model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
+    for folder in ("dense", "packed"):
+        with open_source(str(tmp_path / folder)) as source:
+            model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
+        compare(name, model, heavy)
+
+
+def compare(name, model, heavy):
+    """Logits of two texts by the same plan."""
     assert why_not(heavy) is None
     ids = torch.tensor(texts(VOCAB, 40, 40))
     found, wanted = NativeDecoder(model).logits(ids).float(), NativeDecoder(heavy).logits(ids).float()

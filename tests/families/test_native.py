@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from described import NAMES, TEXTS
+from described import NAMES, TEXTS, WRAPPERS, config
 from described import model as random_model
 from native import facts_of, logits_of, off, pair, planned, texts, without
 
@@ -66,6 +66,18 @@ def test_a_draft_is_rewound_and_the_text_goes_on(name):
         assert off(read(runner, 30, wrong), logits_of(theirs, ids + wrong)[-1]) < CLOSE
         runner.copy([(2, 1)])
         assert off(read(runner, 30, right), logits_of(theirs, ids + right)[-1]) < CLOSE
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_tokens_that_stand_for_pictures_and_sound_are_read_as_transformers_reads_them(name):
+    """In a text without any: some families give them another token's embedding, some their own."""
+    made = config(name)
+    fields = [f for f in vars(made) if f.endswith(("_token_id", "_token_index")) and isinstance(getattr(made, f), int)]
+    ids = {f: 20 + i for i, f in enumerate(fields) if not f.startswith(("bos", "eos", "pad"))}
+    theirs, ours = (random_model(name, outer=ids) for _ in range(2))
+    ((*text,),) = texts(VOCAB, 9)
+    text += [token for placeholder in ids.values() for token in (placeholder, 5)]
+    assert off(NativeDecoder(planned(ours)).logits(torch.tensor([text]))[0], logits_of(theirs, text)) < CLOSE
 
 
 def grown(runner):

@@ -96,7 +96,27 @@ def _weights(family: Family, folder: Path, tokens: Tokenizer) -> None:
     for file in (folder / "saved").iterdir():
         file.unlink()
     (folder / "saved").rmdir()
-    write_shards(weights, folder, family.shards)
+    write_shards(as_published(weights, family.model_type), folder, family.shards)
+
+
+def as_published(weights: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """The tensors as published where transformers writes another form: experts in stacks, Qwen3-VL's transposed."""
+    if model_type == "qwen3_vl_moe":
+        return {n: t.mT.contiguous() if ".mlp.experts." in n else t for n, t in weights.items()}
+    if model_type != "qwen3_5_moe":
+        return weights
+    layers: dict[str, dict[str, list[torch.Tensor]]] = {}
+    found = {}
+    for name in sorted(weights, key=lambda n: [int(part) if part.isdigit() else 0 for part in n.split(".")]):
+        path, of_experts, rest = name.partition(".mlp.experts.")
+        if of_experts:
+            layers.setdefault(path, {}).setdefault(rest.split(".")[1], []).append(weights[name])
+        else:
+            found[name] = weights[name]
+    for path, leaves in layers.items():
+        gate, up, down = (torch.stack(leaves[leaf]) for leaf in ("gate_proj", "up_proj", "down_proj"))
+        found |= {f"{path}.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), f"{path}.mlp.experts.down_proj": down}
+    return found
 
 
 def _no_text(tokens: Tokenizer) -> list[int]:

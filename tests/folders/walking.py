@@ -23,10 +23,12 @@ from starlette.testclient import TestClient
 
 import lowq
 from lowq_cli import main
+from lowq_cli.engine import native_loader
 from lowq_cli.engine.ready import tokenizer
 from lowq_cli.files.source import open_source
 from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.app import make_app
+from lowq_packers.arch import families
 
 STEPS = ("tokens", "generate", "quantize", "inspect", "packed", "chat", "eval", "serve", "stream", "tools", "export", "back")
 TEXTS = (
@@ -91,9 +93,16 @@ class Walk:
 
     def _generate(self) -> None:
         """As transformers has the dense model: each token the likeliest, and the text that of the tokens."""
+        self._natively(self.published)
         made = _json("generate", self.published, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         dense = getattr(transformers, self.family.model).from_pretrained(self.readable).eval()
         self._likeliest(dense, made)
+
+    def _natively(self, folder: Path) -> None:
+        """A family that is described is read and run without transformers. Raises NotPlain with the reason where it is not."""
+        with open_source(str(folder)) as source:
+            if source.config["model_type"] in families():
+                native_loader.read(source, torch.device("cpu"))
 
     def _likeliest(self, model: Any, made: dict[str, Any]) -> None:
         prompt, tokens = self.theirs(PROMPT)["input_ids"], made["tokens"]
@@ -140,6 +149,7 @@ class Walk:
 
     def _packed(self) -> None:
         """The checkpoint, as transformers computes it with the same weights."""
+        self._natively(self.packed)
         self.made = _json("generate", self.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         self._likeliest(lowq.load(str(self.packed), "cpu")[0], self.made)
 
@@ -158,7 +168,8 @@ class Walk:
         how = {"running": 2, "cache_tokens": self.family.cache_tokens, "deterministic": False, "kv": "16"}
         made = loading.load(str(self.packed), "cpu", how, True)
         loaded = pickle.loads(pickle.dumps(made.told))
-        self.notes["engine"] = made.engine.name
+        wanted = "continuous batching" if self.family.model_type in families() else "one after another"
+        _same(made.engine.name, wanted, "the engine")
         client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.draw)))
         self.client = self.exits.enter_context(client)
         whole = self._post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
