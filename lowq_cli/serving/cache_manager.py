@@ -98,6 +98,23 @@ class CacheManager:
         snapshot = self.states.find(self._name_of(seq, best)) if self.states is not None and best else 0
         return Match(best * self.size, blocks, snapshot, pages * self.size)
 
+    def common(self, seq: Sequence, other: Sequence, least: int) -> int:
+        """Tokens, in whole blocks, that two texts begin with, if they are more than `least`; at least one of the first is left
+        over. 0 otherwise."""
+        low, high = least // self.size, min(len(seq.tokens) - 1, len(other.tokens)) // self.size
+        if not self.shared or low >= high or self._name_of(seq, low + 1) != self._name_of(other, low + 1):
+            return 0
+        low += 1
+        while low < high:
+            n = (low + high + 1) // 2
+            low, high = (n, high) if self._name_of(seq, n) == self._name_of(other, n) else (low, n - 1)
+        return low * self.size
+
+    def mark(self, seq: Sequence, tokens: int) -> None:
+        """Let a prompt that is being read leave a snapshot after so many tokens, where it has a recurrent state."""
+        if self.states is not None and self.states.snapshots:
+            seq.marks = sorted({*seq.marks, tokens})
+
     def fits(self, seq: Sequence, match: Match, spare: int) -> bool:
         """Whether a text can be admitted with `spare` blocks of each pool left over."""
         if self.states is not None and not self.states.free:

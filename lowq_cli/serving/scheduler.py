@@ -7,11 +7,11 @@ gives back its own and waits again, its tokens so far now part of its prompt; wi
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from lowq_cli.serving.cache_groups import REWIND
-from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.cache_manager import CacheManager, Match
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.turns import Turns
 
@@ -224,7 +224,7 @@ class Scheduler:
         self._release(seq)
         if self.fixed:
             seq.repeat()
-        seq.since = self.step
+        seq.since, seq.rank = self.step, 0
         self._queue_again(seq)
         self.preemptions += 1
 
@@ -233,29 +233,48 @@ class Scheduler:
         place = sum(t.number < seq.number for t in self.waiting)
         self.waiting.insert(place, seq)
 
-    def _next_waiting(self) -> Sequence:
-        """Who is admitted next, of those that wait."""
-        return self.waiting[0] if len(self.waiting) == 1 else Turns([*self.waiting, *self.active], self.step).next(self.waiting)
+    def _next_waiting(self, waiting: Collection[Sequence]) -> Sequence:
+        """Who is admitted next, of some that wait."""
+        return next(iter(waiting)) if len(waiting) == 1 else Turns([*self.waiting, *self.active], self.step).next(waiting)
 
     def _admit(self) -> None:
-        while self.waiting and self._readers:
-            seq, active = self._next_waiting(), self.active
+        later: list[Sequence] = []  # what they begin with is being read
+        while self._readers and len(later) < min(READERS, len(self.waiting)):
+            seq, active = (
+                self._next_waiting([t for t in self.waiting if t not in later] if later else self.waiting),
+                self.active,
+            )
             if len(active) >= len(self.running):
-                return
+                break
             match = self.cache.match(seq)
+            rank = self.read + len(seq.tokens) - match.tokens
+            rank = min(seq.rank or rank, rank)
+            if self._is_read_by_another(seq, match, rank):
+                later.append(seq)
+                seq.rank = rank
+                continue
             if not self.cache.fits(seq, match, spare=len(active)):  # blocks that those who run may want soon
-                return
+                break
             self.waiting.remove(seq)
             seq.waited, seq.first = seq.waited + self.step - seq.since, False
             self.cache.admit(seq, match)
             if seq.cached < 0:
                 seq.cached = seq.computed
             self.prefix_hits += seq.computed
-            seq.row = self._readers.pop()
+            seq.row, seq.rank = self._readers.pop(), rank
             seq.unsent()
-            seq.rank = self.read + len(seq.tokens) - seq.computed
             self.reading.append(seq)
         self.reading.sort(key=lambda t: t.rank)
+
+    def _is_read_by_another(self, seq: Sequence, match: Match, rank: int) -> bool:
+        """Whether a text that is being read comes to more of this one's beginning than the cache holds, and no later than this
+        one would: of many that begin alike at the same time one is read, and if it ends before, the next."""
+        for reader in self.reading:
+            common = self.cache.common(seq, reader, match.tokens)
+            if common > max(match.tokens, reader.computed) and reader.rank <= rank + common - match.tokens:
+                self.cache.mark(reader, common)
+                return True
+        return False
 
     def _send(self, plan: StepPlan, seq: Sequence) -> None:
         """What the device does not know yet of a text's tables and slot."""

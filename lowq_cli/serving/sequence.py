@@ -58,7 +58,7 @@ class Sequence:
         failed: why it cannot go on, where it alone cannot.
         since, waited, first: its place in time, as `turns` has it.
         drawn_before: tokens that were drawn before it was put back to its prompt.
-        rank: prompt tokens that the engine had read when this text was admitted, and its own: the least is read next.
+        rank: prompt tokens that the engine had read when its turn came, and its own: the least is read next; 0: none yet.
     """
 
     def __init__(self, number: int, request: Request) -> None:

@@ -10,7 +10,7 @@ sixty requests of one client have together the turns of one of another's.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from lowq_cli.serving.request import Request
@@ -45,7 +45,7 @@ class Turns:
     def __init__(self, known: Iterable[Queued], now: int) -> None:
         self.now, self.open = now, Counter(q.request.client for q in known)
 
-    def next(self, waiting: Sequence[Q]) -> Q:
+    def next(self, waiting: Collection[Q]) -> Q:
         """The one that comes next of those that wait, which are in the order in which they came."""
         return max(waiting, key=self._waits)
 

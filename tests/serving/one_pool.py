@@ -169,11 +169,11 @@ class Schedule:
         while self.waiting and self.readers:
             t, active = self.waiting[0], self.active()
             if len(active) >= len(self.running):
-                return
+                break
             found, name = self.pool.find(t.tokens[:-1]) if not self.fixed else ([], 0)
             wanted = len(t.tokens) // size + 1 - len(found)
             if self.pool.free() - sum(not self.pool.holders[b] for b in found) < wanted + len(active):
-                return
+                break
             self.waiting.popleft()
             self.pool.hold(found)
             t.blocks, t.named, t.name, t.computed = found, len(found), name, len(found) * size

@@ -42,10 +42,13 @@ class Budget:
 
 
 class InOrder(Scheduler):
-    """Requests in the order in which they came, as the scheduler before had them."""
+    """Requests in the order in which they came, each of which reads its own, as the scheduler before had them."""
 
-    def _next_waiting(self):
-        return self.waiting[0]
+    def _next_waiting(self, waiting):
+        return waiting[0]
+
+    def _is_read_by_another(self, seq, match, rank):
+        return False
 
     def _give_way(self):
         return True
