@@ -37,7 +37,7 @@ REFUSED = (  # what the system says of a name that it was given
 )
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
-    *("export", "refine", "serve", "push", "ls", "rm", "doctor"),
+    *("draft", "export", "refine", "serve", "push", "ls", "rm", "doctor"),
 )
 
 app = typer.Typer(

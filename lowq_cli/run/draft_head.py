@@ -1,0 +1,177 @@
+"""An EAGLE-3 head that can learn: its tensors by the names of published files, its loss over several guesses in a row.
+
+In use a head's second guess reads its own first hidden state, its third the second, and so on; so it learns, too (training-time
+test). At guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and to
+its own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowq_cli.engine.plan import Plan
+from lowq_packers.arch.parts import Attention, Mlp, mixers
+from lowq_packers.errors import UnsupportedError
+
+LATER = 0.8  # weight of a guess's loss, of the one's before it: EAGLE-3's
+LAYER = "midlayer"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a head and the model that it is for. guesses: tokens of its reduced vocabulary. taps: layers that it reads."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    vocab: int
+    guesses: int
+    layers: int
+    eps: float
+    theta: float
+    positions: int
+    taps: tuple[int, int, int]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its tensors, by published names."""
+        H, q, kv = self.hidden, self.heads * self.dim, self.kv_heads * self.dim
+        matrices = {
+            "fc": (H, 3 * H), "lm_head": (self.guesses, H), f"{LAYER}.self_attn.q_proj": (q, 2 * H),
+            f"{LAYER}.self_attn.k_proj": (kv, 2 * H), f"{LAYER}.self_attn.v_proj": (kv, 2 * H), f"{LAYER}.self_attn.o_proj": (H, q),
+            f"{LAYER}.mlp.gate_proj": (self.inner, H), f"{LAYER}.mlp.up_proj": (self.inner, H), f"{LAYER}.mlp.down_proj": (H, self.inner),
+        }  # fmt: skip
+        norms = ("norm", *(f"{LAYER}.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+        return {f"{n}.weight": shape for n, shape in (matrices | dict.fromkeys(norms, (H,))).items()}
+
+    @property
+    def params(self) -> int:
+        """Weights of a head."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def config(self) -> dict[str, object]:
+        """Its config.json, as SpecForge and SafeAILab write it; layers by what enters them, as speculators and vLLM count."""
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": self.hidden,
+            "intermediate_size": self.inner, "num_hidden_layers": 1, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.dim, "hidden_act": "silu", "rms_norm_eps": self.eps,
+            "rope_theta": self.theta, "max_position_embeddings": self.positions, "vocab_size": self.vocab,
+            "draft_vocab_size": self.guesses, "target_hidden_size": self.hidden, "attention_bias": False, "mlp_bias": False,
+            "tie_word_embeddings": False, "norm_before_residual": False, "dtype": "bfloat16",
+            "eagle_aux_hidden_state_layer_ids": list(self.taps),
+        }  # fmt: skip
+
+
+def sizes(plan: Plan, guesses: int) -> Sizes:
+    """A head of one layer as wide as the model's own. Raises UnsupportedError for a model without attention."""
+    model, config = plan.model, plan.config
+    own = next((m for _, m in mixers(model) if isinstance(m, Attention)), None)
+    n, H = len(model.layers), model.hidden
+    if n < 3:
+        raise UnsupportedError(f"a head that reads three layers is not made for a model of {n}")
+    mlp = next((m.down.columns for _, m in mixers(model) if isinstance(m, Mlp)), 0) or 4 * H
+    heads, kv, dim = (own.heads, own.kv_heads, own.dim) if own else (max(1, H // 128), max(1, H // 128), min(H, 128))
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
+    taps = (2, n // 2, n - 3) if n >= 12 else (1, n // 2, n)  # of few layers the last says most
+    positions = getattr(config, "max_position_embeddings", None) or 4096
+    return Sizes(
+        H, mlp, heads, kv, dim, model.vocab, min(guesses, model.vocab), n, model.norm.eps, float(theta), positions, taps
+    )  # fmt: skip
+
+
+class Learner(nn.Module):
+    """The head. first: what its tensors begin as, where that is known; the others are drawn."""
+
+    def __init__(self, of: Sizes, first: dict[str, torch.Tensor], device: torch.device, seed: int = 0) -> None:
+        super().__init__()
+        self.of, g = of, torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterDict()
+        for name, shape in of.shapes.items():
+            t = first.get(name)
+            if t is None:
+                t = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * 0.5 * shape[-1] ** -0.5
+            self.weights[name.replace(".", "/")] = nn.Parameter(t.float().to(device).clone())
+        at = torch.arange(of.positions + 16, device=device)[:, None]
+        angles = at * of.theta ** (-torch.arange(0, of.dim, 2, device=device) / of.dim)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By published names."""
+        return {n.replace("/", "."): p.detach() for n, p in self.weights.items()}
+
+    def _w(self, name: str) -> torch.Tensor:
+        return self.weights[f"{name}.weight".replace(".", "/")]
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.of.eps)
+        return (y * self._w(name)).to(x.dtype)
+
+    def _heads(self, x: torch.Tensor, name: str, first: int | None) -> torch.Tensor:
+        """(B, heads, T, D) of a product, turned to positions from `first` on where that is given."""
+        y = F.linear(x, self._w(f"{LAYER}.self_attn.{name}_proj")).unflatten(-1, (-1, self.of.dim)).transpose(1, 2)
+        if first is None:
+            return y
+        c, s = (t[first : first + y.shape[2]].to(y.dtype) for t in (self.cos, self.sin))
+        a, b = y.chunk(2, -1)
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    def forward(self, embeddings: torch.Tensor, features: torch.Tensor, J: int) -> list[torch.Tensor]:
+        """Logits (B, T, Vd) of each of J guesses in a row.
+
+        embeddings: (B, T + J - 1, H) of the tokens after each row's. features: (B, T, 3 H).
+        """
+        T, f, logits = features.shape[1], F.linear(features, self._w("fc")), []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for j in range(J):
+            e = embeddings[:, j : j + T]
+            u = torch.cat((self._norm(e, f"{LAYER}.input_layernorm"), self._norm(f, f"{LAYER}.hidden_norm")), -1)
+            q = self._heads(u, "q", j)
+            keys.append(self._heads(u, "k", j))
+            values.append(self._heads(u, "v", None))
+            y = attended(q, keys, values).transpose(1, 2).flatten(2)
+            s = f + F.linear(y, self._w(f"{LAYER}.self_attn.o_proj"))
+            m = self._norm(s, f"{LAYER}.post_attention_layernorm")
+            gate, up = (F.linear(m, self._w(f"{LAYER}.mlp.{n}_proj")) for n in ("gate", "up"))
+            f = s + F.linear(F.silu(gate) * up, self._w(f"{LAYER}.mlp.down_proj"))
+            logits.append(F.linear(self._norm(f, "norm"), self._w("lm_head")))
+        return logits
+
+
+def attended(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+    """Attention of queries (B, heads, T, D): row t to rows up to t of the first keys, and to row t of all others."""
+    share = q.shape[1] // keys[0].shape[1]
+    k, v = ([t.repeat_interleave(share, 1) for t in ts] for ts in (keys, values))
+    if len(k) == 1:
+        return F.scaled_dot_product_attention(q, k[0], v[0], is_causal=True)
+    T, scale = q.shape[2], q.shape[-1] ** -0.5
+    past = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    scores = (q @ k[0].transpose(-1, -2)).float().masked_fill(~past, float("-inf"))
+    own = torch.stack([(q * t).sum(-1).float() for t in k[1:]], -1)
+    p = (torch.cat((scores, own), -1) * scale).softmax(-1).to(q.dtype)
+    return p[..., :T] @ v[0] + sum(p[..., T + i, None] * t for i, t in enumerate(v[1:]))
+
+
+def loss_of(logits: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of all guesses with the model's own distribution; wanted: its logits (B, T + J - 1, Vd) a token further."""
+    T = logits[0].shape[1]
+    total = logits[0].new_zeros((), dtype=torch.float32)
+    for j, own in enumerate(logits):
+        p = wanted[:, j : j + T].float().softmax(-1)
+        total = total - LATER**j * (p * own.float().log_softmax(-1)).sum(-1).mean()
+    return total
+
+
+def right(logits: list[torch.Tensor], best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """(J,) rows whose guesses 0 .. j are all the model's likeliest tokens `best` (B, T + J - 1). ids: (Vd,) of guesses."""
+    T, so_far, found = logits[0].shape[1], None, []
+    for j, own in enumerate(logits):
+        same = ids[own.argmax(-1)] == best[:, j : j + T]
+        so_far = same if so_far is None else so_far & same
+        found.append(so_far.float().mean())
+    return torch.stack(found)

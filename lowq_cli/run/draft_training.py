@@ -1,0 +1,377 @@
+"""`lowq draft train`: a head learns to guess what one model says, on text that it wrote itself, half by chance and half greedily.
+
+The model reads windows of the text as it does when it decodes, on its packed weights; the head reads the hidden states that it
+leaves and learns from its predictions. A run that was killed goes on: the text is in the user's cache, what is learnt so far beside
+the result, and the order of windows follows from the seed.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Generator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from lowq_cli.calibrate import texts
+from lowq_cli.devices import pick_device
+from lowq_cli.engine import ready
+from lowq_cli.engine.batch import Batch, Rectangle
+from lowq_cli.engine.plan import Plan, plan_of, why_not
+from lowq_cli.engine.state import static_state, tensors_of
+from lowq_cli.files.atomic import writing
+from lowq_cli.files.source import CONFIG, SINGLE, open_source
+from lowq_cli.interop.importer import runnable
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import own_text
+from lowq_cli.run.draft_head import Learner, Sizes, loss_of, right, sizes
+from lowq_kernels.modules.joined import weight_of
+from lowq_packers.atomic import write_whole
+from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.home import cache_dir
+
+GUESSES = 5  # in a row that a head learns
+FULL_VOCABULARY, REDUCED = 65_536, 32_000  # tokens of a vocabulary that is left whole, and of a larger one that is guessed among
+TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # of text; story's and base's heads gain little past them
+PASSES = 3
+ROWS = 1 << 27  # logits of a step at most: 0.5 GB in fp32, of which a step holds about 3 for each guess in a row
+MOST_WINDOWS, HELD_OUT = 32, 16  # windows of a step, and those of each half that are not learnt from
+RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's rate of a head so wide (wider ones learn as much slower), and steps up to it
+SAVE = 60.0  # seconds between two of what is learnt so far
+STATE, MADE_BY = "lowq-draft-state.safetensors", "lowq_draft.json"
+TRAINING = 3.0  # operations of a step forward and backward, of those forward
+FLOPS = 0.35  # of what a product reaches, by a whole step
+BIG = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128_256, "guesses": REDUCED, "layers": 32}
+BIG_PARAMS = 8.0e9
+
+
+@dataclass(frozen=True)
+class Training:
+    """What will be done. seconds: about, to write the text and to learn; big_seconds: of an 8B model, on this device."""
+
+    model: str
+    out: Path
+    device: torch.device
+    of: Sizes
+    text: str
+    tokens: int
+    seed: int
+    steps: int
+    windows: int  # of a step
+    seconds: float
+    big_seconds: float
+    own: "own_text.Outlook | None"
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """The plan's lines."""
+        from lowq_cli.console import duration
+
+        o = self.of
+        share = "all" if o.guesses == o.vocab else f"{o.guesses:,} of {o.vocab:,}"
+        source = "the model's own, half drawn and half greedy" if self.own else self.text
+        return [
+            ("model", self.model), ("head", f"EAGLE-3, one layer, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
+            ("reads", f"what enters layers {', '.join(map(str, o.taps))} of {o.layers}"),
+            ("text", f"{self.tokens:,} tokens: {source}"), ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
+            ("takes", f"about {duration(self.seconds)} on {self.device}; a model of 8B about {duration(self.big_seconds)}"),
+            ("out", str(self.out)),
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """So far: tokens written or steps learnt, of how many; loss and acceptance where it learns."""
+
+    doing: str
+    done: int
+    total: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was made. accepted: share of held-out places where guesses 1 .. j are all right, greedily; length: tokens a round."""
+
+    out: str
+    params: int
+    guesses: int
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float
+    accepted: list[float]
+    accepted_drawn: list[float]
+    length: float
+    already_done: bool = False
+
+
+def plan_training(
+    model: str, out: str | None, tokens: int | None, text: str, vocabulary: int | None, seed: int, device: str
+) -> tuple[Training, Any, Any]:
+    """What training will take, the model and its tokenizer. Raises LowqError."""
+    on = pick_device(device)
+    loaded, tokenizer = ready.ready(model, device)
+    if why := why_not(loaded):
+        raise UnsupportedError(f"a head is trained for models that lowq decodes by their description: {why}")
+    plan = plan_of(loaded)
+    whole = plan.model.vocab
+    guesses = vocabulary or (whole if whole <= FULL_VOCABULARY else REDUCED)
+    of, count = sizes(plan, guesses), tokens or TOKENS[on.type]
+    window = texts.window_of(loaded)
+    side = max(1, min(MOST_WINDOWS, ROWS // (window * of.guesses)))
+    least = (2 * HELD_OUT + side) * window
+    count = max(count // window * window, least if on.type == "cuda" else 4 * window)
+    steps = max(1, (count // window - _held_out(count // window)) // side) * PASSES
+    own = None
+    if text == texts.SELF:
+        with open_source(runnable(model)) as source:
+            recipe = make_recipe(bits=4, calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
+            own = own_text.outlook(model, source, recipe, on)
+            params = source.params
+    else:
+        params = sum(p.numel() for p in loaded.parameters())
+    rate = _flops(on, plan.dtype)
+    seconds = _seconds(of, params, count, rate) + (2 * own.seconds if own else 0.0)
+    big = Sizes(**BIG, eps=1e-5, theta=5e5, positions=8192, taps=(2, 16, 29))  # type: ignore[arg-type]
+    writing = TOKENS["cuda"] * 2 * BIG_PARAMS / (0.5 * rate)
+    big_seconds = _seconds(big, BIG_PARAMS, TOKENS["cuda"], rate) + writing
+    folder = Path(out) if out else _default_out(model)
+    made = Training(model, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, own)
+    return made, loaded, tokenizer
+
+
+def _held_out(windows: int) -> int:
+    return 2 * min(HELD_OUT, max(1, windows // 8))
+
+
+def _default_out(model: str) -> Path:
+    folder = Path(model).expanduser()
+    return folder / "draft" if folder.is_dir() else Path(f"{Path(model).name}-draft")
+
+
+def _seconds(of: Sizes, params: float, tokens: int, rate: float) -> float:
+    """Of learning: the model reads each token once a pass, the head so many times forward and backward."""
+    return PASSES * tokens * 2 * (params + TRAINING * GUESSES * of.params) / (FLOPS * rate)
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product, timed."""
+    n = 4096 if device.type == "cuda" else 512
+    x = torch.zeros(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / own_text._seconds(lambda: x @ x)
+
+
+def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Trained]:
+    """Learn and write the head. Ctrl-C or a kill loses a minute at most."""
+    began = time.monotonic()
+    if (found := _made(of)) is not None:
+        return found
+    if of.out.exists() and any(of.out.iterdir()) and not (of.out / STATE).exists():
+        raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
+    plain, greedy = yield from _text(of, model, tokenizer)
+    ids = _counted(torch.cat([plain, greedy]).flatten(), of.of)
+    teacher = Teacher(plan_of(model), of.of, ids, of.windows, plain.shape[1])
+    held = _held_out(len(plain) + len(greedy)) // 2
+    learnt = torch.cat([plain[:-held], greedy[:-held]])
+    learner = Learner(of.of, _first(plan_of(model), of.of, ids), of.device, of.seed)
+    loss = yield from _learn(of, learner, teacher, learnt, tokenizer)
+    accepted, drawn = (judged(learner, teacher, part[-held:]) for part in (greedy, plain))
+    length = 1 + sum(accepted)
+    result = Trained(
+        str(of.out), of.of.params, of.of.guesses, of.steps, of.tokens, time.monotonic() - began, loss, accepted, drawn, length
+    )
+    _write(of, learner, ids, result)
+    return result
+
+
+def _text(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
+    """Windows (n, L) of text drawn by chance, and of text said greedily; of a given text the two halves."""
+    if of.own is None:
+        contents = texts.Text.read(None if of.text == texts.BUNDLED else of.text)
+        ids = contents.windows(tokenizer, of.tokens, model).long()
+        half = len(ids) // 2
+        return ids[:half], ids[half:]
+    window, parts = texts.window_of(model), []
+    for number, writing_ in enumerate((own_text.write(of.own, None), own_text.continued(of.own, None))):
+        while True:
+            try:
+                step = next(writing_)
+            except StopIteration as e:
+                found = e.value
+                break
+            yield Step("write", number * of.own.tokens + step.tokens, 2 * of.own.tokens)
+        ids = found if isinstance(found, torch.Tensor) else found.ids
+        parts.append(texts.windows(ids.long(), window))
+    return parts[0], parts[1]
+
+
+def _counted(ids: torch.Tensor, of: Sizes) -> torch.Tensor:
+    """The tokens (Vd,) that a head guesses among, in the model's order: those most frequent in the text, and low ones."""
+    if of.guesses == of.vocab:
+        return torch.arange(of.vocab)
+    counts = torch.bincount(ids, minlength=of.vocab)
+    return counts.argsort(descending=True, stable=True)[: of.guesses].sort().values
+
+
+def _first(plan: Plan, of: Sizes, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a head begins with: the model's last norm and output rows, the last of its features as its hidden state."""
+    H = of.hidden
+    fc = torch.zeros(H, 3 * H)
+    fc[:, 2 * H :] = torch.eye(H)
+    found = {"fc.weight": fc, "lm_head.weight": weight_of(plan.head, torch.float32)[ids.to(plan.device)]}
+    norm = next((step.norm for step in reversed(plan.steps) if getattr(step, "norm", None) is not None), None)
+    if norm is not None and norm.weight is not None and norm.kind == "rms":
+        found["norm.weight"] = norm.weight.float()
+    return {n: t.float().cpu() for n, t in found.items()}
+
+
+class Teacher:
+    """The model as it decodes: hidden states and predictions of windows of text."""
+
+    def __init__(self, plan: Plan, of: Sizes, ids: torch.Tensor, side: int, window: int) -> None:
+        self.plan, self.of, self.side, self.window = plan, of, side, window
+        self.ids = ids.to(plan.device)
+        self.whole = of.guesses == of.vocab
+        self.state = static_state(plan, side, window, "16")
+        self.angles = plan.angles(window, plan.device)
+
+    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of windows (B, L) on the device: embeddings of the tokens after each row's, features, logits among `ids`, best.
+
+        Shapes (B, L - 1, H), (B, L - J, 3 H), (B, L - 1, Vd), (B, L - 1).
+        """
+        plan, (B, L) = self.plan, ids.shape
+        with torch.no_grad():
+            for t in tensors_of(self.state):
+                t.zero_()
+            plan.tap(self.of.taps)
+            there = Rectangle(slice(0, B), 0, L, [L] * B, self.side)
+            flat = ids.reshape(-1)
+            places = torch.arange(1, B + 1, device=plan.device)
+            pos = torch.zeros(B, dtype=torch.int32, device=plan.device)
+            batch = Batch(plan.ops, flat, 0, pos, self.angles, places, rectangle=there, tile=plan.tile)
+            taps: list[torch.Tensor] = []
+            embedded = plan.embed(flat)
+            y = plan.hidden(embedded.clone(), batch, self.state, taps).reshape(B, L, -1)[:, 1:]
+            logits = plan.capped(plan.logits(y.flatten(0, 1))).reshape(B, L - 1, -1)
+            best = logits.argmax(-1)
+            logits = logits if self.whole else logits[..., self.ids]
+            features = torch.cat([t.reshape(B, L, -1) for t in taps], -1)[:, : L - GUESSES]
+            return embedded.reshape(B, L, -1)[:, 1:], features, logits, best
+
+
+def _autocast(device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def _learn(
+    of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, tokenizer: Any
+) -> Generator[Step, None, float]:
+    """All steps that are left; the mean loss of the last hundred, for one guess."""
+    rate = RATE * min(1.0, WIDTH / of.of.hidden)
+    adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    done, saved = _resumed(of, learner, adam), time.monotonic()
+    each, losses = max(1, len(windows) // of.windows), []
+    weight = sum(0.8**j for j in range(GUESSES))
+    for step in range(done, of.steps):
+        number, place = divmod(step, each)
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(of.seed * 1000 + number))
+        ids = windows[order[place * of.windows : (place + 1) * of.windows]].to(of.device)
+        for group in adam.param_groups:
+            group["lr"] = rate * min((step + 1) / WARM, 0.02 + 0.98 * (1 - step / of.steps))
+        embeddings, features, wanted, _ = teacher(ids)
+        with _autocast(of.device):
+            loss = loss_of(learner(_as(embeddings, learner), _as(features, learner), GUESSES), wanted) / weight
+        adam.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+        adam.step()
+        losses = [*losses[-99:], loss.detach()]
+        if step % 10 == 0 or step + 1 == of.steps:
+            yield Step("learn", step + 1, of.steps, f"loss {float(torch.stack(losses).mean()):.3f}")
+            if time.monotonic() - saved > SAVE:
+                _save(of, learner, adam, step + 1)
+                saved = time.monotonic()
+    return float(torch.stack(losses).mean()) if losses else 0.0
+
+
+def _as(x: torch.Tensor, learner: Learner) -> torch.Tensor:
+    return x if x.is_cuda else x.float()
+
+
+@torch.no_grad()
+def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[float]:
+    """Share of places of held-out windows where guesses 1 .. j are all the model's likeliest tokens."""
+    found = []
+    for some in windows.split(teacher.side):
+        embeddings, features, _, best = teacher(some.to(teacher.plan.device))
+        with _autocast(teacher.plan.device):
+            logits = learner(_as(embeddings, learner), _as(features, learner), GUESSES)
+        found.append(right(logits, best, teacher.ids) * len(some))
+    return (torch.stack(found).sum(0) / len(windows)).tolist()
+
+
+def _facts(of: Training) -> str:
+    facts = [1, of.model, asdict(of.of), of.text, of.tokens, of.seed, of.steps, of.windows, of.device.type]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
+    held = {f"w/{n}": p.detach() for n, p in learner.weights.items()}
+    for (n, _), p in zip(learner.weights.items(), learner.weights.values(), strict=True):
+        held |= {f"{k}/{n}": adam.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
+    of.out.mkdir(parents=True, exist_ok=True)
+    with writing(of.out / STATE):
+        write_whole(of.out / STATE, save({n: t.contiguous().cpu() for n, t in held.items()}, {"run": _facts(of), "step": str(step)}))
+
+
+def _resumed(of: Training, learner: Learner, adam: Any) -> int:
+    """Steps that an earlier run of the same command did, its state put back."""
+    from safetensors import safe_open
+
+    path = of.out / STATE
+    if not path.is_file():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        notes = file.metadata() or {}
+    if notes.get("run") != _facts(of):
+        return 0
+    held = load_file(path, device=str(of.device))
+    for n, p in learner.weights.items():
+        p.data.copy_(held[f"w/{n}"])
+        adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(float(notes["step"]))}
+    return int(notes["step"])
+
+
+def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -> None:
+    """The head's folder, in the format of published EAGLE-3 heads, its source noted beside."""
+    tensors = {n: t.to(torch.bfloat16).cpu().contiguous() for n, t in learner.tensors().items()}
+    if of.of.guesses != of.of.vocab:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(of.of.vocab, dtype=torch.bool).index_fill(0, ids, True)
+    of.out.mkdir(parents=True, exist_ok=True)
+    with writing(of.out):
+        save_file(tensors, of.out / f"{SINGLE}.partial", metadata={"format": "pt"})
+        (of.out / f"{SINGLE}.partial").replace(of.out / SINGLE)
+        write_whole(of.out / CONFIG, json.dumps(of.of.config(), indent=2).encode())
+        notes = {"run": _facts(of), "model": of.model, "text": of.text, "seed": of.seed, **asdict(result)}
+        write_whole(of.out / MADE_BY, json.dumps(notes, indent=2).encode())
+        (of.out / STATE).unlink(missing_ok=True)
+
+
+def _made(of: Training) -> Trained | None:
+    """What the same command made before, where it is whole."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        notes = json.loads((of.out / MADE_BY).read_text())
+        if notes.pop("run") == _facts(of) and (of.out / SINGLE).is_file():
+            names = Trained.__dataclass_fields__
+            return Trained(**{n: notes[n] for n in names if n != "already_done"}, already_done=True)
+    return None
+
+
+__all__ = ["Step", "Trained", "Training", "cache_dir", "plan_training", "train"]
