@@ -24,7 +24,8 @@ def draft(
     ] = None,
     text: Annotated[str, option("Text: self (the model writes it), .txt, .jsonl or bundled.", None, "self|FILE|DIR")] = "self",
     vocab: Annotated[
-        int | None, typer.Option(min=16, help="Guess among so many most frequent tokens.  [default: all up to 65536, else 32000]")
+        int | None,
+        typer.Option(min=16, help="Guess among so many most frequent tokens.  [default: all up to 65536, else 32000]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of text and order.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,

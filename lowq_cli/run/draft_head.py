@@ -1,8 +1,8 @@
 """An EAGLE-3 head that can learn: its tensors by the names of published files, its loss over several guesses in a row.
 
 In use a head's second guess reads its own first hidden state, its third the second, and so on; so it learns, too (training-time
-test). At guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and to
-its own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
+test). At guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and
+to its own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
 """
 
 from dataclasses import dataclass
@@ -40,13 +40,14 @@ class Sizes:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of its tensors, by published names."""
         H, q, kv = self.hidden, self.heads * self.dim, self.kv_heads * self.dim
-        matrices = {
-            "fc": (H, 3 * H), "lm_head": (self.guesses, H), f"{LAYER}.self_attn.q_proj": (q, 2 * H),
-            f"{LAYER}.self_attn.k_proj": (kv, 2 * H), f"{LAYER}.self_attn.v_proj": (kv, 2 * H), f"{LAYER}.self_attn.o_proj": (H, q),
-            f"{LAYER}.mlp.gate_proj": (self.inner, H), f"{LAYER}.mlp.up_proj": (self.inner, H), f"{LAYER}.mlp.down_proj": (H, self.inner),
+        inside = {
+            "self_attn.q_proj": (q, 2 * H), "self_attn.k_proj": (kv, 2 * H), "self_attn.v_proj": (kv, 2 * H),
+            "self_attn.o_proj": (H, q), "mlp.gate_proj": (self.inner, H), "mlp.up_proj": (self.inner, H),
+            "mlp.down_proj": (H, self.inner), "input_layernorm": (H,), "hidden_norm": (H,), "post_attention_layernorm": (H,),
         }  # fmt: skip
-        norms = ("norm", *(f"{LAYER}.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
-        return {f"{n}.weight": shape for n, shape in (matrices | dict.fromkeys(norms, (H,))).items()}
+        found = {f"{LAYER}.{n}": shape for n, shape in inside.items()}
+        found |= {"fc": (H, 3 * H), "norm": (H,), "lm_head": (self.guesses, H)}
+        return {f"{n}.weight": shape for n, shape in found.items()}
 
     @property
     def params(self) -> int:

@@ -1,8 +1,8 @@
-"""`lowq draft train`: a head learns to guess what one model says, on text that it wrote itself, half by chance and half greedily.
+"""`lowq draft train`: a head learns to guess what one model says, on text that it wrote itself, half drawn and half greedy.
 
 The model reads windows of the text as it does when it decodes, on its packed weights; the head reads the hidden states that it
-leaves and learns from its predictions. A run that was killed goes on: the text is in the user's cache, what is learnt so far beside
-the result, and the order of windows follows from the seed.
+leaves and learns from its predictions. A run that was killed goes on: the text is in the user's cache, what is learnt so far
+beside the result, and the order of windows follows from the seed.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from lowq_cli.engine import ready
 from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import static_state, tensors_of
+from lowq_cli.engine.steps import AddNorm
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.source import CONFIG, SINGLE, open_source
 from lowq_cli.interop.importer import runnable
@@ -32,20 +33,32 @@ from lowq_cli.run.draft_head import Learner, Sizes, loss_of, right, sizes
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError, UsageError
-from lowq_packers.home import cache_dir
 
 GUESSES = 5  # in a row that a head learns
-FULL_VOCABULARY, REDUCED = 65_536, 32_000  # tokens of a vocabulary that is left whole, and of a larger one that is guessed among
+FULL_VOCABULARY, REDUCED = (
+    65_536,
+    32_000,
+)  # tokens of a vocabulary that is left whole, and of a larger one that is guessed among
 TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # of text; story's and base's heads gain little past them
 PASSES = 3
 ROWS = 1 << 27  # logits of a step at most: 0.5 GB in fp32, of which a step holds about 3 for each guess in a row
-MOST_WINDOWS, HELD_OUT = 32, 16  # windows of a step, and those of each half that are not learnt from
+MOST_WINDOWS = {"cuda": 32, "cpu": 4}  # of a step
+HELD_OUT = 16  # windows of each half that are not learnt from
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's rate of a head so wide (wider ones learn as much slower), and steps up to it
 SAVE = 60.0  # seconds between two of what is learnt so far
 STATE, MADE_BY = "lowq-draft-state.safetensors", "lowq_draft.json"
 TRAINING = 3.0  # operations of a step forward and backward, of those forward
 FLOPS = 0.35  # of what a product reaches, by a whole step
-BIG = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128_256, "guesses": REDUCED, "layers": 32}
+BIG = {
+    "hidden": 4096,
+    "inner": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "dim": 128,
+    "vocab": 128_256,
+    "guesses": REDUCED,
+    "layers": 32,
+}
 BIG_PARAMS = 8.0e9
 
 
@@ -77,7 +90,8 @@ class Training:
         return [
             ("model", self.model), ("head", f"EAGLE-3, one layer, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
             ("reads", f"what enters layers {', '.join(map(str, o.taps))} of {o.layers}"),
-            ("text", f"{self.tokens:,} tokens: {source}"), ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
+            ("text", f"{self.tokens:,} tokens: {source}"),
+            ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
             ("takes", f"about {duration(self.seconds)} on {self.device}; a model of 8B about {duration(self.big_seconds)}"),
             ("out", str(self.out)),
         ]  # fmt: skip
@@ -95,7 +109,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """What was made. accepted: share of held-out places where guesses 1 .. j are all right, greedily; length: tokens a round."""
+    """What was made. accepted: share of places in held-out text where guesses 1 .. j are all right; length: tokens a round."""
 
     out: str
     params: int
@@ -123,7 +137,7 @@ def plan_training(
     guesses = vocabulary or (whole if whole <= FULL_VOCABULARY else REDUCED)
     of, count = sizes(plan, guesses), tokens or TOKENS[on.type]
     window = texts.window_of(loaded)
-    side = max(1, min(MOST_WINDOWS, ROWS // (window * of.guesses)))
+    side = max(1, min(MOST_WINDOWS[on.type], ROWS // (window * of.guesses)))
     least = (2 * HELD_OUT + side) * window
     count = max(count // window * window, least if on.type == "cuda" else 4 * window)
     steps = max(1, (count // window - _held_out(count // window)) // side) * PASSES
@@ -224,8 +238,8 @@ def _first(plan: Plan, of: Sizes, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     fc = torch.zeros(H, 3 * H)
     fc[:, 2 * H :] = torch.eye(H)
     found = {"fc.weight": fc, "lm_head.weight": weight_of(plan.head, torch.float32)[ids.to(plan.device)]}
-    norm = next((step.norm for step in reversed(plan.steps) if getattr(step, "norm", None) is not None), None)
-    if norm is not None and norm.weight is not None and norm.kind == "rms":
+    norm = next((step.norm for step in reversed(plan.steps) if isinstance(step, AddNorm)), None)
+    if norm is not None and norm.weight is not None:
         found["norm.weight"] = norm.weight.float()
     return {n: t.float().cpu() for n, t in found.items()}
 
@@ -276,7 +290,7 @@ def _learn(
     rate = RATE * min(1.0, WIDTH / of.of.hidden)
     adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     done, saved = _resumed(of, learner, adam), time.monotonic()
-    each, losses = max(1, len(windows) // of.windows), []
+    each, losses = max(1, len(windows) // of.windows), list[torch.Tensor]()
     weight = sum(0.8**j for j in range(GUESSES))
     for step in range(done, of.steps):
         number, place = divmod(step, each)
@@ -327,7 +341,9 @@ def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
         held |= {f"{k}/{n}": adam.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
     of.out.mkdir(parents=True, exist_ok=True)
     with writing(of.out / STATE):
-        write_whole(of.out / STATE, save({n: t.contiguous().cpu() for n, t in held.items()}, {"run": _facts(of), "step": str(step)}))
+        write_whole(
+            of.out / STATE, save({n: t.contiguous().cpu() for n, t in held.items()}, {"run": _facts(of), "step": str(step)})
+        )
 
 
 def _resumed(of: Training, learner: Learner, adam: Any) -> int:
@@ -344,7 +360,9 @@ def _resumed(of: Training, learner: Learner, adam: Any) -> int:
     held = load_file(path, device=str(of.device))
     for n, p in learner.weights.items():
         p.data.copy_(held[f"w/{n}"])
-        adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(float(notes["step"]))}
+        adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in ("exp_avg", "exp_avg_sq")} | {
+            "step": torch.tensor(float(notes["step"]))
+        }
     return int(notes["step"])
 
 
@@ -372,6 +390,3 @@ def _made(of: Training) -> Trained | None:
             names = Trained.__dataclass_fields__
             return Trained(**{n: notes[n] for n in names if n != "already_done"}, already_done=True)
     return None
-
-
-__all__ = ["Step", "Trained", "Training", "cache_dir", "plan_training", "train"]

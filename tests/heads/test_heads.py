@@ -13,6 +13,8 @@ from plain_torch import Eagle3
 
 from lowq_cli.engine import heads, native_loader
 from lowq_cli.engine.batch import Batch, Rectangle
+from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
@@ -167,3 +169,33 @@ def test_a_fact_of_eagle3_that_is_read_otherwise_shows(fact, llama, tmp_path, mo
     plan = heads.load(str(tmp_path / "head"), ours)
     _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 5)
     assert float((logits - wanted[1]).norm() / wanted[1].norm()) > 0.005
+
+
+def rounds(drafter, model, text, K):
+    """Drafts of a head after every place of a text that ends there: read up to it, then asked; as the decoder does."""
+    drafter.make_room(2, 64)
+    states = states_of(model, drafter.layers, text)
+    there = torch.zeros(1, dtype=torch.int64) + 1  # the second place: rows are told which
+    found = []
+    for t in range(2, len(text) - 1):
+        drafter.make_room(2, 64)
+        at = torch.arange(t, dtype=torch.int32)
+        hidden = dict(zip(drafter.layers, (x[:t] for x in states), strict=True))
+        drafter.read(text[1 : t + 1], hidden, DraftRows(at, there.expand(t), t))
+        hidden = dict(zip(drafter.layers, (x[t - 2 : t + 1] for x in states), strict=True))
+        ids, last = text[t - 1 : t + 2].clone(), torch.tensor([1])
+        ids[2] = 3  # drawn after a draft that was wrong: the row is of no use, and was written
+        found.append(
+            drafter.draft(ids, hidden, DraftRows(at[-1:] + torch.arange(-1, 2).int(), there.expand(3), 3), last, K)[0].tolist()
+        )
+    return found
+
+
+def test_rounds_of_a_drafter_are_those_of_the_reference(llama, tmp_path):
+    model, ours = llama
+    tensors, config, taps = eagle(tmp_path / "head", "SpecForge")
+    drafter = load(str(tmp_path / "head"), ours)
+    reference = Eagle3(tensors, config, model.model.embed_tokens.weight.detach())
+    states = theirs(model, taps)
+    wanted = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
+    assert rounds(drafter, ours, TEXT, 4) == wanted

@@ -1,0 +1,105 @@
+"""Draft heads as drafters: a round of guesses from the hidden states that a step of the model leaves, on the device.
+
+A head's row t pairs the token after t with the model's hidden states at t. What it wrote for guesses that went further is
+approximate, and is written over by the rows of the next round, which have the model's own hidden states.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine import heads
+from lowq_cli.engine.batch import Batch, KeyValues, States
+from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.heads import HeadPlan
+from lowq_cli.engine.owned import owned
+from lowq_cli.engine.state import static_state
+from lowq_cli.files.source import open_source
+from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.reference import Packed
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.heads import is_head
+
+MOST = 7  # guesses of a round: a step of 8 rows costs 1.24 of one on an H100, and published heads are right for 3 to 5
+
+
+class HeadDrafter:
+    """A head as a `DeviceDrafter`; its cache is a static one of its own."""
+
+    most = MOST
+
+    def __init__(self, plan: HeadPlan) -> None:
+        if any(getattr(spec, "window", 0) for spec in plan.states):
+            raise UnsupportedError("a draft head whose layers look back over a window is not run")
+        self.plan, self.name, self.layers = plan, plan.described.kind, plan.layers
+        self.linears: nn.Module = plan.linears
+        self.state: list[KeyValues | States] = []
+
+    def make_room(self, batch: int, slots: int) -> None:
+        """As `DeviceDrafter.make_room`."""
+        self.state = []  # let go before there is another
+        self.state = static_state(self.plan, batch, slots, PLAIN)
+        self.angles = self.plan.angles(slots, self.plan.device)
+
+    def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
+        """As `DeviceDrafter.read`."""
+        M, per = len(ids), rows.per or 1
+        tile = min(per, self.plan.tile)
+        first = torch.arange(0, M, per, device=ids.device)[:, None] + torch.arange(0, per, tile, device=ids.device)
+        end = torch.minimum(first + tile, (first // per + 1) * per)
+        tiles = torch.stack((first.flatten(), end.flatten()), 1).int()
+        packed = Packed(torch.empty(0, 0, dtype=torch.int32, device=ids.device), rows.rows.int(), rows.pos, tiles)
+        places = torch.arange(self._places, dtype=torch.int32, device=ids.device)[:, None]
+        batch = Batch(self.plan.ops, ids, 0, rows.pos, self.angles, given=packed, tile=self.plan.tile)
+        self.plan.guess(ids, self._entering(hidden), batch, self._at(places))
+
+    def draft(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
+    ) -> torch.Tensor:
+        """As `DeviceDrafter.draft`."""
+        plan, held = self.plan, self._at(rows.rows.int()[:, None])
+        batch = Batch(plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
+        y, x = (t.index_select(0, last) for t in plan.guess(ids, self._entering(hidden), batch, held))
+        pos, held = rows.pos.index_select(0, last), self._at(rows.rows.index_select(0, last).int()[:, None])
+        drafts: list[torch.Tensor] = []
+        while True:
+            drafts.append(plan.ids(plan.logits(y).argmax(-1)))
+            if len(drafts) == K:
+                return torch.stack(drafts, 1)
+            pos = pos + 1
+            batch = Batch(plan.ops, drafts[-1], len(pos), pos, self.angles, drafted=True)
+            y, x = plan.guess(drafts[-1], x, batch, held)
+
+    def _entering(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return self.plan.entering([hidden[i] for i in self.layers])
+
+    @property
+    def _places(self) -> int:
+        return next(len(one.k) for one in self.state if isinstance(one, KeyValues))  # type: ignore[arg-type]
+
+    def _at(self, table: torch.Tensor) -> list[KeyValues | States]:
+        """The state by rows of a table: each layer's place of a sequence is one block."""
+        return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
+
+
+def takes(config: Mapping[str, Any]) -> bool:
+    """Whether a folder's config.json is that of a draft head, not of a model."""
+    return is_head(config)
+
+
+def load(folder: str, model: Any) -> HeadDrafter:
+    """The head of a folder. Raises as `heads.load`."""
+    return HeadDrafter(heads.load(folder, model))
+
+
+def inside(model: Any) -> HeadDrafter | None:
+    """The MTP layer of the checkpoint that a model was read from; None where it has none that is run."""
+    if not (folder := owned(model).tuned):
+        return None
+    with open_source(folder) as source:
+        try:
+            return HeadDrafter(heads.inside(source, model))
+        except UnsupportedError:
+            return None
