@@ -1,4 +1,4 @@
-"""us of a model's step, with and without what a head reads, and of guesses of the head, each in a CUDA graph: a JSON row a batch.
+"""us of a model's step, with and without what a head reads, and of the head's guesses, each in a CUDA graph: a row a batch.
 
 python benchmarks/draft_steps.py MODEL HEAD
 """

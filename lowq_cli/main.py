@@ -247,7 +247,7 @@ def _first_screen(text: str) -> str:
     """The help of a bare `lowq` without its options, so that a terminal of 24 lines shows all of it and the prompt."""
     usage, _, rest = text.partition("\n")
     before, _, after = rest.partition("\nOptions:")
-    return f"{usage}   (options: lowq -h)\n{before}{after[after.index(chr(10) + 'Commands:') :]}"
+    return f"{usage}   (options: lowq -h)\n{before.lstrip(chr(10))}{after[after.index(chr(10) + 'Commands:') :]}"
 
 
 def _mistyped(e: Any) -> int:

@@ -11,8 +11,7 @@ from lowq_packers.errors import UsageError
 EXAMPLES = """Examples:
   lowq draft train my-lowq
   lowq draft train my-lowq --tokens 20000000 --out my-head
-  lowq draft train demo --text book.txt --dry-run
-  lowq generate my-lowq --draft my-lowq/draft"""
+  lowq draft train demo --text book.txt --dry-run"""
 
 
 def draft(

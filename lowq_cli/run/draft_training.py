@@ -29,7 +29,7 @@ from lowq_cli.files.source import CONFIG, SINGLE, open_source
 from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import own_text
-from lowq_cli.run.draft_head import Learner, Sizes, loss_of, right, sizes
+from lowq_cli.run.draft_head import LATER, Learner, Sizes, loss_of, right, sizes
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -291,13 +291,13 @@ def _learn(
     adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     done, saved = _resumed(of, learner, adam), time.monotonic()
     each, losses = max(1, len(windows) // of.windows), list[torch.Tensor]()
-    weight = sum(0.8**j for j in range(GUESSES))
+    weight, warm = sum(LATER**j for j in range(GUESSES)), min(WARM, max(1, of.steps // 10))
     for step in range(done, of.steps):
         number, place = divmod(step, each)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(of.seed * 1000 + number))
         ids = windows[order[place * of.windows : (place + 1) * of.windows]].to(of.device)
         for group in adam.param_groups:
-            group["lr"] = rate * min((step + 1) / WARM, 0.02 + 0.98 * (1 - step / of.steps))
+            group["lr"] = rate * min((step + 1) / warm, 0.02 + 0.98 * (1 - step / of.steps))
         embeddings, features, wanted, _ = teacher(ids)
         with _autocast(of.device):
             loss = loss_of(learner(_as(embeddings, learner), _as(features, learner), GUESSES), wanted) / weight

@@ -1,0 +1,146 @@
+"""`lowq draft train`: what is learnt is what is run, what was killed goes on, and the folder is a published one's."""
+
+import json
+import shutil
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+import publishing as pub
+from plain_torch import Eagle3
+from torch.nn import functional as F
+
+from lowq_cli.engine import heads, native_loader
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.files.source import DEMO, open_source
+from lowq_cli.main import app
+from lowq_cli.run import draft_training as training
+from lowq_cli.run.draft_head import Learner, attended, loss_of, right, sizes
+
+J, WORDS = training.GUESSES, 8192
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small random model with the demo's tokenizer."""
+    found = tmp_path_factory.mktemp("model")
+    pub.target(found, vocab_size=WORDS, max_position_embeddings=64)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    with open_source(str(folder)) as source:
+        return native_loader.read(source, torch.device("cpu"))
+
+
+def teacher_of(model, of, window):
+    return training.Teacher(plan_of(model), of, torch.arange(of.guesses), 2, window)
+
+
+def test_what_learns_guesses_as_the_reference_does_on_the_same_words(model):
+    of, L = sizes(plan_of(model), WORDS), 16
+    learner = Learner(of, {}, torch.device("cpu"), seed=4)
+    ids = torch.randint(3, WORDS, (2, L), generator=torch.Generator().manual_seed(2))
+    embeddings, features, _, _ = teacher_of(model, of, L)(ids)
+    found = learner(embeddings, features, J)
+    reference = Eagle3(learner.tensors(), {**of.config(), "rms_norm_eps": of.eps}, plan_of(model).embedding.weight)
+    for text, states, t in ((0, features[0], 0), (1, features[1], L - J - 1), (1, features[1], 4)):
+        f, rows = F.linear(states[: t + 1], reference.w["fc.weight"]), ids[text, 1:]
+        for j in range(J):  # rows up to t, then the words that come, each on the head's own state
+            o = reference.layer(rows[: t + 1 + j], f)
+            y = torch.nn.functional.rms_norm(o[-1], (of.hidden,), reference.w["norm.weight"], of.eps)
+            torch.testing.assert_close(found[j][text, t], F.linear(y, reference.lm_head), rtol=2e-4, atol=2e-4)
+            f = torch.cat((f, o[-1:]))
+
+
+def test_a_guess_sees_only_its_own_and_what_came_before():
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    later = [torch.randn(1, 2, 5, 4) for _ in range(2)]
+    whole = attended(q, [k, later[0]], [v, later[1]])
+    for other in (later[0].clone(), k.clone()):
+        other[:, :, 3] = 9.0
+        keys = [k, other] if other[0, 0, 0, 0] == later[0][0, 0, 0, 0] else [other, later[0]]
+        changed = (attended(q, keys, [v, later[1]]) != whole).any(-1).any(1)[0]
+        assert changed.tolist() == ([False, False, False, True, False] if keys[0] is k else [False] * 3 + [True] * 2)
+
+
+def test_acceptance_counts_guesses_whose_forerunners_were_right():
+    best = torch.tensor([[1, 2, 0, 3, 1]])
+    logits = [F.one_hot(torch.tensor([row]), 4).float() for row in ([1, 2, 2], [2, 0, 3], [0, 1, 1])]
+    assert right(logits, best, torch.arange(4)).tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+
+
+def test_it_learns_all_guesses(model):
+    of, ids = sizes(plan_of(model), WORDS), torch.randint(3, WORDS, (2, 24), generator=torch.Generator().manual_seed(2))
+    teacher, learner = teacher_of(model, of, 24), Learner(of, {}, torch.device("cpu"))
+    before, adam = training.judged(learner, teacher, ids), torch.optim.Adam(learner.parameters(), 3e-3)
+    for _ in range(120):
+        embeddings, features, wanted, _ = teacher(ids)
+        loss = loss_of(learner(embeddings, features, J), wanted)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    assert before[0] < 0.1
+    assert training.judged(learner, teacher, ids)[-1] > 0.3
+
+
+def planned(folder, out, **more):
+    how = {"tokens": 2048, "text": "bundled", "vocabulary": 512, "seed": 3, "device": "cpu", **more}
+    return training.plan_training(str(folder), str(out), **how)
+
+
+def done(steps):
+    while True:
+        try:
+            next(steps)
+        except StopIteration as e:
+            return e.value
+
+
+def test_what_was_killed_goes_on_to_the_same_bytes(folder, tmp_path, monkeypatch):
+    whole = done(training.train(*planned(folder, tmp_path / "whole")))
+    monkeypatch.setattr(training, "SAVE", 0.0)
+    run = training.train(*planned(folder, tmp_path / "killed"))
+    list(islice(run, 2))
+    run.close()
+    assert (tmp_path / "killed" / training.STATE).is_file()
+    again = done(training.train(*planned(folder, tmp_path / "killed")))
+    assert (tmp_path / "killed" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert again.accepted == whole.accepted
+    assert not (tmp_path / "killed" / training.STATE).exists()
+    assert done(training.train(*planned(folder, tmp_path / "killed"))).already_done
+    other = done(training.train(*planned(folder, tmp_path / "other", seed=4)))
+    assert other.loss != whole.loss
+
+
+def test_the_command_writes_a_published_folder_that_is_read_and_run(folder, model, tmp_path):
+    out = tmp_path / "head"
+    line = ["draft", "train", str(folder), "--text", "bundled", "--tokens", "4096", "--vocab", "512", "--out", str(out)]
+    shown = CliRunner().invoke(app, [*line, "--device", "cpu", "--json"])
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(shown.stdout)
+    tensors = load_file(out / "model.safetensors")
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].sum() == 512
+    assert {n.split(".")[0] for n in tensors} == {"fc", "midlayer", "norm", "lm_head", "d2t", "t2d"}
+    assert json.loads((out / "lowq_draft.json").read_text())["model"] == str(folder)
+    plan = heads.load(str(out), model)
+    assert plan.layers == (1, 3, 6)
+    assert len(result["accepted"]) == J
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(folder, tmp_path):
+    (tmp_path / "book.txt").write_text("mine")
+    line = ["draft", "train", str(folder), "--text", "bundled", "--out", str(tmp_path), "--device", "cpu"]
+    shown = CliRunner().invoke(app, line)
+    assert "holds something else" in str(shown.exception)
+    assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
