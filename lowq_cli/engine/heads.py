@@ -153,7 +153,7 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
     rows = target.vocabulary
     embed = Matrix(named.full(m.embed), rows, m.hidden) if head.own_embed else None
     top = Matrix(named.full(m.head), m.vocab, m.hidden) if head.own_head else None
-    contents = filled(read.config, named, target.dtype, _schemes(source), embed, top, *fuse)
+    contents = filled(read.config, named, source.headers, target.dtype, _schemes(source), embed, top, *fuse)
     check(contents, source.headers)
     reader = Reader(source, target.device)
     offsets = _offsets(source, named.full(MAPS[0]), target.vocabulary).to(target.device) if head.mapped else None

@@ -145,12 +145,10 @@ def contents_of(source: Source, device: torch.device) -> Contents:
 
     table = Matrix(named.place[0] + model.embed, model.vocab, model.hidden)
     head = None if model.tied else Matrix(named.place[1], model.vocab, model.hidden, model.head_bias)
-    contents = filled(config, named, dtype, schemes, table, head)
+    contents = filled(config, named, source.headers, dtype, schemes, table, head)
     if head is None and contents.embed and contents.embed.how and model.head_bias:
         raise NotPlain("a head with a bias that is the packed embedding")
-    act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
-    stacks = {part: found for part in contents.experts if (found := _stacks(part, named, source.headers))}
-    contents = replace(contents, act=act, stacks=stacks)
+    contents = replace(contents, act="none" if quantization is None or in_fp8 else quantization.get("activations", "none"))
     check(contents, source.headers)
     return contents
 
@@ -158,6 +156,7 @@ def contents_of(source: Source, device: torch.device) -> Contents:
 def filled(
     config: Config,
     named: Named,
+    headers: Mapping[str, TensorHeader],
     dtype: torch.dtype,
     schemes: Mapping[str, Stored | InBlocks],
     table: Matrix | None,
@@ -186,7 +185,8 @@ def filled(
     ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
-    return Contents(config, model, named, dtype, "none", linears, experts, {}, vectors, embed, top)
+    stacks = {part: found for part in routed if (found := _stacks(part, named, headers))}
+    return Contents(config, model, named, dtype, "none", linears, experts, stacks, vectors, embed, top)
 
 
 def _check_mixture(part: Experts) -> None:

@@ -81,9 +81,14 @@ def target(folder, name="llama", **more):
     return made
 
 
+def other(t):
+    """Values of a layer that is not the one it was copied from, whatever the shape that files give them."""
+    return t * 0.8 + 0.02
+
+
 def qwen_mtp(tensors):
     """Qwen 3.5's own: a layer of full attention below mtp., two norms, a product and a last norm."""
-    layer = {"mtp.layers.0." + n.partition("layers.3.")[2]: t.flip(0) for n, t in tensors.items() if "layers.3." in n}
+    layer = {"mtp.layers.0." + n.partition("layers.3.")[2]: other(t) for n, t in tensors.items() if "layers.3." in n}
     own = {"mtp.fc.weight": (H, 2 * H)} | {
         f"mtp.{n}.weight": (H,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     }
@@ -92,7 +97,7 @@ def qwen_mtp(tensors):
 
 def nextn(tensors, n):
     """DeepSeek's and GLM's own: layer n, a copy of the embedding and of the head, three norms and a product."""
-    last = {k.replace(f"layers.{n - 1}.", f"layers.{n}."): t.flip(0) for k, t in tensors.items() if f"layers.{n - 1}." in k}
+    last = {k.replace(f"layers.{n - 1}.", f"layers.{n}."): other(t) for k, t in tensors.items() if f"layers.{n - 1}." in k}
     p = f"model.layers.{n}."
     own = {f"{p}eh_proj.weight": (H, 2 * H)} | {f"{p}{k}.weight": (H,) for k in ("enorm", "hnorm", "shared_head.norm")}
     copies = {f"{p}embed_tokens.weight": tensors["model.embed_tokens.weight"]}

@@ -1,23 +1,27 @@
 """Draft heads as published, run by the engine's plans: the tokens, logits and acceptance of a plain torch reference."""
 
+import copy
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import publishing as pub
-from plain_torch import Eagle3
+from plain_torch import Eagle3, Mtp
 
 from lowq_cli.engine import heads, native_loader
 from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.drafts.drafter import DraftRows
-from lowq_cli.engine.drafts.heads import load
+from lowq_cli.engine.drafts.heads import load, takes
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
+from lowq_packers.errors import DamagedError, UnsupportedError
 
 CPU = torch.device("cpu")
 TEXT = torch.randint(3, pub.VOCAB, (14,), generator=torch.Generator().manual_seed(9))
@@ -199,3 +203,160 @@ def test_rounds_of_a_drafter_are_those_of_the_reference(llama, tmp_path):
     states = theirs(model, taps)
     wanted = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
     assert rounds(drafter, ours, TEXT, 4) == wanted
+
+
+QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+NEXTN = tuple(f"model.layers.4.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+WITH_MTP = {  # family -> (its tensors, names of what joins them, config)
+    "qwen3_5_text": (pub.qwen_mtp, QWEN, {"linear_value_head_dim": 16, "mtp_num_hidden_layers": 1}),
+    "qwen3_5_moe_text": (pub.qwen_mtp, QWEN, {"mtp_num_hidden_layers": 1}),
+    "qwen3_next": (pub.qwen_mtp, QWEN, {}),
+    "deepseek_v3": (pub.nextn, NEXTN, {"num_nextn_predict_layers": 1}),
+    "glm4_moe": (pub.nextn, NEXTN, {"num_nextn_predict_layers": 1}),
+}
+
+
+def called(model):
+    """How a decoder layer of a transformers model runs over rows (rows, H), each of which sees those before it."""
+
+    def call(layer, x):
+        n = len(x)
+        places = torch.arange(n)[None]
+        mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
+        with torch.no_grad():
+            turned = model.model.rotary_emb(x[None], places)
+            out = layer(x[None], attention_mask=mask, position_ids=places, position_embeddings=turned)
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    return call
+
+
+@pytest.fixture(scope="module", params=WITH_MTP)
+def mtp(request, tmp_path_factory):
+    """(family, folder, model of ours, reference) of a checkpoint with an MTP layer."""
+    make, names, more = WITH_MTP[request.param]
+    folder = tmp_path_factory.mktemp("mtp")
+    model = pub.target(folder, request.param, **more)
+    tensors = pub.with_heads(folder, make, *([4] if make is pub.nextn else []))
+    layer = copy.deepcopy(model.model.layers[3])
+    for t in layer.state_dict().values():
+        t.copy_(pub.other(t))
+    eps, own = model.config.rms_norm_eps, {"one": True} if make is pub.qwen_mtp else {"zero_first": True}
+    embed, lm_head = (m.weight.detach() for m in (model.model.embed_tokens, model.lm_head))
+    return request.param, folder, native(folder), Mtp(tensors, names, eps, layer, called(model), embed, lm_head, **own), model
+
+
+def inside(folder, model):
+    with open_source(str(folder)) as source:
+        return heads.inside(source, model)
+
+
+def test_mtp_layers_guess_what_the_reference_guesses(mtp):
+    _, folder, ours, reference, model = mtp
+    plan = inside(folder, ours)
+    states = states_of(ours, plan.layers)
+    torch.testing.assert_close(states, theirs(model, (-1,)), rtol=2e-3, atol=2e-3)
+    wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
+    found = guessed(plan, TEXT[1:], [x[:-1] for x in states], 4)
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=5e-3, atol=5e-3)
+
+
+def _beside(read, change):
+    m = read.head.model
+    merge = replace(m.merge, beside=replace(m.merge.beside, **change(m.merge.beside)))
+    return replace(read, head=replace(read.head, model=replace(m, merge=merge)))
+
+
+WRONG_MTP = {
+    "the hidden state first": lambda r: _beside(r, lambda b: {"hidden_first": True}),
+    "the norms exchanged": lambda r: _beside(r, lambda b: {"embedding": b.hidden, "hidden": b.embedding}),
+    "1 + w of a norm": lambda r: _beside(r, lambda b: {"hidden": replace(b.hidden, add_one=not b.hidden.add_one)}),
+    "position 0 the other way": lambda r: _beside(r, lambda b: {"zero_first": not b.zero_first}),
+    "the stream goes round": lambda r: replace(r, head=replace(r.head, recycled="stream")),
+    "the stream before the last norm": lambda r: replace(r, head=replace(r.head, taps=(4,))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fact", WRONG_MTP)
+def test_a_fact_of_mtp_layers_that_is_read_otherwise_shows(fact, mtp, monkeypatch):
+    _, folder, ours, reference, model = mtp
+    _, wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
+    right = heads.mtp.read
+    monkeypatch.setattr(heads.mtp, "read", lambda *given: WRONG_MTP[fact](right(*given)))
+    plan = inside(folder, ours)
+    _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 4)
+    assert float((logits - wanted).norm() / wanted.norm()) > 0.005
+
+
+def without(*names):
+    return lambda tensors, config: [tensors.pop(n) for n in names]
+
+
+REFUSED = {  # what is done to a sound folder -> a part of the line that refuses it
+    "a norm is missing": (without("midlayer.hidden_norm.weight"), "no tensor layers.0.hidden_norm.weight"),
+    "no map of a reduced vocabulary": (without("d2t", "t2d"), "d2t, which says of which, is missing"),
+    "no product of the features": (without("fc.weight"), "no tensor fc.weight"),
+    "a tensor of another kind": (lambda t, c: t.update(mask_hidden=torch.ones(1, 1, 8)), "does not ask for: mask_hidden"),
+    "another width": (lambda t, c: t.update({"norm.weight": torch.ones(32)}), "norm.weight of the draft head is (32,)"),
+    "a map to nowhere": (lambda t, c: t.update(d2t=t["d2t"] + 1000), "names tokens that the model does not have"),
+    "a map of floats": (lambda t, c: t.update(d2t=t["d2t"].float()), "not of whole numbers"),
+    "another vocabulary": (lambda t, c: c.update(vocab_size=999), "a vocabulary of 999, the model has 160"),
+    "another model's width": (lambda t, c: c.update(target_hidden_size=128), "hidden states of 128 values, the model has 64"),
+    "layers that are not there": (lambda t, c: c.update({IDS: [2, 3, 99]}), "reads layers [2, 3, 99] of a model that has 6"),
+    "four layers, product of three": (lambda t, c: c.update({IDS: [1, 2, 3, 4]}), "fc reads 3 layers, config.json names 4"),
+    "layers that are words": (lambda t, c: c.update({IDS: ["a", 2, 3]}), "which are no layers"),
+    "draft_vocab_size of another": (lambda t, c: c.update(draft_vocab_size=40), "says draft_vocab_size = 40"),
+}  # fmt: skip
+KINDS = {
+    "DFlash": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}},
+    "DSpark": {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]},
+    "P-EAGLE": {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]},
+    "stand-alone MTP files": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp"},
+    "Gemma 4 assistants": {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
+    "SomethingDraftModel": {"architectures": ["SomethingDraftModel"]},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_head_that_is_not_whole_is_refused_in_a_line(what, llama, tmp_path):
+    change, line = REFUSED[what]
+    tensors = pub.eagle3_tensors()
+    config = json.loads((pub.specforge(tmp_path / "head", tensors) / "config.json").read_text())
+    change(tensors, config)
+    with pytest.raises((UnsupportedError, DamagedError)) as refused:
+        heads.load(str(pub.written(tmp_path / "head", config, tensors)), llama[1])
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_that_is_not_run_is_refused_by_name(kind, llama, tmp_path):
+    assert takes(KINDS[kind])
+    pub.written(tmp_path / "head", {**pub.FLAT, **KINDS[kind]}, {"fc.weight": torch.ones(4, 4)})
+    with pytest.raises(UnsupportedError, match=f"of the kind {kind} are not run; those that are: EAGLE-3"):
+        heads.load(str(tmp_path / "head"), llama[1])
+
+
+def test_a_checkpoint_that_promises_an_mtp_layer_and_has_none_is_refused(mtp, tmp_path):
+    family, folder, ours, _, _ = mtp
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "mtp." if "qwen" in family else "model.layers.4."
+    config = json.loads((folder / "config.json").read_text())
+    pub.written(tmp_path / "none", config, {n: t for n, t in tensors.items() if not n.startswith(prefix)})
+    with pytest.raises(UnsupportedError, match="are not in its files, whatever config.json says"):
+        inside(tmp_path / "none", ours)
+    pub.written(
+        tmp_path / "half",
+        config,
+        {n: t for n, t in tensors.items() if not n.startswith(f"{prefix}layers.0.self_attn") and ".4.self_attn" not in n},
+    )
+    with pytest.raises(DamagedError, match="not whole"):
+        inside(tmp_path / "half", ours)
+
+
+def test_a_model_is_no_head(llama):
+    assert not takes({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    assert not takes(
+        {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "mtp_num_hidden_layers": 1}
+    )
