@@ -1,0 +1,188 @@
+"""Drafts: what steps of several rows take, and what guesses by n-grams bring. benchmarks/results/<device>/drafts.json.
+
+    python benchmarks/drafts.py [--parts rows,same,speed] [--shape 8b] [--models base=FOLDER,...] [--texts FILE] [--device cuda]
+
+`rows`: a step of 1 plain row, and of 2 to 16 rows of one text, of a model of random codes, as the device takes them one after
+another, and as long as the host waits where it reads each before the next. `same`: greedy texts with drafts beside those
+without: tokens until the first that differs, and by how much its logit was the largest there. `speed`: prompts whose answers
+copy from them (a passage that is written again with a word changed, its first sentences, code), and prompts that do not.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from e2e_decode import decoder_for
+from pages import results_of
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.ready import ready
+from lowq_cli.engine.sampling import Sampling
+from lowq_kernels.dispatch.precompile import launch_all
+
+WIDTHS, STEPS, NEW, EACH = (2, 4, 8, 16), 60, 128, 20
+Row = dict[str, Any]
+
+
+def rows(shape: str, variant: str, contexts: list[int], device: str) -> list[Row]:
+    """Milliseconds of steps of each number of rows, after so many tokens."""
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    model, decoder = decoder_for(variant, shape, dtype, device)
+    found = []
+    for context in contexts:
+        ids = torch.randint(3, decoder.plan.vocabulary, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+        decoder.drafts, decoder.held = True, []
+        if device == "cuda":
+            from lowq_cli.engine.warm import launches
+
+            launch_all(launches(model, decoder, 1, context, Sampling()), lambda n, of: None)
+        for T in (1, *WIDTHS):
+            decoder.start([ids], Sampling(), 17 * STEPS)
+            wrong = [3] * (T - 1)
+
+            def step(T: int = T, wrong: list[int] = wrong) -> Any:
+                return decoder.verify(wrong, T) if T > 1 else decoder.step()
+
+            step(), step()
+            _wait(device)
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            _wait(device)
+            ahead, seconds = (time.perf_counter() - began) / STEPS, list[float]()
+            for _ in range(STEPS // 2):
+                began = time.perf_counter()
+                made = step()
+                (made.accepted if T > 1 else made).tolist()
+                seconds.append(time.perf_counter() - began)
+            found.append({"part": "rows", "model": shape, "variant": variant, "context": context, "rows": T}
+                         | {"ms": round(1e3 * ahead, 4), "ms_read_each": round(1e3 * statistics.median(seconds), 4)}
+                         | {"recorded": device == "cpu" or not decoder.reason})  # fmt: skip
+            print(found[-1], flush=True)
+    return found
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def prompts(tokenizer: Any, text: str) -> dict[str, list[list[int]]]:
+    """Token ids of prompts by kind, EACH of every one: edit, summary, code (their answers copy) and free."""
+    blocks = [b.strip() for b in text.split("\n\n")]
+    prose = [b for b in blocks if 300 < len(b) < 900 and "    " not in b and b.count(". ") > 2]
+    code = [
+        b for b in blocks if 200 < len(b) < 900 and "    " in b and ("def " in b or "return" in b or "self" in b or "=" in b)
+    ]
+    encode = lambda s: list(tokenizer(s)["input_ids"])  # noqa: E731
+    made: dict[str, list[list[int]]] = {"edit": [], "summary": [], "code": [], "free": []}
+    for p in prose:
+        word = max(p.split(), key=lambda w: p.count(w) if w.isalpha() and len(w) > 3 else 0)
+        edited, first = p.replace(word, "other"), ". ".join(p.split(". ")[:2]) + "."
+        made["edit"].append(encode(f"{p}\n\n{p}\n\n{edited}\n\n") + encode(edited)[:12])
+        made["summary"].append(encode(f"{p}\n\n{first}\n\n{first}\n\n{p}\n\n") + encode(first)[:8])
+        made["free"].append(encode(p)[:48])
+    for p in code:
+        made["code"].append(encode(f"{p}\n\n{p}\n\n") + encode(p)[:12])
+    fits = {kind: [ids for ids in some if len(ids) + NEW < 1000] for kind, some in made.items()}
+    step = {kind: max(1, len(some) // EACH) for kind, some in fits.items()}
+    return {kind: some[:: step[kind]][:EACH] for kind, some in fits.items()}
+
+
+def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]]], draft: str = "ngram") -> list[Row]:
+    """Tokens per second with drafts and without, in turns."""
+    found = []
+    for kind, some in asked.items():
+        seconds, made = dict.fromkeys(("none", draft), 0.0), dict.fromkeys(("none", draft), 0)
+        counts = dict.fromkeys(("steps", "drafted", "accepted", "passes"), 0)
+        for way in ("none", draft):  # kernels are compiled, steps recorded
+            for _ in stream(model, tokenizer, some[0], max_new_tokens=64, draft=way):
+                pass
+        for ids in some:
+            for way in seconds:
+                g = stream(model, tokenizer, ids, max_new_tokens=NEW, draft=way)
+                for _ in g:
+                    pass
+                seconds[way] += g.decode_s
+                made[way] += len(g.tokens[0]) - 1
+                if d := g.drafting:
+                    counts["steps"] += d.steps
+                    counts["drafted"] += d.drafted
+                    counts["accepted"] += d.accepted
+                    counts["passes"] += g.steps
+        tps, passes = {way: made[way] / s for way, s in seconds.items()}, counts["passes"]
+        found.append({"part": "speed", "model": name, "kind": kind, "prompts": len(some), "draft": draft}
+                     | {"tokens_per_s": round(tps[draft], 1), "tokens_per_s_without": round(tps["none"], 1)}
+                     | {"times": round(tps[draft] / tps["none"], 3), "tokens_per_pass": round(made[draft] / passes, 3)}
+                     | counts)  # fmt: skip
+        print(found[-1], flush=True)
+    return found
+
+
+def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int, draft: str = "ngram") -> Row:
+    """Greedy texts with drafts and without: where they part, the gap of the two largest logits there."""
+    tokens = equal = 0
+    ties = []
+    for ids in asked:
+        a, b = (_tokens(model, tokenizer, ids, new, way) for way in ("none", draft))
+        n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        tokens, equal = tokens + len(a), equal + n
+        if n < len(a):
+            top = decoder_of(model).logits(torch.tensor([ids + a[:n]], device=model.device))[0, -1].float().topk(2).values
+            ties.append(round(float(top[0] - top[1]) / float(top[0].abs()), 6))
+    row = {"part": "same", "model": name, "prompts": len(asked), "tokens": tokens, "equal": equal, "parted_at_gaps": ties}
+    print(row, flush=True)
+    return row
+
+
+def _tokens(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) -> list[int]:
+    g = stream(model, tokenizer, ids, max_new_tokens=new, draft=draft)
+    for _ in g:
+        pass
+    return g.tokens[0]
+
+
+def main() -> None:
+    """Measure what was asked for and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="rows,same,speed")
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--variant", default="4h8")
+    parser.add_argument("--contexts", default="512,8192")
+    parser.add_argument("--models", default="", help="NAME=FOLDER, of small trained models")
+    parser.add_argument("--texts", type=Path, help="paragraphs that prompts are made of")
+    parser.add_argument("--draft", default="ngram")
+    parser.add_argument("--new", type=int, default=250, help="tokens of each text of `same`")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    parts, found = args.parts.split(","), list[Row]()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    out = args.out or results_of(name) / "drafts.json"
+    about = {"device": name, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
+
+    def keep(more: list[Row]) -> None:
+        found.extend(more)
+        out.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
+
+    for part in args.models.split(",") if args.models else ():
+        own, _, folder = part.partition("=")
+        model, tokenizer = ready(folder, args.device)
+        asked = prompts(tokenizer, args.texts.read_text())
+        if "same" in parts:
+            some = [ids for each in asked.values() for ids in each[: EACH // 2]]
+            keep([same(own, model, tokenizer, some, args.new, args.draft)])
+        if "speed" in parts:
+            keep(speed(own, model, tokenizer, asked, args.draft))
+    if "rows" in parts:
+        keep(rows(args.shape, args.variant, list(map(int, args.contexts.split(","))), args.device))
+
+
+if __name__ == "__main__":
+    main()
