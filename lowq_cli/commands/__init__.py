@@ -39,6 +39,15 @@ KvCache = Annotated[
     ),
 ]
 
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="NAME",
+        help="Guess tokens and check several in a step, for the same text sooner: ngram (by what a text repeats), none, auto.",
+        autocompletion=completion.words("auto", "ngram", "none"),
+    ),
+]
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]

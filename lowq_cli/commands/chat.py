@@ -12,6 +12,7 @@ import typer
 from lowq_cli import console, typing_in
 from lowq_cli.commands import (
     Device,
+    Draft,
     KvCache,
     Seed,
     Temperature,
@@ -97,6 +98,7 @@ def chat(
     device: Device = "auto",
     threads: Threads = None,
     kv: KvCache = "16",
+    draft: Draft = "auto",
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
     from lowq_cli import state
@@ -116,11 +118,13 @@ def chat(
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation
+        from lowq_cli.engine.drafts import check as check_draft
         from lowq_cli.engine.generation_config import CONVERSATION, described, settle
         from lowq_cli.engine.ready import ready
         from lowq_kernels.decode.kv import check
 
         check(kv)
+        check_draft(draft)
         model, tokenizer = ready(folder, device, console.warn)
         drawn, origins = settle(model, given, CONVERSATION)
         settings = Settings(**drawn, **others)
@@ -143,7 +147,7 @@ def chat(
         turn += 1
         try:
             drawn = asdict(settings) | {"seed": settings.seed + turn}
-            answer = stream(model, tokenizer, talk.prompt(said), **drawn, kv=kv)
+            answer = stream(model, tokenizer, talk.prompt(said), **drawn, kv=kv, draft=draft)
         except UsageError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
             continue
@@ -205,4 +209,5 @@ def _write(answer: "Generation") -> None:
         console.say(" (stopped)")
     console.out("")
     if sys.stderr.isatty():
-        console.say(f"[{len(answer.tokens[0])} tokens, {answer.decode_tps:.1f}/s, first after {answer.ttft_s:.2f} s]")
+        several = f", {answer.drafting.accepted} drafted" if answer.drafting and answer.drafting.accepted else ""
+        console.say(f"[{len(answer.tokens[0])} tokens{several}, {answer.decode_tps:.1f}/s, first after {answer.ttft_s:.2f} s]")

@@ -15,6 +15,7 @@ from lowq_cli import console
 from lowq_cli.commands import (
     EXIT_INTERRUPTED,
     Device,
+    Draft,
     KvCache,
     Seed,
     Temperature,
@@ -73,6 +74,7 @@ def generate(
     device: Device = "auto",
     threads: Threads = None,
     kv: KvCache = "16",
+    draft: Draft = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
@@ -101,6 +103,7 @@ def generate(
         "chat": chat,
         "max_new_tokens": max_new_tokens,
         "kv": kv,
+        "draft": draft,
         "stop": [unescaped(s) for s in stop or ()],
     }
     answer(checkpoint, prompt, prompts, settings, seed, GREEDY, batch, device, explain, profile, as_json)
@@ -141,15 +144,17 @@ def answer(
     wake(device)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
+        from lowq_cli.engine.drafts import check as check_draft
         from lowq_cli.engine.ready import ready
         from lowq_kernels.decode.kv import check
 
         seed = seed_or_random(seed)
         check(settings.get("kv", "16"))
+        check_draft(settings.get("draft", "auto"))
         model, tokenizer = ready(folder, device, console.warn)
         drawn, origins = settle(model, given, default)
     asked = {n: v for n, v in settings.items() if n not in NAMES}
-    settings = {"kv": "16", "stop": []} | asked | drawn | {"seed": seed}
+    settings = {"kv": "16", "draft": "auto", "stop": []} | asked | drawn | {"seed": seed}
     if many is not None:
         _answer_all(model, tokenizer, many, batch, settings, origins, as_json)
         return
@@ -356,6 +361,7 @@ def _numbers(model: "CausalModel", generation: "Generation", kernels: bool) -> d
         "decoder": g.decoder.name,
         "decoder_reason": g.decoder.reason,
         "kv": g.decoder.kv,
+        "drafts": g.drafting.numbers(len(g.tokens[0]) - 1, g.steps) if g.drafting else None,
         "seed": g.sampling.seed,
         **several,
     }
@@ -375,6 +381,9 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
+    if n["drafts"] and n["drafts"]["drafted"]:
+        d = n["drafts"]
+        line += f"; {d['drafter']} drafts: {d['accepted']} of {d['drafted']} right, {d['tokens_per_step']:.2f} tokens a step"
     drawn = "" if generation.sampling.greedy else f"; {_sampling(n['sampling'], n['sampling_from'])}, seed {n['seed']}"
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}{drawn}")
 
@@ -417,6 +426,7 @@ def _show_kernels(model: "CausalModel", generation: "Generation") -> None:
     console.say(
         f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else "") + (f"; {about}" if about else "")
     )
+    console.say(f"drafts: {generation.drafting.about() if generation.drafting else generation.why_no_drafts}")
     rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
     columns = ("layers", ">count", ">NxK", "weight", "layout", "kernel", "config", "by")
     cells = [_kernel_row(r) for r in rows]

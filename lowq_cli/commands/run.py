@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowq_cli import completion, console, recipes
-from lowq_cli.commands import Device, Seed, Temperature
+from lowq_cli.commands import Device, Draft, Seed, Temperature
 from lowq_cli.telling import follow
 
 EXAMPLES = """Examples:
@@ -34,6 +34,7 @@ def run(
     temperature: Temperature = None,
     seed: Seed = None,
     device: Device = "auto",
+    draft: Draft = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
     """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
@@ -43,9 +44,9 @@ def run(
 
     folder = _quantized(model, recipe, device)
     if text is None and sys.stdin.isatty() and not as_json:
-        chat(folder, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device)
+        chat(folder, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device, draft=draft)
         return
-    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": _has_template(folder)}
+    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": _has_template(folder), "draft": draft}
     answer(folder, "-" if text is None else text, None, settings, seed, CONVERSATION, device=device, as_json=as_json)
 
 

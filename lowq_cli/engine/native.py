@@ -62,7 +62,8 @@ class NativeDecoder:
         self.long = False  # whether something the cache holds is turned as a text past `steady` is
         self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
         self.written = 0  # tokens of the longest text that the cache was given
-        self.snapshot: list[torch.Tensor] = []  # the recurrent states after the last prompts
+        self.snapshot: list[torch.Tensor] = []  # the recurrent states after the last prompts, `read`
+        self.read: list[list[int]] = []
         self.chunk = sys.maxsize  # prompt tokens of a text in one pass
         self.drafts = False  # whether steps of a text may check drafts (`verify`); decided before `start`
         self.wide: dict[int, Verification] = {}  # by rows
@@ -106,7 +107,7 @@ class NativeDecoder:
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
         self._restore(known)
         x = self._read(ids.to(self.device), lengths.tolist(), known, between)
-        self.held, self.written = names, longest
+        self.held, self.read, self.written = names, names, longest
         self.snapshot = [t[: self.batch + 1].clone() for t in tensors_of(self.state)]
         self.sampler.choose(self.head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
@@ -194,8 +195,11 @@ class NativeDecoder:
         if not self.held:
             return 0
         known = min(shared(h, p) for h, p in zip(self.held, prompts, strict=True))
-        if self.snapshot and any(len(h) != known for h in self.held):
-            return 0  # a recurrent state is that of a whole prompt
+        if self.snapshot:  # a recurrent state is that of a whole prompt: the answer after it is read again
+            whole = len(self.read[0])
+            if known < whole or any(len(p) != whole for p in self.read):
+                return 0
+            known = whole
         lost = 0
         for one, spec in zip(self.state, self.plan.states, strict=True):
             if isinstance(one, KeyValues) and isinstance(spec, Pages) and one.table is not None:

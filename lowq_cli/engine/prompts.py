@@ -29,7 +29,7 @@ def stream(
     stop: str | Sequence[str] = (),
     decoder: Decoder | None = None,
     kv: str = "16",
-    draft: str = "none",
+    draft: str = "auto",
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
 
@@ -73,21 +73,24 @@ def stream(
         from lowq_cli.engine.warm import warm
 
         how["prepare"] = partial(warm, model, decoder, prompts, sampling)
-    how["drafting"] = _drafting(draft, model, tokenizer, decoder, len(prompts))
+    how["drafting"], how["why_no_drafts"] = _drafting(draft, model, tokenizer, decoder, len(prompts))
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
 
-def _drafting(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> Any:
-    """The `Drafting` of a decoder of so many texts, or None."""
+def _drafting(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[Any, str]:
+    """(the `Drafting` of a decoder of so many texts, or None; why not)."""
     from lowq_cli.engine.drafts import make
 
-    drafter = make(draft, model, tokenizer)
-    decoder.drafts = drafter is not None and hasattr(decoder, "why_no_drafts") and not decoder.why_no_drafts(texts)
-    if drafter is None or not decoder.drafts:
-        return None
+    drafter, why = make(draft, model, tokenizer), "as asked"
+    if drafter is not None:
+        asked = getattr(decoder, "why_no_drafts", None)
+        why = f"decoder {decoder.name} takes none" if asked is None else asked(texts)
+    decoder.drafts = not why
+    if drafter is None or why:
+        return None, f"none: {why}"
     from lowq_cli.engine.drafts.drafting import Drafting
 
-    return Drafting(drafter, decoder)
+    return Drafting(drafter, decoder), ""
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:

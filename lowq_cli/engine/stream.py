@@ -86,6 +86,7 @@ class Generation:
         self.began: float = how["began"]
         self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles what its kernels are
         self.drafting: Drafting | None = how.get("drafting")
+        self.why_no_drafts: str = how.get("why_no_drafts", "")
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = ["" for _ in prompts]
         self.finish_reasons = ["interrupted" for _ in prompts]

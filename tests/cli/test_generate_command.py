@@ -53,9 +53,10 @@ def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
         explain.LayerKernel("head", 1, 64, 64, "bfloat16", "dense", "torch", {}, "", {}),
     ]
     monkeypatch.setattr(explain, "kernels_of", lambda *_: rows)
-    generation = SimpleNamespace(decoder=SimpleNamespace(name="native", reason=""), prompts=["a"])
+    decoder = SimpleNamespace(name="native", reason="")
+    generation = SimpleNamespace(decoder=decoder, prompts=["a"], drafting=None, why_no_drafts="as asked")
     generate._show_kernels(SimpleNamespace(dtype=None), generation)
-    told = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][1:]
+    told = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][2:]
     assert told == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 
 

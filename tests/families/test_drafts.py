@@ -94,3 +94,21 @@ def test_a_state_that_is_not_taken_back_shows(name):
         return  # a right draft was refused: the state is another's
     there = zip(tensors_of(decoder.state), states, strict=True)
     assert not all(torch.allclose(found[1], wanted, rtol=1e-3, atol=1e-4) for found, wanted in there)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "gemma3_text"])
+def test_a_conversation_goes_on_after_drafts_as_if_it_were_read_anew(name):
+    """What the next turn finds in the cache: that of the prompt and of tokens that were right."""
+    _, decoder = pair(name)
+    decoder.drafts = True
+    prompt, more = texts(VOCAB, 21, 5)
+    known = plain(decoder, prompt, DRAWN[0])
+    for make in (None, row_by_row):
+        said = plain(decoder, prompt, DRAWN[0]) if make is None else drafted(decoder, prompt, DRAWN[0], known, make)
+        decoder.held = [prompt + said[:-1]]
+        decoder.start([prompt + said + more], DRAWN[0], NEW)
+        found = decoder.sampler.logits.clone()
+        decoder.held = []
+        decoder.start([prompt + said + more], DRAWN[0], NEW)
+        torch.testing.assert_close(found, decoder.sampler.logits, rtol=1e-3, atol=1e-3)
+        decoder.wide.clear()

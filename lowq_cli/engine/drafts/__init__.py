@@ -15,12 +15,17 @@ __all__ = ["NAMES", "DeviceDrafter", "DraftRows", "Guess", "HostDrafter", "make"
 NAMES = ("auto", "ngram", "none")
 
 
+def check(draft: str) -> str:
+    """The name of a way to draft, as it is. Raises UsageError for an unknown one."""
+    if draft not in NAMES:
+        raise UsageError(f"--draft {draft}: it can be {', '.join(NAMES)}")
+    return draft
+
+
 def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | None:
     """What drafts for one text of a model: by name, or None for nothing. Raises UsageError for an unknown name."""
-    if draft == "none":
+    if check(draft) == "none":
         return None
-    if draft in ("auto", "ngram"):
-        from lowq_cli.engine.drafts.ngram import NGram
+    from lowq_cli.engine.drafts.ngram import NGram
 
-        return NGram()
-    raise UsageError(f"--draft {draft}: it can be {', '.join(NAMES)}")
+    return NGram()

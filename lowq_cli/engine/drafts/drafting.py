@@ -35,6 +35,16 @@ class Drafting:
         self.apart = GAP_S / _step_s(decoder) if kind == "cuda" else 0.0
         self.drafted = self.accepted = self.steps = self.rows = 0
 
+    def about(self) -> str:
+        """What drafts, and what steps with drafts cost, for `--explain`."""
+        costs = ", ".join(f"{w}: {self.costs(w):.2f}" for w in self.widths)
+        return f"{self.drafter.name}; steps of so many rows cost, in plain steps, {costs}"
+
+    def numbers(self, tokens: int, steps: int) -> dict[str, Any]:
+        """What came of it in so many tokens after the first, by so many steps of every kind."""
+        counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
+        return counts | {"tokens_per_step": round(tokens / max(steps, 1), 3)}
+
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
         self.drafter.extend(tokens)

@@ -1,0 +1,134 @@
+"""Drafts by n-grams: what is guessed, when a guess is worth its rows, and texts by every way that are those without."""
+
+import random
+
+import pytest
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.engine.drafts.ngram import SIZES, NGram
+from lowq_cli.engine.drafts.pace import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
+from lowq_cli.engine.ready import ready
+from lowq_packers.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return ready("demo", "cpu")
+
+
+def longest(tokens):
+    """By definition: the place after the last occurrence of the longest run at the end that SIZES has and that stood before."""
+    for size in SIZES:
+        run = tokens[-size:]
+        for place in range(len(tokens) - 1, size - 1, -1):
+            if len(tokens) >= size and tokens[place - size : place] == run:
+                return place
+    return -1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_guess_is_what_followed_the_longest_run_until_it_was_wrong(seed):
+    rng = random.Random(seed)
+    drafter, tokens, place = NGram(), [], -1
+    for _ in range(400):
+        token = tokens[place] if place >= 0 and rng.random() < 0.7 else rng.randrange(4 + 3 * seed)
+        right = place >= 0 and tokens[place] == token
+        tokens.append(token)
+        drafter.extend([token])
+        place = place + 1 if right else longest(tokens)
+        guess = drafter.guess(8)
+        if place < 0:
+            assert not guess.tokens
+            continue
+        whole = list(tokens)
+        for token in guess.tokens:
+            assert token == whole[place + len(whole) - len(tokens)]
+            whole.append(token)
+        assert len(guess.tokens) == 8
+        assert all(0 <= c <= 1 for c in guess.chances)
+
+
+def test_chances_follow_what_was_right():
+    sure, never = NGram(), NGram()
+    sure.extend([1, 2, 3, 4] * 60)
+    never.extend([t for i in range(200) for t in (1, 2, 10 + i)])
+    assert sure.guess(4).tokens == [1, 2, 3, 4]
+    assert min(sure.guess(4).chances) > 0.9
+    never.extend([1, 2])
+    assert never.guess(1).chances[0] < 0.05
+
+
+def test_drafts_are_worth_what_they_bring_over_what_their_rows_cost():
+    flat, steep = TableCosts({1: 1.0, 16: 1.4}), TableCosts({1: 1.0, 2: 1.9, 16: 15.0})
+    sure, doubtful = Guess([1] * 15, [0.95] * 15), Guess([1] * 15, [0.3] * 15)
+    assert worth(sure, flat, (4, 8, 16)) == 15
+    assert worth(sure, steep, (2, 4, 8, 16)) == 0
+    assert worth(doubtful, flat, (4, 8, 16)) == 3
+    assert worth(doubtful, flat, (4, 8, 16), apart=0.5) == 0
+    assert worth(Guess(), flat, (4, 8, 16)) == 0
+    assert worth(Guess([1, 2], [0.9, 0.9]), flat, (4, 8, 16)) == 2
+
+
+def test_costs_are_those_that_were_timed_once_they_are_known():
+    costs = TimedCosts(TableCosts({1: 1.0, 4: 1.3}))
+    for _ in range(ENOUGH + 1):
+        costs.note(1, 1.0)
+    assert costs(4) == 1.3
+    for seconds in (9.0, 5.0, 2.5, 2.0):  # the first prepares it
+        costs.note(4, seconds)
+    assert costs(4) == 1.3  # not enough of them: one may have waited for another process
+    costs.note(4, 2.0)
+    assert costs(4) == 2.0
+    assert costs(2) == pytest.approx(4 / 3)
+    for _ in range(AGAIN):
+        costs.note(1, 1.0)
+    assert costs(4) < 2.0  # it is tried again
+
+
+WAYS = ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.3})
+
+
+@pytest.mark.parametrize("how", WAYS, ids=["greedy", "drawn", "restricted"])
+def test_a_text_is_the_same_with_drafts(demo, how):
+    prompt = "Once upon a time there was a fox. Once upon a time there was a fox. Once upon"
+    for new in (1, 2, 7, 60):
+        with_drafts = stream(*demo, prompt, max_new_tokens=new, draft="ngram", **how)
+        pieces = list(with_drafts)
+        without = stream(*demo, prompt, max_new_tokens=new, draft="none", **how)
+        assert "".join(without) == "".join(pieces)
+        assert with_drafts.tokens == without.tokens
+        assert with_drafts.finish_reason == without.finish_reason
+
+
+def test_drafts_are_checked_and_counted(demo):
+    g = stream(*demo, "a b c d e f g h " * 6, max_new_tokens=80, draft="ngram")
+    g.drafting.timed = None  # so that this machine's load decides on nothing
+    g.drafting.costs = TableCosts({1: 1.0, 16: 1.2})
+    text = "".join(g)
+    assert text == "".join(stream(*demo, "a b c d e f g h " * 6, max_new_tokens=80, draft="none"))
+    assert 0 < g.drafting.accepted <= g.drafting.drafted
+    assert g.steps < 79
+    numbers = g.drafting.numbers(79, g.steps)
+    assert numbers["tokens_per_step"] == pytest.approx(79 / g.steps, abs=1e-3)
+
+
+def test_a_stop_within_a_step_ends_the_text_there(demo):
+    prompt = "one two three four. one two three four. one two three four. one two"
+    whole = "".join(stream(*demo, prompt, max_new_tokens=60, draft="none"))
+    for stop in {whole[i : i + 3] for i in range(5, len(whole) - 3, 7)}:
+        g = stream(*demo, prompt, max_new_tokens=60, draft="ngram", stop=stop)
+        g.drafting.timed, g.drafting.costs = None, TableCosts({1: 1.0, 16: 1.0})
+        assert "".join(g) == whole[: whole.index(stop)]
+        assert g.finish_reason == "stop"
+
+
+def test_texts_side_by_side_take_none_and_say_so(demo):
+    g = stream(*demo, ["a b a b", "c d c d"], max_new_tokens=4)
+    assert g.drafting is None
+    assert "side by side" in g.why_no_drafts
+
+
+def test_an_unknown_name_is_refused(demo):
+    with pytest.raises(UsageError, match="--draft nothing: it can be auto, ngram"):
+        stream(*demo, "a", draft="nothing")
