@@ -4,7 +4,7 @@
 
 Without --run, every table of docs/decode.md in one run: decode_8b.json, decode_1b.json and so on. All kernels are compiled
 first, in parallel. A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which
-it compiles), `transformers-static` (its forward over a static cache as one CUDA graph of ours), `16` (the lowq engine,
+it compiles), `16` (the lowq engine,
 weights not quantized), or bits[gGROUP][n][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`, `4g32n` (no zeros), or `nvfp4`, `mxfp4`,
 `nf4`, with a head or not. Layers are built on the device from random codes; of EXPERTS_ONLY only experts, as published, or with
 a head all others in its width, as `lowq quantize` makes them.
@@ -33,7 +33,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli.engine import Generation, explain, search, stream, warm
 from lowq_cli.engine.hf_eager import HfEagerDecoder
-from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
@@ -88,7 +87,7 @@ RUNS = (  # the heads of 4, 3 and 2 bits that `lowq quantize` gives, and others 
     "1b=16,8,4,2",
     "30b-a3b=4h8@1,4,8",
     "70b=4h8",
-    "8b=transformers-static,transformers,transformers-compile",
+    "8b=transformers,transformers-compile",
 )
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
 
@@ -188,7 +187,7 @@ def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str, layer
         fill(model, device)
         if variant == "16":
             return model, NativeDecoder(model)
-        return model, HfGraphDecoder(model) if variant.endswith("static") else HfEagerDecoder(model)
+        return model, HfEagerDecoder(model)
     quantized_model(model, variant, dtype, device, shape in EXPERTS_ONLY)
     return model, NativeDecoder(model)
 

@@ -39,7 +39,7 @@ def folders() -> str:
 
 def decoder_of(row: dict[str, Any]) -> str:
     """Of a tiny model of transformers' defaults on a CPU: what is described decodes natively."""
-    earlier = {"fused": "native", "unfused": "hf_graph", "plain": "hf_eager"}  # names at the time of the file
+    earlier = {"fused": "native", "unfused": "hf_eager", "plain": "hf_eager"}  # names at the time of the file
     described = row["family"] in arch.families()
     return "native" if described else earlier.get(row["decoder"], row["decoder"])
 

@@ -17,7 +17,6 @@ from lowq_cli.engine.stream import nothing
 from lowq_cli.models import CausalModel
 from lowq_kernels.decode import ops
 from lowq_kernels.decode.kv import PLAIN
-from lowq_packers.errors import UnsupportedError
 
 CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the memory of activations
 CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
@@ -39,18 +38,15 @@ class HfEagerDecoder:
     Args:
         model: a transformers causal model, on one device.
         reason: why no faster decoder was taken, for `--explain`.
-        kv: what keys and values are held in (`decode.kv.KINDS`). Raises UnsupportedError for a model that holds none.
     """
 
-    name = "hf_eager"
+    name, kv = "hf_eager", PLAIN
 
-    def __init__(self, model: CausalModel, reason: str = "", kv: str = PLAIN) -> None:
-        self.model, self.reason, self.kv = model, reason, kv
+    def __init__(self, model: CausalModel, reason: str = "") -> None:
+        self.model, self.reason = model, reason
         self.device = model.device
         self.ahead = self.device.type == "cuda"  # launches return early there: the host may run one step behind
         self.accepts = set(inspect.signature(model.forward).parameters)
-        if kv != PLAIN:
-            self._coded_cache()  # refused before there is a text
 
     @torch.inference_mode()
     def start(
@@ -69,8 +65,6 @@ class HfEagerDecoder:
         self.all_ids = ids = padded.to(self.device)
         self.cache: Any = None
         self.cache_name: str | None = None
-        if self.kv != PLAIN:
-            self.cache, self.cache_name = self._coded_cache(), CACHE_NAMES[0]
         step = piece(self.model, len(prompts))
         for i in range(0, longest, step):
             between()
@@ -101,16 +95,7 @@ class HfEagerDecoder:
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits (B, T, V) at every place of whole texts (B, T)."""
-        if self.kv == PLAIN:
-            return self.model(input_ids=ids, use_cache=False).logits
-        return self.model(input_ids=ids, use_cache=True, past_key_values=self._coded_cache()).logits
-
-    def _coded_cache(self) -> Any:
-        from lowq_cli.hf.cache import coded_cache
-
-        if CACHE_NAMES[0] not in self.accepts:
-            raise UnsupportedError(f"{self.model.config.model_type} has no cache of keys and values; leave --kv {self.kv} out")
-        return coded_cache(self.model, self.kv)
+        return self.model(input_ids=ids, use_cache=False).logits
 
     def _forward(self, ids: torch.Tensor, offset: int | None) -> torch.Tensor:
         """Logits (B, V) at the last position of `ids`, which start at `offset` in the prompt (None while decoding)."""

@@ -329,13 +329,15 @@ def passes(
     longest: int,
     piece: int = sys.maxsize,
     whole: Sequence[tuple[int, int]] = (),
-    most: int = CHUNK,
+    most: int | None = None,
 ) -> list[tuple[slice, slice]]:
-    """(sequences, tokens) of each pass over prompts, from token `known` on: at most `most` tokens, whole prompts if they fit.
+    """(sequences, tokens) of each pass over prompts, from token `known` on: up to `most` (CHUNK) tokens, whole texts if
+    they fit.
 
     piece: tokens of a text at most. whole: first tokens and ends that stay in one pass. Raises UnsupportedError where they do
     not fit into one.
     """
+    most = most or CHUNK
     at_once = max(1, most // (longest - known))
     groups = [slice(b, min(b + at_once, batch)) for b in range(0, batch, at_once)]
     step, cuts, t = min(most, piece), list[slice](), known

@@ -9,7 +9,6 @@ import torch
 
 from lowq_cli import demo
 from lowq_cli.engine import stream
-from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.expert_kinds import Kind
@@ -65,12 +64,12 @@ def agrees(model, prompt, tokens):
     return bool(((logits.max(-1).values - got < TIE) | tied).all())
 
 
-@pytest.mark.parametrize("kind", ["native", "native without graphs", "hf_graph"])
+@pytest.mark.parametrize("kind", ["native", "native without graphs"])
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_tokens_are_those_of_the_model(kind, batch):
     model, tokenizer = story(torch.float16)
     truth = story(torch.float32)[0]
-    decoder = HfGraphDecoder(model) if kind == "hf_graph" else NativeDecoder(model, graphs=kind == "native")
+    decoder = NativeDecoder(model, graphs=kind == "native")
     for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
         g = stream(model, tokenizer, prompt, max_new_tokens=NEW, batch=batch, decoder=decoder)
         list(g)

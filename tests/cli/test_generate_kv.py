@@ -2,11 +2,12 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
+from coded_cache import OverCoded, logits
 from test_generate_native import TOKENIZER, build, prompts, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli import main
 from lowq_cli.engine import stream
@@ -26,7 +27,7 @@ LIVELY = {"repetition_penalty": 1.5}  # random models repeat themselves, which w
 @pytest.mark.parametrize("name", ["llama", "qwen2 windows", "phi3"])
 def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):
     model = build(name)
-    plain = tokens(model, HfEagerDecoder(model, kv=kind), **LIVELY)
+    plain = tokens(model, HfEagerDecoder(OverCoded(model, kind)), **LIVELY)
     assert plain != tokens(model, HfEagerDecoder(model), **LIVELY)
     decoder = NativeDecoder(model, kv=kind)
     assert tokens(model, decoder, **LIVELY) == plain
@@ -37,7 +38,7 @@ def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):
 @pytest.mark.parametrize("kind", CODED)
 def test_logits_of_whole_texts_are_those_of_the_steps(kind):
     model, ids = build("llama"), torch.tensor([prompts()[0]])
-    fused, plain = NativeDecoder(model, kv=kind).logits(ids), HfEagerDecoder(model, kv=kind).logits(ids)
+    fused, plain = NativeDecoder(model, kv=kind).logits(ids), logits(model, kind, ids)
     assert torch.allclose(fused, plain, atol=1e-3)
     exact = model(input_ids=ids, use_cache=False).logits
     assert not torch.allclose(fused, exact, atol=1e-2)
@@ -45,7 +46,7 @@ def test_logits_of_whole_texts_are_those_of_the_steps(kind):
     assert len(set(found.values())) == 3
 
 
-def test_the_choice_is_remembered_by_kind_and_refused_where_there_is_no_cache():
+def test_the_choice_is_remembered_by_kind_and_refused_where_no_cache_of_ours_is():
     model = build("llama")
     first = decoder_of(model, "fp8")
     assert first.kv == "fp8"
@@ -53,9 +54,9 @@ def test_the_choice_is_remembered_by_kind_and_refused_where_there_is_no_cache():
     assert decoder_of(model).kv == "16"
     with pytest.raises(UsageError, match="--kv 8 must be one of 16, fp8, 4"):
         stream(model, TOKENIZER, [1, 2], kv="8")
-    model.forward = lambda input_ids: SimpleNamespace(logits=torch.zeros(*input_ids.shape, 9))
-    with pytest.raises(UnsupportedError, match="has no cache of keys and values; leave --kv 4 out"):
-        HfEagerDecoder(model, kv="4")
+    gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedError, match="whose cache is in 16 bits; leave --kv 4 out"):
+        decoder_of(gpt2, "4")
 
 
 def test_commands_take_it_and_say_it(monkeypatch, capsys):

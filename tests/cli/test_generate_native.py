@@ -10,7 +10,6 @@ import torch
 from lowq_cli.engine import explain, folding, plan, stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.hf_eager import HfEagerDecoder
-from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
@@ -270,20 +269,6 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
     other = build("llama")
     other.config.rope_parameters = {"rope_type": "axial"}
     assert "rotary angles of the kind axial" in plan.why_not(other)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
-@pytest.mark.parametrize("chunk", [2048, 16], ids=["whole prompts", "in pieces"])
-def test_the_hf_graph_decoder_gives_the_same_tokens(family, chunk, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.hf_eager.CHUNK", chunk)
-    model = build(family)
-    decoder = HfGraphDecoder(model)
-    g = stream(model, TOKENIZER, [prompts()[0]], max_new_tokens=14, decoder=decoder)
-    list(g)
-    assert decoder.name == "hf_graph"
-    assert g.tokens == transformers_tokens(model)[:1]
-    assert tokens(model, decoder) == transformers_tokens(model)  # different lengths: by the plain decoder
-    assert (decoder.name, decoder.reason) == ("hf_eager", "prompts of different lengths")
 
 
 def test_a_text_that_goes_on_is_not_read_again():

@@ -1,40 +1,48 @@
-"""transformers' caches: static for decoders that record a model's own forward, and in few bits."""
+"""The definition of `--kv`: transformers' forward over a cache whose keys and values are rounded as `decode.kv` says."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lowq_cli.models import CausalModel
 from lowq_kernels.decode.kv import decode, encode
-from lowq_packers.errors import UnsupportedError
 
 
-def static_cache(model: CausalModel, slots: int) -> Any:
-    """A cache of `slots` tokens, allocated by the first forward."""
-    return StaticCache(config=model.config, max_cache_len=slots)
-
-
-def state_of(cache: Any) -> list[torch.Tensor]:
-    """Every tensor a step changes: keys, values and the counters beside them."""
-    return [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
-
-
-def coded_cache(model: CausalModel, kind: str) -> Any:
-    """An empty cache whose keys and values are held as `decode.kv` says. Raises UnsupportedError for a model without any."""
+def coded_cache(model: Any, kind: str) -> Any:
+    """An empty one."""
     cache = DynamicCache(config=model.config)
-    plain = [type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers]
-    if not any(plain):
-        raise UnsupportedError(f"{model.config.model_type} has no cache of keys and values; leave --kv {kind} out")
     for i, layer in enumerate(cache.layers):
-        if plain[i]:
-            window = getattr(layer, "sliding_window", None)
-            cache.layers[i] = _Coded(kind) if window is None else _CodedWindow(kind, window)
+        window = getattr(layer, "sliding_window", None)
+        cache.layers[i] = Coded(kind) if window is None else CodedWindow(kind, window)
     return cache
 
 
-class _Coded(DynamicLayer):
+def logits(model: Any, kind: str, ids: torch.Tensor) -> torch.Tensor:
+    """Of whole texts (B, T)."""
+    return model(input_ids=ids, use_cache=True, past_key_values=coded_cache(model, kind)).logits
+
+
+class OverCoded:
+    """A model whose forward begins every text with such a cache: what `HfEagerDecoder` is given."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.model, self.kind, self.device, self.config = model, kind, model.device, model.config
+
+    def forward(self, input_ids, past_key_values=None, attention_mask=None, position_ids=None, logits_to_keep=0, **_):
+        """As transformers' models."""
+        cache = coded_cache(self.model, self.kind) if past_key_values is None else past_key_values
+        out = self.model(
+            input_ids=input_ids, past_key_values=cache, attention_mask=attention_mask, position_ids=position_ids,
+            logits_to_keep=logits_to_keep, use_cache=True,
+        )  # fmt: skip
+        return SimpleNamespace(logits=out.logits, past_key_values=cache)
+
+    __call__ = forward
+
+
+class Coded(DynamicLayer):
     """A layer's keys and values as codes in `keys` and `values`, with the scales beside them; expanded for a forward."""
 
     key_scales: torch.Tensor
@@ -54,7 +62,7 @@ class _Coded(DynamicLayer):
         return tuple(decode(self.kind, *both).to(self.dtype) for both in (new[:2], new[2:]))
 
 
-class _CodedWindow(DynamicSlidingWindowLayer):
+class CodedWindow(DynamicSlidingWindowLayer):
     """The same values for a layer that holds a window: rounded as they come, and held in 16 bits, since a window is short."""
 
     def __init__(self, kind: str, sliding_window: int) -> None:
