@@ -24,13 +24,14 @@ from lowq_cli.commands import (
     unescaped,
 )
 from lowq_packers.atomic import write_new
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import LowqError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
 
 INSIDE = """/help shows this
 /new starts over
+/image FILE shows the model a picture with what you say next
 /system TEXT tells the model something before a new conversation
 /set NAME VALUE: temperature, top-p, top-k, repetition-penalty, max-new-tokens, seed, stop
 /save FILE writes the conversation (.json: messages, else text)
@@ -129,7 +130,7 @@ def chat(
         drawn, origins = settle(model, given, CONVERSATION)
         settings = Settings(**drawn, **others)
     typing_in.prepare()
-    talk = Conversation(tokenizer, system)
+    talk = Conversation(tokenizer, system, model)
     if not talk.template:
         console.say("this model has no chat template: it goes on with your text instead of answering it")
     if sys.stdin.isatty():
@@ -140,14 +141,14 @@ def chat(
             if order[0] == "quit":
                 return
             try:
-                talk = _obey(*order, talk, settings, lambda text: Conversation(tokenizer, text))
-            except UsageError as e:
+                talk = _obey(*order, talk, settings, lambda text: Conversation(tokenizer, text, model))
+            except LowqError as e:
                 console.say(str(e))
             continue
         turn += 1
         try:
             drawn = asdict(settings) | {"seed": settings.seed + turn}
-            answer = stream(model, tokenizer, talk.prompt(said), **drawn, kv=kv, draft=draft)
+            answer = stream(model, tokenizer, talk.prompt(said), **drawn, kv=kv, draft=draft, images=talk.pictures)
         except UsageError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
             continue
@@ -173,6 +174,11 @@ def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[
         if key:
             settings.set(key, value.strip())
         console.say(str(settings))
+    elif name == "image":
+        if not rest:
+            raise UsageError("/image needs a file: /image photo.jpg")
+        talk.show(rest)
+        console.say(f"{rest} goes with what you say next")
     elif name == "save":
         _save(talk.messages, rest)
     else:
@@ -189,7 +195,7 @@ def _save(messages: list[dict[str, str]], name: str) -> None:
     text = (
         json.dumps(messages, ensure_ascii=False, indent=1)
         if whole
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+        else "\n\n".join(f"{m['role']}: {_said(m['content'])}" for m in messages)
     )
     try:
         write_new(path, (text + "\n").encode())
@@ -198,6 +204,11 @@ def _save(messages: list[dict[str, str]], name: str) -> None:
     except OSError as e:
         raise UsageError(f"{path} cannot be written: {e.strerror}") from None
     console.say(f"saved {len(messages)} messages to {path}")
+
+
+def _said(content: Any) -> str:
+    """What a message says, its pictures by that word."""
+    return content if isinstance(content, str) else " ".join(part.get("text", "[picture]") for part in content)
 
 
 def _write(answer: "Generation") -> None:

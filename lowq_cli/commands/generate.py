@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +37,8 @@ EXAMPLES = """Examples:
   lowq generate --prompt 'Once upon a time'
   lowq generate ./my-model-lowq --prompt 'Hi!' --chat
   echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
-  lowq generate --prompts questions.jsonl"""
+  lowq generate --prompts questions.jsonl
+  lowq generate ./my-model-lowq --prompt 'What is this?' --image photo.jpg --chat"""
 PROFILE_ROWS = 12  # that took the most time
 ENDED = {"length": "--max-new-tokens", "stop": "the text ended", "context": "the context is full"}  # by finish_reason
 TIMED = 32  # tokens of a prompt from which its speed is shown: of fewer the time is that of starting
@@ -54,6 +55,9 @@ def generate(
             metavar="FILE",
             help='Many: a file (- is stdin) of lines: texts, {"prompt": ...} or {"messages": [...]}; JSONL comes out.',
         ),
+    ] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A picture to look at (PNG, JPEG, WebP, GIF); repeatable.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
@@ -96,6 +100,8 @@ def generate(
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
     if prompts is not None and (explain or profile):
         raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
+    if prompts is not None and image:
+        raise UsageError("--image goes with one prompt; give it with --prompt")
     if profile is not None:
         _check_writable(profile)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
@@ -105,6 +111,7 @@ def generate(
         "kv": kv,
         "draft": draft,
         "stop": [unescaped(s) for s in stop or ()],
+        "images": image or [],
     }
     answer(checkpoint, prompt, prompts, settings, seed, GREEDY, batch, device, explain, profile, as_json)
 
@@ -135,6 +142,7 @@ def answer(
 
     given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
     Sampling(**given)  # out of range: said before anything is loaded
+    _check_pictures(settings.get("images", ()))
     many = None if prompts is None else _read_prompts(prompts)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text:
@@ -176,6 +184,15 @@ def answer(
         _show_profile(model, generation, Path(profile))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _check_pictures(files: Sequence[str]) -> None:
+    """Raise NotFoundError or UsageError for a picture that cannot be read, before a model is loaded."""
+    if files:
+        from lowq_cli.files.picture_file import read_picture
+
+        for file in files:
+            read_picture(file)
 
 
 def _sampling(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -244,6 +261,8 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
                     f"line {number} of {where}: messages must be an array of objects such as "
                     '{"role": "user", "content": "text"}'
                 )
+        elif "images" in line or "image" in line:
+            raise UsageError(f"line {number} of {where} has pictures, which --prompts does not take; use --prompt with --image")
         elif not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
         found.append(line)
@@ -282,6 +301,7 @@ def _answer_all(
 
     from lowq_cli.serving.many import answers
 
+    settings.pop("images", None)
     ids = _encode_all(model, tokenizer, [line.get("prompt", line.get("messages")) for line in asked], settings.pop("chat"))
     lines, tokens, began = [], 0, time.perf_counter()
     for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):

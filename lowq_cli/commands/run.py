@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import ExitStack
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from lowq_cli.telling import follow
 EXAMPLES = """Examples:
   lowq run demo 'Once upon a time'
   lowq run meta-llama/Llama-3.1-8B-Instruct 'Why is the sky blue?'
+  lowq run ./my-model 'What is this?' photo.jpg
   lowq run ./my-model --recipe small   (no text: a conversation)"""
 
 
@@ -22,6 +23,9 @@ def run(
         typer.Argument(metavar="MODEL", help="Model folder, hub id, demo, or a checkpoint.", autocompletion=completion.models),
     ],
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to answer. Default: talk, as lowq chat.")] = None,
+    pictures: Annotated[
+        list[str] | None, typer.Argument(metavar="PICTURE", help="Files of pictures that the text is about.")
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -46,7 +50,8 @@ def run(
     if text is None and sys.stdin.isatty() and not as_json:
         chat(folder, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device, draft=draft)
         return
-    settings = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": _has_template(folder), "draft": draft}
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": _has_template(folder)}
+    settings |= {"images": pictures or [], "draft": draft}
     answer(folder, "-" if text is None else text, None, settings, seed, CONVERSATION, device=device, as_json=as_json)
 
 

@@ -11,11 +11,14 @@ class Owned:
     """plan: an `engine.plan.Plan`. decoder: an `engine.stream.Decoder`. Both know this module, so it does not know them.
 
     tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder.
+    sight: an `engine.sight.Sight`, of a model that has been shown a picture. folder: where it was read from.
     """
 
     plan: Any = None
     decoder: Any = None
     tuned: str = ""
+    sight: Any = None
+    folder: str = ""
 
 
 def owned(model: Any) -> Owned:

@@ -4,41 +4,17 @@ A picture comes to the engine as data: what the tower is given, and a name that 
 Its tokens are all of one id, so what texts share is found by `names`, in which each token of a picture has a number of its own.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from hashlib import blake2b
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowq_cli.engine.batch import Pictures
+from lowq_cli.hf.pictures import Picture
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import DamagedError, UsageError
 
 Features = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # (n, H), and of each of the first layers (n, H)
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One picture of a text.
-
-    inputs: what the tower is given. rows: rows of features that it makes. grid: their number in height and width, for places of
-    three parts; () else.
-    """
-
-    inputs: Mapping[str, torch.Tensor]
-    rows: int
-    grid: tuple[int, ...] = ()
-
-    @cached_property
-    def name(self) -> bytes:
-        """A digest of what the tower is given."""
-        h = blake2b(digest_size=16)
-        for key, t in sorted(self.inputs.items()):
-            h.update(f"{key} {t.dtype} {tuple(t.shape)} ".encode())
-            h.update(t.contiguous().view(torch.uint8).numpy().data)
-        return h.digest()
 
 
 class Shown:

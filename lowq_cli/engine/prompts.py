@@ -30,6 +30,7 @@ def stream(
     decoder: Decoder | None = None,
     kv: str = "16",
     draft: str = "auto",
+    images: Sequence[Any] = (),
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
 
@@ -42,6 +43,8 @@ def stream(
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.decoders`).
         kv: bits of the cache of keys and values: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
         draft: what supposes the next tokens (`lowq_cli.engine.drafts`): "auto", "ngram" or "none".
+        images: pictures that the prompt is about, each a path, a file's bytes or a PIL image; of several prompts, a sequence of
+            them for each. They come before the text, in a chat as before a question; token ids have their tokens already.
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -55,8 +58,14 @@ def stream(
         raise UsageError(f"batch={batch} must be at least 1")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stops = check([stop] if isinstance(stop, str) else stop)
-    given = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
-    prompts = [encode(tokenizer, p, chat) if isinstance(p, str) else list(p) for p in given for _ in range(batch)]  # type: ignore[call-overload]
+    one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+    given: list[Any] = [prompt] if one else list(prompt)
+    pictures = _pictures(model, [images] if one else list(images), len(given)) if images else [[] for _ in given]
+    made = [
+        encode(tokenizer, p, chat, (model, seen)) if isinstance(p, str) else list(p)
+        for p, seen in zip(given, pictures, strict=True)
+    ]
+    prompts, pictures = [p for p in made for _ in range(batch)], [seen for seen in pictures for _ in range(batch)]
     if not prompts:
         raise UsageError("there is no prompt")
     longest = max(map(len, prompts))
@@ -73,6 +82,11 @@ def stream(
         from lowq_cli.engine.warm import warm
 
         how["prepare"] = partial(warm, model, decoder, prompts, sampling)
+    if images:
+        from lowq_cli.engine.sight import check_decoder, sight_of
+
+        check_decoder(decoder)
+        how["shown"] = [sight_of(model).shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
     how["drafting"], how["why_no_drafts"] = _drafting(draft, model, tokenizer, decoder, len(prompts))
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
@@ -93,9 +107,24 @@ def _drafting(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) 
     return Drafting(drafter, decoder), ""
 
 
-def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters."""
+def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list[list[Any]]:
+    """The pictures of each prompt, ready for the tower. Raises UsageError, UnsupportedError."""
+    from lowq_cli.engine.sight import sight_of
+
+    if len(images) != prompts or any(isinstance(seen, str | bytes) for seen in images):
+        raise UsageError(f"images are a sequence for each of the {prompts} prompts, or one of a single prompt's")
+    sight = sight_of(model)
+    return [[sight.picture(image) for image in seen] for seen in images]
+
+
+def encode(tokenizer: Any, text: str, chat: bool = False, shown: tuple[Any, Sequence[Any]] = (None, ())) -> list[int]:
+    """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters.
+
+    shown: a model, and the pictures that it is shown with the text.
+    """
     check_characters(text)
+    if shown[1]:
+        return _with_pictures(tokenizer, text, chat, *shown)
     ids = encode_messages(tokenizer, [{"role": "user", "content": text}]) if chat else tokenizer(text)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -105,14 +134,47 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
     return list(ids)
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+def _with_pictures(tokenizer: Any, text: str, chat: bool, model: Any, pictures: Sequence[Any]) -> list[int]:
+    """Token ids of a text with pictures before it, in a chat as one user's message."""
+    from lowq_cli.engine.sight import sight_of
+
+    if chat:
+        parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+        return encode_messages(tokenizer, [{"role": "user", "content": parts}], (model, pictures))
+    return list(tokenizer(sight_of(model).written(text, pictures, spelled_by(tokenizer)))["input_ids"])
+
+
+def spelled_by(tokenizer: Any) -> Any:
+    """What tells the text of a token: lowq's tokenizer or transformers'."""
+    return tokenizer.spelling if hasattr(tokenizer, "spelling") else tokenizer.convert_ids_to_tokens
+
+
+def encode_messages(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], shown: tuple[Any, Sequence[Any]] = (None, ())
+) -> list[int]:
     """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template and
-    half characters, DamagedError where the template refuses the messages."""
+    half characters, DamagedError where the template refuses the messages.
+
+    shown: a model, and the pictures of the messages, whose contents then may be parts: {"type": "image"}, or a text.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
     for message in messages:
-        check_characters(message["content"])
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        content = message["content"]
+        for part in [content] if isinstance(content, str) else [p["text"] for p in content if "text" in p]:
+            check_characters(part)
+    if not shown[1]:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    from lowq_cli.engine.sight import sight_of
+    from lowq_cli.hf.chat_template import render
+    from lowq_cli.hf.pictures import expanded
+
+    if hasattr(tokenizer, "spelling"):  # lowq's own
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    else:
+        text = render(tokenizer.get_chat_template(), messages, True, tokenizer.special_tokens_map)
+    text = expanded(text, shown[1], sight_of(shown[0]).images, spelled_by(tokenizer))
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def check_characters(text: str) -> None:

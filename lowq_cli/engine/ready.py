@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console, ranks
-from lowq_cli.engine.owned import tuned_by
+from lowq_cli.engine.owned import owned, tuned_by
 from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.source import Source
@@ -50,6 +50,7 @@ def ready(
             model = load_model(source, chosen)
         if source.folder is not None:
             tuned_by(model, str(source.folder))
+            owned(model).folder = str(source.folder)
         return model, tokenizer(source)
 
 

@@ -18,6 +18,7 @@ from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
     from lowq_cli.engine.drafts.drafting import Drafting
+    from lowq_cli.engine.pictures import Shown
 
 
 def nothing() -> None:
@@ -87,6 +88,7 @@ class Generation:
         self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles what its kernels are
         self.drafting: Drafting | None = how.get("drafting")
         self.why_no_drafts: str = how.get("why_no_drafts", "")
+        self.shown: list[Shown | None] = how.get("shown", [])  # the pictures of each prompt
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = ["" for _ in prompts]
         self.finish_reasons = ["interrupted" for _ in prompts]
@@ -95,6 +97,12 @@ class Generation:
         self._stoppers = [Stopper(how["stop"]) for _ in prompts]
         self.ttft_s = self.prefill_s = self.decode_s = 0.0
         self.steps = 0
+
+    @property
+    def names(self) -> list[list[int]]:
+        """The prompts' tokens by what they are: those of pictures have numbers of their own."""
+        shown = self.shown or [None] * len(self.prompts)
+        return [p if s is None else s.names for p, s in zip(self.prompts, shown, strict=True)]
 
     @property
     def text(self) -> str:
@@ -157,7 +165,8 @@ class Generation:
             return
         self.prepare()
         start = time.perf_counter()
-        device = self.decoder.start(self.prompts, self.sampling, self.room)
+        more: dict[str, Any] = {"shown": self.shown} if self.shown else {}  # which one decoder alone takes
+        device = self.decoder.start(self.prompts, self.sampling, self.room, **more)
         waiting = _Fetch(device)
         tokens = waiting.get()
         first = time.perf_counter()

@@ -25,7 +25,7 @@ def gemma3_text(c: Any) -> Model:
 
 def images(c: Any) -> Images:
     token, begin, end = (token_of(c, *of) for of in (("image", 262144), ("boi", 255999), ("eoi", 256000)))
-    return Images(token, "framed", begin, end, whole="all")
+    return Images(token, "framed", begin, end, "\n\n", getattr(c, "mm_tokens_per_image", None) or 256, whole="all")
 
 
 def gemma3(c: Any) -> Model:

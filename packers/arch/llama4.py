@@ -11,6 +11,7 @@ from lowq_packers.arch.common import (
     head_dim,
     mlp,
     model,
+    of_vision,
     pre_norm,
     rms,
     rope,
@@ -53,7 +54,8 @@ def llama4_text(c: Any) -> Model:
 
 def images(c: Any) -> Images:
     token, begin, end = (token_of(c, *of) for of in (("image", 200092), ("boi", 200080), ("eoi", 200081)))
-    return Images(token, "tiles", begin, end)
+    patch, shuffle = of_vision(c, "patch_size", 14), of_vision(c, "pixel_shuffle_ratio", 0.5)
+    return Images(token, "tiles", begin, end, patch=patch, merge=round(1 / shuffle))
 
 
 def llama4(c: Any) -> Model:

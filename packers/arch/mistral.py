@@ -10,6 +10,7 @@ from lowq_packers.arch.common import (
     attention,
     mlp,
     model,
+    of_vision,
     pre_norm,
     rope_parameters,
     token_of,
@@ -59,7 +60,8 @@ def text(c: Any) -> Model:
 
 
 def images(c: Any) -> Images:
-    return Images(token_of(c, "image", 10), "rows", merge=getattr(c, "spatial_merge_size", None) or 2)
+    merge, patch = getattr(c, "spatial_merge_size", None) or 2, of_vision(c, "patch_size", 14)
+    return Images(token_of(c, "image", 10), "rows", patch=patch, merge=merge)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

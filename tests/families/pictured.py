@@ -6,7 +6,7 @@ import torch
 from described import TOWER, config
 from described import model as random_model
 
-from lowq_cli.engine.pictures import Picture
+from lowq_cli.hf.pictures import Picture
 
 TOKEN = 9  # stands for a row of a picture in all of them
 VOCAB = 160

@@ -1,0 +1,109 @@
+"""How a loaded model is shown pictures: its processor, its tower and the features of the last pictures, by their names."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.owned import owned
+from lowq_cli.engine.pictures import Features, Shown
+from lowq_cli.engine.plan import plan_of, why_not
+from lowq_cli.files.picture_file import decode, read_picture
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.pictures import Picture, Processor, expanded, framed
+from lowq_packers.arch.parts import Images
+from lowq_packers.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from lowq_cli.hf.tower import Tower
+
+KEPT_BYTES = 1 << 28  # of features: 256 MB, 30 pictures of 1,024 rows of an 8B with three deepstack layers
+
+
+class Sight:
+    """Pictures in, features out.
+
+    Args:
+        folder: of the checkpoint. images: how the model takes pictures. device, dtype: of what the tower computes.
+    """
+
+    def __init__(self, folder: Path, images: Images, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder, self.images, self.device, self.dtype = folder, images, device, dtype
+        self._processor: Processor | None = None
+        self._tower: Tower | None = None
+        self._lock = threading.Lock()
+        self._kept = OrderedDict[bytes, Features]()
+        self.computed = 0  # pictures that the tower has been given
+
+    def picture(self, given: Any) -> Picture:
+        """A picture as the tower is given it: a path, a file's bytes, a PIL image, or one that is ready. Raises UsageError."""
+        if isinstance(given, Picture):
+            return given
+        if isinstance(given, bytes):
+            given = decode(given)
+        elif isinstance(given, str | Path):
+            given = read_picture(given)
+        with self._lock:
+            self._processor = self._processor or Processor(self.folder, self.images)
+        return self._processor(given)
+
+    @property
+    def tower(self) -> "Tower":
+        """The tower, loaded for the first picture."""
+        if self._tower is None:
+            from lowq_cli.hf.tower import load_tower
+
+            with open_source(self.folder) as source:
+                self._tower = load_tower(source, self.device, self.dtype)
+        return self._tower
+
+    def features(self, picture: Picture) -> Features:
+        """What the tower makes of a picture, kept for the next time."""
+        found = self._kept.pop(picture.name, None)
+        if found is None:
+            found = self.tower(picture.inputs)
+            self.computed += 1
+        self._kept[picture.name] = found
+        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found
+
+    def written(self, text: str, pictures: Sequence[Picture], spelled: Callable[[int], str | None]) -> str:
+        """A text with its pictures at their places; one without places has them at its beginning."""
+        if pictures and (own := framed(self.images, spelled)) not in text:
+            text = own * len(pictures) + text
+        return expanded(text, pictures, self.images, spelled)
+
+    def shown(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Shown:
+        """The pictures of a text, with their features."""
+        seen = Shown(self.images, ids, pictures)
+        return seen.see([self.features(p) for p in pictures], self.device, self.dtype)
+
+
+def _bytes(features: Features) -> int:
+    rows, layers = features
+    return rows.nbytes + sum(layer.nbytes for layer in layers)
+
+
+def sight_of(model: Any) -> Sight:
+    """The sight of a loaded model, kept with it. Raises UnsupportedError for one that takes no pictures."""
+    own = owned(model)
+    if own.sight is None:
+        if reason := why_not(model):
+            raise UnsupportedError(f"pictures need lowq's own decoder, which does not take this model: {reason}")
+        images, folder = plan_of(model).model.images, own.folder or getattr(model, "name_or_path", "")
+        if images is None:
+            raise UnsupportedError(f"{model.config.model_type} takes no pictures")
+        own.sight = Sight(Path(folder), images, model.device, model.dtype)
+    found: Sight = own.sight
+    return found
+
+
+def check_decoder(decoder: Any) -> None:
+    """Raise UnsupportedError for a decoder that takes no pictures."""
+    if not isinstance(decoder, NativeDecoder):
+        raise UnsupportedError(f"pictures need lowq's own decoder, and this one is {decoder.name}: {decoder.reason}")

@@ -1,0 +1,92 @@
+"""A picture from a file or from a stranger as pixels: read right, or refused in one line, with little memory and time.
+
+What a header says is checked before anything is decoded. Turned as its EXIF says; transparent pixels are on white.
+"""
+
+import os
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, one_line
+from lowq_packers.regular import read_regular
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_BYTES = 20 << 20  # of a file, as OpenAI has it
+MOST_PIXELS = 1 << 26  # 67 million: 200 MB decoded; a phone's largest pictures have 50
+MOST_LONGER = 150  # times a side may be longer than the other: past 200 processors of models refuse, which cut or pad
+STARTS = {"PNG": b"\x89PNG\r\n\x1a\n", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "WEBP": b"RIFF"}
+
+
+def read_picture(path: str | os.PathLike[str]) -> "Image":
+    """The picture in a file. Raises NotFoundError, and as `decode`."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise NotFoundError(f"there is no picture {path}")
+    return decode(read_regular(file, MOST_BYTES), str(path))
+
+
+def decode(data: bytes, name: str = "the picture") -> "Image":
+    """A picture's pixels, RGB. Raises UsageError for what cannot be read or is too large, naming the limit."""
+    Image, ImageOps = _pil()
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"{name} has {len(data) >> 20} MB; at most {MOST_BYTES >> 20} MB are read, make it smaller")
+    if not any(data.startswith(start) for start in STARTS.values()):
+        raise UsageError(f"{name} is no PNG, JPEG, WebP or GIF; convert it to one of them")
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            _check_size(image.size, name)
+            if _moves(image):
+                raise UsageError(f"{name} is animated; give one of its frames")
+            image.load()
+            return _on_white(_eight_bits(ImageOps.exif_transpose(image)), Image)
+    except UsageError:
+        raise
+    except MemoryError:
+        raise UsageError(f"{name} does not fit into memory; make it smaller") from None
+    except Exception as e:  # each of the library's readers fails in ways of its own
+        raise UsageError(f"{name} cannot be read: {one_line(e)}") from None
+
+
+def _pil() -> Any:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UnsupportedError("pictures are read by Pillow, which is not installed: pip install pillow") from None
+    return Image, ImageOps
+
+
+def _check_size(size: tuple[int, int], name: str) -> None:
+    """Raise UsageError for sides that no processor should be given."""
+    w, h = size
+    if w < 1 or h < 1 or w * h > MOST_PIXELS:
+        raise UsageError(f"{name} has {w} x {h} pixels; at most {MOST_PIXELS >> 20} million are read, make it smaller")
+    if max(w, h) > MOST_LONGER * min(w, h):
+        raise UsageError(f"{name} has {w} x {h} pixels; a side may be at most {MOST_LONGER} times the other, cut it")
+
+
+def _moves(image: Any) -> bool:
+    """Whether there is a second frame; asked without counting them all."""
+    with suppress(EOFError):
+        image.seek(1)
+        return True
+    image.seek(0)
+    return False
+
+
+def _eight_bits(image: Any) -> Any:
+    """Grey values of 16 bits as 8, which conversion would cut off at 255."""
+    if image.mode.startswith(("I", "F")):
+        return image.convert("I").point(lambda v: v * (1 / 257)).convert("L")
+    return image
+
+
+def _on_white(image: Any, Image: Any) -> "Image":
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
