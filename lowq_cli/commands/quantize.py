@@ -61,6 +61,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "skip": (list[str], option("Leave these weights as they are.", metavar="PATTERN")),
     "lm_head": (str, option("Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]", metavar="BITS|keep")),
     "embedding": (str, option("Input embedding.  [default: keep]", metavar="BITS|keep")),
+    "vision": (str, option("The tower that sees pictures, of a model that has one.  [default: keep]", metavar="BITS|keep")),
     "calib": (
         str,
         option(

@@ -7,6 +7,7 @@ from typing import Any
 from lowq_packers.errors import UnsupportedError
 
 TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_?modal\w*|mm_\w+|embed_vision|embed_audio)\.")
+PROJECTORS = re.compile(r"merger|projector|(^|\.)(mm_\w+|embed_vision|embed_audio)\.")
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 OF_THE_FILES = ("quantization_config", "transformers_version")
 

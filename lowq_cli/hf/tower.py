@@ -12,7 +12,9 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_tensors import beside_prefixes
+from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import model_class
 from lowq_packers.errors import DamagedError, LowqError, one_line
@@ -52,14 +54,15 @@ class Tower:
 
 def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Tower:
     """The tower of an open source. Raises DamagedError where its files do not hold it whole."""
-    cls, config = model_class(source.config), _config(source.config)
+    cls = model_class(source.config)
     prefixes = beside_prefixes(source.config, source.headers)
     names = [n for n in source.headers if n.startswith(prefixes) and not any(part in n for part in AUDIO)]
-    tensors = {n: source.read(n).reshape(source.headers[n].shape) for n in names}
+    tensors = _dense(source, names, dtype)
     model: Any
     found: dict[str, Any]
     try:
         with _silent():
+            config = _config(source.config)
             model, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
@@ -73,6 +76,20 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
         what = missing or sorted(str(m[0]) for m in found["mismatched_keys"])
         raise DamagedError(f"the tower of {source.name} is not whole: {what[0]} is missing or of another shape")
     return Tower(model.to(device).eval())
+
+
+def _dense(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors of a source by their names, those that lowq quantized as the weights that their codes stand for."""
+    quantization = source.config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD or source.folder is None:
+        return {n: source.read(n).reshape(source.headers[n].shape) for n in names}
+    checkpoint, found = open_checkpoint(source.folder), dict[str, torch.Tensor]()
+    with checkpoint.source:
+        for t in checkpoint.tensors:
+            name = f"{t.name}.weight" if t.scheme else t.name
+            if name in names:
+                found[name] = checkpoint.read_matrix(t).dequantize().to(dtype) if t.scheme else checkpoint.read_plain(t)
+    return found
 
 
 def _config(raw: Mapping[str, Any]) -> Any:

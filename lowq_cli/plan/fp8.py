@@ -10,7 +10,7 @@ from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import matches
 from lowq_packers.scheme import BLOCKS, scale_shape
 
-KEPT = ("norm", "embedding", "router", "other")
+KEPT = ("norm", "embedding", "router", "vision", "projector", "audio", "other")
 
 
 def fp8_items(source: Source, found: Mapping[str, Role], recipe: Recipe) -> list[Item]:

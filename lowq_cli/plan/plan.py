@@ -21,7 +21,7 @@ from lowq_cli.plan.recipe import Recipe
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import ACT_KEY, BLOCKS, Scheme
 
-KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
+KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "vision", "projector", "audio", "other")
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,7 @@ def _unusual(recipe: Recipe) -> list[str]:
     parts += {"float": [], "none": ["sym"]}.get(r.zero, [r.zero])
     parts += [] if r.lm_head == "auto" else [f"head{16 if r.lm_head == 'keep' else r.lm_head}"]
     parts += [] if r.embedding == "keep" else [f"emb{r.embedding}"]
+    parts += [] if r.vision == "keep" else [f"vis{r.vision}"]
     parts += [] if r.act == "none" else [r.act]
     parts += ["rot"] * r.rotate
     usual = Recipe()

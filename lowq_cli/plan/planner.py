@@ -15,6 +15,7 @@ from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import WHOLE, Cut, Source, shard_name
+from lowq_cli.files.text_alone import PROJECTORS, TOWERS
 from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Recipe
@@ -27,7 +28,15 @@ from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
 SHARD_SIZE = 2 << 30
 LOW_COVERAGE = 0.6
 WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
-ASKED_FOR_BY_NAME = ("head", "embedding", "router", "norm")  # kinds that `bits` alone does not touch
+ASKED_FOR_BY_NAME = (
+    "head",
+    "embedding",
+    "router",
+    "norm",
+    "vision",
+    "projector",
+    "audio",
+)  # kinds that `bits` alone does not touch
 PACKED_SUFFIXES = (".qweight", ".weight_packed", ".W_q", ".weight_scale", ".weight_scale_inv", ".SCB")
 
 
@@ -132,7 +141,14 @@ def roles(source: Source) -> dict[str, Role]:
         from lowq_cli.hf import structure  # imports transformers: 1.5 to 6 s
 
         found = structure.roles(source.config, headers)
-    return found | extra
+    return {n: of_tower(n, role) for n, role in found.items()} | extra
+
+
+def of_tower(name: str, role: Role) -> Role:
+    """The role of a tensor, that of a tower's or of its projector named so: they are not like the layers of the text."""
+    if not (part := TOWERS.search(name)):
+        return role
+    return replace(role, kind="projector" if PROJECTORS.search(name) else "audio" if "audio" in part[0] else "vision")
 
 
 def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
@@ -228,7 +244,7 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
         default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
-        of_kind = {"head": recipe.head, "embedding": recipe.embedding}
+        of_kind = {"head": recipe.head, "embedding": recipe.embedding, "vision": recipe.vision}
         requests[c.name] = Request(of_kind.get(c.kind, default))
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
@@ -242,7 +258,7 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
 def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
     """The scheme of one candidate. Raises SchemeError where an override cannot hold."""
     if request.bits == "keep":
-        hint = {"head": "--lm-head BITS quantizes it", "embedding": "--embedding BITS quantizes it"}.get(c.kind)
+        hint = {k: f"--{k.replace('head', 'lm-head')} BITS quantizes it" for k in ("head", "embedding", "vision")}.get(c.kind)
         return Decision(None, "the recipe keeps it" if request.by_name else f"{c.kind}; {hint}" if hint else c.kind)
     K = c.shape[1]
     asked = recipe.group_for(request.bits) if request.group is None else request.group

@@ -33,7 +33,7 @@ DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CALIB_TOKENS = 65536  # that calibrated methods read where nobody says how many
-NOT_CALIBRATED = ("head", "embedding", "router")
+NOT_CALIBRATED = ("head", "embedding", "router", "vision", "projector", "audio")
 # Width of the body: up to it a head gets so many bits. An 8-bit head costs under 0.03% of perplexity, a 4-bit one 0.4 to 1.4%
 # (benchmarks/results/accuracy/head.json), which is little beside what 2 bits cost (108%); and a decode step reads the whole
 # head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers or 2 GB of 2-bit ones. A tied head is the embedding:
@@ -59,6 +59,7 @@ class Recipe:
             CUDA kernels read as it is, "cpu" what CPU kernels do (embeddings, experts and odd row counts stay rowstream).
         lm_head: bits of the output head, or "keep"; "auto" is 8 beside 4 and 3 bits, 4 beside fewer, none if tied.
         embedding: bits of the input embedding, or "keep"; tied, it is the head too.
+        vision: bits of the linears of the tower that sees pictures, or "keep"; what projects its features is kept.
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = the model writes it; "bundled";
             None = its own where writing it takes no longer than quantizing, else the bundled one.
@@ -89,6 +90,7 @@ class Recipe:
     layout: str = "auto"
     lm_head: int | Keep | Literal["auto"] = "auto"
     embedding: int | Keep = "keep"
+    vision: int | Keep = "keep"
     dtype: Dtype = "source"
     calib: str | None = None
     calib_tokens: int | None = None
@@ -130,8 +132,9 @@ class Recipe:
             raise UsageError(f"rotate={spelled(self.rotate)} must be true or false")
         if self.lm_head not in ("keep", "auto"):
             values.check_bits(self.lm_head, "lm_head")
-        if self.embedding != "keep":
-            values.check_bits(self.embedding, "embedding")
+        for name, kept in (("embedding", self.embedding), ("vision", self.vision)):
+            if kept != "keep":
+                values.check_bits(kept, name)
         if self.format == "fp8" and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
@@ -256,7 +259,7 @@ READ: dict[str, Callable[[object], Any]] = {  # field -> what reads its words; t
     **{"overrides": values.overrides, "skip": values.patterns, "widths": values.widths, "max_ppl": values.percent},
     **{"bits": partial(values.number, where="bits"), "group": partial(values.group_of, where="group")},
     **dict.fromkeys(("size", "fit"), values.parse_size),
-    **{head: partial(values.bits_or_word, where=head) for head in ("lm_head", "embedding")},
+    **{head: partial(values.bits_or_word, where=head) for head in ("lm_head", "embedding", "vision")},
 }
 ADDED = ("overrides", "skip")  # flags' come behind the file's
 

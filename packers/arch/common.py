@@ -251,8 +251,8 @@ def three_part(token: int, sections: tuple[int, ...], interleaved: bool, deepsta
         unless(len(given) != 3 or not whole, f"places of three parts in sections of {given} pairs")
         layers = len(of_vision(c, "deepstack_visual_indexes", (8, 16, 24))) if deepstack else 0
         merge = of_vision(c, "spatial_merge_size", 2)
-        given = ("image", token), ("vision_start", token - 3), ("vision_end", token - 2)
-        own, begin, end = (token_of(c, *of) for of in given)
+        tokens = ("image", token), ("vision_start", token - 3), ("vision_end", token - 2)
+        own, begin, end = (token_of(c, *of) for of in tokens)
         return Images(own, begin=begin, end=end, merge=merge, sections=tuple(given), interleaved=interleaved, deepstack=layers)
 
     return described

@@ -24,7 +24,7 @@ class Words:
 
 def answer(prompt, text):
     decoder = SimpleNamespace(held=[])
-    return SimpleNamespace(decoder=decoder, prompts=[prompt], tokens=[[ord(c) for c in text] + [0]], text=text)
+    return SimpleNamespace(decoder=decoder, prompts=[prompt], names=[prompt], tokens=[[ord(c) for c in text] + [0]], text=text)
 
 
 def text(ids):

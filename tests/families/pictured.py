@@ -26,20 +26,20 @@ NAMES = (*SIZES, "gemma4/whole")
 MANY = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}  # of any size, places of three parts
 
 
-def model(name: str, seed: int = 0) -> Any:
-    """A random model with a tower; "gemma4/whole": whose tokens of a picture see all of it."""
+def model(name: str, seed: int = 0, ids: dict[str, int] | None = None, text: dict[str, Any] | None = None) -> Any:
+    """A random model with a tower; "gemma4/whole": whose tokens of a picture see all of it.
+
+    ids: of the tokens of pictures, where not TOKEN. text: further fields of the text part.
+    """
     family = name.partition("/")[0]
     more = {"use_bidirectional_attention": "vision"} if name == "gemma4/whole" else {}
-    ids = {"image_token_id": TOKEN, "video_token_id": 8, "audio_token_id": 7}
-    if family in ("gemma3", "mistral3", "llama4"):
-        ids = {"image_token_index": TOKEN}
-    if family == "gemma3":
-        ids |= {"mm_tokens_per_image": 4}
-    whole = config(family, **more)
+    if ids is None:
+        ids = {"image_token_id": TOKEN, "video_token_id": 8, "audio_token_id": 7}
+        ids = {"image_token_index": TOKEN} if family in ("gemma3", "mistral3", "llama4") else ids
+    of_family = {"mm_tokens_per_image": 4} if family == "gemma3" else {"audio_config": None} if family == "gemma4" else {}
+    whole = config(family, **more, **(text or {}))
     fields = whole.to_dict() | ids | {"vision_config": {**whole.vision_config.to_dict(), **TOWER, **SIZES[family]}}
-    if family == "gemma4":
-        fields["audio_config"] = None
-    return random_model(family, seed, made_of=type(whole).from_dict(fields))
+    return random_model(family, seed, made_of=type(whole).from_dict(fields | of_family))
 
 
 def picture(name: str, seed: int, h: int = 2, w: int = 3) -> Picture:
@@ -74,25 +74,28 @@ def text(*parts: Picture | list[int]) -> tuple[list[int], list[Picture]]:
     return ids, found
 
 
+def inputs_of(config: Any, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
+    """What transformers' model is called with: the pictures of a text side by side, those of several sizes padded."""
+    there, inputs = torch.tensor([ids]), dict[str, Any]()
+    family = config.model_type
+    for key in pictures[0].inputs if pictures else ():
+        rows = [p.inputs[key] for p in pictures]
+        if key == "pixel_values" and rows[0].dim() == 4:
+            sides = [max(t.shape[i] for t in rows) for i in (2, 3)]
+            rows = [torch.nn.functional.pad(t, (0, sides[1] - t.shape[3], 0, sides[0] - t.shape[2])) for t in rows]
+        elif family == "gemma4":
+            most = max(t.shape[1] for t in rows)
+            rows = [torch.nn.functional.pad(t, (0, 0, 0, most - t.shape[1]), value=-1 if "ids" in key else 0) for t in rows]
+        inputs[key] = torch.cat(rows)
+    if pictures and family not in ("mistral3", "llama4"):
+        token = getattr(config, "image_token_id", None) or config.image_token_index
+        inputs["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = (there == token).long()
+    return {"input_ids": there, **inputs}
+
+
 @torch.inference_mode()
 def logits_of(theirs: Any, ids: list[int], pictures: list[Picture]) -> torch.Tensor:
     """transformers' logits (T, V) of a whole text with its pictures."""
-    there = torch.tensor([ids])
-    inputs: dict[str, Any] = {"input_ids": there}
-    if pictures:
-        for key in pictures[0].inputs:
-            rows = [p.inputs[key] for p in pictures]
-            if key == "pixel_values" and rows[0].dim() == 4:  # of different sizes, padded as processors do
-                sides = [max(t.shape[i] for t in rows) for i in (2, 3)]
-                rows = [torch.nn.functional.pad(t, (0, sides[1] - t.shape[3], 0, sides[0] - t.shape[2])) for t in rows]
-            elif "image_position_ids" in pictures[0].inputs:
-                most = max(t.shape[1] for t in rows)
-                rows = [torch.nn.functional.pad(t, (0, 0, 0, most - t.shape[1]), value=-1 if "ids" in key else 0) for t in rows]
-            inputs[key] = torch.cat(rows)
-        kinds = (there == TOKEN).long()
-        inputs["token_type_ids" if theirs.config.model_type == "gemma3" else "mm_token_type_ids"] = kinds
-    if not pictures or theirs.config.model_type in ("mistral3", "llama4"):
-        inputs.pop("mm_token_type_ids", None)
-    if hasattr(theirs.model if hasattr(theirs, "model") else theirs, "rope_deltas"):
+    if hasattr(getattr(theirs, "model", None), "rope_deltas"):
         theirs.model.rope_deltas = None  # of the text before
-    return theirs(**inputs, use_cache=False).logits[0].float()
+    return theirs(**inputs_of(theirs.config, ids, pictures), use_cache=False).logits[0].float()

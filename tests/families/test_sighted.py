@@ -1,0 +1,265 @@
+"""Folders with processor and tower, from a picture to the answer: beside transformers' own processors and `generate`."""
+
+import importlib
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pictured
+import sighted
+
+import lowq
+from lowq_cli import main
+from lowq_cli.engine.prompts import spelled_by
+from lowq_cli.engine.ready import ready
+from lowq_cli.engine.sight import sight_of
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.pictures import Picture, written
+from lowq_packers.arch.config import read_config
+from lowq_packers.arch.parts import Images
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+
+QUESTION = "What is on these?"
+PROCESSORS = {  # whose text we write: module and class
+    "qwen2_vl": "qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+    "qwen2_5_vl": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor", "gemma3": "gemma3.processing_gemma3.Gemma3Processor",
+    "gemma4": "gemma4.processing_gemma4.Gemma4Processor",
+    "llama4": "llama4.processing_llama4.Llama4Processor",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name -> its folder, written once."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = sighted.write(name, tmp_path_factory.mktemp(name.replace("/", "-")))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """lowq with these arguments, in this process: what it returned and wrote."""
+
+    def lowq_(*args, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main._run()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return lowq_
+
+
+def theirs(folder, ids, pictures, n):
+    """The greedy tokens of transformers' model, the whole text anew for each: its `generate` of Qwen3-VL goes wrong in 5.23."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
+    made = list(ids)
+    for _ in range(n):
+        made.append(int(pictured.logits_of(model, made, pictures)[-1].argmax()))
+    return made[len(ids) :]
+
+
+@pytest.mark.parametrize("name", sighted.NAMES)
+def test_greedy_text_is_that_of_transformers(name, folders):
+    """Two pictures and a question through the chat template, one of them a JPEG's bytes; by both loaders."""
+    images = [sighted.drawing(1), sighted.encoded(sighted.drawing(2, (30, 50)), "JPEG")]
+    model, tokenizer = ready(str(folders(name)), "cpu")
+    answer = lowq.stream(model, tokenizer, QUESTION, 12, chat=True, images=images)
+    "".join(answer)
+    assert answer.decoder.name == "native"
+    wanted = theirs(folders(name), answer.prompts[0], answer.shown[0].pictures, 12)
+    assert answer.tokens[0] == wanted[: len(answer.tokens[0])]
+    assert len(answer.tokens[0]) >= 3
+    again = lowq.stream(*lowq.load(str(folders(name)), "cpu"), QUESTION, 12, chat=True, images=images)
+    "".join(again)
+    assert again.tokens == answer.tokens
+    other = lowq.stream(model, tokenizer, QUESTION, 12, chat=True, images=images[::-1])
+    "".join(other)
+    assert other.prompts != answer.prompts or other.tokens != answer.tokens or name == "gemma3"
+    assert sight_of(model).computed == 2  # the same two
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_picture_is_written_as_their_processors_write_it(name, tmp_path):
+    """By the method of their class; sizes and tiles at random."""
+    tokens = sighted.tokenizer(name)
+    own = sighted.TOKENS.get(name, sighted.QWEN)
+    module, _, cls = PROCESSORS[name].rpartition(".")
+    replace = getattr(importlib.import_module(f"transformers.models.{module}"), cls)
+    numbers = list(zip(("image", "boi", "eoi"), map(tokens.token_to_id, own), strict=False))
+    model = pictured.model(name, ids={f"{n}_token_{s}": i for n, i in numbers for s in ("id", "index")})
+    model.config.save_pretrained(tmp_path)
+    images = read_config(json.loads((tmp_path / "config.json").read_text()))[1].images
+    for h, w in ((1, 1), (2, 3), (5, 2)):
+        if name == "llama4":
+            each = 4
+            made = {"pixel_values": [torch.zeros(1, 3, 16, 16)], "aspect_ratios": [(h, w)]}
+            asked = SimpleNamespace(patch_size=4, downsample_ratio=4)
+            asked._prompt_split_image = lambda *a: replace._prompt_split_image(asked, *a)  # noqa: B023
+            picture = Picture({}, each * (h * w + (h * w > 1)), tiles=(h, w))
+        else:
+            made = {"image_grid_thw": torch.tensor([[1, 2 * h, 2 * w]]), "num_crops": [0], "num_soft_tokens_per_image": [h * w]}
+            asked = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token=own[0], boi_token=own[1])
+            asked.eoi_token, asked.full_image_sequence = own[2], f"\n\n{own[1]}{own[0] * 4}{own[2]}\n\n"
+            picture = Picture({}, images.rows or h * w, (h, w))
+        assert written(images, picture, tokens.id_to_token) == replace.replace_image_token(asked, made, 0)
+
+
+def test_rows_of_a_picture_end_in_tokens_of_their_own():
+    """As Mistral's processor has it, which needs torchvision."""
+    images, spelled = Images(1, "rows"), {1: "[IMG]"}.get
+    assert written(images, Picture({}, 6, (2, 3)), spelled) == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
+
+
+def test_a_conversation_shows_pictures_as_it_goes_on(folders, run, tmp_path, monkeypatch):
+    sighted.drawing(3).save(tmp_path / "a.png")
+    sighted.drawing(4).save(tmp_path / "b.webp")
+    lines = ("/image a.png", "What?", "And then?", "/image b.webp", "This?", "/image nothing.png", "/save t.json", "")
+    monkeypatch.chdir(tmp_path)
+    done = run(
+        "chat", folders("qwen3_vl"), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "5", stdin="\n".join(lines)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "there is no picture nothing.png" in done.stderr
+    messages = json.loads((tmp_path / "t.json").read_text())
+    assert [type(m["content"]).__name__ for m in messages] == ["list", "str", "str", "str", "list", "str"]
+
+
+def test_generate_and_run_take_files_of_pictures(folders, run, tmp_path):
+    sighted.drawing(3).save(tmp_path / "a.png")
+    folder = folders("qwen2_5_vl")
+    how = ("--device", "cpu", "--json", "--max-new-tokens", "6")
+    one = run("generate", folder, "--prompt", QUESTION, "--image", tmp_path / "a.png", "--chat", *how)
+    assert one.returncode == 0, one.stderr
+    two = run("run", folder, QUESTION, tmp_path / "a.png", "--temperature", "0", *how)
+    assert two.returncode == 0, two.stderr
+    one, two = json.loads(one.stdout), json.loads(two.stdout)
+    assert one["prompt_tokens"] == two["prompt_tokens"] > 35
+    without = json.loads(run("generate", folder, "--prompt", QUESTION, "--chat", *how).stdout)
+    assert without["prompt_tokens"] < one["prompt_tokens"] - 30
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "why"),
+    [
+        (["nothing.png"], NotFoundError, "there is no picture nothing.png"),
+        ([b"%PDF-1.7"], UsageError, "is no PNG, JPEG, WebP or GIF"),
+        (["text", "x.png"], NotFoundError, "there is no picture text"),
+    ],
+)
+def test_what_is_no_picture_is_refused_in_one_line(folders, given, error, why):
+    model, tokenizer = ready(str(folders("gemma3")), "cpu")
+    with pytest.raises(error, match=why):
+        lowq.stream(model, tokenizer, QUESTION, images=given)
+
+
+def test_a_text_that_holds_the_place_of_a_picture_is_refused(folders):
+    model, tokenizer = ready(str(folders("qwen3_vl")), "cpu")
+    with pytest.raises(UsageError, match=r"leave <\|image_pad\|> out"):
+        lowq.stream(model, tokenizer, "<|image_pad|> what?", chat=True, images=[sighted.drawing(1)])
+
+
+def test_models_without_a_tower_say_so():
+    model, tokenizer = lowq.load("demo", "cpu")
+    with pytest.raises(UnsupportedError, match="llama takes no pictures"):
+        lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
+
+
+def test_a_folder_without_a_processor_says_what_is_missing(tmp_path):
+    sighted.write("qwen3_vl", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    model, tokenizer = ready(str(tmp_path), "cpu")
+    with pytest.raises(NotFoundError, match=r"has no preprocessor_config\.json"):
+        lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
+
+
+@pytest.mark.parametrize("edges", [(1 << 40, 1 << 41), (-4, 100)])
+def test_a_processor_that_would_fill_the_memory_is_refused(tmp_path, edges):
+    sighted.write("qwen3_vl", tmp_path)
+    facts = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    size = dict(zip(("shortest_edge", "longest_edge"), edges, strict=True))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(facts | {"size": size}))
+    model, tokenizer = ready(str(tmp_path), "cpu")
+    with pytest.raises(DamagedError, match="the processor"):
+        lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
+
+
+def test_a_tower_that_is_not_whole_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    sighted.write("gemma3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(n for n in tensors if "vision_tower" in n)
+    save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, tokenizer = ready(str(tmp_path), "cpu")
+    with pytest.raises(DamagedError, match="is not whole"):
+        lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_a_quantized_folder_keeps_its_tower_unless_told_otherwise(name, folders, tmp_path):
+    """Kept, the features are the model's own; in 8 bits close to them, and the plan has a line for it."""
+    features = []
+    for vision in ("keep", 8):
+        out = tmp_path / f"{vision}"
+        report = lowq.quantize(str(folders(name)), out=str(out), bits=4, group=32, vision=vision)
+        model, tokenizer = ready(str(out), "cpu")
+        answer = lowq.stream(model, tokenizer, QUESTION, 6, chat=True, images=[sighted.drawing(1)])
+        "".join(answer)
+        features.append(answer.shown[0].features[0].float())
+        kinds = {(c.kind, c.schemes) for c in report.plan.classes} if hasattr(report, "plan") else set()
+        assert not kinds or any(k == "vision" for k, _ in kinds)
+    model, tokenizer = ready(str(folders(name)), "cpu")
+    answer = lowq.stream(model, tokenizer, QUESTION, 6, chat=True, images=[sighted.drawing(1)])
+    wanted = answer.shown[0].features[0].float()
+    assert pictured_off(features[0], wanted) < 0.02  # bfloat16
+    assert 1e-3 < pictured_off(features[1], wanted) < 0.1
+
+
+def pictured_off(found, wanted):
+    """Relative difference."""
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def test_pictures_of_several_prompts_and_copies(folders):
+    model, tokenizer = ready(str(folders("qwen3_vl")), "cpu")
+    a, b = sighted.drawing(1), sighted.drawing(5, (44, 60))
+    both = lowq.stream(model, tokenizer, [QUESTION, QUESTION], 5, images=[[a], [b]])
+    "".join(both)
+    for i, image in enumerate((a, b)):
+        one = lowq.stream(model, tokenizer, QUESTION, 5, images=[image])
+        "".join(one)
+        assert both.tokens[i] == one.tokens[0]
+    with pytest.raises(UsageError, match="for each of the 2 prompts"):
+        lowq.stream(model, tokenizer, [QUESTION, QUESTION], 5, images=[[a]])
+
+
+def test_pixels_are_those_of_their_processor(folders):
+    """Of a PNG, alike by path, bytes and image."""
+    model, tokenizer = ready(str(folders("mistral3")), "cpu")
+    sight, image = sight_of(model), sighted.drawing(6)
+    from transformers import AutoImageProcessor
+
+    own = AutoImageProcessor.from_pretrained(str(folders("mistral3")))(images=[image], patch_size=8, return_tensors="pt")
+    assert torch.equal(sight.picture(image).inputs["pixel_values"], own["pixel_values"])
+    assert sight.picture(image).name == sight.picture(sighted.encoded(image)).name
+    assert sight.picture(image).name != sight.picture(sighted.drawing(7)).name
+    assert spelled_by(tokenizer)(sight.images.token) == "[IMG]"
+    assert isinstance(image, Image.Image)
+    with open_source(folders("mistral3")) as source:
+        assert source.folder is not None
