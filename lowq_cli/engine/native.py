@@ -97,7 +97,6 @@ class NativeDecoder:
         self._make_room(len(prompts), longest + room + MOST_DRAFTS * self.drafts)
         self._show(shown)
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
-        prompts = [p if s is None else s.ids for p, s in zip(prompts, self.shown, strict=True)]
         known = 0 if self.long or longest > self.steady else self._reusable(names)
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
@@ -148,11 +147,10 @@ class NativeDecoder:
         B, T = ids.shape
         self._make_room(B, T)
         self._show(shown)
-        ids = torch.stack([row if s is None else torch.tensor(s.ids) for row, s in zip(ids.cpu(), self.shown, strict=True)])
         self.held = []
         self._restore(0)
         hidden = [
-            self._piece(slice(0, B), ids[:, tokens].to(self.device), tokens.start, [T] * B, self._tables(T)).reshape(
+            self._piece(slice(0, B), ids[:, tokens], tokens.start, [T] * B, self._tables(T)).reshape(
                 B, -1, self.plan.model.hidden
             )
             for _, tokens in passes(1, 0, T, self.chunk, self._uncut(slice(0, B)), T)

@@ -24,8 +24,8 @@ class Shown:
         images: how the model takes them. ids: the text's tokens, as many of `images.token` as the pictures have rows.
     Attributes:
         names: ids, with a number below zero in place of a picture's tokens. at (n,): places of the rows in the text.
-        ids: with `images.pad` there. places (3, T), shift: what tokens turn by, and what is added to the place of those after
-        the prompt; None and 0 where they have one position. spans: first token and end of each picture.
+        places (3, T), shift: what tokens turn by, and what is added to the place of those after the prompt; None and 0 where
+        they have one position. spans: first token and end of each picture.
     Raises UsageError where tokens and pictures do not fit.
     """
 
@@ -44,7 +44,7 @@ class Shown:
             own, start = at[first : first + p.rows], -1 - (int.from_bytes(p.name, "big") << 20)
             self.spans.append((own[0], own[-1] + 1))
             for i, place in enumerate(own):
-                self.names[place], self.ids[place] = start - i, images.pad
+                self.names[place] = start - i
             first += p.rows
         self.at = torch.tensor(at)
         self.places: torch.Tensor | None = None

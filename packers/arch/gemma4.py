@@ -99,7 +99,7 @@ def gemma4_text(c: Any) -> Model:
 def images(c: Any) -> Images:
     token, begin, end = (token_of(c, *of) for of in (("image", 258880), ("boi", 255999), ("eoi", 258882)))
     whole = "windows" if getattr(c.text_config, "use_bidirectional_attention", None) == "vision" else ""
-    return Images(token, "framed", begin, end, pad=getattr(c.text_config, "pad_token_id", None) or 0, whole=whole)
+    return Images(token, "framed", begin, end, whole=whole)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

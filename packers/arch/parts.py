@@ -412,8 +412,7 @@ class Images:
     token: the id of that token. form: how a picture is written where the chat template has its place (`hf.pictures.written`):
     "run" of tokens, "framed" by two others, "rows" that end in a token, "tiles". begin, end: ids of the two others.
     around: text beside those, in whose place templates write `begin`. rows: of each picture; 0: they depend on its size.
-    pad: the token that the table of `Model.tokens` has for it. patch: pixels of a patch's side. merge: patches a side that
-    become one row of features.
+    patch: pixels of a patch's side. merge: patches a side that become one row of features.
     sections: pairs of a head that turn by a token's place in time, height and width; () where it has one position. interleaved:
     pairs alternate between the three, else they lie one section after the other. Source: Qwen2-VL (arXiv:2409.12191).
     deepstack: number of first layers after which features of their own are added (arXiv:2406.04334).
@@ -426,7 +425,6 @@ class Images:
     end: int = 0
     around: str = ""
     rows: int = 0
-    pad: int = 0
     patch: int = 14
     merge: int = 1
     sections: tuple[int, ...] = ()
