@@ -69,7 +69,7 @@ def step(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor) -> tor
     z, mixed, dt, g = _parted(x, f)
     u, B, C = _heads(conv.step(mixed, _weight(f), f.bias, states["conv"], slots), f)
     B, C = (t.repeat_interleave(f.heads // f.groups, 1)[..., None, :] for t in (B, C))
-    S = states["S"][slots].float() * g.exp()[..., None, None] + (dt[..., None] * u)[..., None] * B
+    S = states["S"][slots].float().mul_(g.exp()[..., None, None]).addcmul_((dt[..., None] * u)[..., None], B)
     states["S"][slots] = S.to(states["S"].dtype)
     return _out((S * C).sum(-1), u, z, f, x.dtype)
 
