@@ -5,7 +5,7 @@
     attend_rows   the same for rows of which several may be of one sequence: a token and drafts of the next ones
     attend_prompt   the same for many tokens of each sequence
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
-    gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate)
+    gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate); softcapped: logits
     normed     any family's norm; add: the update of the residual stream; update_norm: both in one
     prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lowq_kernels.decode import reference
-from lowq_kernels.decode.activation import activated, opened, opened_by
+from lowq_kernels.decode.activation import activated, opened, opened_by, softcapped
 from lowq_kernels.decode.latent import DEFINITION as LATENT
 from lowq_kernels.decode.latent import DISPATCHED as ANY_LATENT
 from lowq_kernels.decode.latent import Forms
@@ -87,6 +87,7 @@ class Ops:
     activated: Callable[..., torch.Tensor] = activated
     opened: Callable[..., torch.Tensor] = opened
     opened_by: Callable[..., torch.Tensor] = opened_by
+    softcapped: Callable[..., torch.Tensor] = softcapped
     normed: Callable[..., torch.Tensor] = normed
     add: Callable[..., None] = add
     update_norm: Callable[..., torch.Tensor] = update_norm
@@ -125,6 +126,6 @@ def ops(device_type: str) -> Ops:
         "triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by, fold=folding,
         latent=ANY_LATENT, **mixers,
     )  # type: ignore[arg-type]  # fmt: skip
-    rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
+    rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
     return replace(made, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)

@@ -39,6 +39,11 @@ def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (y.float() * torch.sigmoid(gate.float())).to(y.dtype)
 
 
+def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) in fp32: logits that are bounded."""
+    return cap * torch.tanh(x.float() / cap)
+
+
 def opened_by(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """y * sigmoid(x w^T), y (M, N), x (M, H), w (1, H): the output of a shared expert whose gate is a product of its own."""
     return opened(y, F.linear(x, weight))

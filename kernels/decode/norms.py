@@ -57,9 +57,11 @@ def add(
     post: Norm | None = None,
     scale: float = 1.0,
     after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
 ) -> None:
-    """x <- (x + scale * post(delta)) * after in place, rounded once. x, delta (M, H); after: a tensor of one value."""
-    added = delta.float() if post is None else in_fp32(delta, *post)
+    """x <- (x + scale * post(delta + second)) * after in place, rounded once. x, delta, second (M, H); after: one value."""
+    added = delta.float() if second is None else delta.float() + second.float()
+    added = added if post is None else in_fp32(added, *post)
     y = torch.add(x.float(), added, alpha=scale)
     x.copy_(y if after is None else y * after.float())
 
@@ -71,8 +73,9 @@ def update_norm(
     post: Norm | None = None,
     scale: float = 1.0,
     after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`add`, where there is a delta, then the norm of x (M, H)."""
     if delta is not None:
-        add(x, delta, post, scale, after)
+        add(x, delta, post, scale, after, second)
     return normed(x, *norm)

@@ -1,6 +1,6 @@
 """Any family's norm, and the update of the residual stream with the norm behind it, in one kernel.
 
-Maths   x <- (x + scale * post(delta)) * after, rounded; y = norm(x). Each part may be missing
+Maths   x <- (x + scale * post(delta + second)) * after, rounded; y = norm(x). Each part may be missing
 Grid    (rows); a row is (groups, values of a group), of which there is one group but in Mamba2's norms
 Limits  rows of up to 65,536 values; factors and biases of one row, for all rows
 Source  own
@@ -38,10 +38,12 @@ def _normed(
 
 @triton.jit
 def _update_norm_kernel(
-    x_ptr, delta_ptr, after_ptr, y_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, n, eps, post_eps, scale,
-    GROUPS: tl.constexpr, UPDATE: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr, POST_WEIGHT: tl.constexpr,
-    POST_BIAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    x_ptr, delta_ptr, second_ptr, after_ptr, y_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, n, eps, post_eps,
+    scale,
+    GROUPS: tl.constexpr, UPDATE: tl.constexpr, SECOND: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
+    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr,
+    POST_WEIGHT: tl.constexpr, POST_BIAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
     group, value = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
     offs, mask = group * n + value, (group < GROUPS) & (value < n)
@@ -53,6 +55,8 @@ def _update_norm_kernel(
     x = tl.load(x_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
     if UPDATE:
         delta = tl.load(delta_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
+        if SECOND:
+            delta += tl.load(second_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
         if POST:
             delta = _normed(delta, post_weight_ptr, post_bias_ptr, offs, mask, n, post_eps, POST_LAYER, POST_WEIGHT, POST_BIAS)
         x = x + scale * delta
@@ -78,19 +82,24 @@ def refuse(x: torch.Tensor, *norms: Norm | None) -> str | None:
 
 def _launch(
     x: torch.Tensor, delta: torch.Tensor | None, y: torch.Tensor | None, norm: Norm | None, post: Norm | None, scale: float,
-    after: torch.Tensor | None,
+    after: torch.Tensor | None, second: torch.Tensor | None,
 ) -> None:  # fmt: skip
     one, two = norm or Norm(None, 0.0), post or Norm(None, 0.0)
     K, groups = x.shape[-1], (norm or two).groups
     n = K // groups
     BLOCK, BLOCK_G = triton.next_power_of_2(n), triton.next_power_of_2(groups)
     _update_norm_kernel[(x.numel() // K,)](
-        x, delta, after, y, one.weight, one.bias, two.weight, two.bias, n, one.eps, two.eps, scale, GROUPS=groups,
-        UPDATE=delta is not None, AFTER=after is not None, NORM=norm is not None, LAYER=one.kind == "layer",
-        WEIGHT=one.weight is not None, BIAS=one.bias is not None, POST=post is not None, POST_LAYER=two.kind == "layer",
-        POST_WEIGHT=two.weight is not None, POST_BIAS=two.bias is not None, BLOCK_G=BLOCK_G, BLOCK=BLOCK,
+        x, delta, second, after, y, one.weight, one.bias, two.weight, two.bias, n, one.eps, two.eps, scale, GROUPS=groups,
+        UPDATE=delta is not None, SECOND=second is not None, AFTER=after is not None, NORM=norm is not None,
+        LAYER=one.kind == "layer", WEIGHT=one.weight is not None, BIAS=one.bias is not None, POST=post is not None,
+        POST_LAYER=two.kind == "layer", POST_WEIGHT=two.weight is not None, POST_BIAS=two.bias is not None, BLOCK_G=BLOCK_G,
+        BLOCK=BLOCK,
         num_warps=min(16, max(1, BLOCK * BLOCK_G // 256)), **pdl(x),
     )  # fmt: skip
+
+
+def _closed(*deltas: torch.Tensor | None) -> bool:
+    return all(t is None or t.is_contiguous() for t in deltas)
 
 
 def normed(
@@ -106,7 +115,7 @@ def normed(
     if refuse(x, norm):
         return definition.normed(x, *norm)
     y = torch.empty_like(x)
-    _launch(x, None, y, norm, None, 1.0, None)
+    _launch(x, None, y, norm, None, 1.0, None, None)
     return y
 
 
@@ -116,12 +125,13 @@ def add(
     post: Norm | None = None,
     scale: float = 1.0,
     after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
 ) -> None:
     """As `norms.add`."""
-    if refuse(x, post) or not delta.is_contiguous():
-        definition.add(x, delta, post, scale, after)
+    if refuse(x, post) or not _closed(delta, second):
+        definition.add(x, delta, post, scale, after, second)
     else:
-        _launch(x, delta, None, None, post, scale, after)
+        _launch(x, delta, None, None, post, scale, after, second)
 
 
 def update_norm(
@@ -131,10 +141,11 @@ def update_norm(
     post: Norm | None = None,
     scale: float = 1.0,
     after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `norms.update_norm`."""
-    if refuse(x, norm, post) or not (delta is None or delta.is_contiguous()):
-        return definition.update_norm(x, delta, norm, post, scale, after)
+    if refuse(x, norm, post) or not _closed(delta, second):
+        return definition.update_norm(x, delta, norm, post, scale, after, second)
     y = torch.empty_like(x)
-    _launch(x, delta, y, norm, post, scale, after)
+    _launch(x, delta, y, norm, post, scale, after, second)
     return y

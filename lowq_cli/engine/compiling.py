@@ -77,6 +77,8 @@ class Compiler:
         self.layer_state: dict[int, int] = {}  # layer -> number of its keys and values, for layers that share them
         self.images = model.images
         self.pending: p.Update | None = None  # whose sum has not been added to the residual stream yet
+        self.alone = True  # whether an update has one mixer, and no branches
+        self.beside = ""  # the kept value that is added to the residual stream beside y, of the update that is pending
         self.entered: list[int] = []  # of each layer, and of the end: the step after which the stream is what enters it
         for number, layer in enumerate(model.layers):
             self.products.append({})
@@ -124,7 +126,8 @@ class Compiler:
             self._add_norm(update.norm)
         if len(self.entered) == self.number:
             self.entered.append(len(self.steps))
-        if len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch):
+        self.alone, self.beside = len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch), ""
+        if self.alone:
             self._mixer(update.mixers[0])
         else:
             self._emit(s.Keep("in"))
@@ -132,8 +135,9 @@ class Compiler:
                 if i:
                     self._emit(s.Take("in"))
                 self._mixer(mixer)
-                self._emit(s.Keep("sum", add=i > 0))
-            self._emit(s.Take("sum", last=True))
+                if i < len(update.mixers) - 1:
+                    self.beside = "sum"
+                    self._emit(s.Keep("sum", add=i > 0))
         self.pending = update
 
     def _add_norm(self, norm: p.Norm | None) -> None:
@@ -141,13 +145,13 @@ class Compiler:
         last, self.pending = self.pending, None
         own = None if norm is None else self.norm(norm)
         post = self.norm(last.post) if last and last.post else None
-        simple = last is None or (last.scale == 1.0 and not last.after)
+        simple = last is None or (last.scale == 1.0 and not last.after and not self.beside)
         alike = post is None or (s.is_plain(post) and own is not None and post.eps == own.eps)
         if own is not None and s.is_plain(own) and simple and alike:
             self._emit(s.AddNorm(own, post.weight if post else None, first=last is None))
             return
         after = self.weights.vector(last.after) if last and last.after else None
-        self._emit(s.UpdateNorm(own, post, last.scale if last else 1.0, after, first=last is None))
+        self._emit(s.UpdateNorm(own, post, last.scale if last else 1.0, after, first=last is None, second=self.beside))
 
     @singledispatchmethod
     def _mixer(self, part: Any) -> None:
@@ -277,7 +281,10 @@ class Compiler:
             if part.shared_gate:
                 weight = self.weights.vector(f"{part.shared_gate}.weight")
                 self._emit(s.OpenBy(weight, "tokens"))
-            self._emit(s.Keep("routed", add=True), s.Take("routed", last=True))
+            if self.alone:
+                self.beside = "routed"
+            else:
+                self._emit(s.Keep("routed", add=True), s.Take("routed", last=True))
         if around:
             self._emit(s.Drop("tokens"))
 

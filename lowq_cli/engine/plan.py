@@ -165,9 +165,7 @@ class Plan:
         """Logits with the model's factor and soft cap."""
         if self.model.logit_scale != 1.0:
             logits = logits * self.model.logit_scale
-        if cap := self.model.softcap:
-            logits = cap * torch.tanh(logits.float() / cap)
-        return logits
+        return self.ops.softcapped(logits, cap) if (cap := self.model.softcap) else logits
 
     def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | int, Tables]:
         """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for

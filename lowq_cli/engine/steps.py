@@ -5,7 +5,7 @@ further on. Its arithmetic is an operation of `lowq_kernels.decode`, whose defin
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -58,6 +58,10 @@ class Step(ABC):
         """What, beside its kind and the width of y, decides which kernel is compiled for it."""
         return ()
 
+    def reads(self, before: int) -> Mapping[str, int]:
+        """Values of a row of the kept values that it reads, by their names, where y has rows of `before`."""
+        return {}
+
 
 def is_plain(norm: Norm) -> bool:
     """Whether a norm is an RMSNorm with a weight and nothing else, which `add_norm` takes."""
@@ -83,25 +87,33 @@ class AddNorm(Step):
 
 @dataclass(frozen=True, eq=False)
 class UpdateNorm(Step):
-    """x <- (x + scale * post(y)) * after, y = norm(x); with `first`, there is nothing to add yet, without a norm y is x."""
+    """x <- (x + scale * post(y)) * after, y = norm(x); with `first`, there is nothing to add yet, without a norm y is x.
+
+    second: y and the kept value of this name are added, which is let go.
+    """
 
     norm: Norm | None
     post: Norm | None = None
     scale: float = 1.0
     after: torch.Tensor | None = None
     first: bool = False
+    second: str = ""
     what = "norm"
 
     def compiled_for(self) -> tuple[object, ...]:
         facts = ((n.kind, n.weight is None or n.weight.dtype, n.bias is None, n.groups) for n in (self.norm, self.post) if n)
-        return (*facts, self.norm is None, self.post is None, self.after is None, self.first)
+        return (*facts, self.norm is None, self.post is None, self.after is None, self.first, self.second)
+
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {self.second: before} if self.second else {}
 
     def run(self, f: Frame) -> None:
+        second = f.kept.pop(self.second) if self.second else None
         if self.norm is not None:
-            f.y = f.ops.update_norm(f.x, None if self.first else f.y, self.norm, self.post, self.scale, self.after)
+            f.y = f.ops.update_norm(f.x, None if self.first else f.y, self.norm, self.post, self.scale, self.after, second)
             return
         if not self.first:
-            f.ops.add(f.x, f.y, self.post, self.scale, self.after)
+            f.ops.add(f.x, f.y, self.post, self.scale, self.after, second)
         f.y = f.x
 
 
@@ -113,6 +125,13 @@ class Normed(Step):
     source: str = "y"
     by: float = 1.0
     what = "norm"
+
+    def compiled_for(self) -> tuple[object, ...]:
+        n = self.norm
+        return () if n is None else (n.kind, n.weight is None or n.weight.dtype, n.bias is None, n.groups)
+
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {} if self.source in ("x", "y") else {self.source: before}
 
     def run(self, f: Frame) -> None:
         x = f.x if self.source == "x" else f.y if self.source == "y" else f.kept[self.source]
@@ -145,6 +164,9 @@ class Beside(Step):
 
     def width(self, before: int) -> int:
         return 2 * before
+
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {"embedding": before}
 
     def run(self, f: Frame) -> None:
         e, h = f.kept["embedding"], f.x
@@ -264,6 +286,9 @@ class Open(Step):
     name: str
     what = "activation"
 
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {self.name: before}
+
     def run(self, f: Frame) -> None:
         f.y = f.ops.opened(f.y, f.kept.pop(self.name))
 
@@ -275,6 +300,9 @@ class OpenBy(Step):
     weight: torch.Tensor
     name: str
     what = "activation"
+
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {self.name: self.weight.shape[1]}
 
     def run(self, f: Frame) -> None:
         f.y = f.ops.opened_by(f.y, f.kept[self.name], self.weight)
@@ -373,6 +401,9 @@ class AttendLatent(Step):
 
     def width(self, before: int) -> int:
         return self.facts.heads * self.facts.v_dim
+
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {"q": self.facts.heads * (self.facts.nope + self.facts.rotated)}
 
     def run(self, f: Frame) -> None:
         held = f.state[self.index]

@@ -132,18 +132,21 @@ def _steps(
 
     Left out are mixtures of so many rows that the host chooses their kernels.
     """
-    seen, width = set(), plan.model.hidden
+    seen, width, route = set(), plan.model.hidden, None
     for step in steps:
         key = (type(step), width, *step.compiled_for())
         by_host = isinstance(step, s.Experts) and M > FEW_TOKENS and not step.experts.grouped(plan.dtype)
         if asked(step) and not isinstance(step, s.Product) and key not in seen and not by_host:
             seen.add(key)
-            yield partial(_run, plan, step, M, width, kind, prompt, slots)
+            yield partial(_run, plan, step, M, width, kind, prompt, slots, route)
+        route = (step, width) if isinstance(step, s.Route) else route
         width = step.width(width)
 
 
-def _run(plan: Plan, step: s.Step, M: int, width: int, kind: str, prompt: bool, slots: int) -> None:
-    """One step, on zeros."""
+def _run(
+    plan: Plan, step: s.Step, M: int, width: int, kind: str, prompt: bool, slots: int, route: tuple[s.Route, int] | None
+) -> None:
+    """One step, on zeros; experts behind their router, whose y has rows of so many values."""
     make, texts = partial(torch.zeros, dtype=plan.dtype, device=plan.device), 1 if prompt else M
     ids, pos = (torch.zeros(M, dtype=d, device=plan.device) for d in (torch.int64, torch.int32))
     there = Rectangle(slice(0, 1), 0, M, [M], 1) if prompt else None
@@ -151,6 +154,10 @@ def _run(plan: Plan, step: s.Step, M: int, width: int, kind: str, prompt: bool, 
     batch = Batch(plan.ops, ids, 0 if prompt else M, pos[:texts], angles, ids[:texts] + 1, rectangle=there, tile=plan.tile)
     held = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
     frame = s.Frame(make(M, plan.model.hidden), batch, held)  # type: ignore[arg-type]  # only its own is asked for
+    if isinstance(step, s.Experts) and route is not None:
+        frame.y = make(M, route[1])
+        route[0].run(frame)
     frame.y = make(M, width)
+    frame.kept |= {name: make(M, values) for name, values in step.reads(width).items()}
     frame.kept |= folding.blank(step, plan.ops, M, plan.dtype, plan.device)
     step.run(frame)

@@ -15,7 +15,8 @@ from described import NAMES, TEXTS, WRAPPERS, config
 from described import model as random_model
 from native import facts_of, logits_of, off, pair, planned, texts, without
 
-from lowq_cli.engine import weights
+from lowq_cli.engine import steps as s
+from lowq_cli.engine import warm, weights
 from lowq_cli.engine.batch import States
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import plan_of
@@ -47,6 +48,16 @@ def test_logits_are_those_of_transformers(name):
             assert off(decoder.sampler.logits[i], logits_of(theirs, ids)[-1]) < CLOSE
             ids.append(int(decoder.token[i]))
         decoder.step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_compiled_ahead_finds_what_it_reads(name):
+    """Every operation that has kernels on zeros, alone: on a GPU one that fails is compiled when it is met."""
+    plan, of_torch = plan_of(planned(random_model(name))), s.Keep | s.Take | s.Drop | s.TimesToken
+    with torch.inference_mode():
+        for prompt in (False, True):
+            for launch in warm._steps(plan, plan.steps, 3, "16", prompt, lambda step: not isinstance(step, of_torch)):
+                launch()
 
 
 @pytest.mark.parametrize("name", NAMES)

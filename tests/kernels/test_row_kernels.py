@@ -103,6 +103,15 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_softcapped(dtype):
+    x = torch.cat((randn(3000, dtype=dtype) * 40, torch.tensor([0.0, -0.0, 3e4, -3e4, 1e-3], device=DEVICE).to(dtype)))
+    y, wanted = elementwise.softcapped(x[None], 30.0), activation.softcapped(x[None], 30.0)
+    assert y.dtype == torch.float32
+    assert (y - wanted).abs().max() < 1e-5
+    assert (y - x.float()).abs().max() > 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_norm(name, dtype):
     K, own, update = UPDATES[name]
@@ -111,6 +120,7 @@ def test_update_norm(name, dtype):
     post, scale, after = update or (None, 1.0, False)
     post = None if post is None else norm(K, **post)
     given = (post, scale, torch.tensor([0.3], device=DEVICE, dtype=dtype) if after else None)
+    given = (*given, randn(3, K, dtype=dtype)) if name in ("an update alone", "sandwich", "by groups") else given
     ours, theirs = x.clone(), x.clone()
     if own is None:
         assert norms_triton.add(ours, delta, *given) is None

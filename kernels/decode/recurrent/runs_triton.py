@@ -169,7 +169,7 @@ def _scan_kernel(
     tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _out_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, out_ptr, M, wide, z_first, z_step, eps,
     HEADS: tl.constexpr, EACH: tl.constexpr, VD: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
