@@ -204,11 +204,15 @@ def quantize(
         with compiling(prepared):
             state.begin(prepared.out)
             result = follow(execute(prepared, fresh), prepared.plan)
-    state.remember(prepared.out, run_in(prepared.out), model)
+    from lowq_packers.heads import is_head
+
+    head = is_head(prepared.source.config)
+    if not head:
+        state.remember(prepared.out, run_in(prepared.out), model)
     if not as_json:
         from lowq_cli.plan.planner import wordless
 
-        _show_result(result, prepared.plan.recipe, engine, to, model, writes=not wordless(prepared.source))
+        _show_result(result, prepared.plan.recipe, engine, to, model, not wordless(prepared.source), head)
     exported = export.write(result.out, to) if to else None
     if as_json:
         more = {"export": vars(exported)} if exported else {}
@@ -220,7 +224,9 @@ def quantize(
 @contextmanager
 def compiling(prepared: "Prepared") -> Iterator[None]:
     """On a GPU, compile meanwhile what will decode the checkpoint; the end waits for kernels in work and begins no others."""
-    if not str(prepared.workers[0]).startswith("cuda"):
+    from lowq_packers.heads import is_head
+
+    if not str(prepared.workers[0]).startswith("cuda") or is_head(prepared.source.config):
         yield
         return
     stop, interval = Event(), sys.getswitchinterval()
@@ -267,7 +273,9 @@ def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "li
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
-def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None, model: str, writes: bool) -> None:
+def _show_result(
+    result: "Result", recipe: "Recipe", engine: str | None, to: str | None, model: str, writes: bool, head: bool
+) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
@@ -283,7 +291,9 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str
         from lowq_cli.plan import targets
 
         console.say(f"for {engine}: lowq export {state.as_argument(result.out)} --to {targets.get(engine).export}")
-    if to:  # which says its own
+    if head:
+        console.say(f"next: lowq generate MODEL --draft {result.out}, of the model that it guesses for")
+    if to or head:  # which says its own
         return
     if not engine and recipe.format == "lowq":
         _show_exports(result.out, model)

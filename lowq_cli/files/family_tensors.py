@@ -23,6 +23,7 @@ from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
 FORMS: tuple[Form, ...] = ("split", "files")
 _JUNK = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")  # buffers that older transformers wrote
+OF_HEADS = {r"attn\.\w+_proj$": "attention", r"(mlp\.\w+|input|^fc|\.fc)(_proj)?$": "mlp", r"lm_head$": "head"}  # by name
 _LAYER = re.compile(r".*?layers\.\d+\.")
 
 
@@ -72,7 +73,7 @@ class Named:
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """Prefixes of the heads that predict further tokens: kept, and not run."""
+        """Prefixes of the heads that predict further tokens: no part of the model's own text (`lowq_packers.heads`)."""
         ours = self.model.prefix
         return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
 
@@ -132,6 +133,17 @@ def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
         cuts = {f"{path}.{e}.{leaf}": Cut(e, (i * N, i * N + N)) for e in range(E) for i, leaf in enumerate(leaves)}
         return Role(kind, tuple(Part(n, cut) for n, cut in cuts.items()), extra=True)
     return Role(kind, reason=reason, extra=True)
+
+
+def head_roles(headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
+    """What the tensors of a draft head's folder are: its products are quantized without a text, all else is kept."""
+    found = {}
+    for name, header in headers.items():
+        stem = name.removesuffix(".weight")
+        kind = next((kind for mark, kind in OF_HEADS.items() if re.search(mark, stem)), "")
+        product = kind and stem != name and len(header.shape) == 2 and header.dtype in FLOATS
+        found[name] = Role(kind, (Part(stem),), extra=True) if product else Role("other", reason="of a draft head", extra=True)
+    return found
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:

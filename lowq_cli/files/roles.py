@@ -20,7 +20,7 @@ class Part:
 class Role:
     """What one source tensor is. Without parts it is kept as it is, for `reason`.
 
-    extra: it is of a head that predicts further tokens, which is kept and not run.
+    extra: it is of a head that predicts further tokens, which is no part of the model itself.
     """
 
     kind: str  # attention, mlp, expert, head, embedding, router, norm or other

@@ -13,6 +13,7 @@ from typing import Any
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.names import tensors
 from lowq_packers.errors import DamagedError
+from lowq_packers.heads import is_head
 
 MOST_DIGITS = 9  # of a layer's number
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.")
@@ -37,6 +38,8 @@ def whole(config: Mapping[str, Any], *names: str) -> int | None:
 
 def check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise DamagedError, naming tensor and field, unless `shapes` (full tensor names) fit `config`."""
+    if is_head(config):  # who reads it checks it, beside the model that it is for
+        return
     text = text_config(config)
     _check_layers(text, shapes)
     sizes = ("word_embed_proj_dim", "hidden_size", "n_embd")  # the first is OPT's, projected

@@ -10,7 +10,7 @@ from math import prod
 
 from lowq_cli import quantizers
 from lowq_cli.files import packed_tensors
-from lowq_cli.files.family_tensors import extra_roles, known_roles
+from lowq_cli.files.family_tensors import extra_roles, head_roles, known_roles
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
@@ -22,6 +22,7 @@ from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import Group, Keep, matches
 from lowq_cli.state import as_argument
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
+from lowq_packers.heads import is_head
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
 
@@ -54,7 +55,7 @@ class Candidate:
     extra: bool = False  # of a head that predicts further tokens
 
 
-EXTRA = "heads that predict further tokens are quantized like the layers, without a text; they are kept, and not run"
+EXTRA = "heads that predict further tokens are quantized like the layers, without a text"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
 
 def wordless(source: Source) -> list[str]:
     """What to say of a model that computes, but generates no text; known families all do."""
-    if known_roles(source.config, source.headers) is not None:
+    if is_head(source.config) or known_roles(source.config, source.headers) is not None:
         return []
     from lowq_cli.hf.skeleton import model_class
 
@@ -134,6 +135,8 @@ def wordless(source: Source) -> list[str]:
 
 def roles(source: Source) -> dict[str, Role]:
     """What every tensor is: of a known family by its config alone, of any other by transformers' model. Raises as that does."""
+    if is_head(source.config):
+        return head_roles(source.headers)
     extra = extra_roles(source.config, source.headers)
     headers = {name: header for name, header in source.headers.items() if name not in extra}
     found = known_roles(source.config, headers)
@@ -309,6 +312,8 @@ def _tied_head(
 
 def _why_not_head(source: Source) -> str | None:
     """Why an output head made from the embedding cannot be packed, or None."""
+    if is_head(source.config):
+        return head_roles(source.headers)
     extra = extra_roles(source.config, source.headers)
     if known_roles(source.config, {n: h for n, h in source.headers.items() if n not in extra}) is not None:
         return None

@@ -144,7 +144,7 @@ def plan_training(
     own = None
     if text == texts.SELF:
         with open_source(runnable(model)) as source:
-            recipe = make_recipe(bits=4, calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
+            recipe = make_recipe(bits=4, method="gptq", calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
             own = own_text.outlook(model, source, recipe, on)
             params = source.params
     else:

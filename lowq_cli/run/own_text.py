@@ -47,7 +47,7 @@ from lowq_packers.regular import opened, read_text
 
 SIDE = {"cpu": 32, "cuda": 128}  # texts side by side
 PLAIN, CHAT, GREEDY = "text", "chat", "greedy"
-OPENINGS = 8, 64  # tokens of a text that is continued greedily, at least and at most
+OPENINGS = 8, 32, 16, 64  # tokens of texts that are continued greedily, of one round after the other
 # Of a step, in values that are drawn: for a word of the vocabulary (noise, softmax, copies), and for a place of the text in a
 # layer. Story and base on one core: 3,107 and 1,953 tokens/s, by products alone 4,576 and 5,340.
 DRAWN, ATTENDED = 2.0, 3.0
@@ -218,9 +218,9 @@ class _Author:
             seed += 1
         window = texts.window_of(self.model)
         if text is not None:
-            least, most = OPENINGS
             cut = texts.windows(text.long(), window)[: self.plan.side].tolist()
-            start = [row[: least + (most - least) * i // len(cut)] for i, row in enumerate(cut)]
+            opening = min(OPENINGS[number % len(OPENINGS)], window // 4)  # one length a round, so that texts fill their windows
+            start = [row[:opening] for row in cut]
         room = max(1, window - max(map(len, start)))
         rows = yield from self._drawn(start, seed, room, before, 0.0 if kind == GREEDY else 1.0)
         ids = torch.tensor([t for s, row in zip(start, rows, strict=True) for t in (*s, *row)], dtype=torch.int32)

@@ -144,3 +144,26 @@ def test_a_folder_that_holds_something_else_is_left_alone(folder, tmp_path):
     shown = CliRunner().invoke(app, line)
     assert "holds something else" in str(shown.exception)
     assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
+
+
+def test_a_model_writes_what_its_head_learns_from_half_of_it_greedily(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    of, model, tokenizer = planned(folder, tmp_path / "head", text="self", tokens=8192)
+    steps = training._text(of, model, tokenizer)
+    told = []
+    while True:
+        try:
+            told.append(next(steps))
+        except StopIteration as e:
+            drawn, greedy = e.value
+            break
+    assert told[-1].total == 8192
+    assert len(drawn) == len(greedy) == 64
+    teacher = training.Teacher(plan_of(model), of.of, torch.arange(WORDS), 2, 64)
+    said, chance = ((teacher(ids[:2])[3][:, 16:-1] == ids[:2, 18:]).float().mean() for ids in (greedy, drawn))
+    assert said > 0.9
+    assert chance < 0.5
+    result = done(training.train(of, model, tokenizer))
+    assert result.steps == of.steps
+    again = training._text(of, model, tokenizer)
+    assert done(again)[1].tolist() == greedy.tolist()
