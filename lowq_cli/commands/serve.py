@@ -69,6 +69,9 @@ def serve(
             autocompletion=completion.words(*ENGINES),
         ),
     ] = "auto",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse fields of requests that nobody knows, instead of leaving them out.")
+    ] = False,
     api_key: Annotated[
         str, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="What clients must show as their key.")
     ] = "",
@@ -116,7 +119,7 @@ def serve(
     else:
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
-        _serve(asked, host, port, api_key, device, how, grace, dry_run, as_json)
+        _serve(asked, host, port, api_key, strict, device, how, grace, dry_run, as_json)
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ def _serve(
     host: str,
     port: int,
     api_key: str,
+    strict: bool,
     device: str,
     how: dict[str, Any],
     grace: float,
@@ -219,7 +223,7 @@ def _serve(
         pool.adopt(model)
         pool.say = printer.say
         pool.refresh = dict if asked.one else lambda: asked.read().models
-        served = Served(pool, api_key, run.names(bound), log=printer.say, failed=_failed)
+        served = Served(pool, api_key, run.names(bound), log=printer.say, failed=_failed, strict=strict)
         plan = _plan(served, first.loaded, run.url(bound), how["kv"])
         _show_plan(plan)
         if as_json:

@@ -17,7 +17,7 @@ class Stopper:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
-        self.held = ""
+        self.held = self.met = ""  # met: the stop that ended the text
 
     def push(self, piece: str) -> tuple[str, bool]:
         """What is certain now, without the stop itself; True from the first stop on."""
@@ -26,7 +26,8 @@ class Stopper:
         self.held += piece
         found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         if found:  # the one that is whole first, as if the text had come a character at a time
-            shown, self.held = self.held[: min(found)[1]], ""
+            end, begin = min(found)
+            shown, self.met, self.held = self.held[:begin], self.held[begin:end], ""
             return shown, True
         shown = self.held[: len(self.held) - self._begun()]
         self.held = self.held[len(shown) :]

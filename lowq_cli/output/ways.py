@@ -57,6 +57,13 @@ class Ways:
         """Whether an answer to this prompt begins in the midst of thoughts."""
         return self.thoughts is not None and self.thoughts.opened(prompt)
 
+    @property
+    def end_of_thoughts(self) -> str:
+        """What has to be written in the midst of thoughts for the answer to begin."""
+        if self.channels:
+            return f"<|end|>{harmony.START}assistant{harmony.FINAL}"
+        return self.thoughts.end if self.thoughts else ""
+
     def begun(self, prompt: str, think: bool | None) -> str:
         """The prompt; where the model is not to think, so that its answer begins at once."""
         if think is not False:

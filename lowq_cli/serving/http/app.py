@@ -1,9 +1,10 @@
 """The server's paths: what each does with a request, and what every request passes first."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from secrets import randbits
 from typing import Any
@@ -22,6 +23,8 @@ from lowq_cli.output.read import Reader
 from lowq_cli.output.ways import Ways
 from lowq_cli.serving.dialects.chat import Chat
 from lowq_cli.serving.dialects.completions import Completions
+from lowq_cli.serving.dialects.messages import Messages
+from lowq_cli.serving.dialects.responses import Responses
 from lowq_cli.serving.http import fields, refusal, tools
 from lowq_cli.serving.http.answers import Answer, Dialect, Gone
 from lowq_cli.serving.http.bodies import Bodies
@@ -31,6 +34,7 @@ from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
+from lowq_cli.serving.http.rules import rules_of
 from lowq_cli.serving.http.served_model import ServedModel
 from lowq_cli.serving.http.text import Writer, stop_tokens
 from lowq_cli.serving.request import Done, Draw, Mask, Request
@@ -52,7 +56,7 @@ class Served:
         body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
         bodies_bytes: of all bodies that are held at once.
         log: told one line a request. failed: told an exception that is a bug of ours.
-        recording: told how far the engine's start is.
+        recording: told how far the engine's start is. strict: whether fields that nobody knows are refused.
     """
 
     models: ModelPool
@@ -65,6 +69,7 @@ class Served:
     log: Callable[[str], None] = lambda line: None
     failed: Callable[[Exception], None] = lambda e: None
     recording: Done = lambda n, of: None
+    strict: bool = False
     unstarted: Exception | None = field(default=None, init=False)  # why the engine did not start
 
     @property
@@ -95,6 +100,9 @@ def make_app(served: Served) -> ASGIApp:
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.complete, methods=["POST"]),
+        Route("/v1/responses", endpoints.responses, methods=["POST"]),
+        Route("/v1/messages", endpoints.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", endpoints.count_tokens, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _no_such_path, Refusal: _refused}
     return Guard(
@@ -120,7 +128,7 @@ class Endpoints:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.bodies = Bodies(served.body_bytes, served.body_s, served.bodies_bytes)
-        self.chats, self.completions = Chat(), Completions()
+        self.of = {d.name: d for d in (Chat(), Completions(), Responses(), Messages())}
 
     async def page(self, _: HttpRequest) -> Response:
         """The chat in the browser."""
@@ -151,17 +159,57 @@ class Endpoints:
 
     async def chat(self, request: HttpRequest) -> Response:
         """/v1/chat/completions."""
-        return await self._answer(request, self.chats)
+        return await self._answer(request, self.of["chat"])
 
     async def complete(self, request: HttpRequest) -> Response:
         """/v1/completions."""
-        return await self._answer(request, self.completions)
+        return await self._answer(request, self.of["completion"])
+
+    async def responses(self, request: HttpRequest) -> Response:
+        """/v1/responses."""
+        return await self._answer(request, self.of["responses"])
+
+    async def messages(self, request: HttpRequest) -> Response:
+        """/v1/messages."""
+        return await self._answer(request, self.of["messages"])
+
+    async def count_tokens(self, request: HttpRequest) -> Response:
+        """/v1/messages/count_tokens: how many tokens a request to /v1/messages would be read as."""
+        dialect = self.of["messages"]
+
+        async def count(body: dict[str, Any]) -> dict[str, Any]:
+            asked = dialect.read(body)
+            async with self.served.models.lease(asked.get("model"), request.receive) as model:
+                prompts, _ = await self._prompts(model, asked, tools.read(asked))
+            return {"input_tokens": len(prompts[0])}
+
+        return await self._reply(request, dialect, count)
+
+    async def _reply(
+        self, request: HttpRequest, dialect: Dialect, work: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+    ) -> Response:
+        """What is said at once, with no answer of a model in it."""
+        log = Log(self.served.metrics, self.served.log, dialect)
+        try:
+            async with self.bodies.of(request) as raw:
+                return answer_json(await work(fields.parsed(raw)))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except LowqError as e:
+            return log.refused(refusal.of(e))
+        except Refusal as e:
+            return log.refused(e)
+        except Exception as e:
+            self.served.failed(e)
+            return log.refused(refusal.bug(e))
 
     async def _answer(self, request: HttpRequest, dialect: Dialect) -> Response:
         log = Log(self.served.metrics, self.served.log, dialect)
         try:
             async with self.bodies.of(request) as raw:
                 asked = dialect.read(fields.parsed(raw))
+                if self.served.strict:
+                    asked.check_known()
                 answer = await self._begin(asked, request)
             if asked.get("stream"):
                 return EventStream(answer, log, self.served.answer_s, self.served.failed)
@@ -208,7 +256,12 @@ class Endpoints:
                 line = f"the prompt has {len(prompt)} tokens and the context ends at {limits.longest}; shorten the prompt"
                 raise Refusal(400, line, param=where, code="context_length_exceeded")
             check_ids(prompt, model.engine.vocabulary)
+        ending |= frozenset(asked.get("stop_token_ids", ()))
+        check_ids(list(ending), model.engine.vocabulary)
         stop_ids = (frozenset() if asked.get("ignore_eos") else model.stop_ids) | ending
+        rules = rules_of(asked, place.inside, bool(offered.given), stop_ids, mask)
+        if rules is not None:
+            mask = partial(model.grammars.mask, rules.recipe)
         settings = {"seed": randbits(62), **asked.drawn(model.draw), "logprobs": asked.logprobs}
         requests, writers, echoes = [], [], []
         for i in range(n):
@@ -218,7 +271,8 @@ class Endpoints:
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client))
             reader = Reader(place.ways, offered.offered, place.inside) if chat else None
-            writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader))
+            special = asked.get("skip_special_tokens") is False
+            writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
             echoes.append(self._echo(model, asked, i // asked.n, ids))
         live = model.hub.submit(requests if asked.max_tokens != 0 else [])
         return Answer(asked, live, writers, sum(map(len, prompts)), model.names, model.name, echoes)

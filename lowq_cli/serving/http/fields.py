@@ -1,20 +1,22 @@
 """What a body may say: each field of OpenAI's two endpoints with its check, and what unknown fields meet.
 
-As OpenAI does, a field that is not known is refused: one that is misspelt would silently do nothing. Fields of theirs that say
-nothing about the text (who asks, how it is billed or stored) are taken and do nothing; those that would change the text in a
-way that is not built are refused unless they hold their default. Extensions, under the names that vLLM and llama.cpp gave
-them: top_k, min_p, repetition_penalty, ignore_eos, chat_template_kwargs.
+Fields of theirs that say nothing about the text (who asks, how it is billed or stored) are taken and do nothing; those that
+would change the text in a way that is not built are refused unless they hold their default. Extensions, under the names that
+vLLM and llama.cpp gave them: top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens,
+chat_template_kwargs, thinking_token_budget. Other servers' fields: `others`. A field that nobody knows is left out, and the log
+says so; with `lowq serve --strict` it is refused, as OpenAI does: one that is misspelt would silently do nothing.
 """
 
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowq_cli.engine.prompts import check_characters
 from lowq_cli.engine.ranges import INT64, Range, ranges
+from lowq_cli.serving.http import others
 from lowq_cli.serving.http.refusal import Refusal, of, wrong
 from lowq_cli.serving.request import BIAS, Draw
 from lowq_packers.errors import UsageError
@@ -108,6 +110,11 @@ def biases(name: str, value: Any) -> dict[int, float]:
     return found
 
 
+def tokens(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids."""
+    return tuple(whole(name, v) for v in maybe_items(name, value))
+
+
 def prompts(name: str, value: Any) -> list[str | list[int]]:
     """A text, several, token ids, or several of those."""
     if isinstance(value, str):
@@ -138,7 +145,6 @@ def anything(name: str, value: Any) -> None:
 
 
 COUNT = Range(1, INT64, whole=True)
-BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")  # vLLM's, Qwen's and llama.cpp's name
 RANGES = ranges(Draw) | {
     "temperature": Range(0, 2),  # as OpenAI has it; of the numbers between, `Draw` refuses the smallest
     "top_k": Range(-1, INT64, off=0, whole=True),  # -1 is "off" in vLLM's words
@@ -148,6 +154,8 @@ LOGPROBS = inside(RANGES.pop("logprobs"))
 SAMPLING: dict[str, Check] = {name: inside(r) for name, r in RANGES.items()} | {"logit_bias": biases}
 COMMON: dict[str, Check] = SAMPLING | {
     **{"model": text, "n": inside(Range(1, MOST_CHOICES, whole=True)), "stop": stops, "ignore_eos": boolean},
+    **{"min_tokens": inside(Range(0, INT64, whole=True)), "stop_token_ids": tokens, "skip_special_tokens": boolean},
+    "response_format": table,
     **{"stream": boolean, "stream_options": stream_options, "user": anything},
 }
 COMPLETION = COMMON | {
@@ -157,16 +165,11 @@ COMPLETION = COMMON | {
 CHAT = COMMON | {
     **{"messages": items, "max_tokens": inside(COUNT), "max_completion_tokens": inside(COUNT)},
     **{"logprobs": boolean, "top_logprobs": LOGPROBS},
-    **{
-        "response_format": table,
-        "tools": maybe_items,
-        "tool_choice": lambda name, value: value,
-        "parallel_tool_calls": boolean,
-    },
+    **{"tools": maybe_items, "tool_choice": lambda name, value: value, "parallel_tool_calls": boolean},
     **{"chat_template_kwargs": table, "modalities": only(["text"]), "functions": only([]), "function_call": only("none")},
-    **{"reasoning_effort": text, "verbosity": only("medium")},
-    **dict.fromkeys(BUDGETS, inside(Range(0, INT64, whole=True))),
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), only()),
+    **{"reasoning_effort": text},
+    "thinking_token_budget": inside(Range(0, INT64, whole=True)),
+    **dict.fromkeys(("audio", "web_search_options"), only()),
     **dict.fromkeys(("store", "metadata", "service_tier", "safety_identifier"), anything),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "moderation"), anything),
 }
@@ -176,8 +179,9 @@ CHAT = COMMON | {
 class Asked:
     """A body that was read, whatever dialect it came in: under the names that OpenAI's chat and completions have.
 
-    draw: the settings of `Draw` that it names. logprobs: alternatives a token, None for none. think: whether the model is to
-    think, None as it likes; effort: how much, in a word; thinking: tokens of thoughts at most.
+    draw: the settings of `Draw` that it names. logprobs: alternatives a token, None for none. dialect: what another dialect has
+    to know of its body for the answer. think: whether the model is to think, None as it likes; effort: how much, in a word;
+    thinking: tokens of thoughts at most. left_out: fields that change nothing here; unknown: those that nobody knows.
     """
 
     chat: bool
@@ -185,9 +189,12 @@ class Asked:
     draw: dict[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     max_tokens: int | None = None
+    dialect: Mapping[str, Any] = field(default_factory=dict)
     think: bool | None = None
     effort: str | None = None
     thinking: int | None = None
+    left_out: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field's value, or the default where it is missing or null."""
@@ -198,6 +205,16 @@ class Asked:
         return {"temperature": 1.0, **default, **self.draw}
 
     @property
+    def ignored(self) -> str:
+        """What the log says of fields that nothing comes of, "" for none."""
+        names = [*self.left_out, *(f"{shown(name)}{_meant(name, CHAT if self.chat else COMPLETION)}" for name in self.unknown)]
+        return f"; ignored {', '.join(names[:9])}" if names else ""
+
+    def check_known(self) -> None:
+        """Raise a Refusal for a field that nobody knows."""
+        known("", dict.fromkeys(self.unknown), set(CHAT if self.chat else COMPLETION))
+
+    @property
     def n(self) -> int:
         """Answers to each prompt."""
         return self.get("n", 1)
@@ -206,8 +223,9 @@ class Asked:
 def read(body: dict[str, Any], chat: bool) -> Asked:
     """The body of a request to one of the two endpoints. Raises Refusal."""
     fields = CHAT if chat else COMPLETION
-    known("", body, set(fields))
-    given = {name: fields[name](name, value) for name, value in body.items() if value is not None}
+    body, left_out = others.plain(body, set(fields))
+    given = {name: fields[name](name, value) for name, value in body.items() if value is not None and name in fields}
+    unknown = [name for name in body if name not in fields]
     needed = "messages" if chat else "prompt"
     if needed not in given:
         raise wrong(needed, "is needed")
@@ -226,14 +244,15 @@ def read(body: dict[str, Any], chat: bool) -> Asked:
     if given.get("echo") and asked is not None:
         raise wrong("echo", "with logprobs would need those of the prompt, which are not computed; leave one out")
     thought = _thinking(given) if chat else {}
-    return Asked(chat, given, draw, asked, given.get("max_completion_tokens", given.get("max_tokens")), **thought)
+    most = given.get("max_completion_tokens", given.get("max_tokens"))
+    return Asked(chat, given, draw, asked, most, left_out=tuple(left_out), unknown=tuple(unknown), **thought)
 
 
 def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
     """Whether and how much a model is to think, under the names that servers have given that."""
     switches = given.get("chat_template_kwargs", {})
     effort = given.get("reasoning_effort")
-    budget = next((given[name] for name in BUDGETS if name in given), None)
+    budget = given.get("thinking_token_budget")
     said = [switches[name] for name in ("enable_thinking", "thinking") if isinstance(switches.get(name), bool)]
     think = False if effort == "none" or budget == 0 else next(iter(said), None)
     return {"think": think, "effort": None if effort == "none" else effort, "thinking": budget or None}
@@ -243,10 +262,15 @@ def known(where: str, body: dict[str, Any], names: set[str]) -> None:
     """Raise a Refusal for a field that is not one of `names`; where: the field that holds these, "" for the body itself."""
     for name in body:
         if name not in names:
-            near = difflib.get_close_matches(name[:64], names, 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
             full = f"{where}.{name}" if where else name
-            raise Refusal(400, f"unknown field {shown(full)}{meant}", param=full[:64], code="unknown_parameter")
+            line = f"unknown field {shown(full)}{_meant(name, names)}"
+            raise Refusal(400, line, param=full[:64], code="unknown_parameter")
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    """What a name was perhaps meant to be."""
+    near = difflib.get_close_matches(name[:64], names, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def parsed(raw: bytes) -> dict[str, Any]:

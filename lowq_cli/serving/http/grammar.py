@@ -6,15 +6,17 @@ it). That is an error of the request, as half an object which "stop" follows wou
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.serving.http.fields import Asked, known, shown, table
+from lowq_cli.serving.http import rules
+from lowq_cli.serving.http.fields import Asked, items, known, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_cli.serving.request import Mask, Words, allow
 from lowq_packers.errors import UsageError
@@ -94,14 +96,16 @@ class Grammars:
             raise wrong(param, str(e)) from None
         return lambda: self.mask(grammar)
 
-    def mask(self, recipe: str) -> Grammar:
+    def mask(self, recipe: str) -> Mask:
         """A mask at its beginning. Raises UsageError for a grammar that the library does not take."""
+        if recipe.startswith(rules.PREFIX):
+            return rules.Rules.of(recipe).mask(self.tokenizer, self.mask)
         first = self._first(recipe)
         if first.is_error():
             raise UsageError(" ".join(first.get_error().split())[:200])
         return Grammar(first.deep_copy(), self.ends, recipe)
 
-    def _try(self, grammar: Grammar) -> None:
+    def _try(self, grammar: Mask) -> None:
         """Write a few tokens, always the first that may come. Raises UsageError where none may."""
         words = np.zeros(-(-self.vocabulary // 32), np.int32)
         for _ in range(TRIED):
@@ -114,20 +118,44 @@ class Grammars:
             grammar.accept(token)
 
 
-def answer_schema(asked: Asked) -> tuple[dict[str, Any], str] | None:
-    """The JSON schema that an answer has to keep to, and the field that names it; None for any text. Raises Refusal."""
+class Form(NamedTuple):
+    """The form of an answer. rule: as Lark has it. schema: where it is one of JSON. param: the field that names it."""
+
+    rule: str
+    param: str
+    schema: dict[str, Any] | None = None
+
+
+def answer_form(asked: Asked) -> Form | None:
+    """The form that an answer has to keep to; None for any text. Raises Refusal."""
     given = asked.get("response_format")
-    if given is None:
+    if given is None or given.get("type") == "text":
         return None
     kind = given.get("type")
-    known("response_format", given, {"type", "json_schema"})
-    if kind == "text":
-        return None
+    if not isinstance(kind, str) or kind not in FORMS:
+        raise wrong("response_format.type", f"must be one of {', '.join(FORMS)}, not {shown(kind)}")
+    known("response_format", given, {"type", FORMS[kind]})
     if asked.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
     if kind == "json_object":
-        return {"type": "object"}, "response_format"
-    if kind != "json_schema":
-        raise wrong("response_format.type", f"must be text, json_object or json_schema, not {shown(kind)}")
-    name = "response_format.json_schema"
-    return table(f"{name}.schema", table(name, given.get("json_schema")).get("schema")), f"{name}.schema"
+        return _json({"type": "object"}, "response_format")
+    name = f"response_format.{FORMS[kind]}"
+    value = given.get(FORMS[kind])
+    if kind == "json_schema":
+        schema = table(name, value).get("schema")
+        if isinstance(schema, str):  # as vLLM takes it too
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise wrong(f"{name}.schema", "is not JSON") from None
+        return _json(table(f"{name}.schema", schema), f"{name}.schema")
+    if kind == "regex":
+        return Form("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", text(name, value)) + "/", name)
+    return Form("(" + " | ".join(json.dumps(text(name, c), ensure_ascii=False) for c in items(name, value)) + ")", name)
+
+
+FORMS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "regex": "regex", "choice": "choice"}
+
+
+def _json(schema: dict[str, Any], param: str) -> Form:
+    return Form(f"%json {json.dumps({**schema, 'x-guidance': SPACED})}", param, schema)

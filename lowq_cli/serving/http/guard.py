@@ -52,7 +52,8 @@ class Guard:
             return Refusal(403, f"a page of {shown(origin)} may not ask this server")
         guarded = scope["path"].startswith("/v1/") or scope["path"] == "/metrics"
         scheme, _, shown_key = headers.get(b"authorization", b"").partition(b" ")
-        known = scheme.lower() == b"bearer" and hmac.compare_digest(shown_key.strip(b" \t"), self.key)
+        given = shown_key.strip(b" \t") if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's
+        known = hmac.compare_digest(given, self.key)
         if self.key and guarded and not known:
             return Refusal(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
         return None

@@ -47,6 +47,7 @@ class Log:
             speed = f", {made / spent:.0f}/s" if made > 1 and spent else ""
             after = f", first after {first - answer.live.began:.2f} s" if first else ""
             numbers = f"{usage['prompt_tokens']} + {made} tokens{after}{speed}, "
+        how += answer.asked.ignored if answer is not None else ""
         self.say(f"{time.strftime('%H:%M:%S')} {self.dialect.name}: {numbers}{seconds:.2f} s, {how}")
 
 

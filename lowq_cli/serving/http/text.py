@@ -42,6 +42,7 @@ class Writer:
         stops: texts that end it; they are no part of it.
         stop_ids: tokens that end it; they have no text.
         reader: of thoughts and calls; None where the answer is text and nothing else.
+        special: whether special tokens have a text, too.
     Attributes:
         tokens, cached: of the answer so far, and of its prompt those that were in the cache. thinking: tokens of thoughts.
     """
@@ -53,11 +54,18 @@ class Writer:
         stops: tuple[str, ...],
         stop_ids: frozenset[int],
         reader: Reader | None = None,
+        special: bool = False,
     ) -> None:
         self.reader = reader
-        shown = shown_tokens(tokenizer, reader.tags) if reader else {}
+        tags = tokenizer.added_tokens() if special else reader.tags if reader else ()
+        shown = shown_tokens(tokenizer, tags) if tags else {}
         self.detokenizer, self.stopper, self.stop_ids = Detokenizer(tokenizer, list(prompt), shown), Stopper(stops), stop_ids
         self.tokens = self.cached = self.characters = self.thinking = 0
+
+    @property
+    def stopped(self) -> str:
+        """The text to stop at that ended the answer, "" for none."""
+        return self.stopper.met
 
     def push(self, events: list[Event]) -> Piece:
         """What these events add. With finish_reason "stop" nothing more is wanted, whether the engine has ended or not."""

@@ -12,7 +12,7 @@ from lowq_cli.output.source import ARGUMENTS, NAME, OBJECT
 from lowq_cli.output.thoughts import Thoughts
 from lowq_cli.output.ways import Ways
 from lowq_cli.serving.http.fields import Asked, shown, table, text
-from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_schema
+from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_form
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import Mask
 
@@ -85,7 +85,7 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
     A forced call is written as the model writes calls. Where calls are free and the rest has a form, both are open: a call, or
     an answer in the form. Thoughts come before either. Raises Refusal for a form that a forced call cannot have.
     """
-    wanted = answer_schema(asked)
+    wanted = answer_form(asked)
     if tools.forced and wanted is not None:
         raise wrong(
             "response_format", "says how an answer in text looks, and tool_choice forces a call of a tool; leave one out"
@@ -93,8 +93,8 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
     thoughts = None if place.think is False and not place.inside else place.ways.thoughts
     if wanted is None and not tools.forced:
         return None
-    if not tools.given and wanted is not None and thoughts is None:
-        return grammars.schema(wanted[0], wanted[1])
+    if not tools.given and wanted is not None and thoughts is None and wanted.schema is not None:
+        return grammars.schema(wanted.schema, wanted.param)
     if asked.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
     rules, begun = [], ""
@@ -107,8 +107,8 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
         rules.append(_call(tools, place))
     if wanted is not None:
         ends.append("answer")
-        rules.append(f"answer: %json {json.dumps({**wanted[0], 'x-guidance': SPACED})}\n")
-    return grammars.lark(f"start: {begun}({' | '.join(ends)})\n" + "".join(rules), wanted[1] if wanted else "tools")
+        rules.append(f"answer: {wanted.rule}\n")
+    return grammars.lark(f"start: {begun}({' | '.join(ends)})\n" + "".join(rules), wanted.param if wanted else "tools")
 
 
 def _thoughts(thoughts: Thoughts, place: Place) -> str:

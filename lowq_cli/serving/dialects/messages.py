@@ -1,0 +1,230 @@
+"""Anthropic's /v1/messages, in which coding agents speak."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from lowq_cli.serving.dialects.blocks import Block, blocks, whole_blocks
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.answers import Answer, event
+from lowq_cli.serving.http.fields import boolean, items, shown, table, text
+from lowq_cli.serving.http.refusal import Refusal, wrong
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+TYPES |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+SAME = ("model", "stream", "temperature", "top_p", "top_k")  # fields that chats have under the same name
+HARMLESS = ("metadata", "service_tier", "container", "context_management", "inference_geo", "cache_control", "betas", "speed")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Messages:
+    """What it reads and writes."""
+
+    name, media_type = "messages", "text/event-stream"
+
+    def read(self, body: dict[str, Any]) -> fields.Asked:
+        """What a body asks for, as a chat."""
+        chat: dict[str, Any] = {name: body[name] for name in SAME if name in body}
+        known = {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "output_config"}
+        chat["messages"] = _system(body.get("system"))
+        for i, message in enumerate(items("messages", body.get("messages"))):
+            chat["messages"] += _message(f"messages[{i}]", message)
+        if body.get("max_tokens") is not None:
+            chat["max_tokens"] = body["max_tokens"]
+        if body.get("stop_sequences"):
+            chat["stop"] = body["stop_sequences"]
+        if body.get("tools"):
+            chat["tools"] = [_tool(f"tools[{i}]", t) for i, t in enumerate(items("tools", body["tools"])) if _own(t)]
+            chat |= _choice(body.get("tool_choice")) if chat["tools"] else {}
+        chat |= _thinking(body.get("thinking"), body.get("output_config"))
+        rest = {name: value for name, value in body.items() if name not in known and name not in (*SAME, *HARMLESS)}
+        return replace(fields.read(chat | rest, chat=True), dialect=body)
+
+    def refused(self, why: Refusal) -> dict[str, Any]:
+        """As Anthropic says it."""
+        kind = TYPES.get(why.status, "invalid_request_error" if why.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": why.message}}
+
+    def failed(self, why: Refusal) -> bytes:
+        """The last event of a stream that could not be finished."""
+        return event(self.refused(why), "error")
+
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        content = [_content(b) | _filled(b) for b in await whole_blocks(answer)]
+        return _head(answer) | {"content": content, **_ending(answer), "usage": _usage(answer)}
+
+    async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+
+        def said(kind: str, **more: Any) -> bytes:
+            return event({"type": kind, **more}, kind)
+
+        nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield said("message_start", message=_head(answer) | nothing | {"usage": _usage(answer)})
+        yield said("ping")
+        async for block, change, more in blocks(answer):
+            if change == "begun":
+                yield said("content_block_start", index=block.number, content_block=_content(block))
+            elif change == "more":
+                yield said("content_block_delta", index=block.number, delta=_delta(block, more))
+            else:
+                if block.kind == "thought":
+                    yield said("content_block_delta", index=block.number, delta={"type": "signature_delta", "signature": ""})
+                yield said("content_block_stop", index=block.number)
+        yield said("message_delta", delta=_ending(answer), usage=_usage(answer))
+        yield said("message_stop")
+
+
+def _system(given: Any) -> list[dict[str, Any]]:
+    if not given:
+        return []
+    parts = (
+        [given]
+        if isinstance(given, str)
+        else [table(f"system[{i}]", p).get("text") for i, p in enumerate(items("system", given))]
+    )
+    return [{"role": "system", "content": "\n\n".join(text(f"system[{i}].text", p) for i, p in enumerate(parts))}]
+
+
+def _message(name: str, given: Any) -> list[dict[str, Any]]:
+    """One message of theirs as messages of a chat: results of tools stand in messages of their own there."""
+    role, content = table(name, given).get("role"), given.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise wrong(f"{name}.role", f"must be user or assistant, not {shown(role)}")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    whole: dict[str, Any] = {"role": role}
+    for i, block in enumerate(items(f"{name}.content", content)):
+        where = f"{name}.content[{i}]"
+        kind = table(where, block).get("type")
+        if kind == "tool_result":
+            found.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(where, block.get("content"))}
+            )
+        elif kind == "tool_use":
+            arguments = json.dumps(table(f"{where}.input", block.get("input", {})), ensure_ascii=False)
+            call = {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
+            whole.setdefault("tool_calls", []).append(call)
+        elif kind == "thinking":
+            whole["reasoning_content"] = whole.get("reasoning_content", "") + text(f"{where}.thinking", block.get("thinking"))
+        elif kind != "redacted_thinking":
+            parts.append(_part(where, block))
+    if parts or len(whole) > 1:
+        found.append(whole | {"content": parts or None})
+    return found
+
+
+def _part(where: str, block: dict[str, Any]) -> dict[str, Any]:
+    """A block of text or a picture as a part of a chat's message."""
+    kind = block.get("type")
+    if kind == "text":
+        return {"type": "text", "text": block.get("text")}
+    source = block.get("source")
+    if kind == "image" and isinstance(source, dict):
+        data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": source.get("url") if source.get("type") == "url" else data}}
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return {"type": "text", "text": source.get("data")}
+    raise wrong(f"{where}.type", f"{shown(kind)} is not supported; this server takes text and pictures")
+
+
+def _result(where: str, content: Any) -> Any:
+    """What a tool gave, as a text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [_part(f"{where}.content[{i}]", table(f"{where}.content[{i}]", b)) for i, b in enumerate(content)] if content else ""
+
+
+def _own(tool: Any) -> bool:
+    """Whether a tool is the client's to run: those of Anthropic's own servers are not here, so no model is told of them."""
+    return not isinstance(tool, dict) or tool.get("type", "custom") == "custom"
+
+
+def _tool(name: str, given: Any) -> dict[str, Any]:
+    tool = table(name, given)
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
+    return {
+        "type": "function",
+        "function": function | ({"description": tool["description"]} if tool.get("description") else {}),
+    }
+
+
+def _choice(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    kind = table("tool_choice", given).get("type")
+    found: dict[str, Any] = {"tool_choice": CHOICES.get(kind) if isinstance(kind, str) else None}
+    if kind == "tool":
+        found["tool_choice"] = {"type": "function", "function": {"name": given.get("name")}}
+    elif found["tool_choice"] is None:
+        raise wrong("tool_choice.type", f"must be auto, any, tool or none, not {shown(kind)}")
+    once = boolean("tool_choice.disable_parallel_tool_use", given.get("disable_parallel_tool_use") or False)
+    return found | {"parallel_tool_calls": not once}
+
+
+def _thinking(given: Any, output: Any) -> dict[str, Any]:
+    """Whether and how much the model is to think; where a request does not say, as it likes."""
+    found: dict[str, Any] = {}
+    if given is not None:
+        kind = table("thinking", given).get("type")
+        if kind == "disabled":
+            found["reasoning_effort"] = "none"
+        elif kind == "enabled":
+            found["thinking_token_budget"] = given.get("budget_tokens")
+        elif kind != "adaptive":
+            raise wrong("thinking.type", f"must be enabled, disabled or adaptive, not {shown(kind)}")
+    if output is not None and "reasoning_effort" not in found:
+        effort = table("output_config", output).get("effort")
+        found |= {"reasoning_effort": effort} if effort else {}
+        form = output.get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    return found
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """A block that has just begun."""
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+
+
+def _filled(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"input": block.arguments}
+    return {"thinking" if block.kind == "thought" else "text": block.text}
+
+
+def _delta(block: Block, more: str) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "input_json_delta", "partial_json": more}
+    return {"type": "thinking_delta", "thinking": more} if block.kind == "thought" else {"type": "text_delta", "text": more}
+
+
+def _ending(answer: Answer) -> dict[str, Any]:
+    stop = answer.writers[0].stopped
+    reason = "stop_sequence" if stop else REASONS.get(answer.finish_reasons[0], "end_turn")
+    return {"stop_reason": reason, "stop_sequence": stop or None}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """As Anthropic counts: what was found in the cache is not among the tokens that were read."""
+    usage = answer.usage()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    read = {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }
+    return read | {"output_tokens": usage["completion_tokens"]}

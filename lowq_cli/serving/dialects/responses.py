@@ -1,0 +1,289 @@
+"""OpenAI's /v1/responses. What was said before can be named by the answer that it led to, as long as that is kept here."""
+
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from lowq_cli.serving.dialects.blocks import Block, blocks, whole_blocks
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.answers import Answer, event
+from lowq_cli.serving.http.fields import items, shown, table, text
+from lowq_cli.serving.http.refusal import Refusal, wrong
+
+KEPT, KEPT_CHARACTERS = 1024, 64 << 20  # answers, and characters of all their conversations, that can be gone on from
+SAME = ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "user", "metadata", "store")
+HINTS = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+HARMLESS = ("include", "truncation", "max_tool_calls", "background", "stream_options", "context_management")
+OWN = {
+    "input",
+    "instructions",
+    "previous_response_id",
+    "max_output_tokens",
+    "tools",
+    "tool_choice",
+    "reasoning",
+    "text",
+    "prompt",
+}
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text"}
+Messages = list[dict[str, Any]]
+
+
+class Responses:
+    """What it reads and writes, and the conversations that its answers ended."""
+
+    name, media_type = "responses", "text/event-stream"
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[str, tuple[Messages, int]] = OrderedDict()
+
+    def read(self, body: dict[str, Any]) -> fields.Asked:
+        """What a body asks for, as a chat."""
+        for name in ("conversation", "prompt"):
+            if body.get(name) is not None:
+                raise wrong(name, "is not kept here; send the messages as input")
+        if body.get("background"):
+            raise wrong("background", "is not supported; leave it out")
+        chat: dict[str, Any] = {name: body[name] for name in (*SAME, *HINTS) if name in body}
+        messages = self._before(body.get("previous_response_id")) + _messages(body.get("input"))
+        told = body.get("instructions")
+        chat["messages"] = [*([{"role": "system", "content": told}] if told else []), *messages]
+        if body.get("max_output_tokens") is not None:
+            chat["max_tokens"] = body["max_output_tokens"]
+        given = body.get("tools") or []
+        chat["tools"] = [_tool(f"tools[{i}]", t) for i, t in enumerate(given) if _own(t)]
+        if chat["tools"] and body.get("tool_choice") is not None:
+            chat["tool_choice"] = _choice(body["tool_choice"])
+        chat |= _form(body.get("text")) | ({"logprobs": True} if body.get("top_logprobs") else {})
+        effort = table("reasoning", body.get("reasoning") or {}).get("effort")
+        chat |= {"reasoning_effort": effort} if effort else {}
+        rest = {name: v for name, v in body.items() if name not in OWN and name not in (*SAME, *HARMLESS, "conversation")}
+        asked = fields.read(chat | rest, chat=True)
+        return replace(asked, dialect={**body, "messages": messages})
+
+    def refused(self, why: Refusal) -> dict[str, Any]:
+        """As OpenAI says it."""
+        return why.body
+
+    def failed(self, why: Refusal) -> bytes:
+        """The last event of a stream that could not be finished."""
+        return event({"type": "error", "code": why.code or why.type, "message": why.message, "param": why.param}, "error")
+
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        found = await whole_blocks(answer)
+        self._keep(answer, found)
+        return _response(answer, [_item(answer, b, "completed") for b in found])
+
+    async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        number = 0
+
+        def said(kind: str, **more: Any) -> bytes:
+            nonlocal number
+            number += 1
+            return event({"type": f"response.{kind}", "sequence_number": number - 1, **more}, f"response.{kind}")
+
+        for kind in ("created", "in_progress"):
+            yield said(kind, response=_response(answer, [], "in_progress"))
+        done: list[Block] = []
+        async for block, change, more in blocks(answer):
+            at = {"item_id": _id(answer, block), "output_index": block.number}
+            place = at | ({} if block.kind == "call" else {"content_index": 0})
+            name, key = NAMES[block.kind]
+            if change == "begun":
+                item = _item(answer, block, "in_progress")
+                yield said(
+                    "output_item.added",
+                    output_index=block.number,
+                    item=item | ({} if block.kind == "call" else {"content": []}),
+                )
+                if block.kind == "text":
+                    yield said("content_part.added", **place, part=_text_part(""))
+            elif change == "more":
+                yield said(f"{name}.delta", **place, delta=more, **({"logprobs": []} if block.kind == "text" else {}))
+            else:
+                done.append(block)
+                yield said(f"{name}.done", **place, **{key: block.text}, **_named(block))
+                if block.kind == "text":
+                    yield said("content_part.done", **place, part=_text_part(block.text))
+                yield said("output_item.done", output_index=block.number, item=_item(answer, block, "completed"))
+        self._keep(answer, done)
+        whole = _response(answer, [_item(answer, b, "completed") for b in done])
+        yield said(whole["status"], response=whole)
+
+    def _before(self, name: Any) -> Messages:
+        """The conversation that an answer ended. Raises Refusal."""
+        if name is None:
+            return []
+        found = self.kept.get(text("previous_response_id", name))
+        if found is None:
+            line = f"the response {shown(name)} is not kept here (the last {KEPT} are); send the whole conversation as input"
+            raise Refusal(404, line, param="previous_response_id", code="previous_response_not_found")
+        self.kept.move_to_end(name)
+        return list(found[0])
+
+    def _keep(self, answer: Answer, found: list[Block]) -> None:
+        """So that a request can go on from here."""
+        if answer.asked.dialect.get("store") is False:
+            return
+        said: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in found if b.kind == "text") or None}
+        if thoughts := "".join(b.text for b in found if b.kind == "thought"):
+            said["reasoning_content"] = thoughts
+        if calls := [_call(b.id, b.name, b.text) for b in found if b.kind == "call"]:
+            said["tool_calls"] = calls
+        messages = [*answer.asked.dialect["messages"], said]
+        self.kept[f"resp_{answer.id}"] = messages, len(json.dumps(messages, default=str))
+        while len(self.kept) > KEPT or sum(size for _, size in self.kept.values()) > KEPT_CHARACTERS:
+            self.kept.popitem(last=False)
+
+
+NAMES = {
+    "text": ("output_text", "text"),
+    "thought": ("reasoning_text", "text"),
+    "call": ("function_call_arguments", "arguments"),
+}
+PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
+
+
+def _messages(given: Any) -> Messages:
+    """The items of an input as messages of a chat: calls belong to the message of the model that they follow."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: Messages = []
+    for i, item in enumerate(items("input", given)):
+        where = f"input[{i}]"
+        kind = table(where, item).get("type", "message")
+        if kind == "message":
+            content = item.get("content")
+            role = item.get("role")
+            parts = (
+                content
+                if isinstance(content, str)
+                else [_part(f"{where}.content[{j}]", p) for j, p in enumerate(content or [])]
+            )
+            if role == "assistant" and found and found[-1]["role"] == "assistant" and "content" not in found[-1]:
+                found[-1]["content"] = parts  # after its thoughts
+            else:
+                found.append({"role": role, "content": parts})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            parts = (
+                output if isinstance(output, str) else [_part(f"{where}.output[{j}]", p) for j, p in enumerate(output or [])]
+            )
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": parts})
+        elif kind in ("function_call", "reasoning"):
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant"})
+            if kind == "function_call":
+                call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+                found[-1].setdefault("tool_calls", []).append(call)
+            else:
+                found[-1]["reasoning_content"] = "".join(
+                    text(f"{where}.content", p.get("text")) for p in item.get("content") or ()
+                )
+        else:
+            raise wrong(f"{where}.type", f"{shown(kind)} is not supported")
+    return found
+
+
+def _part(where: str, given: Any) -> dict[str, Any]:
+    kind = table(where, given).get("type")
+    if kind in TEXTS:
+        return {"type": "text", "text": given.get(TEXTS[kind])}
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": given.get("image_url")}}
+    raise wrong(f"{where}.type", f"{shown(kind)} is not supported; this server takes text and pictures")
+
+
+def _call(id_: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _own(tool: Any) -> bool:
+    """Whether a tool is the client's to run: those of OpenAI's servers are not here, so no model is told of them."""
+    return not isinstance(tool, dict) or tool.get("type") == "function"
+
+
+def _tool(name: str, given: Any) -> dict[str, Any]:
+    tool = table(name, given)
+    function = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if given.get("type") == "allowed_tools" and given.get("mode") in ("auto", "required"):
+        return given["mode"]
+    raise wrong("tool_choice", f"{shown(given.get('type'))} is not supported")
+
+
+def _form(given: Any) -> dict[str, Any]:
+    """The form of the answer, as chats ask for it."""
+    form = table("text", given or {}).get("format") or {"type": "text"}
+    found: dict[str, Any] = {"verbosity": given["verbosity"]} if given and given.get("verbosity") else {}
+    if table("text.format", form).get("type") == "json_schema":
+        return found | {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
+    return found | ({} if form.get("type") == "text" else {"response_format": {"type": form.get("type")}})
+
+
+def _id(answer: Answer, block: Block) -> str:
+    return f"{PREFIXES[block.kind]}_{answer.id}{block.number}"
+
+
+def _text_part(said: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+
+
+def _named(block: Block) -> dict[str, Any]:
+    return {"name": block.name} if block.kind == "call" else {"logprobs": []} if block.kind == "text" else {}
+
+
+def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": _id(answer, block), "status": status}
+    if block.kind == "text":
+        return found | {"type": "message", "role": "assistant", "content": [_text_part(block.text)]}
+    if block.kind == "thought":
+        return found | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": block.text}]}
+    return found | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+
+
+def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") -> dict[str, Any]:
+    """The object that an answer is, finished unless `status` says otherwise."""
+    body, cut = answer.asked.dialect, answer.finish_reasons[0] == "length"
+    usage = answer.usage()
+    said = {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
+    asked = {
+        name: body.get(name) for name in ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")
+    }
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": status or ("incomplete" if cut else "completed"),
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": answer.model,
+        "output": output,
+        **asked,
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
+        "store": body.get("store", True),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools") or [],
+        "truncation": "disabled",
+        "usage": None if status else said,
+    }
