@@ -43,9 +43,9 @@ Draft = Annotated[
     str,
     typer.Option(
         "--draft",
-        metavar="NAME",
-        help="Guess tokens and check several in a step, for the same text sooner: ngram (by what a text repeats), none, auto.",
-        autocompletion=completion.words("auto", "ngram", "none"),
+        metavar="NAME|FOLDER",
+        help="Guess tokens and check several a step, for the same text sooner: ngram, mtp, a draft head or model, none.",
+        autocompletion=completion.words("auto", "ngram", "mtp", "none"),
     ),
 ]
 

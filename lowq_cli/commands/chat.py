@@ -119,7 +119,7 @@ def chat(
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation
-        from lowq_cli.engine.drafts import check as check_draft
+        from lowq_cli.engine.drafts.attaching import check as check_draft
         from lowq_cli.engine.generation_config import CONVERSATION, described, settle
         from lowq_cli.engine.ready import ready
         from lowq_kernels.decode.kv import check

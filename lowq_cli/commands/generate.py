@@ -152,7 +152,7 @@ def answer(
     wake(device)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
-        from lowq_cli.engine.drafts import check as check_draft
+        from lowq_cli.engine.drafts.attaching import check as check_draft
         from lowq_cli.engine.ready import ready
         from lowq_kernels.decode.kv import check
 

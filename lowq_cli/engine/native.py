@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, Pictures, Rectangle, States
+from lowq_cli.engine.drafts.attached import AHEAD, Attached
+from lowq_cli.engine.drafts.drafter import DeviceDrafter
 from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.hf_eager import CHUNK
@@ -67,6 +69,7 @@ class NativeDecoder:
         self.chunk = sys.maxsize  # prompt tokens of a text in one pass
         self.drafts = False  # whether steps of a text may check drafts (`verify`); decided before `start`
         self.wide: dict[int, Verification] = {}  # by rows
+        self.attached: Attached | None = None  # what drafts on the device
         self.shown: list[Shown | None] = []  # the pictures of each text
         self.turns = False  # whether some of them make tokens turn by places of three parts
 
@@ -94,10 +97,12 @@ class NativeDecoder:
         shown: the pictures of each prompt. What all of them share with `held` is in the cache already and not read again.
         """
         longest = max(map(len, prompts))
-        self._make_room(len(prompts), longest + room + MOST_DRAFTS * self.drafts)
+        self._make_room(len(prompts), longest + room + AHEAD * self.drafts)
         self._show(shown)
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
         known = 0 if self.long or longest > self.steady else self._reusable(names)
+        if self.attached is not None and known and not self.snapshot:
+            known -= 1  # what a head keeps of the last one depends on the token after it
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
         self.said: list[torch.Tensor] | None = [] if self.rereads and grows else None
@@ -105,10 +110,13 @@ class NativeDecoder:
         lengths = torch.tensor([len(p) for p in prompts])
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
         self._restore(known)
+        self.whole = ids[0].to(self.device)
         x = self._read(ids.to(self.device), lengths.tolist(), known, between)
         self.held, self.read, self.written = names, names, longest
         self.snapshot = [t[: self.batch + 1].clone() for t in tensors_of(self.state)]
         self.sampler.choose(self.head(x), advance=0)
+        if self.attached is not None:
+            self.attached.begin(self.token, self.pos)
         self.run = self._graph() if self.graphs and room > 1 else None
         return self.token
 
@@ -133,8 +141,18 @@ class NativeDecoder:
             return "its angles depend on how long a text is"
         return ""
 
+    def attach(self, drafter: DeviceDrafter | None) -> None:
+        """Have steps check what a drafter guesses on the device, or what `verify` is given. Before `start`."""
+        if drafter is (self.attached and self.attached.drafter):
+            return
+        self.attached = None if drafter is None else Attached(drafter, self.device)
+        self.slots = self.batch = 0  # its cache is made with the decoder's own
+        if self.attached is not None:
+            self.plan.tap(self.attached.taps)
+
     def verify(self, drafts: Sequence[int], rows: int) -> Verification:
-        """Launch a step of so many rows of the one text: its newest token, and drafts of those after it."""
+        """Launch a step of so many rows of the one text: its newest token, and drafts of those after it; none are given where a
+        drafter is attached."""
         if rows not in self.wide:
             self.wide[rows] = Verification(self, rows)
         self.written += rows
@@ -187,6 +205,8 @@ class NativeDecoder:
         self.token, self.pos = self.sampler.token, self.sampler.pos
         self.places = torch.arange(1, batch + 1, device=self.device)
         self.repeated = Repeated() if self.device.type == "cpu" else None
+        if self.attached is not None:
+            self.attached.drafter.make_room(batch, slots)
 
     def _reusable(self, prompts: list[list[int]]) -> int:
         """Leading tokens of all prompts that the state holds as they are."""
@@ -257,7 +277,7 @@ class NativeDecoder:
             piece = ids[some, tokens]
             b, t = piece.shape
             here = slice(rows.start + some.start, rows.start + some.stop)
-            hidden = self._piece(here, piece, tokens.start, lengths[some], angles).reshape(b, t, -1)
+            hidden = self._piece(here, piece, tokens.start, lengths[some], angles, B == 1).reshape(b, t, -1)
             at = ends[some] - tokens.start
             inside = (at >= 0) & (at < t)
             found = hidden[torch.arange(b, device=self.device), at.clamp(0, t - 1)]
@@ -265,16 +285,28 @@ class NativeDecoder:
         return last
 
     def _piece(
-        self, some: slice, ids: torch.Tensor, start: int, lengths: Sequence[int], angles: Mapping[Rope | int, Tables]
+        self,
+        some: slice,
+        ids: torch.Tensor,
+        start: int,
+        lengths: Sequence[int],
+        angles: Mapping[Rope | int, Tables],
+        reads: bool = False,
     ) -> torch.Tensor:
-        """Tokens ids (b, t), from `start` on, of the sequences `some`; their normed hidden states (b * t, H)."""
+        """Tokens ids (b, t), from `start` on, of the sequences `some`; their normed hidden states (b * t, H). reads: whether a
+        drafter is to read them, too, of the one text."""
         flat, there = ids.reshape(-1), Rectangle(some, start, ids.shape[1], lengths, self.batch)
         seen, pictures = self.shown[some], None
         if any(seen):
             assert self.plan.model.images is not None
             pictures = in_pass(self.plan.model.images, [(s, start, start + ids.shape[1]) for s in seen], self.device)
         batch = Batch(self.ops, flat, 0, self.pos, angles, self.places, rectangle=there, tile=self.plan.tile, pictures=pictures)
-        return self.plan.hidden(self.plan.embed(flat), batch, self.state)
+        if self.attached is None or not reads:
+            return self.plan.hidden(self.plan.embed(flat), batch, self.state)
+        taps = list[torch.Tensor]()
+        y = self.plan.hidden(self.plan.embed(flat), batch, self.state, taps)
+        self.attached.read(self.whole, start, ids.shape[1], self.attached.hidden(y, taps))
+        return y
 
     def about(self, batch: int) -> str:
         """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`."""

@@ -1,6 +1,6 @@
 """What lowq keeps with a model, its own or transformers': its plan, its decoder, whose tuning table it is computed by."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ATTRIBUTE = "_lowq"
@@ -10,12 +10,14 @@ ATTRIBUTE = "_lowq"
 class Owned:
     """plan: an `engine.plan.Plan`. decoder: an `engine.stream.Decoder`. Both know this module, so it does not know them.
 
+    drafters: heads and models that draft for it, by the name that asked for them.
     tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder.
     sight: an `engine.sight.Sight`, of a model that has been shown a picture. folder: where it was read from.
     """
 
     plan: Any = None
     decoder: Any = None
+    drafters: dict[str, Any] = field(default_factory=dict)
     tuned: str = ""
     sight: Any = None
     folder: str = ""

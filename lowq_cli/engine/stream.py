@@ -17,8 +17,12 @@ from lowq_cli.models import Tokenizer
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
+<<<<<<< HEAD
     from lowq_cli.engine.drafts.drafting import Drafting
     from lowq_cli.engine.pictures import Shown
+=======
+    from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
+>>>>>>> 642cea1 (Draft models, and heads, in steps: drafters on the device beside the static decoder; --draft FOLDER and mtp)
 
 
 def nothing() -> None:
@@ -86,7 +90,7 @@ class Generation:
         self.limited_by: str = how["limited_by"]
         self.began: float = how["began"]
         self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles what its kernels are
-        self.drafting: Drafting | None = how.get("drafting")
+        self.drafting: FromHost | OnDevice | None = how.get("drafting")
         self.why_no_drafts: str = how.get("why_no_drafts", "")
         self.shown: list[Shown | None] = how.get("shown", [])  # the pictures of each prompt
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -172,7 +176,8 @@ class Generation:
         first = time.perf_counter()
         self.prefill_s, self.ttft_s = first - start, first - self.began
         if self.drafting is not None:
-            yield from self._drafted(self.drafting, tokens, first)
+            drafted = self._checked if self.drafting.ahead else self._drafted
+            yield from drafted(self.drafting, tokens, first)  # type: ignore[arg-type]
             return
         ahead = _Fetch(self.decoder.step()) if self.decoder.ahead and self.room > 1 else None
         yield [[t] for t in tokens]
@@ -183,7 +188,24 @@ class Generation:
             self.steps, self.decode_s = n, time.perf_counter() - first
             yield [[t] for t in tokens]
 
-    def _drafted(self, drafting: Drafting, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
+    def _checked(self, drafting: OnDevice, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
+        """As `_steps` after the first token, of one text whose drafts are made on the device."""
+        made = 1
+        yield [tokens]
+        waiting: list[tuple[_Fetch, int, bool]] = []
+        while made < self.room:
+            began = time.perf_counter()
+            while len(waiting) <= (self.decoder.ahead and made + 1 < self.room):
+                where, rows, fresh = drafting.launch()
+                waiting.append((_Fetch(where), rows, fresh))
+            fetch, rows, fresh = waiting.pop(0)
+            tokens = drafting.read(fetch.get(), rows, fresh)
+            made += len(tokens)
+            self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
+            yield [tokens]
+            drafting.took(rows > 1, time.perf_counter() - began)
+
+    def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
         """As `_steps` after the first token, of one text. Plain steps run ahead; a step with drafts waits for all before it."""
         decoder, made, waiting = self.decoder, 1, None
         drafting.extend([*self.prompts[0], *tokens])

@@ -1,14 +1,18 @@
 """Drafts by n-grams: what is guessed, when a guess is worth its rows, and texts by every way that are those without."""
 
+import json
 import random
+import shutil
 
 import pytest
 
+import lowq
 from lowq_cli.engine import stream
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import SIZES, NGram
 from lowq_cli.engine.drafts.pace import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
 from lowq_cli.engine.ready import ready
+from lowq_cli.files.source import DEMO
 from lowq_packers.errors import UsageError
 
 
@@ -129,6 +133,51 @@ def test_texts_side_by_side_take_none_and_say_so(demo):
     assert "side by side" in g.why_no_drafts
 
 
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """The demo's model in 3 bits."""
+    folder = tmp_path_factory.mktemp("small") / "demo3"
+    lowq.quantize("demo", out=str(folder), bits=3, device="cpu")
+    return str(folder)
+
+
+@pytest.mark.parametrize("how", WAYS, ids=["greedy", "drawn", "restricted"])
+def test_a_draft_model_changes_no_token(demo, quantized, how):
+    """The model itself is right about every greedy token; one in fewer bits is about some."""
+    prompt = "Once upon a time there was a fox who"
+    without = stream(*demo, prompt, max_new_tokens=50, draft="none", **how)
+    text = "".join(without)
+    shares = []
+    for draft in ("demo", quantized):
+        g = stream(*demo, prompt, max_new_tokens=50, draft=draft, **how)
+        g.drafting.timed, g.drafting.costs = None, TableCosts({1: 1.0, 16: 1.0})
+        assert "".join(g) == text
+        assert g.tokens == without.tokens
+        shares.append(g.drafting.accepted / g.drafting.drafted)
+        assert g.steps < 50
+    assert shares[0] == 1 or how
+    assert shares[0] > shares[1] > 0 or how
+
+
+def test_drafts_of_a_device_are_given_up_where_they_are_not_worth_it_and_tried_again(demo, quantized):
+    g = stream(*demo, "One day", max_new_tokens=200, draft=quantized)
+    g.drafting.timed, g.drafting.costs = None, TableCosts({1: 1.0, 2: 3.0, 16: 40.0})
+    assert "".join(g) == "".join(stream(*demo, "One day", max_new_tokens=200, draft="none"))
+    assert 2 <= g.drafting.steps <= 2 * (1 + 200 // 64)
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(demo, tmp_path):
+    shutil.copytree(DEMO, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    told = json.loads(file.read_text())
+    vocab = told["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.get)[-2:]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    file.write_text(json.dumps(told))
+    with pytest.raises(UsageError, match="another tokenizer"):
+        stream(*demo, "a", draft=str(tmp_path / "other"))
+
+
 def test_an_unknown_name_is_refused(demo):
-    with pytest.raises(UsageError, match="--draft nothing: it can be auto, ngram"):
+    with pytest.raises(UsageError, match="--draft nothing: it can be auto, ngram, mtp"):
         stream(*demo, "a", draft="nothing")

@@ -6,26 +6,6 @@ and a token goes out as long as the one before it was drafted right. So what goe
 was drafted: drafts change how fast a text comes, not which text.
 """
 
-from typing import Any
-
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, DraftRows, Guess, HostDrafter
-from lowq_packers.errors import UsageError
 
-__all__ = ["NAMES", "DeviceDrafter", "DraftRows", "Guess", "HostDrafter", "make"]
-NAMES = ("auto", "ngram", "none")
-
-
-def check(draft: str) -> str:
-    """The name of a way to draft, as it is. Raises UsageError for an unknown one."""
-    if draft not in NAMES:
-        raise UsageError(f"--draft {draft}: it can be {', '.join(NAMES)}")
-    return draft
-
-
-def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | None:
-    """What drafts for one text of a model: by name, or None for nothing. Raises UsageError for an unknown name."""
-    if check(draft) == "none":
-        return None
-    from lowq_cli.engine.drafts.ngram import NGram
-
-    return NGram()
+__all__ = ["DeviceDrafter", "DraftRows", "Guess", "HostDrafter"]

@@ -60,7 +60,8 @@ class DeviceDrafter(Protocol):
         ...
 
     def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
-        """Rows of prompts: ids (M,) int64 are the tokens after them, hidden[i] (M, H) what the model's streams are there."""
+        """Rows of prompts: ids (M,) int64 are the tokens after them, hidden[i] (M, H) what the model's streams are there. Where
+        `layers` is empty, ids are the rows' own tokens."""
         ...
 
     def draft(

@@ -24,9 +24,10 @@ class Verification:
     def __init__(self, decoder: Any, T: int) -> None:
         self.decoder, self.T, self.device = decoder, T, decoder.device
         empty = torch.zeros(T, dtype=torch.int64, device=self.device)
-        self.ids, self.drawn, self.offsets = empty, empty.clone(), torch.arange(T, dtype=torch.int32, device=self.device)
+        self.ids, self.offsets = empty, torch.arange(T, dtype=torch.int32, device=self.device)
         self.pos, self.rows = self.offsets.clone(), self.offsets.clone()
-        self.accepted, self.first = empty[:1].clone(), empty[:1].clone()
+        self.result = torch.zeros(T + 1, dtype=torch.int64, device=self.device)  # where the host reads both
+        self.accepted, self.drawn, self.first = self.result[:1], self.result[1:], empty[:1].clone()
         self.count = torch.full((1,), T, dtype=torch.int64, device=self.device)
         self.state = [self._of_rows(one) for one in decoder.state]
         slots = torch.arange(1, T + 1, device=self.device)  # of recurrent states: the text's, then those after each row
@@ -46,11 +47,10 @@ class Verification:
 
     @torch.inference_mode()
     def step(self, drafts: Sequence[int]) -> None:
-        """Check drafts, up to T - 1; fewer are filled up with the last one."""
-        given = torch.tensor([*drafts, *[drafts[-1]] * (self.T - 1 - len(drafts))], dtype=torch.int64)
-        if self.device.type == "cuda":
-            given = given.pin_memory()
-        self.ids[1:].copy_(given, non_blocking=True)
+        """Check drafts, up to T - 1; fewer are filled up with the last one. With a drafter on the device none are given."""
+        if drafts:
+            given = torch.tensor([*drafts, *[drafts[-1]] * (self.T - 1 - len(drafts))], dtype=torch.int64)
+            self.ids[1:].copy_(given.pin_memory() if self.device.type == "cuda" else given, non_blocking=True)
         d = self.decoder
         run = self._graph() if d.graphs else None
         if run is None:
@@ -63,6 +63,8 @@ class Verification:
         """The work itself, from and into tensors at fixed addresses."""
         d, sampler = self.decoder, self.decoder.sampler
         self.ids[:1].copy_(sampler.token)
+        if d.attached is not None:
+            self.ids[1:].copy_(d.attached.guesses[: self.T - 1])
         torch.add(self.offsets, sampler.pos, out=self.pos)
         x = d.plan.embed(self.ids)
         logits = self.repeated(self._whole, x) if self.repeated and not d.turns else self._whole(x)
@@ -71,6 +73,8 @@ class Verification:
         if not self.plain:
             for t in tensors_of(d.state):
                 t.index_copy_(0, self.chain.slot, t.index_select(0, self.after[self.accepted]))
+        if d.attached is not None:
+            d.attached.guess(self.drawn, self.hidden, self.pos, self.accepted, self.T - 1)
 
     def _one_by_one(self, logits: torch.Tensor) -> None:
         """Draw after rows in order, as plain steps do, up to the first whose draft is wrong."""
@@ -97,7 +101,12 @@ class Verification:
         batch = Batch(
             d.ops, self.ids, self.T, self.pos, d.angles, drafted=True, chains=[self.chain], pictures=d.turned(self.pos)
         )
-        return d.plan.logits(d.plan.hidden(x, batch, self.state))
+        if d.attached is None:
+            return d.plan.logits(d.plan.hidden(x, batch, self.state))
+        taps = list[torch.Tensor]()
+        y = d.plan.hidden(x, batch, self.state, taps)
+        self.hidden = d.attached.hidden(y, taps)  # of the same tensors in every step that is made again
+        return d.plan.logits(y)
 
     def _draw(self, logits: torch.Tensor) -> None:
         """What comes after each row, as `Sampler.choose` would draw it of a text that ends there."""
@@ -118,7 +127,8 @@ class Verification:
         d = self.decoder
         key = replace(d.sampler.sampling, seed=0), d.turns
         if key not in self.captured:
-            back = keep([*d.sampler.state, *tensors_of(d.state), self.accepted])
+            guesses = [] if d.attached is None else [d.attached.guesses]
+            back = keep([*d.sampler.state, *tensors_of(d.state), self.result, *guesses])
             try:
                 found = capture(self.compute)
             except RuntimeError as e:

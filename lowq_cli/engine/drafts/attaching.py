@@ -1,0 +1,70 @@
+"""Which drafter a name means, and a decoder that takes it."""
+
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter
+from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
+from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.owned import owned
+from lowq_cli.files.source import check_there, open_source
+from lowq_cli.state import user_path
+from lowq_packers.errors import UnsupportedError, UsageError
+
+NAMES = ("auto", "ngram", "mtp", "none")
+OWN = "draft"  # the folder beside a checkpoint's files where `lowq draft train` writes its head
+
+
+def check(draft: str) -> str:
+    """A way to draft, as it is. Raises UsageError where it is no known name, NotFoundError where no checkpoint is there."""
+    if draft not in (*NAMES, "demo") and "/" not in draft and not user_path(draft).exists():
+        raise UsageError(f"--draft {draft}: it can be {', '.join(NAMES)}, or the folder of a draft head or model")
+    if draft not in NAMES:
+        check_there(draft)
+    return draft
+
+
+def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter | None:
+    """What drafts for one text of a model, or None for nothing: guesses by n-grams; the head that was trained for the
+    checkpoint, with "auto" where it has one; its own MTP layer; a head's or a model's folder.
+
+    Raises UsageError for an unknown name, UnsupportedError and DamagedError for what does not fit the model.
+    """
+    if check(draft) == "none":
+        return None
+    trained = Path(owned(model).tuned or "/nowhere") / OWN
+    if draft == "ngram" or (draft == "auto" and not trained.is_dir()):
+        return NGram()
+    known = owned(model).drafters
+    name = str(trained) if draft == "auto" else draft
+    if name not in known:
+        known.clear()  # their memory goes with them
+        known[name] = _loaded(name, model, tokenizer)
+    found: DeviceDrafter = known[name]
+    return found
+
+
+def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
+    from lowq_cli.engine.drafts import heads
+    from lowq_cli.engine.drafts import model as models
+
+    if name == "mtp":
+        if (found := heads.inside(model)) is None:
+            raise UnsupportedError("the checkpoint has no MTP layer that is run; leave --draft mtp out, or name a draft model")
+        return found
+    with open_source(name) as source:
+        is_head = heads.takes(source.config)
+    return heads.load(name, model) if is_head else models.load(name, model, tokenizer)
+
+
+def attach(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[FromHost | OnDevice | None, str]:
+    """(how a decoder of so many texts is given drafts, or None; why not)."""
+    drafter, asked = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
+    why = "as asked" if drafter is None else f"decoder {decoder.name} takes none" if asked is None else asked(texts)
+    device = drafter if hasattr(drafter, "draft") and not why else None
+    if asked is not None:
+        decoder.drafts = not why
+        decoder.attach(device)
+    if drafter is None or why:
+        return None, f"none: {why}"
+    return OnDevice(device, decoder) if device is not None else FromHost(drafter, decoder), ""  # type: ignore[arg-type]

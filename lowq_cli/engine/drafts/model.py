@@ -1,0 +1,90 @@
+"""A smaller model as a drafter: any checkpoint with the same tokenizer, which goes on with the text by its likeliest tokens."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine.batch import Batch, KeyValues, States
+from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.plan import Plan, plan_of, why_not
+from lowq_cli.engine.state import PIECE, static_state
+from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.reference import Packed
+from lowq_packers.arch.parts import Pages
+from lowq_packers.errors import UnsupportedError, UsageError
+
+MOST = 7  # guesses of a round
+
+
+class ModelDrafter:
+    """A model as a `DeviceDrafter`; its cache is a static one of its own. vocabulary: of the model that it guesses for."""
+
+    most = MOST
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, plan: Plan, name: str, vocabulary: int) -> None:
+        if not all(isinstance(spec, Pages) and not spec.window for spec in plan.states):
+            raise UnsupportedError(f"{name} has layers with a recurrent state or a window, which is not run as a draft model")
+        self.plan, self.name, self.vocabulary = plan, f"model {name}", vocabulary
+        self.linears: nn.Module = plan.linears
+        self.state: list[KeyValues | States] = []
+
+    def make_room(self, batch: int, slots: int) -> None:
+        """As `DeviceDrafter.make_room`."""
+        self.state = []  # let go before there is another
+        self.state = static_state(self.plan, batch, slots, PLAIN)
+        self.angles = self.plan.angles(slots, self.plan.device)
+
+    def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
+        """As `DeviceDrafter.read`; ids are the rows' own tokens."""
+        for part in torch.arange(len(ids), device=ids.device).split(PIECE):
+            own, pos, of = ids[part], rows.pos[part], rows.rows[part].int()
+            starts = torch.arange(0, len(part), self.plan.tile, dtype=torch.int32, device=ids.device)
+            tiles = torch.stack((starts, (starts + self.plan.tile).clamp(max=len(part))), 1)
+            table = torch.arange(self._places, dtype=torch.int32, device=ids.device)[:, None]
+            given = Packed(table, of, pos, tiles)
+            batch = Batch(self.plan.ops, own, 0, pos, self.angles, given=given, tile=self.plan.tile)
+            self.plan.hidden(self.plan.embed(own), batch, self._at(table))
+
+    def draft(
+        self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
+    ) -> torch.Tensor:
+        """As `DeviceDrafter.draft`: each drawn token stands one place after its row."""
+        pos, of, drafts = rows.pos + 1, rows.rows, list[torch.Tensor]()
+        y = self._rows(ids, pos, of, drafted=True).index_select(0, last)
+        pos, of = pos.index_select(0, last), of.index_select(0, last)
+        while True:
+            logits = self.plan.logits(y)[:, : self.vocabulary]  # rows that fill a head up are no tokens
+            drafts.append(logits.argmax(-1))
+            if len(drafts) == K:
+                return torch.stack(drafts, 1)
+            pos = pos + 1
+            y = self._rows(drafts[-1], pos, of)
+
+    def _rows(self, ids: torch.Tensor, pos: torch.Tensor, of: torch.Tensor, drafted: bool = False) -> torch.Tensor:
+        batch = Batch(self.plan.ops, ids, len(ids), pos, self.angles, drafted=drafted)
+        return self.plan.hidden(self.plan.embed(ids), batch, self._at(of.int()[:, None]))
+
+    @property
+    def _places(self) -> int:
+        return next(len(one.k) for one in self.state if isinstance(one, KeyValues))  # type: ignore[arg-type]
+
+    def _at(self, table: torch.Tensor) -> list[KeyValues | States]:
+        """The state by rows of a table: each layer's place of a sequence is one block."""
+        return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
+
+
+def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
+    """The draft model in a folder (or a hub id). Raises UsageError where its tokenizer is another, UnsupportedError where its
+    family has no plan."""
+    from lowq_cli.engine.ready import ready
+
+    small, its = ready(folder, str(model.device))
+    if (reason := why_not(small)) is not None:
+        raise UnsupportedError(f"{folder} is not run as a draft model: {reason}")
+    if its.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"{folder} has another tokenizer than the model, so its guesses are other tokens; take one of its family"
+        )
+    return ModelDrafter(plan_of(small), folder.rstrip("/").rsplit("/", 1)[-1], plan_of(model).vocabulary)
