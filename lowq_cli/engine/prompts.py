@@ -42,14 +42,10 @@ def stream(
         stop: a text, or several, that end a sequence where they come up; they are no part of it.
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.decoders`).
         kv: bits of the cache of keys and values: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
-<<<<<<< HEAD
-        draft: what supposes the next tokens (`lowq_cli.engine.drafts`): "auto", "ngram" or "none".
-        images: pictures that the prompt is about, each a path, a file's bytes or a PIL image; of several prompts, a sequence of
-            them for each. They come before the text, in a chat as before a question; token ids have their tokens already.
-=======
         draft: what guesses the next tokens (`lowq_cli.engine.drafts`): "auto", "ngram", "mtp", "none", or the folder of a draft
             head or model.
->>>>>>> 642cea1 (Draft models, and heads, in steps: drafters on the device beside the static decoder; --draft FOLDER and mtp)
+        images: pictures that the prompt is about, each a path, a file's bytes or a PIL image; of several prompts, a sequence of
+            them for each. They come before the text, in a chat as before a question; token ids have their tokens already.
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -87,30 +83,15 @@ def stream(
         from lowq_cli.engine.warm import warm
 
         how["prepare"] = partial(warm, model, decoder, prompts, sampling)
-<<<<<<< HEAD
     if images:
         from lowq_cli.engine.sight import check_decoder, sight_of
 
         check_decoder(decoder)
         how["shown"] = [sight_of(model).shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
-    how["drafting"], how["why_no_drafts"] = _drafting(draft, model, tokenizer, decoder, len(prompts))
+    from lowq_cli.engine.drafts.attaching import attach
+
+    how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts))
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
-
-
-def _drafting(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[Any, str]:
-    """(the `Drafting` of a decoder of so many texts, or None; why not)."""
-    from lowq_cli.engine.drafts import make
-
-    drafter, why = make(draft, model, tokenizer), "as asked"
-    if drafter is not None:
-        asked = getattr(decoder, "why_no_drafts", None)
-        why = f"decoder {decoder.name} takes none" if asked is None else asked(texts)
-    decoder.drafts = not why
-    if drafter is None or why:
-        return None, f"none: {why}"
-    from lowq_cli.engine.drafts.drafting import Drafting
-
-    return Drafting(drafter, decoder), ""
 
 
 def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list[list[Any]]:
@@ -128,16 +109,6 @@ def encode(tokenizer: Any, text: str, chat: bool = False, shown: tuple[Any, Sequ
 
     shown: a model, and the pictures that it is shown with the text.
     """
-=======
-    from lowq_cli.engine.drafts.attaching import attach
-
-    how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts))
-    return Generation(decoder, tokenizer, prompts, sampling, room, **how)
-
-
-def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters."""
->>>>>>> 642cea1 (Draft models, and heads, in steps: drafters on the device beside the static decoder; --draft FOLDER and mtp)
     check_characters(text)
     if shown[1]:
         return _with_pictures(tokenizer, text, chat, *shown)

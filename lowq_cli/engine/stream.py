@@ -17,12 +17,8 @@ from lowq_cli.models import Tokenizer
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
-    from lowq_cli.engine.drafts.drafting import Drafting
-    from lowq_cli.engine.pictures import Shown
-=======
     from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
->>>>>>> 642cea1 (Draft models, and heads, in steps: drafters on the device beside the static decoder; --draft FOLDER and mtp)
+    from lowq_cli.engine.pictures import Shown
 
 
 def nothing() -> None:

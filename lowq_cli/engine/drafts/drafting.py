@@ -115,7 +115,7 @@ class OnDevice(Drafting):
         One row is a plain step. After it the guesses are of no use, so who is tried again has two steps.
         """
         chances = [r / t for r, t in zip(self.right, self.tried, strict=True)]
-        drafts = worth(Guess(chances, chances), self.costs, self.widths)
+        drafts = worth(Guess([0] * len(chances), chances), self.costs, self.widths)
         if not drafts and self.idle >= AGAIN:
             self.idle, self.trying = 0, 2
         if not drafts and not self.trying:
