@@ -37,7 +37,7 @@ REFUSED = (  # what the system says of a name that it was given
 )
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
-    *("draft", "export", "refine", "serve", "push", "ls", "rm", "doctor"),
+    *("draft", "export", "refine", "serve", "ps", "stop", "push", "ls", "rm", "doctor"),
 )
 
 app = typer.Typer(
@@ -247,7 +247,8 @@ def _first_screen(text: str) -> str:
     """The help of a bare `lowq` without its options, so that a terminal of 24 lines shows all of it and the prompt."""
     usage, _, rest = text.partition("\n")
     before, _, after = rest.partition("\nOptions:")
-    return f"{usage}   (options: lowq -h)\n{before.lstrip(chr(10))}{after[after.index(chr(10) + 'Commands:') :]}"
+    lines = f"{before}{after[after.index(chr(10) + 'Commands:') :]}".splitlines()
+    return "\n".join([f"{usage}   (options: lowq -h)", *filter(str.strip, lines)])
 
 
 def _mistyped(e: Any) -> int:

@@ -19,6 +19,8 @@ from lowq_packers.regular import MAX_CONFIG, read_text
 
 LAST = "last.json"
 EXPORTS = "exports.json"
+RUNS = "runs.json"
+DEMO = Path(__file__).parent / "demo"
 OWNER = "lowq-run"  # in an unfinished folder: whose it is
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REMEMBERED = 100  # checkpoints, exports
@@ -169,6 +171,36 @@ def remember_export(out: Path, run: str, made: Path) -> None:
     with suppress(OSError, NotFoundError), alone(state_dir()):
         rows = {**_exports(), str(out.absolute()): [run, _stamp(made)]}
         write_whole(state_dir() / EXPORTS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
+
+
+def run_of(model: str, recipe: str | None) -> str | None:
+    """The checkpoint in the cache that `lowq run` made of a folder here, or of the bundled model, neither changed since."""
+    folder = DEMO if model == "demo" else user_path(model)
+    if not folder.is_dir():
+        return None
+    made, *stamps = _runs().get(f"{folder.resolve()} {recipe or ''}", [""])
+    if not made or stamps != [_stamp(folder), _stamp(Path(made))]:
+        return None
+    return str(made)
+
+
+def remember_run(model: str, recipe: str | None, made: str) -> None:
+    """Note what `lowq run` made of a model, so that the next run need not look at it; without a home it will not."""
+    folder = DEMO if model == "demo" else user_path(model)
+    named = recipe is None or recipe.isalnum()  # a file may change
+    if not folder.is_dir() or not named or not is_cached(Path(made)) or run_of(model, recipe):
+        return
+    with suppress(OSError, NotFoundError), alone(state_dir()):
+        rows = {**_runs(), f"{folder.resolve()} {recipe or ''}": [made, _stamp(folder), _stamp(Path(made))]}
+        write_whole(state_dir() / RUNS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
+
+
+def _runs() -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(state_dir() / RUNS, MAX_CONFIG))
+    except (LowqError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _exports() -> dict[str, Any]:

@@ -25,7 +25,8 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
-        *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "demo", "recipes", "models"),
+        *("ranks", "console", "devices", "workers", "memory", "drawing"),
+        *("state", "running", "sessions", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
         *("loading", "output", "engine", "evaluate", "run", "holdings", "tuning", "serving"),
         *("checkup", "vllm_plugin", "telling", "typing_in", "completion", "commands", "main"),

@@ -57,6 +57,13 @@ Temperature = Annotated[
 TopP = Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that hold this probability.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")]
+KeepAlive = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Leave the model loaded behind, for so long after its last use, such as 10m; lowq stop ends it.  [default: no]",
+    ),
+]
 JudgeText = Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")]
 JudgeTokens = Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")]
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from lowq_cli import console, typing_in
 from lowq_cli.commands import (
     Device,
     Draft,
+    KeepAlive,
     KvCache,
     Seed,
     Temperature,
@@ -23,11 +25,13 @@ from lowq_cli.commands import (
     seed_or_random,
     unescaped,
 )
+from lowq_cli.running import Declined
 from lowq_packers.atomic import write_new
 from lowq_packers.errors import LowqError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
+    from lowq_cli.running import Reply
 
 INSIDE = """/help shows this
 /new starts over
@@ -41,6 +45,7 @@ several lines: end them with \\, or put \"\"\" before and after"""
 EXAMPLES = """Examples:
   lowq chat
   lowq chat ./my-model-lowq --system 'Answer in one sentence.'
+  lowq chat --session trip   (goes on where it was left)
 
 Inside:
 """ + "\n".join(f"  {line}" for line in INSIDE.splitlines())
@@ -100,11 +105,13 @@ def chat(
     threads: Threads = None,
     kv: KvCache = "16",
     draft: Draft = "auto",
+    session: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Keep the conversation under this name, and go on with it the next time.")
+    ] = None,
+    keep_alive: KeepAlive = None,
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
-    from lowq_cli import state
-    from lowq_cli.devices import wake
-    from lowq_cli.files.source import check_there
+    from lowq_cli import sessions, state
 
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     others: dict[str, Any] = {
@@ -113,48 +120,147 @@ def chat(
         "stop": [unescaped(s) for s in stop or ()],
     }
     Settings(**{n: v for n, v in given.items() if v is not None}, **others).check()
+    before: list[dict[str, str]] = []
+    if session is not None:
+        told, before = sessions.read(session)
+        if before and system and system != told:
+            raise UsageError(f"the session {session} has begun already; leave --system out, or take another name")
+        system = told if before else system
     folder = state.checkpoint_or_last(checkpoint)
-    check_there(folder)
-    wake(device)
-    with console.status(f"loading {folder}"):
-        from lowq_cli.engine import stream
-        from lowq_cli.engine.conversation import Conversation
-        from lowq_cli.engine.drafts.attaching import check as check_draft
-        from lowq_cli.engine.generation_config import CONVERSATION, described, settle
-        from lowq_cli.engine.ready import ready
-        from lowq_kernels.decode.kv import check
-
-        check(kv)
-        check_draft(draft)
-        model, tokenizer = ready(folder, device, console.warn)
-        drawn, origins = settle(model, given, CONVERSATION)
-        settings = Settings(**drawn, **others)
+    own = partial(_Own, folder, given, device, kv, draft)
+    speaker: _Own | _Server = (threads is None and draft == "auto" and _server(folder, given, device, kv, keep_alive)) or own()
+    settings = Settings(**speaker.drawn, **others)
     typing_in.prepare()
-    talk = Conversation(tokenizer, system, model)
-    if not talk.template:
-        console.say("this model has no chat template: it goes on with your text instead of answering it")
-    if sys.stdin.isatty():
-        console.say(f"{described(drawn, origins)}, seed {settings.seed}; /help shows what can be typed, /quit or Ctrl-D leaves")
-    turn = 0
+    talk = speaker.begin(system, before)
+    _greet(speaker, settings, session, len(before))
+    turn = len(before) // 2
     while (said := typing_in.ask()) is not None:
         if (order := typing_in.command(said)) is not None:
             if order[0] == "quit":
                 return
             try:
-                talk = _obey(*order, talk, settings, lambda text: Conversation(tokenizer, text, model))
+                if order[0] == "image" and isinstance(speaker, _Server):  # it takes texts alone
+                    speaker, talk = _moved(talk, own)
+                talk = _obey(*order, talk, settings, speaker.begin)
+                _keep(session, talk)
             except LowqError as e:
                 console.say(str(e))
             continue
         turn += 1
+        drawn = asdict(settings) | {"seed": settings.seed + turn}
         try:
-            drawn = asdict(settings) | {"seed": settings.seed + turn}
-            answer = stream(model, tokenizer, talk.prompt(said), **drawn, kv=kv, draft=draft, images=talk.pictures)
-        except UsageError as e:  # the context is full, or that was no text
+            try:
+                answer = speaker.answer(talk, said, drawn)
+            except Declined:  # the server has ended since: on without it
+                speaker, talk = _moved(talk, own)
+                answer = speaker.answer(talk, said, drawn)
+            with typing_in.unechoed():
+                _write(answer)
+        except LowqError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
             continue
-        with typing_in.unechoed():
-            _write(answer)
+        speaker.answered(talk, said, answer)
+        _keep(session, talk)
+
+
+class _Own:
+    """The model in this process. drawn, origins: how it draws, and what says so."""
+
+    def __init__(self, folder: str, given: dict[str, Any], device: str, kv: str, draft: str) -> None:
+        from lowq_cli.devices import wake
+        from lowq_cli.files.source import check_there
+
+        check_there(folder)
+        wake(device)
+        with console.status(f"loading {folder}"):
+            from lowq_cli.engine.conversation import Conversation
+            from lowq_cli.engine.drafts.attaching import check as check_draft
+            from lowq_cli.engine.generation_config import CONVERSATION, settle
+            from lowq_cli.engine.ready import ready
+            from lowq_kernels.decode.kv import check
+
+            check(kv)
+            check_draft(draft)
+            self.model, self.tokenizer = ready(folder, device, console.warn)
+            self.drawn, self.origins = settle(self.model, given, CONVERSATION)
+        self.how = {"kv": kv, "draft": draft}
+        self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said)
+        self.where = ""
+
+    def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Generation":
+        """What comes as the answer. Raises UsageError."""
+        from lowq_cli.engine import stream
+
+        return stream(self.model, self.tokenizer, talk.prompt(said), **drawn, **self.how, images=talk.pictures)
+
+    @staticmethod
+    def answered(talk: Any, said: str, answer: Any) -> None:
+        """Note the turn."""
         talk.answered(said, answer)
+
+
+class _Server:
+    """A running server of this user that has the model. Raises Declined where none has."""
+
+    def __init__(self, folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None) -> None:
+        from lowq_cli import running
+        from lowq_cli.commands.generate import request_body
+        from lowq_cli.engine.conversation import Turns
+
+        def body(said: Any, drawn: dict[str, Any]) -> dict[str, Any]:
+            settings = {**drawn, "kv": kv, "chat": False}
+            return request_body(folder, said, settings, drawn.get("seed", 0), "conversation", device)
+
+        self.body, self.ask = body, running.ask
+        asked = running.ask_or_leave(body(" ", {**given, "max_new_tokens": 0}), keep_alive, device)
+        self.drawn, self.origins = asked.told["sampling"], asked.told["sampling_from"]
+        self.begin = partial(Turns, asked.told["template"])
+        self.where = f"the server that is running, process {asked.told['process']}, answers; "
+        for _ in asked:
+            pass
+
+    def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Reply":
+        """What comes as the answer. Raises LowqError, Declined where the server has ended."""
+        return self.ask(self.body(talk.asked(said), drawn))
+
+    @staticmethod
+    def answered(talk: Any, said: str, answer: Any) -> None:
+        """Note the turn."""
+        talk.add(said, answer.text)
+
+
+def _moved(talk: Any, own: Callable[[], _Own]) -> tuple[_Own, Any]:
+    """The model in this process, and a conversation that a server had."""
+    speaker = own()
+    return speaker, speaker.begin(talk.system, [m for m in talk.messages if m["role"] != "system"])
+
+
+def _server(folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None) -> _Server | None:
+    try:
+        return _Server(folder, given, device, kv, keep_alive)
+    except Declined:
+        return None
+
+
+def _greet(speaker: "_Own | _Server", settings: Settings, session: str | None, messages: int) -> None:
+    """What there is to know before the first word."""
+    from lowq_cli.engine.generation_config import described
+
+    if not speaker.begin().template:
+        console.say("this model has no chat template: it goes on with your text instead of answering it")
+    if session is not None:
+        console.say(f"session {session}: " + (f"it goes on after {messages} messages" if messages else "it begins"))
+    if sys.stdin.isatty():
+        drawn = f"{speaker.where}{described(speaker.drawn, speaker.origins)}, seed {settings.seed}"
+        console.say(f"{drawn}; /help shows what can be typed, /quit or Ctrl-D leaves")
+
+
+def _keep(session: str | None, talk: Any) -> None:
+    """Write a session's conversation down."""
+    if session is not None:
+        from lowq_cli import sessions
+
+        sessions.write(session, talk.system, [{**m, "content": _said(m["content"])} for m in talk.messages])
 
 
 def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[str], Any]) -> Any:
@@ -211,7 +317,7 @@ def _said(content: Any) -> str:
     return content if isinstance(content, str) else " ".join(part.get("text", "[picture]") for part in content)
 
 
-def _write(answer: "Generation") -> None:
+def _write(answer: "Generation | Reply") -> None:
     """Stream an answer; Ctrl-C ends it and leaves the conversation standing."""
     try:
         for piece in answer:
@@ -220,5 +326,6 @@ def _write(answer: "Generation") -> None:
         console.say(" (stopped)")
     console.out("")
     if sys.stderr.isatty():
-        several = f", {answer.drafting.accepted} drafted" if answer.drafting and answer.drafting.accepted else ""
+        drafting = getattr(answer, "drafting", None)
+        several = f", {drafting.accepted} drafted" if drafting and drafting.accepted else ""
         console.say(f"[{len(answer.tokens[0])} tokens{several}, {answer.decode_tps:.1f}/s, first after {answer.ttft_s:.2f} s]")

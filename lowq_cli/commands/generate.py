@@ -16,6 +16,7 @@ from lowq_cli.commands import (
     EXIT_INTERRUPTED,
     Device,
     Draft,
+    KeepAlive,
     KvCache,
     Seed,
     Temperature,
@@ -79,6 +80,7 @@ def generate(
     threads: Threads = None,
     kv: KvCache = "16",
     draft: Draft = "auto",
+    keep_alive: KeepAlive = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
@@ -88,8 +90,6 @@ def generate(
     ] = False,
 ) -> None:
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
-    from lowq_cli.engine.generation_config import GREEDY
-
     if words is not None:
         if prompt is not None or prompts is not None:
             raise UsageError("give the text once: behind the checkpoint, or with --prompt or --prompts")
@@ -113,7 +113,11 @@ def generate(
         "stop": [unescaped(s) for s in stop or ()],
         "images": image or [],
     }
-    answer(checkpoint, prompt, prompts, settings, seed, GREEDY, batch, device, explain, profile, as_json)
+    here = f"{'--explain' if explain else '--profile'} shows this process at work" if explain or profile else ""
+    here = here or ("several texts are computed here" if prompts is not None or (batch or 1) > 1 else "")
+    own = threads is not None or draft != "auto" or bool(image)
+    here = here or ("--threads, --draft and pictures are of this process" if own else "")
+    answer(checkpoint, prompt, prompts, settings, seed, "greedy", batch, device, explain, profile, as_json, keep_alive, here)
 
 
 def answer(
@@ -122,33 +126,47 @@ def answer(
     prompts: str | None,
     settings: dict[str, Any],
     seed: int | None,
-    default: Mapping[str, float],
+    default: str,
     batch: int | None = None,
     device: str = "auto",
     explain: bool = False,
     profile: str | None = None,
     as_json: bool = False,
+    keep_alive: str | None = None,
+    here: str = "",
 ) -> None:
     """Answer a prompt, or a file of them, and say how; for the arguments see `generate`.
 
     settings: of `engine.stream`; those of `Sampling` that are None or missing are the model's generation_config.json's, and
-    where that names none, those of `default`.
+    where that names none, those of `default`: "greedy" or "conversation". chat None: where there is a template. here: why no
+    running server is asked, "" where one may be.
     """
     from lowq_cli import state
-    from lowq_cli.devices import wake
-    from lowq_cli.engine.generation_config import NAMES, settle
-    from lowq_cli.engine.sampling import Sampling
-    from lowq_cli.files.source import check_there
 
-    given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
-    Sampling(**given)  # out of range: said before anything is loaded
-    _check_pictures(settings.get("images", ()))
     many = None if prompts is None else _read_prompts(prompts)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text:
         raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
-    folder = state.checkpoint_or_last(checkpoint)
+    folder, seed = state.checkpoint_or_last(checkpoint), seed_or_random(seed)
+    if not here:
+        here = _answered_by_a_server(folder, text, settings, seed, default, device, as_json, keep_alive)
+        if not here:
+            return
+    if explain:
+        console.say(f"computed in this process: {here}")
+
+    from lowq_cli.devices import wake
+    from lowq_cli.engine.generation_config import DEFAULTS, NAMES, settle
+    from lowq_cli.engine.sampling import Sampling
+    from lowq_cli.files.source import check_there
+    from lowq_cli.files.templates import has_template
+
+    given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
+    Sampling(**given)  # out of range: said before anything is loaded
+    _check_pictures(settings.get("images", ()))
     check_there(folder)
+    if settings["chat"] is None:
+        settings["chat"] = has_template(state.user_path(folder))
     wake(device)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
@@ -156,11 +174,10 @@ def answer(
         from lowq_cli.engine.ready import ready
         from lowq_kernels.decode.kv import check
 
-        seed = seed_or_random(seed)
         check(settings.get("kv", "16"))
         check_draft(settings.get("draft", "auto"))
         model, tokenizer = ready(folder, device, console.warn)
-        drawn, origins = settle(model, given, default)
+        drawn, origins = settle(model, given, DEFAULTS[default])
     asked = {n: v for n, v in settings.items() if n not in NAMES}
     settings = {"kv": "16", "draft": "auto", "stop": []} | asked | drawn | {"seed": seed}
     if many is not None:
@@ -193,6 +210,63 @@ def _check_pictures(files: Sequence[str]) -> None:
 
         for file in files:
             read_picture(file)
+
+
+def _answered_by_a_server(
+    folder: str,
+    text: str | None,
+    settings: Mapping[str, Any],
+    seed: int,
+    default: str,
+    device: str,
+    as_json: bool,
+    keep_alive: str | None,
+) -> str:
+    """Have a running server of this user answer, if one has the model loaded, or leave one behind; "", or why none did."""
+    from lowq_cli import running
+
+    body = request_body(folder, text, settings, seed, default, device)
+    try:
+        reply = running.ask_or_leave(body, keep_alive, device)
+    except running.Declined as e:
+        return str(e)
+    interrupted = False
+    try:
+        for piece in reply:
+            if not as_json:
+                console.out(piece, end="")
+    except KeyboardInterrupt:
+        interrupted = True
+    told = reply.told
+    if as_json:
+        unknown = dict.fromkeys(("peak_memory_bytes", "roofline_pct", "roofline", "drafts"))
+        numbers = {"text": reply.text, "tokens": reply.tokens[0], "finish_reason": reply.finish_reason}
+        numbers |= {n: round(getattr(reply, n), 4) for n in ("prefill_tps", "decode_tps", "ttft_s")}
+        console.out_json({**numbers, "kv": body["kv"], "decoder_reason": "", **unknown, **told})
+    else:
+        console.out("")
+        made, read = len(reply.tokens[0]), _count(told["prompt_tokens"], "prompt token")
+        first = f", first token after {reply.ttft_s:.2f} s" if reply.ttft_s else ""
+        speed = f" at {reply.decode_tps:.1f}/s" if reply.decode_tps else ""
+        drawn = (
+            f"; {_sampling(told['sampling'], told['sampling_from'])}, seed {seed}" if told["sampling"]["temperature"] else ""
+        )
+        ended = ENDED.get(reply.finish_reason, reply.finish_reason)
+        line = f"{read}{first}; {_count(made, 'new token')}{speed} ({ended})"
+        console.say(f"{line}; by the server that is running, process {told['process']}{drawn}")
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    return ""
+
+
+def request_body(folder: str, text: Any, settings: Mapping[str, Any], seed: int, default: str, device: str) -> dict[str, Any]:
+    """What a running server is asked; text: a prompt, or messages."""
+    from lowq_cli import running
+
+    given = {n: settings.get(n) for n in ("temperature", "top_p", "top_k", "repetition_penalty")}
+    more = {"chat": settings["chat"], "max_new_tokens": settings["max_new_tokens"], "stop": settings.get("stop", [])}
+    path = {"path": running.model_path(folder), "kv": settings.get("kv", "16"), "device": device}
+    return {**path, "prompt": text, "given": given, "default": default, "seed": seed, **more}
 
 
 def _sampling(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:

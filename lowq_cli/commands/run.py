@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lowq_cli import completion, console, recipes
-from lowq_cli.commands import Device, Draft, Seed, Temperature
+from lowq_cli.commands import Device, Draft, KeepAlive, Seed, Temperature
 from lowq_cli.telling import follow
 
 EXAMPLES = """Examples:
@@ -39,20 +39,25 @@ def run(
     seed: Seed = None,
     device: Device = "auto",
     draft: Draft = "auto",
+    keep_alive: KeepAlive = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
     """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
+    from lowq_cli import state
     from lowq_cli.commands.chat import chat
     from lowq_cli.commands.generate import answer
-    from lowq_cli.engine.generation_config import CONVERSATION
 
-    folder = _quantized(model, recipe, device)
+    folder = state.run_of(model, recipe) or _quantized(model, recipe, device)
+    state.remember_run(model, recipe, folder)
     if text is None and sys.stdin.isatty() and not as_json:
-        chat(folder, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device, draft=draft)
+        drawn = {"temperature": temperature, "seed": seed}
+        chat(folder, max_new_tokens=max_new_tokens, **drawn, device=device, draft=draft, keep_alive=keep_alive)  # type: ignore[arg-type]
         return
-    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": _has_template(folder)}
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": None}
     settings |= {"images": pictures or [], "draft": draft}
-    answer(folder, "-" if text is None else text, None, settings, seed, CONVERSATION, device=device, as_json=as_json)
+    here = "--draft and pictures are of this process" if draft != "auto" or pictures else ""
+    said = "-" if text is None else text
+    answer(folder, said, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here)
 
 
 def _quantized(model: str, recipe: str | None, device: str) -> str:
@@ -89,13 +94,3 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
         with compiling(prepared):
             follow(execute(prepared), plan)
     return str(target)
-
-
-def _has_template(model: str) -> bool:
-    """Whether a checkpoint's tokenizer says how a question is put to it."""
-    from lowq_cli import state
-    from lowq_packers.regular import MAX_CONFIG, read_regular
-
-    config = state.user_path(model) / "tokenizer_config.json"
-    said = read_regular(config, MAX_CONFIG) if config.exists() else b""
-    return any(config.parent.glob("chat_template.*")) or b'"chat_template"' in said

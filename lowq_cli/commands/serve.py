@@ -60,6 +60,9 @@ def serve(
         str | None,
         typer.Option(metavar="TIME", help="Unload a model that nobody asks for so long, such as 10m.  [default: never]"),
     ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Only for lowq's own commands of this user: no port; ends when it is idle.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     engine: Annotated[
@@ -119,7 +122,7 @@ def serve(
     else:
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
-        _serve(asked, host, port, api_key, strict, device, how, grace, dry_run, as_json)
+        _serve(asked, None if local else (host, port), api_key, strict, device, how, grace, dry_run, as_json)
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,7 @@ class _Offers:
 
 def _serve(
     asked: _Asked,
-    host: str,
-    port: int,
+    address: tuple[str, int] | None,
     api_key: str,
     strict: bool,
     device: str,
@@ -196,14 +198,17 @@ def _serve(
     as_json: bool,
 ) -> None:
     """Load the default model, say the plan, answer until told to stop."""
-    if not 0 <= port < 1 << 16:
-        raise UsageError(f"--port {port} must be from 0 to 65535")
+    if address is not None and not 0 <= address[1] < 1 << 16:
+        raise UsageError(f"--port {address[1]} must be from 0 to 65535")
+    from lowq_cli import running
     from lowq_cli.serving.http import run
     from lowq_cli.serving.http.loading import LoadingModel
     from lowq_cli.serving.printer import Printer
 
     offers = asked.read()
-    bound = run.listen(host, port)
+    bound, own = None if address is None else run.listen(*address), None if dry_run else running.listen()
+    if bound is None and own is None and not dry_run:
+        raise UnsupportedError("--local needs a Unix socket in a folder of yours; name one: XDG_STATE_HOME=DIR")
     more = {} if asked.one else {"memory": offers.memory or 0}
     first, printer = LoadingModel(offers.models[offers.default], device, how | more, console.quiet), Printer()
     try:
@@ -223,14 +228,19 @@ def _serve(
         pool.adopt(model)
         pool.say = printer.say
         pool.refresh = dict if asked.one else lambda: asked.read().models
-        served = Served(pool, api_key, run.names(bound), log=printer.say, failed=_failed, strict=strict)
-        plan = _plan(served, first.loaded, run.url(bound), how["kv"])
+        names, url = (run.LOOPBACK, "") if bound is None else (run.names(bound), run.url(bound))
+        about = {"url": url, "kept": bound is None}
+        served = Served(pool, api_key, names, log=printer.say, failed=_failed, strict=strict, about=about)
+        if bound is None:
+            served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
+        plan = _plan(served, first.loaded, url, how["kv"])
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
         if not dry_run:
-            _run(served, bound, grace, plan, printer, asked)
+            _run(served, [s for s in (bound, own) if s is not None], grace, plan, printer, asked)
     finally:
+        running.forget()
         first.stop()
         printer.close(LAST_LINE_S)
 
@@ -242,11 +252,11 @@ def _room(loaded: "Loaded") -> int | None:
     if loaded.device_bytes is not None:
         return int(0.95 * loaded.device_bytes)
     free = memory.available_memory()
-    return None if free is None else int(0.8 * free) + loaded.weight_bytes
+    return None if free is None else int(0.8 * free) + loaded.facts.weight_bytes
 
 
 def _run(
-    served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any], printer: "Printer", asked: _Asked
+    served: "Served", bound: "list[socket.socket]", grace: float, plan: dict[str, Any], printer: "Printer", asked: _Asked
 ) -> None:
     """Answer until told to stop, with a live line of the speed on a terminal."""
     from lowq_cli.serving.http import run
@@ -301,10 +311,10 @@ def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, An
     engine, limits = model.engine, model.engine.limits
     return {
         "model": model.name,
-        "device": loaded.device,
+        "device": loaded.facts.device,
         "engine": engine.name,
         "reason": engine.reason,
-        "weight_bytes": loaded.weight_bytes,
+        "weight_bytes": loaded.facts.weight_bytes,
         "longest": limits.longest,
         "running": limits.running,
         "waiting": limits.waiting,
@@ -339,6 +349,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
 
 def _show_ready(plan: dict[str, Any]) -> None:
     """Where it is, and what to type next."""
+    if not plan["url"]:
+        return
     path, field = ("chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]')
     if not plan["chat_template"]:
         path, field = ("completions", '"prompt": "Once upon a time"')

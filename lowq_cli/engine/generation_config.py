@@ -11,6 +11,7 @@ DRAWING = ("temperature", "top_p", "top_k")
 NAMES = (*DRAWING, "repetition_penalty")
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
 CONVERSATION: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95}  # the likeliest tokens alone make small models repeat
+DEFAULTS = {"greedy": GREEDY, "conversation": CONVERSATION}  # by what commands call them
 FLAG, DEFAULT = "given", "default"
 
 
@@ -47,8 +48,14 @@ def settle(model: Any, given: Mapping[str, Any], default: Mapping[str, float]) -
     A default counts as a whole: where the file says how to draw, none of it is taken. `given` was checked before.
     Raises DamagedError where the file names a value out of range that is not `given`.
     """
+    return settled(published(model), given, default)
+
+
+def settled(
+    file: Mapping[str, Any], given: Mapping[str, Any], default: Mapping[str, float]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `settle`, from what is published."""
     flags = {n: value for n, value in given.items() if value is not None}
-    file = published(model)
     below = file if any(n in file for n in DRAWING) else {**default, **file}
     origins = {n: FILE if n in file else DEFAULT for n in below} | dict.fromkeys(flags, FLAG)
     return checked({**below, **flags}), origins

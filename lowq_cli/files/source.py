@@ -30,7 +30,7 @@ from lowq_cli.files.safetensors_io import (
 )
 from lowq_cli.files.templates import OTHERS, in_one_folder
 from lowq_cli.files.text_alone import lifted, text_alone
-from lowq_cli.state import known, user_path
+from lowq_cli.state import DEMO, known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 from lowq_packers.regular import name_of_open, open_regular, read_regular
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     import torch
 
-DEMO = Path(__file__).parents[1] / "demo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
 MODELOPT = "hf_quant_config.json"  # ModelOpt's, of what its older config.json files do not say

@@ -7,6 +7,7 @@ from typing import Any
 
 from lowq_cli.files.resolution import TOKENIZER
 from lowq_cli.files.safetensors_io import read_json
+from lowq_packers.errors import LowqError
 from lowq_packers.regular import MAX_CONFIG, read_text
 
 OWN, OTHERS, OLD = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
@@ -23,6 +24,16 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Templat
     if isinstance(named, list):
         return {str(t["name"]): str(t["template"]) for t in named}
     return named if isinstance(named, str) else old_template(folder)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether the files of a model's tokenizer say how a question is put to it."""
+    config = folder / TOKENIZER
+    try:
+        said = read_text(config, MAX_CONFIG) if config.exists() else ""
+    except LowqError:
+        said = ""
+    return any(folder.glob("chat_template.*")) or '"chat_template"' in said
 
 
 def old_template(folder: Path) -> str | None:

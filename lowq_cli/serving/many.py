@@ -2,30 +2,20 @@
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
-from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.prompts import context_limit, stop_ids, stream
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.engine.stopping import Stopper, check
+from lowq_cli.engine.stopping import check
 from lowq_cli.serving import continuous
 from lowq_cli.serving.continuous import MOST, MOST_RUNNING, ContinuousEngine
 from lowq_cli.serving.request import Draw, Event, Request
+from lowq_cli.serving.writing import Answer, TextWriter
 from lowq_kernels.decode.kv import PLAIN
-from lowq_packers.errors import LowqError
 
 SEEDS = 1 << 63
-
-
-@dataclass
-class Answer:
-    """One prompt's text; finish_reason as `engine.stream.Generation` has it."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str = ""
 
 
 def answers(
@@ -86,7 +76,7 @@ def answer_all(
             draw = Draw(s.temperature, s.top_k, s.top_p, s.repetition_penalty, (s.seed + i) % SEEDS)
             number = engine.submit(Request(tuple(prompt), room, ends, draw))
             limited = "length" if room == max_new_tokens else "context"
-            writers[number] = _Writer(tokenizer, prompt, stops, ends, limited)
+            writers[number] = TextWriter(tokenizer, prompt, stops, ends, limited)
         for writer in list(writers.values()):
             while not writer.answer.finish_reason:
                 for n, event in events.get():
@@ -95,35 +85,3 @@ def answer_all(
             yield writer.answer
     finally:
         engine.stop(0)
-
-
-class _Writer:
-    """Makes a text of an answer's tokens."""
-
-    def __init__(
-        self, tokenizer: Any, prompt: list[int], stops: tuple[str, ...], stop_ids: frozenset[int], limited_by: str
-    ) -> None:
-        self.answer, self.limited_by, self.stop_ids = Answer(), limited_by, stop_ids
-        self.detokenizer, self.stopper = Detokenizer(tokenizer, prompt), Stopper(stops)
-
-    def take(self, event: Event) -> bool:
-        """Note an event; whether the text has ended with it. What comes after that is nothing any more."""
-        answer = self.answer
-        if answer.finish_reason:
-            return False
-        if event.finish_reason == "error":
-            raise LowqError(event.message)
-        if event.token is None:
-            return False
-        answer.tokens.append(event.token)
-        stopped = event.token in self.stop_ids
-        piece = "" if stopped else self.detokenizer.push(event.token)
-        if event.finish_reason:
-            piece += self.detokenizer.flush()
-        piece, cut = self.stopper.push(piece)
-        if event.finish_reason and not cut:
-            piece += self.stopper.flush()
-        answer.text += piece
-        if cut or event.finish_reason:
-            answer.finish_reason = "stop" if cut or stopped else self.limited_by
-        return bool(answer.finish_reason)

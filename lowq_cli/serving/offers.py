@@ -28,6 +28,7 @@ from typing import Any
 from lowq_cli import holdings, state
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import CONFIG, DEMO
+from lowq_cli.files.templates import has_template
 from lowq_packers.errors import LowqError, NotFoundError, UsageError
 from lowq_packers.regular import MAX_CONFIG, read_given, read_text
 
@@ -83,16 +84,6 @@ class Offer:
         except (LowqError, ValueError, AttributeError):
             return {}
         return {"max_model_len": longest if isinstance(longest, int) else None, "chat": has_template(self.folder)}
-
-
-def has_template(folder: Path) -> bool:
-    """Whether a model's tokenizer says how a question is put to it."""
-    config = folder / "tokenizer_config.json"
-    try:
-        said = read_text(config, MAX_CONFIG) if config.exists() else ""
-    except LowqError:
-        said = ""
-    return any(folder.glob("chat_template.*")) or '"chat_template"' in said
 
 
 @dataclass(frozen=True)

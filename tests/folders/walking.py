@@ -170,7 +170,7 @@ class Walk:
         loaded = pickle.loads(pickle.dumps(made.told))
         wanted = "continuous batching" if self.family.model_type in families() else "one after another"
         _same(made.engine.name, wanted, "the engine")
-        client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.draw)))
+        client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.facts.published)))
         self.client = self.exits.enter_context(client)
         whole = self._post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
         self.served = whole["choices"][0]["text"]

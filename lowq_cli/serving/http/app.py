@@ -30,6 +30,7 @@ from lowq_cli.serving.http.answers import Answer, Dialect, Gone
 from lowq_cli.serving.http.bodies import Bodies
 from lowq_cli.serving.http.conversation import prompt_text, template_of
 from lowq_cli.serving.http.guard import Guard
+from lowq_cli.serving.http.local import Local
 from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.refusal import Refusal
@@ -56,7 +57,8 @@ class Served:
         body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
         bodies_bytes: of all bodies that are held at once.
         log: told one line a request. failed: told an exception that is a bug of ours.
-        recording: told how far the engine's start is. strict: whether fields that nobody knows are refused.
+        recording: told how far the engine's start is. idle_s: without a request after which the server ends.
+        about: what commands of this user are told. stop: ends the server. strict: whether fields that nobody knows are refused.
     """
 
     models: ModelPool
@@ -70,6 +72,9 @@ class Served:
     failed: Callable[[Exception], None] = lambda e: None
     recording: Done = lambda n, of: None
     strict: bool = False
+    idle_s: float = float("inf")
+    about: dict[str, Any] = field(default_factory=dict)
+    stop: Callable[[], None] = lambda: None
     unstarted: Exception | None = field(default=None, init=False)  # why the engine did not start
 
     @property
@@ -96,6 +101,7 @@ def make_app(served: Served) -> ASGIApp:
         Route("/health", endpoints.health),
         Route("/ready", endpoints.ready),
         Route("/metrics", endpoints.metrics),
+        *Local(served.models, served.about, lambda: served.stop()).routes(),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),

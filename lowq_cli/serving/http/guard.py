@@ -8,6 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lowq_cli.serving.http.fields import shown
+from lowq_cli.serving.http.local import PREFIX, is_local
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json
 
@@ -43,6 +44,10 @@ class Guard:
 
     def _why_not(self, scope: Scope) -> Refusal | None:
         headers = dict(scope["headers"])
+        if is_local(scope):
+            return None
+        if scope["path"].startswith(PREFIX):
+            return Refusal(404, f"{shown(scope['path'])} is not served here")
         host = headers.get(b"host", b"").decode("latin-1").lower()
         named = HOST.fullmatch(host)
         if self.hosts and (named is None or (named["address"] or named["name"]) not in self.hosts):

@@ -13,7 +13,7 @@ from lowq_cli.serving.request import Done
 
 if TYPE_CHECKING:
     from lowq_cli.engine.tokenizer import LoadedTokenizer
-    from lowq_cli.serving.http.served_model import ServedModel
+    from lowq_cli.serving.http.served_model import Facts, ServedModel
 
 SHARE = 0.25  # of the memory for all models that the cache of one may take, where a server has several
 
@@ -22,17 +22,14 @@ SHARE = 0.25  # of the memory for all models that the cache of one may take, whe
 class Loaded:
     """What the engine's process tells of a model.
 
-    weight_bytes: held by it. device_bytes: all that its GPU has, None on a CPU. draw: settings of generation_config.json, for
-    requests that leave them out.
+    device_bytes: all that its GPU has, None on a CPU.
     """
 
     tokenizer: "LoadedTokenizer"
     stop_ids: frozenset[int]
     roofline: Roofline
-    device: str
-    weight_bytes: int
+    facts: "Facts"
     device_bytes: int | None
-    draw: dict[str, Any]
 
 
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
@@ -47,12 +44,13 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         import torch
 
         from lowq_cli.engine.generation_config import checked, published
-        from lowq_cli.engine.prompts import stop_ids
+        from lowq_cli.engine.prompts import context_limit, stop_ids
         from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
         from lowq_cli.serving.continuous import MOST_RUNNING
         from lowq_cli.serving.http.grammar import Grammars
         from lowq_cli.serving.http.metrics import roofline
+        from lowq_cli.serving.http.served_model import Facts
         from lowq_kernels.decode.kv import check
 
         check(how["kv"])
@@ -64,7 +62,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
-    return Made(engine, mask, Loaded(tokenizer, ends, share, str(loaded.device), held, total, draw))
+    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw)
+    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total))
 
 
 def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
@@ -94,9 +93,9 @@ class LoadingModel:
 
         try:
             self.loaded = loaded = self.engine.made()
-            draw = {**loaded.draw, **self.offer.draw}
+            draw = {**loaded.facts.published, **self.offer.draw}
             given = (self.engine, loaded.tokenizer, self.offer.name, loaded.stop_ids, draw, loaded.roofline)
-            return ServedModel(*given, weight_bytes=loaded.weight_bytes)
+            return ServedModel(*given, facts=loaded.facts)
         except BaseException:
             self.stop()
             raise

@@ -440,6 +440,12 @@ class ModelPool:
         total = Stats(**{n: sum(getattr(s, n) for s in found) for n in names})
         return replace(total, waiting=total.waiting + sum(len(p.waiters) for p in self.places.values()))
 
+    def idle_s(self) -> float:
+        """Seconds since the last request ended; 0 while one is under way."""
+        if any(p.busy or p.waiters for p in self.places.values()):
+            return 0.0
+        return time.monotonic() - max(p.used for p in self.places.values())
+
     def not_ready(self) -> str:
         """Why requests are not answered now, or "": it stops, or a model that is always to be there is not, or says nothing."""
         if self.stopping:
@@ -453,7 +459,7 @@ class ModelPool:
 
 
 def _cost(model: ServedModel) -> int:
-    return model.weight_bytes + model.engine.limits.cache_bytes + PROCESS
+    return model.facts.weight_bytes + model.engine.limits.cache_bytes + PROCESS
 
 
 def _need(place: Place) -> int:

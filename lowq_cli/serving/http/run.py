@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import active_children
 from typing import Any
 
@@ -54,7 +54,7 @@ def names(bound: socket.socket) -> tuple[str, ...]:
 
 def serve(
     served: Served,
-    bound: socket.socket,
+    bound: Sequence[socket.socket],
     grace_s: float,
     ready: Callable[[], None],
     look: Callable[[], None] = lambda: None,
@@ -76,7 +76,8 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     try:
         server = _Server(config, served, grace_s, ready, look, reload)
-        server.run(sockets=[bound])
+        served.stop = server.stop
+        server.run(sockets=list(bound))
         if server.ended:
             raise LowqError(server.ended)
     except SystemExit:
@@ -111,6 +112,10 @@ class _Server(uvicorn.Server):
             late.daemon = True
             late.start()
         super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        """As SIGTERM."""
+        self.handle_exit(signal.SIGTERM, None)
 
     def _end_at_once(self) -> None:
         for engine in active_children():  # one that is stopped would not see that we are gone
@@ -148,6 +153,6 @@ class _Server(uvicorn.Server):
             self.look()
             sweep(self.server_state.connections)  # type: ignore[arg-type]  # they are ours
             self.ended = self.served.models.look()
-            if self.ended:
+            if self.ended or self.served.models.idle_s() > self.served.idle_s:
                 self.should_exit = True
             await asyncio.sleep(LIVE_S)

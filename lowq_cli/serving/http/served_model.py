@@ -1,5 +1,6 @@
 """A model that is loaded, with what its answers are made with."""
 
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,12 +15,27 @@ from lowq_cli.serving.request import Engine
 SHRINKS = 4  # times that normalizing may shorten a text, at most
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Of a model that is loaded.
+
+    weight_bytes: held by it. device: where it computes. kv: what keys and values are held in. context: tokens of a text, as the
+    model's config says, None where it names no limit. published: how its generation_config.json has it drawn.
+    """
+
+    weight_bytes: int = 0
+    device: str = "cpu"
+    kv: str = "16"
+    context: int | None = None
+    published: dict[str, Any] = field(default_factory=dict)
+
+
 class ServedModel:
     """A model that requests can be put to.
 
     Args:
         engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
-        draw: settings of `Draw` where a request leaves them out. roofline: what `Metrics` takes. weight_bytes: held by it.
+        draw: settings of `Draw` where a request leaves them out. roofline: what `Metrics` takes. facts: what more is known.
     """
 
     def __init__(
@@ -30,10 +46,10 @@ class ServedModel:
         stop_ids: frozenset[int],
         draw: dict[str, Any] | None = None,
         roofline: Roofline | None = None,
-        weight_bytes: int = 0,
+        facts: Facts | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.name, self.stop_ids = engine, tokenizer, name, stop_ids
-        self.draw, self.roofline, self.weight_bytes = draw or {}, roofline or Roofline(), weight_bytes
+        self.draw, self.roofline, self.facts = draw or {}, roofline or Roofline(), facts or Facts()
         self.hub = Hub(engine)
         self.names, self.added = Names(tokenizer), tokenizer.added_tokens()
         self.ways = lru_cache(lambda template: ways_of(template, self.added))  # how it writes, by the template in use

@@ -1,0 +1,29 @@
+"""lowq ps: which servers of this user are running, and the models in them."""
+
+from lowq_cli import console
+from lowq_cli.commands import AsJson
+
+EXAMPLES = """Examples:
+  lowq ps
+  lowq ps --json"""
+
+
+def ps(as_json: AsJson = False) -> None:
+    """List the servers that are running: those of `lowq serve`, and those that --keep-alive left behind."""
+    from lowq_cli import running
+
+    found = running.all_info()
+    if as_json:
+        console.out_json({"servers": found})
+        return
+    if not found:
+        console.say("none is running; lowq serve starts one, lowq run MODEL TEXT --keep-alive 10m leaves one behind")
+        return
+    cells = []
+    for server in found:
+        loaded = [m for m in server["models"] if m["state"] != "absent"]
+        where = server["url"] or "left behind"
+        for model in loaded or [{"name": "-", "state": "", "bytes": 0}]:
+            size = console.size(model["bytes"]) if model["bytes"] else ""
+            cells.append((server["process"], where, model["name"], model["state"], size, console.age(server["idle_s"])))
+    console.table("", (">process", "where", "model", "state", ">memory", ">idle"), cells, on_stdout=True)

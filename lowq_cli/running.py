@@ -1,0 +1,249 @@
+"""Servers of this user that are running: where their sockets lie, and how a command asks one of them for a text.
+
+A command that loads a model itself takes seconds before its first token. Where a server has the model loaded already, it is
+asked through a Unix socket in a folder that only this user may enter. Nothing here imports torch or transformers, nor an HTTP
+library: the first token comes within 0.15 s of the interpreter's start.
+"""
+
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lowq_packers.errors import LowqError, NotFoundError
+from lowq_packers.home import state_dir
+
+SUFFIX = ".sock"  # of a socket, after the number of the process that listens
+LONGEST = 100  # bytes of a socket's path that every system takes
+CONNECT_S = 2.0  # to connect, which takes no time where somebody listens
+FIRST_S = 600.0  # to an answer's first line: a long prompt on a slow CPU, or a model that others use
+
+
+class Declined(Exception):  # no error: the command does the work itself
+    """Why no server answers."""
+
+
+def folder() -> Path:
+    """The folder of the sockets. Raises NotFoundError: this user has no home, or the folder is another user's."""
+    return state_dir() / "run"
+
+
+def own(found: os.stat_result) -> bool:
+    """Whether what was found is this user's, and closed to others."""
+    return found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def listen() -> socket.socket | None:
+    """A socket of this process there, for commands of the same user; None where none can be made, as without a home."""
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    with suppress(OSError, LowqError):
+        folder().mkdir(0o700, parents=True, exist_ok=True)
+        if not own(folder().lstat()):
+            return None
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = folder() / f"{os.getpid()}{SUFFIX}"
+        path.unlink(missing_ok=True)  # of a process that had this number before
+        with _short(path) as name:
+            found.bind(name)
+        path.chmod(0o600)
+        found.listen()
+        return found
+    return None
+
+
+def forget() -> None:
+    """Remove this process's socket."""
+    with suppress(OSError, LowqError):
+        (folder() / f"{os.getpid()}{SUFFIX}").unlink()
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name of a socket that is not too long for the system: by way of its folder, where the whole one is."""
+    if len(os.fsencode(path)) <= LONGEST or not os.path.isdir("/proc/self/fd"):
+        yield str(path)
+        return
+    opened = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{opened}/{path.name}"
+    finally:
+        os.close(opened)
+
+
+def sockets() -> list[Path]:
+    """The sockets of this user's servers, the newest first."""
+    try:
+        if not own(folder().lstat()):
+            return []
+        rows = [(e.stat(follow_symlinks=False), e.path) for e in os.scandir(folder()) if e.name.endswith(SUFFIX)]
+    except (OSError, LowqError):
+        return []
+    mine = [(s.st_mtime_ns, Path(p)) for s, p in rows if stat.S_ISSOCK(s.st_mode) and own(s)]
+    return [path for _, path in sorted(mine, reverse=True)]
+
+
+def connect(path: Path) -> socket.socket:
+    """A connection to a server of this user. Raises Declined; the socket of one that has died is removed."""
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    found.settimeout(CONNECT_S)
+    try:
+        with _short(path) as name:
+            found.connect(name)
+        if hasattr(socket, "SO_PEERCRED"):
+            _, user, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+            if user != os.getuid():
+                raise OSError("it is another user's")
+    except OSError as e:
+        found.close()
+        if isinstance(e, ConnectionRefusedError):
+            with suppress(OSError):
+                path.unlink()
+        raise Declined(f"process {path.stem} does not answer: {e}") from None
+    found.settimeout(FIRST_S)
+    return found
+
+
+def lines(path: Path, what: str, body: object = None) -> Iterator[dict[str, Any]]:
+    """The lines of a server's answer, each a JSON object. Raises Declined, LowqError where the server refuses or ends."""
+    raw = b"" if body is None else json.dumps(body).encode()
+    how = "GET" if body is None else "POST"
+    with connect(path) as talk:
+        try:
+            head = f"{how} /lowq/{what} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+            talk.sendall(head.encode() + raw)
+            reader = talk.makefile("rb")
+            status = reader.readline().split()
+            while reader.readline().strip():
+                pass
+            if len(status) < 2 or status[1] != b"200":
+                raise Declined(_reason(reader.read()) if len(status) > 1 else f"process {path.stem} ended")
+            for line in reader:
+                found = json.loads(line)
+                if "error" in found:
+                    error = LowqError(found["error"])
+                    error.exit_code = found.get("exit_code", LowqError.exit_code)
+                    raise error
+                yield found
+        except (OSError, ValueError) as e:
+            raise Declined(f"process {path.stem} does not answer: {e}") from None
+
+
+def _reason(raw: bytes) -> str:
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "it refuses"
+
+
+class Reply:
+    """A text that a server makes; iterate for its pieces. Attributes as `engine.Generation` has them, once it has ended.
+
+    told: what the server tells before the text: process, prompt_tokens, sampling, sampling_from, decoder, template.
+    """
+
+    def __init__(self, told: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
+        self.told, self._rest = told, rest
+        self.text, self.tokens, self.finish_reason = "", [list[int]()], "interrupted"
+        self.ttft_s = self.decode_tps = self.prefill_tps = 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        ended = False
+        try:
+            for line in self._rest:
+                if piece := line.get("text"):
+                    self.text += piece
+                    yield piece
+                if "finish_reason" in line:
+                    ended, self.finish_reason, self.tokens = True, line["finish_reason"], [line["tokens"]]
+                    self.ttft_s, self.decode_tps, self.prefill_tps = (line[n] for n in ("ttft_s", "decode_tps", "prefill_tps"))
+        except Declined as e:
+            raise LowqError(f"the server that was answering has ended ({e}); give the command again") from None
+        finally:
+            self._rest.close()  # type: ignore[attr-defined]  # a generator: the server is told that nobody reads
+        if not ended:
+            raise LowqError("the server that was answering has ended; give the command again")
+
+
+def model_path(model: str) -> str:
+    """What names a model to a server: where it lies, or its hub id."""
+    path = Path(__file__).parent / "demo" if model == "demo" else Path(os.path.expanduser(model))
+    return str(path.resolve()) if path.exists() else model
+
+
+def ask(body: dict[str, Any]) -> Reply:
+    """The text that a server of this user begins to make, which has the model `body["path"]` loaded.
+
+    Raises Declined where none has, or none can now; LowqError where the request itself is wrong.
+    """
+    why = "no server of yours is running"
+    for path in sockets():
+        try:
+            rest = lines(path, "text", body)
+            return Reply(next(rest), rest)
+        except (Declined, StopIteration) as e:
+            why = str(e) or f"process {path.stem} ended"
+    raise Declined(why)
+
+
+def leave_behind(model: str, keep_alive: str, flags: list[str]) -> str:
+    """Start a server of one model for commands of this user, which ends by itself after `keep_alive` without a request.
+
+    Returns once it answers: "", or why it does not.
+    """
+    import subprocess
+    import time
+
+    folder().mkdir(0o700, parents=True, exist_ok=True)
+    line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", model_path(model), "--local"]
+    line += ["--keep-alive", keep_alive, "--quiet", *flags]
+    log = folder() / "last.log"
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as said:
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said, "start_new_session": True}
+        process = subprocess.Popen(line, **how)
+    path = folder() / f"{process.pid}{SUFFIX}"
+    while not path.exists():
+        if process.poll() is not None:
+            return log.read_text(errors="replace").strip().splitlines()[-1:][0] if log.stat().st_size else "it ended"
+        time.sleep(0.01)
+    try:
+        next(lines(path, "info"))  # waits until the model is loaded
+    except (Declined, StopIteration) as e:
+        said_last = log.read_text(errors="replace").strip().splitlines()
+        return said_last[-1] if said_last else str(e)
+    return ""
+
+
+def ask_or_leave(body: dict[str, Any], keep_alive: str | None, device: str) -> Reply:
+    """As `ask`; with `keep_alive` a server of the model is left behind where none has it. Raises Declined, LowqError."""
+    try:
+        return ask(body)
+    except Declined:
+        if keep_alive is None:
+            raise
+    if why := leave_behind(body["path"], keep_alive, ["--device", device, "--kv", body["kv"]]):
+        raise Declined(f"no server could be left behind: {why}")
+    return ask(body)
+
+
+def all_info() -> list[dict[str, Any]]:
+    """What each server of this user tells of itself."""
+    found = []
+    for path in sockets():
+        with suppress(Declined, StopIteration, LowqError):
+            found.append(next(lines(path, "info")))
+    return found
+
+
+def stop(process: int) -> None:
+    """Ask a server to end. Raises NotFoundError where it has ended."""
+    try:
+        next(lines(folder() / f"{process}{SUFFIX}", "stop", {}), None)
+    except Declined as e:
+        raise NotFoundError(str(e)) from None

@@ -1,0 +1,44 @@
+"""Conversations of `lowq chat` that are kept: one file each in the user's state folder, whole after every turn."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lowq_packers.atomic import write_whole
+from lowq_packers.errors import DamagedError, UsageError
+from lowq_packers.home import state_dir
+from lowq_packers.regular import read_text
+
+NAME = re.compile(r"\w[\w.-]{0,63}")
+MOST = 64 << 20  # bytes of a file: far more than any context holds
+
+
+def path_of(name: str) -> Path:
+    """The file of a conversation. Raises UsageError for a name that is none, NotFoundError: this user has no home."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"--session {name} must be a name of letters, digits, - and _, up to 64")
+    return state_dir() / "sessions" / f"{name}.json"
+
+
+def read(name: str) -> tuple[str, list[dict[str, str]]]:
+    """(what the model was told first, what was said since); both empty for one that has not begun. Raises DamagedError."""
+    path = path_of(name)
+    if not path.exists():
+        return "", []
+    try:
+        found: dict[str, Any] = json.loads(read_text(path, MOST))
+        said = [{"role": str(m["role"]), "content": str(m["content"])} for m in found["messages"]]
+        return str(found["system"]), said
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedError(f"{path} is no conversation; move it away, or take another --session") from None
+
+
+def write(name: str, system: str, messages: list[dict[str, str]]) -> None:
+    """Keep a conversation. Raises UsageError where it cannot be written."""
+    path, said = path_of(name), [m for m in messages if m["role"] != "system"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"system": system, "messages": said}, ensure_ascii=False).encode(errors="replace"))
+    except OSError as e:
+        raise UsageError(f"{path} cannot be written: {e.strerror}; the conversation is not kept") from None

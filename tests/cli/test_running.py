@@ -1,0 +1,178 @@
+"""A running server of this user answers `generate` and `run`: at once, with the same text, and never another user's."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lowq_cli import running
+from lowq_cli.running import Declined
+
+LOWQ = Path(sys.executable).with_name("lowq")
+PROMPTS = ("Once upon a time", "The king", "In the morning she went")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def lowq(*args, code=0, **how):
+    line = [str(LOWQ), *map(str, args)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, **how)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def left_behind(home):
+    """Until what was left behind has ended."""
+    until = time.monotonic() + 60
+    while list((home / "state" / "lowq" / "run").glob("*.sock")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_same_text_comes_from_the_process_that_was_left_behind(home):
+    how = ("--device", "cpu", "--max-new-tokens", 20)
+    alone = [lowq("generate", "demo", "--prompt", p, *how).stdout for p in PROMPTS]
+    drawn = lowq("run", "demo", PROMPTS[0], "--seed", 5, *how).stdout
+    ended = lowq("generate", "demo", "--prompt", PROMPTS[0], "--stop", "the", *how).stdout
+    said = lowq("generate", "demo", "--prompt", PROMPTS[0], "--explain", *how).stderr
+    assert "computed in this process" in said
+    first = lowq("generate", "demo", "--prompt", PROMPTS[0], *how, "--keep-alive", "5m")
+    assert "by the server that is running, process" in first.stderr
+    assert first.stdout == alone[0]
+    assert [lowq("generate", "demo", "--prompt", p, *how).stdout for p in PROMPTS] == alone
+    assert lowq("generate", "demo", "--prompt", PROMPTS[0], "--stop", "the", *how).stdout == ended
+
+    told = json.loads(lowq("generate", "demo", "--prompt", PROMPTS[1], "--json", *how).stdout)
+    plain = json.loads(lowq("generate", "demo", "--prompt", PROMPTS[1], "--json", "--threads", 1, *how).stdout)
+    assert told["process"]
+    assert "process" not in plain
+    assert set(plain) - set(told) == set()
+    for same in ("text", "tokens", "finish_reason", "prompt_tokens", "sampling", "kv"):
+        assert told[same] == plain[same], same
+
+    lowq("generate", "demo", "--prompt", "x", "--temperature", "-1", *how, code=2)
+    long = lowq("generate", "demo", "--prompt", "word " * 3000, *how, code=2).stderr
+    assert "shorten the prompt" in long
+    for other in (("--kv", "4"), ("--threads", "1")):
+        assert "process" not in lowq("generate", "demo", "--prompt", PROMPTS[0], *how, *other).stderr
+
+    listed = json.loads(lowq("ps", "--json").stdout)["servers"]
+    assert [(s["kept"], [m["name"] for m in s["models"]]) for s in listed] == [(True, ["demo"])]
+    assert oct((home / "state" / "lowq" / "run").stat().st_mode)[-3:] == "700"
+    lowq("run", "demo", PROMPTS[0], "--seed", 5, *how, "--keep-alive", "5m")  # of the packed one: another process
+    assert lowq("run", "demo", PROMPTS[0], "--seed", 5, *how).stdout == drawn
+    assert len(json.loads(lowq("ps", "--json").stdout)["servers"]) == 2
+    lowq("stop", "nothing", code=3)
+    lowq("stop", "demo")
+    lowq("stop")
+    left_behind(home)
+
+
+def test_idleness_ends_it(home):
+    lowq("generate", "demo", "--prompt", "Once", "--device", "cpu", "--max-new-tokens", 2, "--keep-alive", "1s")
+    left_behind(home)
+    log = (home / "state" / "lowq" / "run" / "last.log").read_text()
+    assert log == ""
+
+
+def test_no_heavy_library_is_imported_before_the_text(home):
+    how = ["--device", "cpu", "--max-new-tokens", "2"]
+    lowq("generate", "demo", "--prompt", "Once", *how, "--keep-alive", "1m")
+    code = "import sys; sys.argv[1:] = sys.argv[2:]\nfrom lowq_cli import main\nassert main._run() == 0\n"
+    code += "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'transformers', 'numpy', 'uvicorn', 'http'}))"
+    line = [sys.executable, "-P", "-c", code, "", "generate", "demo", "--prompt", "Once", *how]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert "by the server that is running" in done.stderr
+    assert done.stdout.endswith("[]\n"), done
+    lowq("stop")
+    left_behind(home)
+
+
+def test_sockets_of_others_and_of_the_dead_are_left_alone(home):
+    assert running.sockets() == []
+    bound = running.listen()
+    path = running.folder() / f"{os.getpid()}.sock"
+    assert running.sockets() == [path]
+    path.chmod(0o666)  # whoever may write there is not this user alone
+    assert running.sockets() == []
+    path.chmod(0o600)
+    running.folder().chmod(0o755)
+    assert running.sockets() == []
+    running.folder().chmod(0o700)
+    bound.close()
+    with pytest.raises(Declined, match="does not answer"):
+        running.ask({})
+    assert not path.exists()  # it was of a process that has ended
+    with pytest.raises(Declined, match="no server of yours"):
+        running.ask({})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a socket to another user")
+def test_a_socket_of_another_user_is_not_asked(home):
+    bound = running.listen()
+    path = running.folder() / f"{os.getpid()}.sock"
+    os.chown(path, 65534, 65534)
+    assert running.sockets() == []
+    bound.close()
+
+
+def test_a_long_path_is_no_hindrance(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("long" * 30)))
+    bound = running.listen()
+    with running.connect(running.sockets()[0]) as talk:
+        other, _ = bound.accept()
+        talk.sendall(b"x")
+        assert other.recv(1) == b"x"
+        other.close()
+    bound.close()
+    running.forget()
+    assert running.sockets() == []
+
+
+@pytest.mark.parametrize("half", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b'HTTP/1.1 200 OK\r\n\r\n{"process": 1}\n{"text": "a"}\n'])
+def test_a_server_that_dies_while_it_answers(home, half):
+    """Before its first piece the command does the work itself; after it, half a text is an error and no text."""
+    bound = running.listen()
+
+    def answer():
+        other, _ = bound.accept()
+        other.recv(1 << 16)
+        other.sendall(half)
+        other.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    if b"text" not in half:
+        with pytest.raises(Declined):
+            running.ask({})
+    else:
+        pieces = iter(running.ask({}))
+        assert next(pieces) == "a"
+        with pytest.raises(running.LowqError, match="has ended"):
+            next(pieces)
+    thread.join()
+    bound.close()
+    running.forget()
+
+
+def test_its_paths_are_not_served_to_others(home):
+    """Over TCP there is no /lowq/, whatever a client says of itself."""
+    from saying import Saying, byte_tokenizer, served_by
+    from starlette.testclient import TestClient
+
+    from lowq_cli.serving.http.app import make_app
+
+    with TestClient(make_app(served_by(Saying([65]), byte_tokenizer()))) as client:
+        for path in ("/lowq/info", "/lowq/stop", "/lowq/text"):
+            assert client.post(path, json={}).status_code == 404
+            assert client.get(path).status_code == 404

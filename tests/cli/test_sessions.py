@@ -1,0 +1,58 @@
+"""lowq chat --session: a conversation goes on where it was left, in this process or by a running server."""
+
+import json
+import os
+
+import pytest
+from test_running import home, left_behind, lowq
+
+from lowq_cli import sessions
+from lowq_packers.errors import DamagedError, UsageError
+
+__all__ = ["home"]
+HOW = ("chat", "demo", "--device", "cpu", "--max-new-tokens", 12, "--seed", 7)
+SAID = ("Once upon a time", "And then the king", "At last")
+
+
+def chat(*lines, flags=()):
+    return lowq(*HOW, *flags, input="".join(f"{line}\n" for line in lines)).stdout
+
+
+def test_it_goes_on_where_it_was_left(home):
+    whole = chat(*SAID)
+    assert "".join(chat(line, flags=("--session", "trip")) for line in SAID) == whole
+    kept = sessions.path_of("trip")
+    found = json.loads(kept.read_text())
+    assert [m["content"] for m in found["messages"][::2]] == list(SAID)
+    assert not kept.stat().st_mode & 0o077 or not kept.parent.parent.stat().st_mode & 0o077
+    said = lowq(*HOW, "--session", "trip", input="/new\n").stderr
+    assert "it goes on after 6 messages" in said
+    assert sessions.read("trip") == ("", [])
+    chat("Hello", flags=("--session", "told", "--system", "Be brief."))
+    assert sessions.read("told")[0] == "Be brief."
+    assert "has begun already" in lowq(*HOW, "--session", "told", "--system", "Be long.", code=2, input="").stderr
+
+
+@pytest.mark.slow
+def test_a_running_server_answers_the_same_and_when_it_ends_the_conversation_goes_on(home):
+    whole = chat(*SAID)
+    assert chat(*SAID, flags=("--keep-alive", "5m")) == whole
+    assert chat(*SAID[:2], flags=("--session", "trip")) == chat(*SAID[:2])
+    lowq("stop")
+    left_behind(home)
+    assert chat(*SAID[:2], flags=("--session", "trip2")) + chat(SAID[2], flags=("--session", "trip2")) == whole
+
+
+def test_what_is_no_name_and_no_conversation(home):
+    for name in ("", "../x", ".hidden", "a/b", "x" * 65):
+        with pytest.raises(UsageError, match="must be a name"):
+            sessions.path_of(name)
+    sessions.write("a", "", [{"role": "user", "content": "half \udc80"}, {"role": "assistant", "content": "b"}])
+    assert sessions.read("a")[1][0]["content"] == "half ?"
+    sessions.path_of("a").write_text("[1]")
+    with pytest.raises(DamagedError, match="is no conversation"):
+        sessions.read("a")
+    if os.getuid():
+        sessions.path_of("a").parent.chmod(0o500)
+        with pytest.raises(UsageError, match="cannot be written"):
+            sessions.write("a", "", [])
