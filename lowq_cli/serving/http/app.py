@@ -21,9 +21,11 @@ from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
 from lowq_cli.output.read import Reader
 from lowq_cli.output.ways import Ways
+from lowq_cli.serving.dialects import ollama, tokens
 from lowq_cli.serving.dialects.chat import Chat
 from lowq_cli.serving.dialects.completions import Completions
 from lowq_cli.serving.dialects.messages import Messages
+from lowq_cli.serving.dialects.ollama import Ollama
 from lowq_cli.serving.dialects.responses import Responses
 from lowq_cli.serving.http import fields, refusal, tools
 from lowq_cli.serving.http.answers import Answer, Dialect, Gone
@@ -104,11 +106,19 @@ def make_app(served: Served) -> ASGIApp:
         *Local(served.models, served.about, lambda: served.stop()).routes(),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/completions", endpoints.complete, methods=["POST"]),
-        Route("/v1/responses", endpoints.responses, methods=["POST"]),
-        Route("/v1/messages", endpoints.messages, methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.answers("chat"), methods=["POST"]),
+        Route("/v1/completions", endpoints.answers("completion"), methods=["POST"]),
+        Route("/v1/responses", endpoints.answers("responses"), methods=["POST"]),
+        Route("/v1/messages", endpoints.answers("messages"), methods=["POST"]),
         Route("/v1/messages/count_tokens", endpoints.count_tokens, methods=["POST"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/api/chat", endpoints.answers("api/chat"), methods=["POST"]),
+        Route("/api/generate", endpoints.answers("api/generate"), methods=["POST"]),
+        Route("/api/tags", endpoints.tags),
+        Route("/api/ps", endpoints.loaded),
+        Route("/api/show", endpoints.show, methods=["POST"]),
+        Route("/api/version", endpoints.version),
     ]
     handlers: dict[Any, Any] = {HTTPException: _no_such_path, Refusal: _refused}
     return Guard(
@@ -134,7 +144,8 @@ class Endpoints:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.bodies = Bodies(served.body_bytes, served.body_s, served.bodies_bytes)
-        self.of = {d.name: d for d in (Chat(), Completions(), Responses(), Messages())}
+        several: tuple[Dialect, ...] = (Chat(), Completions(), Responses(), Messages(), Ollama(True), Ollama(False))
+        self.of = {d.name: d for d in several}
 
     async def page(self, _: HttpRequest) -> Response:
         """The chat in the browser."""
@@ -163,21 +174,60 @@ class Endpoints:
         """One of them, by its name."""
         return answer_json(await self.served.models.shown(request.path_params["name"]))
 
-    async def chat(self, request: HttpRequest) -> Response:
-        """/v1/chat/completions."""
-        return await self._answer(request, self.of["chat"])
+    def answers(self, dialect: str) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """A path at which a model answers in a dialect."""
 
-    async def complete(self, request: HttpRequest) -> Response:
-        """/v1/completions."""
-        return await self._answer(request, self.of["completion"])
+        async def answered(request: HttpRequest) -> Response:
+            return await self._answer(request, self.of[dialect])
 
-    async def responses(self, request: HttpRequest) -> Response:
-        """/v1/responses."""
-        return await self._answer(request, self.of["responses"])
+        return answered
 
-    async def messages(self, request: HttpRequest) -> Response:
-        """/v1/messages."""
-        return await self._answer(request, self.of["messages"])
+    async def tags(self, _: HttpRequest) -> Response:
+        """/api/tags: all models, for ollama's clients."""
+        return answer_json({"models": [ollama.described(m) for m in self.served.models.all_shown()]})
+
+    async def loaded(self, _: HttpRequest) -> Response:
+        """/api/ps: those that are loaded."""
+        return answer_json({"models": [ollama.described(m) for m in self.served.models.all_shown() if m["loaded"]]})
+
+    async def version(self, _: HttpRequest) -> Response:
+        """/api/version."""
+        return answer_json({"version": ollama.VERSION})
+
+    async def show(self, request: HttpRequest) -> Response:
+        """/api/show: one model."""
+
+        async def found(body: dict[str, Any]) -> dict[str, Any]:
+            name = fields.text("model", body.get("model", body.get("name"))).removesuffix(ollama.LATEST)
+            return ollama.shown_model(await self.served.models.shown(name))
+
+        return await self._reply(request, self.of["api/chat"], found)
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """/tokenize: the tokens of a text, or of a conversation as it would be read."""
+
+        async def found(body: dict[str, Any]) -> dict[str, Any]:
+            asked = tokens.to_tokenize(body)
+            async with self.served.models.lease(body.get("model"), request.receive) as model:
+                if asked is None:
+                    ids = await asyncio.to_thread(tokens.of_text, model.tokenizer, body)
+                else:
+                    ids = (await self._prompts(model, asked, tools.read(asked)))[0][0]
+                return tokens.told(model, ids, body)
+
+        return await self._reply(request, self.of["completion"], found)
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """/detokenize: the text of tokens."""
+
+        async def found(body: dict[str, Any]) -> dict[str, Any]:
+            ids = tokens.to_detokenize(body)
+            async with self.served.models.lease(body.get("model"), request.receive) as model:
+                check_ids(ids, model.engine.vocabulary)
+                text = await asyncio.to_thread(model.tokenizer.decode, ids, skip_special_tokens=False)
+            return {"prompt": text, "content": text}
+
+        return await self._reply(request, self.of["completion"], found)
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         """/v1/messages/count_tokens: how many tokens a request to /v1/messages would be read as."""

@@ -12,6 +12,7 @@ from lowq_cli.serving.http.local import PREFIX, is_local
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json
 
+OPEN = ("/", "/health", "/ready")  # what who has no key may ask: the page, which holds nothing, and whether a server is there
 HOST = re.compile(
     r"(?:\[(?P<address>[0-9a-f]*:[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]{1,5})?"
 )  # as a browser writes it, in lower case
@@ -55,7 +56,7 @@ class Guard:
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin and origin.partition("://")[2] != host:
             return Refusal(403, f"a page of {shown(origin)} may not ask this server")
-        guarded = scope["path"].startswith("/v1/") or scope["path"] == "/metrics"
+        guarded = scope["path"] not in OPEN
         scheme, _, shown_key = headers.get(b"authorization", b"").partition(b" ")
         given = shown_key.strip(b" \t") if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's
         known = hmac.compare_digest(given, self.key)

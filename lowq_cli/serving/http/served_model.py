@@ -65,5 +65,7 @@ class ServedModel:
         """What /v1/models tells of it."""
         template = str(self.tokenizer.chat_template or "")
         features = ["completions", *["chat"] * bool(template), *["tools"] * ("tools" in template)]
+        ways = self.ways(template)
+        features += ["thinking"] * (ways.thoughts is not None or ways.channels)
         more = {"max_model_len": self.engine.limits.longest, "chat": bool(template), "features": features}
         return {**more, "sampling": self.draw, "engine": self.engine.name}

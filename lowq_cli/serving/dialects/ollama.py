@@ -1,0 +1,198 @@
+"""ollama's /api/chat and /api/generate, with what its clients ask besides: which models there are, and what they are."""
+
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from lowq_cli.serving.dialects.blocks import Block, blocks, whole_blocks
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.answers import Answer, encoded
+from lowq_cli.serving.http.fields import items, shown, table
+from lowq_cli.serving.http.refusal import Refusal, wrong
+
+VERSION = "0.13.0"  # of the interface: clients ask whether it is new enough
+LATEST = ":latest"  # a tag that ollama's clients put behind a name without one
+OPTIONS = {
+    "num_predict": "max_tokens",
+    "repeat_last_n": None,
+    "penalize_newline": None,
+    "min_p": "min_p",
+}  # None: a default of theirs
+
+
+class Ollama:
+    """What it reads and writes. chat: /api/chat, else /api/generate."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, chat: bool) -> None:
+        self.chat, self.name = chat, "api/chat" if chat else "api/generate"
+
+    def read(self, body: dict[str, Any]) -> fields.Asked:
+        """What a body asks for: a chat, or with `raw` a completion."""
+        known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
+        raw = not self.chat and bool(body.get("raw"))
+        found: dict[str, Any] = {"stream": body.get("stream") is not False}
+        if body.get("model") is not None:
+            found["model"] = str(body["model"]).removesuffix(LATEST)
+        for name in ("suffix", "template", "context"):
+            if body.get(name):
+                raise wrong(name, "is not supported; leave it out")
+        if raw:
+            found["prompt"] = body.get("prompt")
+        elif self.chat:
+            found["messages"] = [_message(f"messages[{i}]", m) for i, m in enumerate(items("messages", body.get("messages")))]
+        else:
+            told = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+            found["messages"] = [
+                *told,
+                _message("prompt", {"role": "user", "content": body.get("prompt"), "images": body.get("images")}),
+            ]
+        if body.get("tools") and not raw:
+            found["tools"] = body["tools"]
+        found |= _form(body.get("format")) | ({} if raw else _think(body.get("think")))
+        for name, value in table("options", body.get("options") or {}).items():
+            own = OPTIONS.get(name, name)
+            if own is not None and not (own == "max_tokens" and isinstance(value, int) and value < 0):
+                found[own] = value
+        if raw:
+            found.setdefault("max_tokens", fields.INT64)  # to the end of the answer
+        rest = {name: value for name, value in body.items() if name not in known}
+        return replace(fields.read(found | rest, chat=not raw), dialect={"began": time.monotonic_ns()})
+
+    def refused(self, why: Refusal) -> dict[str, Any]:
+        """As ollama says it."""
+        return {"error": why.message}
+
+    def failed(self, why: Refusal) -> bytes:
+        """The last line of a stream that could not be finished."""
+        return encoded(self.refused(why)) + b"\n"
+
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        return self._said(answer, await whole_blocks(answer)) | _ending(answer)
+
+    async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The answer as lines of JSON; a call comes when it is whole."""
+        async for block, change, more in blocks(answer):
+            if block.kind == "call" and change == "ended":
+                yield encoded(self._said(answer, [block]) | {"done": False}) + b"\n"
+            elif block.kind != "call" and change == "more":
+                yield encoded(self._said(answer, [replace(block, text=more)]) | {"done": False}) + b"\n"
+        yield encoded(self._said(answer, []) | _ending(answer)) + b"\n"
+
+    def _said(self, answer: Answer, found: list[Block]) -> dict[str, Any]:
+        text = "".join(b.text for b in found if b.kind == "text")
+        thoughts = "".join(b.text for b in found if b.kind == "thought")
+        calls = [
+            {"function": {"index": i, "name": b.name, "arguments": b.arguments}}
+            for i, b in enumerate(found)
+            if b.kind == "call"
+        ]
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        head = {"model": answer.model, "created_at": now}
+        more = ({"thinking": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+        if self.chat:
+            return head | {"message": {"role": "assistant", "content": text, **more}}
+        return head | {"response": text, **more}
+
+
+def _message(name: str, given: Any) -> dict[str, Any]:
+    """One of their messages as one of a chat: there pictures are apart from the text, arguments objects, calls without ids."""
+    message = table(name, given)
+    found: dict[str, Any] = {"role": message.get("role"), "content": message.get("content")}
+    if images := message.get("images"):
+        urls = [i if str(i).startswith("data:") else f"data:image;base64,{i}" for i in items(f"{name}.images", images)]
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        found["content"] = [*pictures, {"type": "text", "text": message.get("content") or ""}]
+    if message.get("thinking"):
+        found["reasoning_content"] = message["thinking"]
+    if message.get("tool_calls"):
+        found["tool_calls"] = []
+        for i, call in enumerate(items(f"{name}.tool_calls", message["tool_calls"])):
+            where = f"{name}.tool_calls[{i}].function"
+            function = table(where, table(where, call).get("function"))
+            arguments = json.dumps(table(f"{where}.arguments", function.get("arguments") or {}), ensure_ascii=False)
+            id_ = call.get("id") or f"call_{function.get('name')}"
+            found["tool_calls"].append({"id": id_, "function": {"name": function.get("name"), "arguments": arguments}})
+    if message.get("role") == "tool":
+        called = message.get("tool_name") or message.get("name")
+        found |= {"tool_call_id": message.get("tool_call_id") or f"call_{called}"} | ({"name": called} if called else {})
+    return found
+
+
+def _form(given: Any) -> dict[str, Any]:
+    if given in (None, ""):
+        return {}
+    if given == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": given}}}
+
+
+def _think(given: Any) -> dict[str, Any]:
+    if given is None or given is True:
+        return {}
+    if given is False or isinstance(given, str):
+        return {"reasoning_effort": given or "none"}
+    raise wrong("think", f"must be true, false or a word, not {shown(given)}")
+
+
+def _ending(answer: Answer) -> dict[str, Any]:
+    """How it ended, and how long that took, in nanoseconds."""
+    usage, now = answer.usage(), time.monotonic_ns()
+    live, began = answer.live, answer.asked.dialect["began"]
+    first = int(live.first * 1e9) or now
+    read = max(0, first - int(live.began * 1e9))
+    return {
+        "done": True,
+        "done_reason": "length" if answer.finish_reasons[0] == "length" else "stop",
+        "total_duration": now - began,
+        "load_duration": max(0, int(live.began * 1e9) - began),
+        "prompt_eval_count": usage["prompt_tokens"],
+        "prompt_eval_duration": read,
+        "eval_count": usage["completion_tokens"],
+        "eval_duration": max(0, now - first),
+    }
+
+
+def described(model: dict[str, Any]) -> dict[str, Any]:
+    """A model of /v1/models as /api/tags and /api/ps have it."""
+    changed = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
+    size = model.get("bytes") or 0
+    details = {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+    digest = hashlib.sha256(model["id"].encode(errors="replace")).hexdigest()
+    head = {"name": model["id"], "model": model["id"], "modified_at": changed, "size": size}
+    return head | {"digest": digest, "details": details, "size_vram": size, "context_length": model.get("max_model_len", 0)}
+
+
+def shown_model(model: dict[str, Any]) -> dict[str, Any]:
+    """A model of /v1/models as /api/show has it."""
+    features = model.get("features", [])
+    can = {"completion": True, "tools": "tools" in features, "thinking": "thinking" in features, "vision": "images" in features}
+    settings = "\n".join(f"{name} {value}" for name, value in (model.get("sampling") or {}).items())
+    known = described(model)
+    info = {
+        "general.architecture": "lowq",
+        "general.basename": model["id"],
+        "lowq.context_length": model.get("max_model_len", 0),
+    }
+    return {
+        "modelfile": f"FROM {model['id']}\n",
+        "parameters": settings,
+        "template": "",
+        "details": known["details"],
+        "model_info": info,
+        "modified_at": known["modified_at"],
+        "capabilities": [name for name, has in can.items() if has],
+    }

@@ -1,0 +1,45 @@
+"""/tokenize and /detokenize, under the names that vLLM and llama.cpp have for what they take and give."""
+
+from typing import Any
+
+from lowq_cli.engine.tokenizer import LoadedTokenizer
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.fields import boolean, text, whole
+from lowq_cli.serving.http.refusal import wrong
+from lowq_cli.serving.http.served_model import ServedModel
+
+
+def to_tokenize(body: dict[str, Any]) -> fields.Asked | None:
+    """The conversation whose tokens are asked for; None for those of a text. Raises Refusal."""
+    if "messages" in body:
+        own = ("messages", "tools", "chat_template_kwargs", "model", "reasoning_effort")
+        return fields.read({name: body[name] for name in own if name in body}, chat=True)
+    if "prompt" not in body and "content" not in body:
+        raise wrong("prompt", "is needed, or messages")
+    return None
+
+
+def of_text(tokenizer: LoadedTokenizer, body: dict[str, Any]) -> list[int]:
+    """The tokens of a text, with those that the tokenizer adds to texts unless the body says otherwise."""
+    name = "prompt" if "prompt" in body else "content"
+    # llama.cpp's name for it, which is off where a client does not say
+    add = body.get("add_special_tokens", body.get("add_special", name == "prompt"))
+    return list(tokenizer(text(name, body[name]), add_special_tokens=boolean("add_special_tokens", add))["input_ids"])
+
+
+def told(model: ServedModel, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+    """What is said of tokens."""
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.limits.longest, "tokens": ids}
+    if body.get("return_token_strs"):
+        found["token_strs"] = [model.names.of(i)[0] for i in ids]
+    if body.get("with_pieces"):
+        found["tokens"] = [{"id": i, "piece": model.names.of(i)[0]} for i in ids]
+    return found
+
+
+def to_detokenize(body: dict[str, Any]) -> list[int]:
+    """The tokens whose text is asked for. Raises Refusal."""
+    given = body.get("tokens")
+    if not isinstance(given, list):
+        raise wrong("tokens", "must be an array of token ids")
+    return [whole(f"tokens[{i}]", t) for i, t in enumerate(given)]
