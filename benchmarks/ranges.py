@@ -33,7 +33,7 @@ PARTS = {  # what depends on transformers, by name in the table
     "loading": [f"{CLI}{name}.py" for name in ("hf_load", "hf_quantizer", "hf_structure", "families")],
     "other libraries": [f"{CLI}ecosystem.py"],
     "eval": [f"{CLI}{name}.py" for name in ("perplexity", "compare")],
-    "generate": [f"{CLI}{name}.py" for name in ("light", "generate_fused", "calibrate_families")],
+    "generate": [f"{CLI}{name}.py" for name in ("native_loader", "generate_native", "calibrate_families")],
     "processes": [f"{CLI}tensor_parallel.py"],
 }
 HUB = re.compile(r"Requires-Dist: (huggingface-hub[^;\n]*)$", re.MULTILINE)

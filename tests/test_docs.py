@@ -1,5 +1,6 @@
 """The generated parts of README.md and docs/ are what benchmarks/render.py makes of the results and of --help today."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -56,6 +57,17 @@ def test_no_file_names_a_benchmark_that_is_gone(folder):
     ]
     named = {(p, name) for p in files for name in re.findall(r"benchmarks/[\w/]+\.(?:py|md|jsonl?|txt|log)\b", p.read_text())}
     assert sorted(f"{p.relative_to(ROOT)}: {name}" for p, name in named if not (ROOT / name).exists()) == []
+
+
+def test_what_is_run_on_each_version_of_transformers_is_there():
+    parts = next(
+        node.value
+        for node in ast.parse((ROOT / "benchmarks" / "ranges.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "PARTS"
+    )
+    named = [path for tests in eval(ast.unparse(parts), {"CLI": "tests/cli/test_"}).values() for path in tests]
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -10,14 +10,14 @@
     prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
     delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
-    route      the experts of a token in a mixture, and their weights; route_by: by any family's router
+    route_by   the experts of a token in a mixture, and their weights, by any family's router
     choose     the next token from logits, and one position further
     choose_rows   the same for some of many texts, each with its own seed and temperature
     accept     how many drafted tokens were right
 
     fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
 
-On CUDA these are the kernels of this package (`attend`, prompts and `route` by what dispatch chooses, the rest Triton); on a
+On CUDA these are the kernels of this package (`attend`, prompts and routers by what dispatch chooses, the rest Triton); on a
 CPU own C++ for what a step needs (`cpu`); for the rest, and elsewhere, the torch functions they are held to (`reference`).
 `experts` computes a mixture's layer from packed experts.
 """
@@ -78,7 +78,6 @@ class Ops:
     attend_prompt: Callable[..., torch.Tensor]
     attend_packed: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
-    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
     choose_rows: Callable[..., None]
     route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = any_router
@@ -116,14 +115,14 @@ def ops(device_type: str) -> Ops:
     from lowq_kernels.decode import elementwise, norms_triton, prepare_triton, prompt, sample
     from lowq_kernels.decode.attend import attend
     from lowq_kernels.decode.attend_rows import attend_rows
-    from lowq_kernels.decode.route import route, route_by
+    from lowq_kernels.decode.route import route_by
 
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
     mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     made = Ops(
-        "triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by, fold=folding,
+        "triton", elementwise.add_norm, *attending, elementwise.gated, *choosing, route_by, fold=folding,
         latent=ANY_LATENT, **mixers,
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}

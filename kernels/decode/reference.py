@@ -357,19 +357,6 @@ def slots_of(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
     return by_head.index_select(1, blocks).flatten(1, 2)
 
 
-def route(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H): the likeliest by router (E, H), bias (E,).
-
-    normalise: the weights sum to 1. rounded: they are rounded to x's dtype, as some models do.
-    A router in fp32 gives logits in fp32.
-    """
-    top = F.linear(x.to(router.dtype), router, bias).softmax(-1, dtype=torch.float32).topk(top_k)
-    weights = top.values / top.values.sum(-1, keepdim=True) if normalise else top.values
-    return top.indices, weights.to(x.dtype).float() if rounded else weights
-
-
 def choose(
     logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, temperature: float, advance: int
 ) -> None:

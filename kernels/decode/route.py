@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from lowq_kernels.decode import reference, router
+from lowq_kernels.decode import router
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Config, Op, capability, register, select
 
@@ -35,66 +35,40 @@ def softmax_alone(call: RouteCall) -> str | None:
 
 @dataclass(frozen=True)
 class Routing:
-    """Operands of a router, and the tensors that its kernels fill with what `reference.route` gives.
+    """Operands of a router, and the tensors that its kernels fill with what `router.route_by` gives.
 
-    x (M, H), router (E, H) and bias (E,) or None: contiguous, of one dtype. ids (M, top_k) int64, weights (M, top_k) fp32.
-    facts: of a router with facts beyond a softmax, else None.
+    x (M, H), the router's weight (E, H) and logits_bias (E,) or None: contiguous, of one dtype. ids (M, top_k) int64, weights
+    (M, top_k) fp32.
     """
 
     x: torch.Tensor
-    router: torch.Tensor
-    normalise: bool
-    rounded: bool
-    bias: torch.Tensor | None
+    facts: RouterFacts
     ids: torch.Tensor
     weights: torch.Tensor
-    facts: RouterFacts | None = None
 
     @classmethod
-    def of(
-        cls,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        top_k: int,
-        normalise: bool,
-        rounded: bool,
-        bias: torch.Tensor | None = None,
-        facts: RouterFacts | None = None,
-    ) -> "Routing":
-        """What `reference.route` takes, with tensors to be filled."""
-        ids = torch.empty(x.shape[0], top_k, dtype=torch.int64, device=x.device)
+    def of(cls, x: torch.Tensor, f: RouterFacts) -> "Routing":
+        """What `router.route_by` takes, with tensors to be filled."""
+        ids = torch.empty(x.shape[0], f.top_k, dtype=torch.int64, device=x.device)
         weights = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
-        return cls(x, router, normalise, rounded, bias, ids, weights, facts)
+        return cls(x, f, ids, weights)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """M, E, H, top_k."""
-        return self.x.shape[0], self.router.shape[0], self.x.shape[1], self.ids.shape[1]
-
-
-def route(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.route`, by the kernel that dispatch chooses."""
-    return _routed(Routing.of(x, router, top_k, normalise, rounded, bias))
+        return self.x.shape[0], self.facts.weight.shape[0], self.x.shape[1], self.ids.shape[1]
 
 
 def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tensor]:
     """As `router.route_by`, by the kernel that dispatch chooses."""
-    facts = f if f.beyond else None
-    return _routed(Routing.of(x, f.weight, f.top_k, f.normalise, f.rounded, f.logits_bias, facts))
-
-
-def _routed(r: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    beyond = r.facts.beyond if r.facts else ()
-    spec, config = select(RouteCall(*r.sizes, r.x.dtype, r.x.device.type, capability(r.x.device), beyond))
+    r = Routing.of(x, f)
+    spec, config = select(RouteCall(*r.sizes, x.dtype, x.device.type, capability(x.device), f.beyond))
     return spec.launch(r, config), r.weights
 
 
 @register("torch/route", op="route", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)
 def by_definition(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
-    given = (r.x, r.router, r.ids.shape[1], r.normalise, r.rounded, r.bias)
-    ids, weights = router.route_by(r.x, r.facts) if r.facts else reference.route(*given)
+    ids, weights = router.route_by(r.x, r.facts)
     r.weights.copy_(weights)
     return r.ids.copy_(ids)

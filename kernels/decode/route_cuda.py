@@ -55,6 +55,7 @@ def route(r: Routing, config: Config) -> torch.Tensor:
     M, E, H, top_k = r.sizes
     instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}>"
     kernel = _kernel(instance, r.x.device.index, launch.enabled)
-    pointers = (0 if t is None else t.data_ptr() for t in (r.router, r.bias, r.x, r.ids, r.weights))
-    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, r.normalise, r.rounded)
+    f = r.facts
+    pointers = (0 if t is None else t.data_ptr() for t in (f.weight, f.logits_bias, r.x, r.ids, r.weights))
+    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, f.normalise, f.rounded)
     return r.ids

@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.route import Routing, by_definition
-from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import Config, register
 
 FEW = 64  # tokens; for more a matrix product is the faster way
@@ -178,7 +177,7 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
 def route(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
     M, E, H, top_k = r.sizes
-    ALL_E, f = triton.next_power_of_2(E), r.facts or RouterFacts(r.router, top_k)
+    ALL_E, f = triton.next_power_of_2(E), r.facts
     if f.norm is not None and (f.norm.kind != "rms" or f.norm.bias is not None or f.norm.groups != 1):
         return by_definition(r, config)
     logits, count = _scratch(r.x.device, M, ALL_E)
@@ -186,10 +185,10 @@ def route(r: Routing, config: Config) -> torch.Tensor:
     groups, kept = f.groups if f.groups[0] != f.groups[1] else (1, 1)
     norm_weight = None if f.norm is None else f.norm.weight
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
-        r.x, r.router, r.bias, logits, count, r.ids, r.weights, f.choice_bias, f.each, norm_weight, f.scale, H, E,
-        0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, TOP_K=top_k, NORMALISE=r.normalise,
-        ROUND=r.rounded, BIAS=r.bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
-        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E, BEYOND=r.facts is not None,
+        r.x, f.weight, f.logits_bias, logits, count, r.ids, r.weights, f.choice_bias, f.each, norm_weight, f.scale, H, E,
+        0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, TOP_K=top_k, NORMALISE=f.normalise,
+        ROUND=f.rounded, BIAS=f.logits_bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
+        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E, BEYOND=bool(f.beyond),
         SIGMOID=f.score == "sigmoid", CHOICE=f.choice_bias is not None, GROUPS=groups, KEPT=kept, TOP2=f.group_score == "top2",
         EACH=f.each is not None, NORM=f.norm is not None, NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None,
         BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_MEMBERS=triton.next_power_of_2(E // groups),

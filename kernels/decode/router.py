@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from lowq_kernels.decode import norms, reference
+from lowq_kernels.decode import norms
 from lowq_kernels.decode.norms import Norm
 
 
@@ -55,10 +55,12 @@ class RouterFacts:
 
 
 def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H). A router without facts beyond a softmax is
-    `reference.route`, which rounds logits to x's dtype; the others' are in fp32."""
+    """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H). Logits of a router without facts beyond a
+    softmax are rounded to the router's dtype; the others' are in fp32."""
     if not f.beyond:
-        return reference.route(x, f.weight, f.top_k, f.normalise, f.rounded, f.logits_bias)
+        top = F.linear(x.to(f.weight.dtype), f.weight, f.logits_bias).softmax(-1, dtype=torch.float32).topk(f.top_k)
+        weights = top.values / top.values.sum(-1, keepdim=True) if f.normalise else top.values
+        return top.indices, weights.to(x.dtype).float() if f.rounded else weights
     y = x.float() if f.norm is None else norms.in_fp32(x, *f.norm)
     if f.scale is not None:
         y = y * f.scale.float() * x.shape[-1] ** -0.5

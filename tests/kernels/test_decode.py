@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from emulation import error
 from lowq_kernels.decode import attend_triton, elementwise, kv, kv_triton, prompt, reference, route_triton, sample
 from lowq_kernels.decode.route import Routing
+from lowq_kernels.decode.router import RouterFacts, route_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
@@ -334,23 +335,24 @@ def test_attend_reference_is_attention_over_the_text_so_far():
 ROUTERS = [(8, 64, 2, True, False), (128, 200, 8, True, True), (60, 96, 4, False, False), (5, 2500, 3, True, True)]
 
 
-def routed(*given):
-    r = Routing.of(*given)
+def routed(x, facts):
+    r = Routing.of(x, facts)
     return route_triton.route(r, {}), r.weights
 
 
 @pytest.mark.parametrize(("E", "H", "top_k", "normalise", "rounded"), ROUTERS)
 def test_route(E, H, top_k, normalise, rounded):
     x, weight, bias = randn(3, H), randn(E, H) / H**0.5, randn(E) if E > 5 else None
+    facts = RouterFacts(weight, top_k, normalise=normalise, rounded=rounded, logits_bias=bias)
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        ids, weights = routed(x, weight, top_k, normalise, rounded, bias)
-    wanted_ids, wanted = reference.route(x, weight, top_k, normalise, rounded, bias)
+        ids, weights = routed(x, facts)
+    wanted_ids, wanted = route_by(x, facts)
     assert torch.equal(ids, wanted_ids)
     assert torch.allclose(weights, wanted, atol=1e-3 if rounded else 1e-6)
 
 
 def test_route_of_nan_still_names_experts():
-    ids, _ = routed(randn(2, 64) * float("nan"), randn(6, 64), 3, True, False, None)
+    ids, _ = routed(randn(2, 64) * float("nan"), RouterFacts(randn(6, 64), 3))
     assert 0 <= int(ids.min()) <= int(ids.max()) < 6
 
 

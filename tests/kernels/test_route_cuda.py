@@ -9,8 +9,10 @@ import emulation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 emulation.require("cuda/route", compiler=DEVICE == "cpu")
-from lowq_kernels.decode import reference, route_cuda
-from lowq_kernels.decode.route import RouteCall, Routing, route
+from lowq_kernels.decode import route_cuda
+from lowq_kernels.decode import router as definition
+from lowq_kernels.decode.route import RouteCall, Routing, route_by
+from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import named, select
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -38,19 +40,21 @@ def built():
 def operands(M, E, H, top_k, normalise, rounded, bias, dtype):
     torch.manual_seed(M + E)
     x, router = (torch.randn(M, H, device=DEVICE)).to(dtype), (torch.randn(E, H, device=DEVICE) / H**0.5).to(dtype)
-    return x, router, top_k, normalise, rounded, torch.randn(E, device=DEVICE).to(dtype) if bias else None
+    own = torch.randn(E, device=DEVICE).to(dtype) if bias else None
+    return x, RouterFacts(router, top_k, normalise=normalise, rounded=rounded, logits_bias=own)
 
 
-def routed(*given):
-    r = Routing.of(*given)
+def routed(x, facts):
+    r = Routing.of(x, facts)
     return route_cuda.route(r, {}), r.weights
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_experts_and_weights(name):
     """The chosen ones' logits are the largest to within rounding, and the weights are those of the ids."""
-    x, router, top_k, normalise, rounded, bias = given = operands(*CASES[name])
-    ids, weights = emulation.twice(lambda: routed(*given))
+    x, f = operands(*CASES[name])
+    router, top_k, normalise, rounded, bias = f.weight, f.top_k, f.normalise, f.rounded, f.logits_bias
+    ids, weights = emulation.twice(lambda: routed(x, f))
     exact = torch.nn.functional.linear(x.float(), router.float(), None if bias is None else bias.float())
     step = 2 ** (-10 if x.dtype == F16 else -7)
     assert all(len(set(row)) == top_k for row in ids.tolist())
@@ -66,14 +70,14 @@ def test_equal_logits_go_by_their_number():
     x, router = torch.ones(2, 64, dtype=F16, device=DEVICE), torch.zeros(128, 64, dtype=F16, device=DEVICE)
     router[[77, 5, 120]] = 0.25
     router[3] = -0.25
-    ids, weights = routed(x, router, 6, True, False, None)
+    ids, weights = routed(x, RouterFacts(router, 6))
     assert ids.tolist() == [[5, 77, 120, 0, 1, 2]] * 2
     assert weights[0, 0] == weights[0, 2] > weights[0, 3]
 
 
 def test_nan_still_names_experts():
     x, router = torch.full((2, 64), float("nan"), dtype=F16, device=DEVICE), torch.randn(128, 64, device=DEVICE).to(F16)
-    ids, _ = routed(x, router, 8, True, False, None)
+    ids, _ = routed(x, RouterFacts(router, 8))
     assert ids.min() >= 0
     assert all(len(set(row)) == 8 for row in ids.tolist())
     assert ids.max() < 128
@@ -94,5 +98,6 @@ def test_who_takes_what():
 
 def test_on_a_cpu_it_is_the_definition():
     x, router = torch.randn(3, 40), torch.randn(6, 40)
-    for ours, truth in zip(route(x, router, 2, True, False), reference.route(x, router, 2, True, False), strict=True):
+    f = RouterFacts(router, 2)
+    for ours, truth in zip(route_by(x, f), definition.route_by(x, f), strict=True):
         assert torch.equal(ours, truth)

@@ -186,7 +186,7 @@ def test_route_by_facts(name, dtype):
     f = RouterFacts((randn(E, H, dtype=torch.float32) / H**0.5).to(dtype), top_k, **(facts | tensors))
     x = randn(5, H, dtype=dtype)
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        r = Routing.of(x, f.weight, f.top_k, f.normalise, f.rounded, f.logits_bias, f)
+        r = Routing.of(x, f)
         ids = route_triton.route(r, {})
     wanted_ids, wanted = router.route_by(x, f)
     assert torch.equal(ids, wanted_ids)
@@ -196,12 +196,12 @@ def test_route_by_facts(name, dtype):
 def test_a_router_of_nan_still_names_experts():
     f = RouterFacts(randn(12, 64), 3, "sigmoid", choice_bias=randn(12), groups=(4, 2))
     x = randn(2, 64) * float("nan")
-    ids = route_triton.route(Routing.of(x, f.weight, 3, True, False, None, f), {})
+    ids = route_triton.route(Routing.of(x, f), {})
     assert 0 <= int(ids.min()) <= int(ids.max()) < 12
 
 
 def test_a_router_with_a_layer_norm_goes_by_the_definition():
     f = RouterFacts(randn(12, 64), 3, norm=norm(64, "layer"))
     x = randn(2, 64)
-    ids = route_triton.route(Routing.of(x, f.weight, 3, True, False, None, f), {})
+    ids = route_triton.route(Routing.of(x, f), {})
     assert torch.equal(ids, router.route_by(x, f)[0])
