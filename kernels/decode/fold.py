@@ -126,10 +126,10 @@ def folded_product(
 
 def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | None:
     """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or None."""
-    packed = type(layer) is QuantLinear and layer.act == "none"
+    packed = type(layer) is QuantLinear
     if not (packed or type(layer) is Dense) or not layer.weight.is_cuda:
-        return "takes layers on a GPU, packed or in 16 bits, activations in 16 bits"
-    if M > MOST_ROWS:
+        return "takes layers on a GPU, packed or in 16 bits"
+    if M > MOST_ROWS:  # fewer than those whose inputs layers round
         return f"takes up to {MOST_ROWS} rows, not {M}"
     if isinstance(layer, QuantLinear) and straddled(layer.packed):
         return "row tiles of two tables"

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from lowq_kernels import gpu
-from lowq_kernels.activations import rounded
+from lowq_kernels.activations import act_of, rounded
 from lowq_kernels.dispatch.layouts import ranked
 from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, dispatched, select
 from lowq_kernels.dispatch.sources import source_hash
@@ -216,7 +216,9 @@ def rounding(
     shape: Shape, plain: Entry, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False
 ) -> Entry | None:
     """What layers take that round their inputs (`shape.act`): a kernel of 8-bit products, or the entry `plain` behind a
-    rounding of x where that is faster. None where no kernel multiplies 8 bits: then there is nothing to choose."""
+    rounding of x where that is faster. None where no kernel multiplies 8 bits, or rows are few: then there is nothing to choose."""
+    if act_of(shape.act, plain.M) == "none":
+        return None
     call = call_for(shape, plain.M, weights[0].layout, device, shape.act)
     x = torch.randn(plain.M, shape.K, device=device).to(shape.dtype)
     found = _entry(shape, call, _fastest(call, x, weights, exhaustive))

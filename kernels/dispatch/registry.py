@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from lowq_kernels.activations import Act, rounded
+from lowq_kernels.activations import Act, act_of, rounded
 from lowq_kernels.gpu import capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import PackedWeight
@@ -312,10 +312,12 @@ def matmul(
 ) -> torch.Tensor:
     """x (M, K) @ dequantize(p)^T + bias -> (M, N) in x's dtype, by the kernel that `select` chooses.
 
-    act: round each row of x to 8 bits: inside a kernel that multiplies such, else here, for the kernels that do not.
+    act: round each row of x to 8 bits, where rows are many (`act_of`): inside a kernel that multiplies such, else here, for the
+        kernels that do not.
     """
     if not x.shape[0]:
         return x.new_empty(0, p.N)
+    act = act_of(act, x.shape[0])
     call = Call.of(x, p, act)
     resolved, (spec, config) = _resolve(call, kernel)
     if act != "none" and resolved != call:

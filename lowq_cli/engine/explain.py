@@ -13,6 +13,7 @@ from lowq_cli.engine.stream import Decoder
 from lowq_cli.hf.embedding import QuantEmbedding
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
+from lowq_kernels.activations import act_of
 from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
 from lowq_kernels.gpu import capability
@@ -75,7 +76,7 @@ def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[st
     """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear):
-            yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device, m.act)
+            yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device, act_of(m.act, M))
         elif isinstance(m, Fp8Linear):
             scheme = f"fp8 {m.block[0]}x{m.block[1]}"
             yield name, 1, (m.out_features, m.in_features, scheme, "fp8", m.kernel, m.weight.device, m.act)

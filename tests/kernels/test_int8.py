@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from emulation import error
-from lowq_kernels.activations import int8_rows, rounded
+from lowq_kernels.activations import STEPS, int8_rows, rounded
 from lowq_kernels.dispatch.registry import Call, after_rounding, kernels, matmul
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.papers import gemm_int8 as kernel
@@ -85,17 +85,18 @@ def test_dispatch():
     w = weight(64, 128, 64, 4, "float")
     x = torch.randn(3, 128, device=DEVICE).half()
     assert SPEC.why_not(Call(3, 64, 128, w.scheme, "strided", x.dtype, "cuda", (9, 0))) == "takes activations as int8, not none"
-    p = pack(w, "rowstream")
+    p, many = pack(w, "rowstream"), torch.randn(STEPS + 1, 128, device=DEVICE).half()
     for act in ("int8", "fp8"):
-        y = matmul(x, p, act=act)
-        assert torch.equal(y, matmul(rounded(x, act), p))
-        assert not torch.equal(y, matmul(x, p))
+        y = matmul(many, p, act=act)
+        assert torch.equal(y, matmul(rounded(many, act), p))
+        assert not torch.equal(y, matmul(many, p))
+        assert torch.equal(matmul(many[:STEPS], p, act=act), matmul(many[:STEPS], p))  # a step's rows stay as they are
 
 
 def test_layer():
     w = weight(64, 128, 64, 4, "float")
     layer = QuantLinear.from_quantized(w)
-    x = torch.randn(3, 128, device=DEVICE).half()
+    x = torch.randn(STEPS + 1, 128, device=DEVICE).half()
     plain = layer(x)
     layer.set_act("int8")
     assert error(layer(x), rounded(x, "int8").float() @ w.dequantize().t()) < 2e-3
