@@ -18,8 +18,8 @@ from lowq_packers.errors import UsageError
 from lowq_packers.scheme import ACTS, Act
 
 INT8_MAX = 127.0
-# Rows up to which packed layers leave x in 16 bits. With the rounding, 128 rows by 4 bits take 30.6 us for 30.3 (8192 x 8192, fp8,
-# an H100), 256 take 43.2 for 50.4 (docs/fp8.md); and an answer's tokens cost nothing in accuracy.
+# Rows up to which packed layers leave x in 16 bits. 128 rows by 4 bits take 30.6 us in fp8 with the rounding, 30.3 in 16 bits,
+# 256 rows 43.2 and 50.4 (8192 x 8192, an H100, docs/fp8.md); and an answer's tokens cost nothing in accuracy.
 STEPS = 128
 
 

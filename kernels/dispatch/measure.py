@@ -216,7 +216,7 @@ def rounding(
     shape: Shape, plain: Entry, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False
 ) -> Entry | None:
     """What layers take that round their inputs (`shape.act`): a kernel of 8-bit products, or the entry `plain` behind a
-    rounding of x where that is faster. None where no kernel multiplies 8 bits, or rows are few: then there is nothing to choose."""
+    rounding of x where that is faster. None where there is nothing to choose: no kernel multiplies 8 bits, or rows are few."""
     if act_of(shape.act, plain.M) == "none":
         return None
     call = call_for(shape, plain.M, weights[0].layout, device, shape.act)

@@ -49,6 +49,26 @@ Draft = Annotated[
     ),
 ]
 
+
+def _act(value: str | None) -> str | None:
+    from lowq_packers.errors import UsageError
+    from lowq_packers.scheme import ACTS
+
+    if value not in (None, *ACTS, "auto"):
+        raise UsageError(f"--act {value} must be one of {', '.join(ACTS)}, auto")
+    return value
+
+
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        "--act",
+        callback=_act,
+        help="Round what a prompt's products take: none, int8, fp8, or auto, in the layers where the model's own text hardly "
+        "notices.  [default: as the checkpoint says]",
+        autocompletion=completion.words("none", "int8", "fp8", "auto"),
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]
 Temperature = Annotated[

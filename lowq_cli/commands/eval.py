@@ -32,7 +32,9 @@ def eval(
     layers: Annotated[bool, typer.Option("--layers", help="With --against: also the error of every decoder layer.")] = False,
     act: Annotated[
         str | None,
-        typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
+        typer.Option(
+            help="Activations: none, int8, fp8, auto (see generate), or all to compare them.  [default: as the checkpoint says]"
+        ),
     ] = None,
     kv: KvCache = "16",
     tasks: Annotated[
@@ -186,13 +188,11 @@ def _tasks(
 def _scores(name: str, loaded: Any, limit: int | None, device: str, act: str | None, kv: str) -> "list[Score]":
     """One model's, loaded as for perplexity."""
     from lowq_cli.engine.ready import ready
+    from lowq_cli.evaluate.eight_bits import apply_act
     from lowq_cli.evaluate.tasks import Judge, scores
-    from lowq_cli.hf.activations import set_activations
     from lowq_cli.serving.many import answers
-    from lowq_kernels.activations import check_act
 
     with console.status(f"loading {name}"):
         model, tokenizer = ready(name, device)
-        if act is not None:
-            set_activations(model, check_act(act))
+        apply_act(model, tokenizer, act, console.say)
     return scores(loaded, Judge(model, tokenizer, answers, console.progress, kv), limit)

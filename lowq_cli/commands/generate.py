@@ -14,6 +14,7 @@ import typer
 from lowq_cli import console
 from lowq_cli.commands import (
     EXIT_INTERRUPTED,
+    Activations,
     Device,
     Draft,
     KeepAlive,
@@ -79,6 +80,7 @@ def generate(
     device: Device = "auto",
     threads: Threads = None,
     kv: KvCache = "16",
+    act: Activations = None,
     draft: Draft = "auto",
     keep_alive: KeepAlive = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
@@ -109,6 +111,7 @@ def generate(
         "chat": chat,
         "max_new_tokens": max_new_tokens,
         "kv": kv,
+        "act": act,
         "draft": draft,
         "stop": [unescaped(s) for s in stop or ()],
         "images": image or [],
@@ -177,6 +180,10 @@ def answer(
         check(settings.get("kv", "16"))
         check_draft(settings.get("draft", "auto"))
         model, tokenizer = ready(folder, device, console.warn)
+        if (act := settings.pop("act", None)) is not None:
+            from lowq_cli.evaluate.eight_bits import apply_act
+
+            apply_act(model, tokenizer, act, console.say)
         drawn, origins = settle(model, given, DEFAULTS[default])
     asked = {n: v for n, v in settings.items() if n not in NAMES}
     settings = {"kv": "16", "draft": "auto", "stop": []} | asked | drawn | {"seed": seed}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console
-from lowq_cli.commands import Device, KvCache
+from lowq_cli.commands import Activations, Device, KvCache
 from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ EXAMPLES = """Examples:
   lowq serve --models /srv/models --memory 40GB --keep-alive 30m   (every model there, by its name)
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
-OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv"
+OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv, --act"
 LAST_LINE_S = 2.0  # that a log may take for its last lines
 ENGINES = ("auto", "own", "vllm")
 SHOWN = 8  # names of other models
@@ -89,6 +89,7 @@ def serve(
         typer.Option("--cache-tokens", min=1, help="Tokens held for all requests together.  [default: as memory allows]"),
     ] = None,
     kv: KvCache = "16",
+    act: Activations = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whoever else is there: the same kernels always, slower.")
     ] = False,
@@ -116,11 +117,11 @@ def serve(
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     if through_vllm:
         many = models or config or memory or keep_alive
-        if host != "127.0.0.1" or api_key or name or many or max_batch or cache_tokens or deterministic or kv != "16":
+        if host != "127.0.0.1" or api_key or name or many or max_batch or cache_tokens or deterministic or act or kv != "16":
             raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
-        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
+        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv, "act": act}
         asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
         _serve(asked, None if local else (host, port), api_key, strict, device, how, grace, dry_run, as_json)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from lowq_cli import console
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native_loader import NativeModel
 from lowq_cli.engine.sampling import check_finite
 from lowq_cli.engine.warm import warm_texts
 from lowq_cli.models import CausalModel
-from lowq_kernels.activations import check_act
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
 
@@ -127,7 +127,7 @@ def measure(
     Args:
         model, against: lowq checkpoints, Hugging Face folders or hub ids; `against` fills base_ppl, kl, top1_agreement.
         progress: called with (percent done, note).
-        act: how `model` rounds activations; None leaves what its checkpoint says.
+        act: how `model` rounds activations, as `eight_bits.apply_act` has it.
         kv: as of `evaluate`.
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
@@ -136,9 +136,9 @@ def measure(
 
     loaded, tokenizer = ready(model, device)
     if act is not None:
-        from lowq_cli.hf.activations import set_activations
+        from lowq_cli.evaluate.eight_bits import apply_act
 
-        set_activations(loaded, check_act(act))
+        apply_act(loaded, tokenizer, act, console.say)
     reference = ready(against, device)[0] if against else None
     window = min(window_of(m) for m in (loaded, reference) if m is not None)
     return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress, kv)

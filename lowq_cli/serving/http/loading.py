@@ -35,8 +35,8 @@ class Loaded:
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     """In the engine's process: the model loaded, and its engine.
 
-    how: what ContinuousEngine takes, and `memory`: bytes for all models of a server, 0 for all that the device has; of them the
-    cache takes its SHARE. Without `memory` it takes what there is.
+    how: what ContinuousEngine takes; `act`, as `apply_act` has it; and `memory`: bytes for all models of a server, 0 for all
+    that the device has; of them the cache takes its SHARE. Without `memory` it takes what there is.
     """
     console.quiet = quiet
     hf.leave_out()
@@ -55,6 +55,10 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
 
         check(how["kv"])
         loaded, tokenizer = ready(model, device, console.warn)
+        if how.get("act") is not None:
+            from lowq_cli.evaluate.eight_bits import apply_act
+
+            apply_act(loaded, tokenizer, how["act"], console.say)
         draw = checked(published(loaded))
         share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
@@ -68,7 +72,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
 
 def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
     """What the engine takes; `memory` as a bound of its cache, where it is given and the cache has no other."""
-    found = dict(how)
+    found = {name: value for name, value in how.items() if name != "act"}
     memory = found.pop("memory", None)
     if memory is not None and (memory or total) and found.get("cache_tokens") is None:
         found["cache_bytes"] = int(SHARE * (memory or total or 0))

@@ -1,0 +1,112 @@
+"""--act auto: what layers may round is measured on the model's own text, and no more is taken than the limit allows."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lowq
+from lowq_cli.engine.ready import ready
+from lowq_cli.evaluate import eight_bits
+from lowq_cli.evaluate.eight_bits import apply_act, choose, own_text
+from lowq_cli.hf.activations import quantized_linears, set_activations
+from lowq_cli.main import app
+from lowq_kernels.activations import STEPS
+from lowq_packers.errors import UsageError
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("eight") / "demo"
+    lowq.quantize("demo", out=out, bits=4, group=64, method="rtn", device="cpu")
+    return out
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return ready(folder, "cpu")
+
+
+@pytest.fixture(scope="module")
+def text(loaded):
+    return own_text(*loaded)[:4]
+
+
+def divergence(model, ids, act):
+    """Nats a token by which predictions differ from those in 16 bits, layers set to `act` by name."""
+    layers, logs = {n: m for n, m in model.named_modules() if m in set(quantized_linears(model))}, []
+    for taken in ({}, act):
+        for name, layer in layers.items():
+            layer.set_act(taken.get(name, "none"))
+        with torch.inference_mode():
+            logs.append(model(input_ids=ids).logits[:, :-1].double().log_softmax(-1))
+    return float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
+
+
+def test_as_many_layers_as_the_limit_allows(loaded, text):
+    model, _ = loaded
+    found = [choose(model, text, limit) for limit in (0.0, 5e-4, 2e-3, 1.0)]
+    assert [c.act for c in found] == ["none", "int8", "int8", "int8"]
+    for choice, limit in zip(found[1:], (5e-4, 2e-3, 1.0), strict=True):
+        kl = divergence(model, text, dict.fromkeys(choice.rounded, "int8"))
+        assert kl == pytest.approx(choice.kl, rel=0.02)
+        assert kl <= limit
+    assert 0 < len(found[1].rounded) < len(found[2].rounded) < len(found[3].rounded) == 24
+    assert not found[3].kept
+    choose(model, text, 5e-4)
+    assert {n for n, m in model.named_modules() if getattr(m, "act", "none") == "int8"} == set(found[1].rounded)
+    assert "16 bits in" in str(found[1])
+    assert "of 0" in str(found[1])
+
+
+def test_steps_are_exact_and_prompts_are_not(loaded):
+    model, _ = loaded
+    ids = torch.randint(3, 1000, (1, STEPS + 1), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for act in ("none", "int8", "fp8"):
+        set_activations(model, act)
+        with torch.inference_mode():
+            found[act] = [model(input_ids=part).logits for part in (ids[:, :STEPS], ids)]
+    set_activations(model, "none")
+    for act in ("int8", "fp8"):
+        assert torch.equal(found[act][0], found["none"][0])
+        assert not torch.equal(found[act][1], found["none"][1])
+
+
+def test_what_it_takes_is_said(loaded, monkeypatch):
+    model, tokenizer = loaded
+    monkeypatch.setattr(eight_bits, "TOKENS", 64)
+    said = []
+    apply_act(model, tokenizer, "auto", said.append)
+    (line,) = said
+    assert line.startswith("activations ")
+    apply_act(model, tokenizer, None, said.append)
+    apply_act(model, tokenizer, "none", said.append)
+    assert said == [line]
+    with pytest.raises(UsageError, match="act='int4' does not exist"):
+        apply_act(model, tokenizer, "int4")
+
+
+def test_commands_take_it(folder):
+    answers = [
+        json.loads(run("generate", folder, "--prompt", "Once", "--max-new-tokens", "8", "--device", "cpu", "--json", *more))
+        for more in ((), ("--act", "int8"))
+    ]
+    assert answers[0]["text"] == answers[1]["text"]  # a short prompt: nothing is rounded
+    plain, rounded = (
+        json.loads(run("eval", folder, "--max-tokens", "600", "--device", "cpu", "--json", *more))["ppl"]
+        for more in ((), ("--act", "int8"))
+    )
+    assert 0 < abs(rounded / plain - 1) < 0.02
+    for words in (
+        ("generate", folder, "--prompt", "Once", "--act", "int4"),
+        ("serve", folder, "--engine", "vllm", "--act", "int8"),
+    ):
+        assert isinstance(CliRunner().invoke(app, list(map(str, words))).exception, UsageError)
