@@ -32,7 +32,7 @@ from plots import save
 
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.ready import ready
-from lowq_cli.evaluate.perplexity import logits_of
+from lowq_cli.evaluate.logits import logits_of
 from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline

@@ -16,7 +16,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.evaluate.perplexity import logits_of, warm_reading
+from lowq_cli.evaluate.logits import logits_of, warm_reading
 from lowq_cli.hf.activations import quantized_linears, set_activations
 from lowq_cli.models import CausalModel
 from lowq_kernels.activations import STEPS, check_act

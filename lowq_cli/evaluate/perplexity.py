@@ -8,16 +8,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lowq_cli import console
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
-from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.native_loader import NativeModel
 from lowq_cli.engine.sampling import check_finite
-from lowq_cli.engine.warm import warm_texts
+from lowq_cli.evaluate.logits import device_of, logits_of, warm_reading
 from lowq_cli.models import CausalModel
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
@@ -72,7 +69,7 @@ def evaluate(
         DamagedError: logits that are no numbers.
     """
     cut = windows(ids, window, max_tokens)
-    device = _device(model)
+    device = device_of(model)
     vocabulary = _vocabulary(model)
     check_ids((int(cut.min()), int(cut.max())), vocabulary)
     batch = max(1, LOGITS_AT_ONCE // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
@@ -171,30 +168,10 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def _device(model: CausalModel) -> torch.device:
-    return next(iter([*model.parameters(), *model.buffers()])).device
-
-
 def _vocabulary(model: CausalModel) -> int:
     config = getattr(model, "config", None)
     config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     return getattr(config, "vocab_size", 1 << 15)
-
-
-def warm_reading(model: CausalModel, tokens: int, kv: str = PLAIN) -> None:
-    """Compile what `logits_of` takes for so many tokens at a time, where that is known beforehand."""
-    if isinstance(model, NativeModel):
-        decoder: Any = decoder_of(model, kv)  # the fused one: a model like this has no other
-        warm_texts(model, decoder, tokens)
-
-
-def logits_of(model: CausalModel, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
-    """Logits (B, T, V) at every place of whole texts (B, T), in the model's dtype; keys and values held as `kv` says."""
-    ids = ids.to(_device(model))
-    if kv == PLAIN:
-        return model(input_ids=ids, use_cache=False).logits
-    decoder: Any = decoder_of(model, kv)  # fused or plain: the one that records graphs takes no other cache
-    return decoder.logits(ids)
 
 
 def _log_probabilities(model: CausalModel, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from lowq_cli.engine.prompts import context_limit
-from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE, logits_of, warm_reading
+from lowq_cli.evaluate.logits import logits_of, warm_reading
+from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE
 from lowq_cli.evaluate.task_names import YAML, check_names
 from lowq_cli.models import CausalModel, Tokenizer
 from lowq_kernels.decode.kv import PLAIN
