@@ -122,17 +122,20 @@ def _conv_run_kernel(
     rows = begin + tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     there = rows < end
     mask = there[:, None] & mask_c[None, :]
-    state = state_ptr + tl.load(tile + 3).to(tl.int64) * C * (W - 1) + c * (W - 1)
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     for i in tl.static_range(W):
         at = rows - (W - 1) + i
         token = x_ptr + at.to(tl.int64)[:, None] * wide
         new = _input(token, c[None, :], mask & (at >= run)[:, None], first, C, k_heads, k_dim, v_dim, each, MODE)
-        new = new.to(state_ptr.dtype.element_ty)
-        if i < W - 1:
-            held = tl.load(state[None, :] + (rows - run + i)[:, None], mask=mask & (at < run)[:, None], other=0.0)
-            new = tl.where((at < run)[:, None], held, new)
-        acc += new.to(tl.float32) * (tl.load(weight_ptr + c * W + i, mask=mask_c, other=0.0).to(tl.float32) * by)[None, :]
+        tap = (tl.load(weight_ptr + c * W + i, mask=mask_c, other=0.0).to(tl.float32) * by)[None, :]
+        acc += new.to(state_ptr.dtype.element_ty).to(tl.float32) * tap
+    if tl.program_id(0) % PARTS * ROWS + begin < run + W - 1:  # inputs before the run, which the state holds
+        state = state_ptr + tl.load(tile + 3).to(tl.int64) * C * (W - 1) + c * (W - 1)
+        for i in tl.static_range(W - 1):
+            before = mask & (rows - (W - 1) + i < run)[:, None]
+            held = tl.load(state[None, :] + (rows - run + i)[:, None], mask=before, other=0.0)
+            tap = (tl.load(weight_ptr + c * W + i, mask=mask_c, other=0.0).to(tl.float32) * by)[None, :]
+            acc += held.to(tl.float32) * tap
     if BIAS:
         acc += tl.load(bias_ptr + c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
     at = rows.to(tl.int64)[:, None]

@@ -2,7 +2,7 @@
 
     conv    as `conv_triton`: q, k, v of delta; x, B, C of Mamba2, which are v, k and q here
     chunks  (tiles of CHUNK tokens, heads): decays, what tokens of a chunk read of one another, and with delta the inverse of
-            the triangular system of what they write, row by row in fp32
+            the triangular system of what they write: blocks of PART tokens row by row, products for the rest
     scan    (dims of values in blocks, heads, runs): a block of a head's state (keys, values), in registers, goes through the
             chunks
     out     (tokens in blocks, heads): delta's norm and gate; Mamba2's norm is that of its step
@@ -36,9 +36,11 @@ from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
 MOST_KEYS = 256  # values of a key
 OUT_ROWS = 16  # tokens whose heads a program norms
-SCANS = ((32, 2), (32, 1), (16, 1))  # dims of values of a program, pipeline stages: the first that fits into shared memory
-WARPS = 4  # of a scan
+PART: tl.constexpr = tl.constexpr(16)  # rows of a block of a triangular system that is inverted row by row
 IEEE, BF16, TF32 = 0, 1, 2
+# Of a scan dims of values of a program, pipeline stages, warps; the first that fits into shared memory. H100, 1,000 tokens, 32
+# heads of 128, us: bf16 (32, 3, 4) 48, (32, 2, 4) 66; fp16 in one stage of 8 warps 110, in two of 4 151 (spills)
+NARROW, WIDE = ((32, 3, 4), (32, 2, 4), (32, 1, 4), (16, 1, 4)), ((32, 1, 8), (16, 1, 4))
 KINDS = {torch.float32: IEEE, torch.bfloat16: BF16, torch.float16: TF32}
 
 
@@ -63,6 +65,21 @@ def _dot(a, b, KIND: tl.constexpr):
     else:
         y = tl.dot(a.to(tl.float32), b, input_precision="tf32")
     return y
+
+
+@triton.jit
+def _inverses(system, SIZE: tl.constexpr):
+    """Of a lower triangular system (SIZE, SIZE), without the ones of its diagonal, the inverses of blocks of PART on it, in
+    their place: row by row, all blocks at once, by substitution in fp32."""
+    block, row, column = tl.arange(0, SIZE // PART), tl.arange(0, PART), tl.arange(0, PART)
+    first = system + block * (PART * SIZE + PART)
+    solved = tl.where(row[None, :, None] == column[None, None, :], 1.0, 0.0) + tl.zeros((SIZE // PART, PART, PART), tl.float32)
+    for i in range(1, PART):
+        own = tl.load(first[:, None] + i * SIZE + row[None, :])
+        known = tl.sum(own[:, :, None] * solved, 1)
+        solved = tl.where((row == i)[None, :, None], solved - known[:, None, :], solved)
+    tl.debug_barrier()  # every thread has read the system
+    tl.store(first[:, None, None] + row[None, :, None] * SIZE + column[None, None, :], solved)
 
 
 @triton.jit
@@ -107,12 +124,16 @@ def _chunks_kernel(
         system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * beta[:, None]
         tl.store(solved_ptr + square, tl.where(offs[:, None] > offs[None, :], system, 0.0))
         tl.debug_barrier()
-        solved = tl.where(offs[:, None] == offs[None, :], 1.0, 0.0)
-        row = solved_ptr + (number * HEADS + h) * SIZE * SIZE + offs
-        for i in range(1, SIZE):
-            known = tl.sum(tl.load(row + i * SIZE)[:, None] * solved, 0)
-            solved = tl.where((offs == i)[:, None], solved - known[None, :], solved)
-        tl.debug_barrier()  # every thread has read the system
+        _inverses(solved_ptr + (number * HEADS + h) * SIZE * SIZE, SIZE)
+        block = offs // PART
+        tl.debug_barrier()
+        inverses = tl.load(solved_ptr + square, mask=block[:, None] == block[None, :], other=0.0)
+        tl.debug_barrier()  # every thread has read them
+        # (1 + A)^-1 with A = D^-1 - 1 + L, blocks D on the diagonal and L below: with N = D L, N^4 = 0, (1 - N) (1 + N^2) D
+        PRECISION: tl.constexpr = "ieee" if KIND == 0 else "tf32x3"
+        N = tl.dot(inverses, tl.where(block[:, None] > block[None, :], system, 0.0), input_precision=PRECISION)
+        solved = inverses + tl.dot(N, tl.dot(N, inverses, input_precision=PRECISION), input_precision=PRECISION)
+        solved -= tl.dot(N, solved, input_precision=PRECISION)
         tl.store(solved_ptr + square, _cut(solved, KIND).to(tl.float32))
 
 
@@ -210,13 +231,13 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
     return None
 
 
-def _scan(keys: int, kind: int, smem: int) -> tuple[int, int] | None:
-    """Dims of values and stages of a scan that fits: tiles of each stage, and what is multiplied by them."""
+def _scan(keys: int, kind: int, smem: int) -> tuple[int, int, int] | None:
+    """Of a scan that fits dims of values, stages, warps: tiles of each stage, and what is multiplied by them."""
     K, stored, cut = padded(keys), 4 if kind == IEEE else 2, 2 if kind == BF16 else 4
-    for values, stages in SCANS:
+    for values, stages, warps in NARROW if kind == BF16 else WIDE:
         stage = CHUNK * ((2 * K + values) * stored + CHUNK * (4 + cut))
         if stages * stage + (K + 2 * CHUNK) * values * cut <= smem:
-            return values, stages
+            return values, stages, warps
     return None
 
 
@@ -261,11 +282,11 @@ def _scanned(
     )  # fmt: skip
     found = _scan(how.keys, kind, gpu.here(x.device.index).smem_block)
     assert found is not None
-    BLOCK_V, stages = found
+    BLOCK_V, stages, warps = found
     _scan_kernel[(triton.cdiv(how.values, BLOCK_V), how.heads, runs.table.shape[0])](
         x, mixed, None if isinstance(f, Delta) else f.d, states["S"], runs.table, solved, inside, factors, y, x.shape[1], C,
         how.q_first, how.k_first, how.v_first, *how.strides, by_z, **sizes, VD=how.values, GATE=how.gate, BLOCK_V=BLOCK_V,
-        SIZE=CHUNK, num_warps=WARPS, num_stages=stages, **pdl(x),
+        SIZE=CHUNK, num_warps=warps, num_stages=stages, **pdl(x),
     )  # fmt: skip
 
 
