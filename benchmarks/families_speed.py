@@ -1,17 +1,19 @@
 """How fast families decode on one GPU, real layer widths, few layers: benchmarks/results/<gpu>/families_speed.json.
 
-    python benchmarks/families_speed.py [--out FILE] [--launches] [FAMILY ...]
+    python benchmarks/families_speed.py [--out FILE] [--launches] [--kernels] [--dtype bfloat16] [FAMILY or whole:NAME ...]
 
 Random weights, 4 bits g128 (NARROW: g64), vocabulary 8,192. Share: bytes of weights that a step touches (experts by their
 share, the embedding left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of
 1,000 tokens, warm. A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and
-numbers of the kernels of one step, and the tokens drawn, for comparing two trees.
+numbers of the kernels of one step, and the tokens drawn, for comparing two trees; --kernels the times of those of a prompt.
+whole:NAME is a published model of `tests/families/sizes.py`, with its own vocabulary and all layers or as many as WHOLE says.
 """
 
 import argparse
 import gc
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -93,19 +95,31 @@ SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_
     "minimax_m2": {"hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8}
     | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4},
 }
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "families"))
+import sizes  # noqa: E402
+
+# published models, of all layers or so many: their text config, whatever they are wrapped in
+WHOLE = {"qwen3_5": 0, "qwen3_5_moe": 0, "gemma4": 12, "gemma4/26b-a4b": 12, "deepseek_v3": 5, "nemotron_h": 0}
 NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
 NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2")  # whose layers are no multiple of 128 wide: groups of 64
 STEPS, PROMPT = 200, 1000
 
 
-def model_of(family: str, device: str) -> Any:
+def model_of(family: str, device: str, dtype: torch.dtype) -> Any:
     """The model of a family's shape, of random weights in 4 bits."""
-    config = AutoConfig.for_model(family, **COMMON, **SHAPES[family])
+    name = family.removeprefix("whole:")
+    if name == family:
+        config = AutoConfig.for_model(family, **COMMON, **SHAPES[family])
+    else:
+        config = AutoConfig.for_model(name.split("/")[0], **sizes.CONFIGS[name]).get_text_config()
+        config.num_hidden_layers = WHOLE[name] or config.num_hidden_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
-    variant = "4g64" if family in NARROW else "4g128"
-    model = quantized_model(model, variant, torch.float16, device)
+    variant = "4g64" if name in NARROW else "4g128"
+    model = quantized_model(model, variant, dtype, device)
     for name, b in list(model.named_buffers()):
         if b.is_meta:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -137,10 +151,22 @@ def launches(decoder: Any) -> dict[str, int]:
     return dict(Counter(e.name for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA))
 
 
-def row(family: str, device: str, with_launches: bool, speed: float) -> dict[str, Any]:
+def of_prompt(decoder: Any, prompt: list[list[int]]) -> dict[str, float]:
+    """Microseconds of each kernel of a prompt's pass by name, the largest 16; waits of dependent launches are in them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        decoder.start(prompt, Sampling(), 1)
+        torch.cuda.synchronize()
+    us = Counter[str]()
+    for e in p.events():
+        if e.device_type == torch.autograd.DeviceType.CUDA:
+            us[e.name[:60]] += e.device_time
+    return {name: round(n, 1) for name, n in us.most_common(16)}
+
+
+def row(family: str, device: str, args: argparse.Namespace, speed: float) -> dict[str, Any]:
     """What is measured of one family."""
     torch.manual_seed(0)
-    model = model_of(family, device)
+    model = model_of(family, device, getattr(torch, args.dtype))
     decoder = decoder_of(model)
     g = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, 8000, (8, 128), generator=g).tolist()
@@ -148,7 +174,7 @@ def row(family: str, device: str, with_launches: bool, speed: float) -> dict[str
     first = decoder.start(prompts[:1], Sampling(), 40)
     drawn = [int(first[0]), *(int(decoder.step()[0]) for _ in range(30))]
     made = {"family": family, "layers": model.config.num_hidden_layers, "decoder": decoder.name, "reason": decoder.reason}
-    if with_launches:
+    if args.launches:
         made |= {"launches": launches(decoder), "tokens": hashlib.sha256(str(drawn).encode()).hexdigest()[:12]}
     one = step_seconds(decoder, prompts[:1], STEPS)
     nbytes = explain.bytes_per_token(model, decoder, 1)
@@ -161,6 +187,9 @@ def row(family: str, device: str, with_launches: bool, speed: float) -> dict[str
         decoder.start(long, Sampling(), 1)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
+    if args.kernels:
+        long[0][0] = 99
+        made["prompt_kernels_us"] = of_prompt(decoder, long)
     made |= {"step_us": round(one * 1e6, 1), "share": round(nbytes / speed / one, 3), "bytes": nbytes}
     return made | {"tokens_per_s_8": round(8 / eight), "first_token_ms": round(min(times[1:]) * 1e3, 1)}
 
@@ -171,12 +200,14 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--launches", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--dtype", default="float16")
     args = parser.parse_args()
     rows, device = [], torch.device("cuda")
     speed = bandwidth.measured(device)
-    for family in args.families or SHAPES:
+    for family in args.families or (*SHAPES, *(f"whole:{name}" for name in WHOLE)):
         try:
-            rows.append(row(family, "cuda", args.launches, speed))
+            rows.append(row(family, "cuda", args, speed))
         except Exception as e:
             rows.append({"family": family, "decoder": "none", "reason": f"{type(e).__name__}: {e}"[:300]})
         print({k: v for k, v in rows[-1].items() if k != "launches"}, flush=True)

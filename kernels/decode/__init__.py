@@ -32,7 +32,6 @@ import torch
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.activation import activated, opened, opened_by, softcapped
 from lowq_kernels.decode.latent import DEFINITION as LATENT
-from lowq_kernels.decode.latent import DISPATCHED as ANY_LATENT
 from lowq_kernels.decode.latent import Forms
 from lowq_kernels.decode.norms import add, normed, update_norm
 from lowq_kernels.decode.prepare import prepare as prepared
@@ -112,7 +111,7 @@ def ops(device_type: str) -> Ops:
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:
         return TORCH
-    from lowq_kernels.decode import elementwise, norms_triton, prepare_triton, prompt, sample
+    from lowq_kernels.decode import elementwise, latent, latent_prompt, norms_triton, prepare_triton, prompt, sample
     from lowq_kernels.decode.attend import attend
     from lowq_kernels.decode.attend_rows import attend_rows
     from lowq_kernels.decode.route import route_by
@@ -123,7 +122,7 @@ def ops(device_type: str) -> Ops:
     mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     made = Ops(
         "triton", elementwise.add_norm, *attending, elementwise.gated, *choosing, route_by, fold=folding,
-        latent=ANY_LATENT, **mixers,
+        latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed), **mixers,
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}

@@ -18,6 +18,7 @@ from lowq_kernels.decode.kv import PLAIN, Cache, kind_of, part
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Pairing, PositionScale, position_factors, turned
 from lowq_kernels.decode.reference import Heads, Packed
+from lowq_kernels.decode.runs import Runs
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register, select
 
 AT_ONCE = 1 << 24  # scores, or values of keys, of 4 bytes that are made at once: 64 MiB
@@ -140,9 +141,17 @@ def prompt(
 
 
 def packed(
-    q: torch.Tensor, latent: torch.Tensor, cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, f: Latent
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    cache: Cache,
+    p: Packed,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    f: Latent,
+    own: Runs | None = None,
 ) -> torch.Tensor:
-    """The tokens of `p` over a paged cache: q and latent (M, ...) -> (M, heads * v_dim); a token in no tile gives zeros."""
+    """The tokens of `p` over a paged cache: q and latent (M, ...) -> (M, heads * v_dim); a token in no tile gives zeros.
+    own: the tokens by sequence, where the host knows them; here they are read from the device."""
     at, BLOCK = p.pos.long(), cache.shape[2]
     queries, keys = _prepared(q, latent, p.pos, cos[at], sin[at], f)
     reference.write((cache,), (keys[:, None],), p.table, p.rows.long(), at)
@@ -252,4 +261,3 @@ def by_definition(q: torch.Tensor, *operands: Any) -> torch.Tensor:
 
 
 DEFINITION = Forms(step, prompt, packed)
-DISPATCHED = Forms(dispatched, prompt, packed)

@@ -15,8 +15,8 @@ from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
 from lowq_kernels.decode.latent import Latent, step_fixed
-from lowq_kernels.decode.recurrent import Run, Runs
 from lowq_kernels.decode.reference import Heads, Packed, attend_packed, attend_prompt
+from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Images, Rope
 
 
@@ -67,7 +67,8 @@ class Rectangle:
     def runs(self) -> list[Run]:
         """The rows of each sequence that are its tokens."""
         ends = (min(self.T, max(0, n - self.start)) for n in self.lengths)
-        return [Run(i * self.T, i * self.T + n, self.some.start + i + 1) for i, n in enumerate(ends)]
+        place = self.some.start
+        return [Run(i * self.T, i * self.T + n, place + i + 1, self.start, place + i) for i, n in enumerate(ends)]
 
     def packed(self, tile: int, device: torch.device) -> Packed:
         """The same rows as a paged cache takes them, in tiles of up to `tile`; its table is that of each layer."""
@@ -221,7 +222,7 @@ class Batch:
         if self.mixed:
             q, x = q[b:], x[b:]
             if held.table is not None:
-                parts.append(forms.packed(q, x, held.k, replace(self.packed, table=held.table), *turned, facts))
+                parts.append(forms.packed(q, x, held.k, replace(self.packed, table=held.table), *turned, facts, self.runs))
             else:
                 assert self.rectangle is not None
                 k = part(held.k, self.rectangle.some)

@@ -25,8 +25,8 @@ from lowq_cli.serving.scheduler import READERS, buckets
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
 from lowq_kernels.decode.mixture import FEW_TOKENS
-from lowq_kernels.decode.recurrent import Run
 from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.runs import Run
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import one_line
 
@@ -71,7 +71,7 @@ class ModelRunner:
         slots: int,
         fixed: bool = False,
     ) -> None:
-        self.plan, self.rows, self.most, self.state, self.fixed = plan, rows, most, state, fixed
+        self.plan, self.rows, self.most, self.state, self.fixed, self.slots = plan, rows, most, state, fixed, slots
         self.device, self.ops = plan.device, plan.ops
         self.padded = self.device.type == "cuda" or fixed
         # by the longest text there may be (and a block more, `paged`), as vLLM does: how one is turned depends on no other text
@@ -79,9 +79,10 @@ class ModelRunner:
         self.recurrent = [one for one in state if isinstance(one, States)]
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
-        # the host groups a mixture's experts where no kernel does and tokens are many, and it goes through recurrent layers
-        # text by text: that cannot be recorded
-        self.most_recorded = 0 if self.recurrent else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        # the host groups a mixture's experts where no kernel does and tokens are many, and it says which tokens are whose to
+        # recurrent layers and latent attention: that cannot be recorded
+        self.by_text = bool(self.recurrent) or any(isinstance(one, KeyValues) and one.v is None for one in state)
+        self.most_recorded = 0 if self.by_text else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
@@ -121,9 +122,9 @@ class ModelRunner:
         return self._go(b, M, *self._describe(b, M - b, pieces, drawn), self._runs(pieces))
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
-        """The prompt tokens of a pass by text, for recurrent layers."""
-        ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist() if self.recurrent else ()
-        return [Run(first, end, p.slot) for first, end, p in zip(ends, ends[1:], pieces, strict=False)]
+        """The prompt tokens of a pass by text."""
+        ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist()
+        return [Run(*ends[i : i + 2], p.slot, p.first, p.row) for i, p in enumerate(pieces)]
 
     def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         if self.met is not None and (b, M) not in self.captured:
@@ -258,10 +259,12 @@ class ModelRunner:
     def measure(self, b: int, M: int) -> None:
         """Time a pass of null rows, the second of two, for all of as many rows with prompts, or without."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
+        most, null = self.slots, self.rows.null_row
+        nobodys = [Run(i, min(i + most, M - b), 0, 0, null) for i in range(0, M - b, most)] if self.by_text else ()
         for _ in range(2):
             self._wait()
             began = time.perf_counter()
-            self._go(b, M, chunk, n, [Run(0, M - b, 0)] if self.recurrent and b < M else ())
+            self._go(b, M, chunk, n, nobodys)
             self._wait()
         seconds = time.perf_counter() - began
         for steps, rows in {(b, M), *self.captured}:

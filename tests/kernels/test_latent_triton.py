@@ -9,40 +9,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
 pytest.importorskip("triton")
 
+from latents import DEVICE, DTYPES, FACTS, SHAPES, facts, randn
+
 from emulation import error
 from lowq_kernels.decode import kv, latent, latent_triton
-from lowq_kernels.decode.latent import Latent, LatentCall
-from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.prepare import PositionScale
+from lowq_kernels.decode.latent import LatentCall
 from lowq_kernels.dispatch.registry import refusals, select
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-S, EPS, POSITIONS = 160, 1e-5, [0, 31, 97, 32, 150]
-# heads, nope, rotated, v_dim, rank
-SHAPES = {"as published, in small": (16, 16, 8, 16, 32), "odd": (3, 5, 2, 7, 9), "many heads": (20, 24, 16, 100, 80)}
-FACTS = {
-    "neighbours": {"pairing": "neighbours"}, "halves": {"pairing": "halves"},
-    "scale of positions": {"position_scale": PositionScale(0.4, 7.0, 1)}, "layer norm": {"kind": "layer"},
-}  # fmt: skip
+S, POSITIONS = 160, [0, 31, 97, 32, 150]
 INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bf16")
-DTYPES = {torch.float16: 2e-3, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(41)
-
-
-def randn(*shape, dtype):
-    return torch.randn(*shape).to(DEVICE, dtype)
-
-
-def facts(shape, dtype, kind="rms", **more):
-    heads, nope, _, v_dim, rank = shape
-    bias = randn(rank, dtype=torch.float32) if kind == "layer" else None
-    own = Norm(randn(rank, dtype=torch.float32), EPS, kind, bias)
-    ups = (randn(heads, n, rank, dtype=torch.float32).mul(rank**-0.5).to(dtype) for n in (nope, v_dim))
-    return Latent(*shape, 0.3, *ups, own, **more)
 
 
 def paged(cache, block):

@@ -12,17 +12,18 @@ x is what the mixer's input product gives, y (B or T, features) what its output 
 is in fp32, and rounded once to x's dtype; what is remembered of a convolution is rounded to the dtype that it is held in.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
+from lowq_kernels.decode.runs import CHUNK as CHUNK
+from lowq_kernels.decode.runs import Run as Run
+from lowq_kernels.decode.runs import Runs
 from lowq_kernels.dispatch.registry import AnyCall, select
 
 States = Mapping[str, torch.Tensor]
-CHUNK = 64  # tokens whose effects on one another are matrix products
 SEGMENT = 1024  # tokens at once: what stands between products of a longer run does not fit
 
 
@@ -30,49 +31,6 @@ class Facts(Protocol):
     """What a record of a mixer says of a call."""
 
     def call(self, x: torch.Tensor, run: bool) -> AnyCall: ...
-
-
-@dataclass(frozen=True)
-class Run:
-    """Rows first .. end of one sequence, whose state is in `slot`."""
-
-    first: int
-    end: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Rows of several sequences, those of each side by side. M: of all rows; what rows that are nobody's give is finite."""
-
-    each: Sequence[Run]
-    M: int
-    device: torch.device
-
-    @property
-    def whole(self) -> bool:
-        """Whether every row is somebody's."""
-        return sum(run.end - run.first for run in self.each) == self.M
-
-    @cached_property
-    def _tables(self) -> torch.Tensor:
-        tiles, table = list[tuple[int, int, int, int]](), list[tuple[int, int, int, int]]()
-        for run in self.each:
-            table.append((run.first, run.end, len(tiles), run.slot))
-            starts = range(run.first, run.end, CHUNK)
-            tiles += [(t, min(t + CHUNK, run.end), run.first, run.slot) for t in starts]
-        made = torch.tensor([*table, *tiles], dtype=torch.int32)
-        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
-
-    @property
-    def table(self) -> torch.Tensor:
-        """(runs, 4) int32 on the device: first, end, the number of its first tile, slot."""
-        return self._tables[: len(self.each)]
-
-    @property
-    def tiles(self) -> torch.Tensor:
-        """(n, 4) int32 on the device, of up to CHUNK rows of a run each: first, end, first of the run, slot."""
-        return self._tables[len(self.each) :]
 
 
 Places = torch.Tensor | Runs  # slots of a step, or the runs

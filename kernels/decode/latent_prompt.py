@@ -1,0 +1,238 @@
+"""Latent attention of prompts on tensor cores: heads' keys and values are made of the latents, then attended to as any.
+
+    place   (tokens, heads in blocks, and one more): queries are turned; the last program of a token writes its normed latent
+            and turned key into the cache
+    up      two products of torch's over the latents of all tokens that are attended to, (tokens, heads * nope) and
+            (tokens, heads * v_dim), in the cache's dtype
+    attend  (tiles of tokens, heads): a head's own keys and the turned one, which heads share; causal, online in base 2
+
+Limits  fp16, bf16 and fp32 over caches of the same; heads of up to 256 values; norms of one group
+Work    of a pair of tokens and a head nope + rotated + v_dim products, a third of the absorbed form's 2 rank + rotated; keys
+        and values are made again for every piece of a prompt, which is as much work as rank (nope + v_dim) / (nope + rotated +
+        v_dim) queries are, 400 of DeepSeek's
+Source  own; FlashAttention-2's loop (Dao 2023, arXiv:2307.08691), DeepSeek-V2 (arXiv:2405.04434)
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from lowq_kernels import gpu
+from lowq_kernels.decode import latent as definition
+from lowq_kernels.decode.attend_triton import LOG2E
+from lowq_kernels.decode.kv import Cache
+from lowq_kernels.decode.kv_triton import padded
+from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
+from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.runs import Runs
+
+HEADS_AT_ONCE = 8
+SMEM = 128 << 10  # bytes of shared memory that tiles of 128 queries take
+MOST = 256  # values of a part of a head
+SIZES = ["T", "start", "S", "n"]
+
+
+@triton.jit(do_not_specialize=SIZES[:3])
+def _place_kernel(
+    q_ptr, x_ptr, cache_ptr, rows_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, out_ptr,
+    T, start, S, eps, beta, period, offset,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    SCALED: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr,
+):  # fmt: skip
+    """S: slots of a text's cache, or the width of the table."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_r = tl.arange(0, BLOCK_R)
+    partner, first, angle = pairs(offs_r, R, NEIGHBOURS)
+    mask_r = offs_r < R
+    if PAGE:
+        pos, text = tl.load(pos_ptr + row).to(tl.int64), tl.load(rows_ptr + row)
+        place = tl.load(table_ptr + text * S + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
+    else:
+        pos = start + row % T
+        place = row // T * S + pos
+    cos = tl.load(cos_ptr + pos * R + angle, mask=mask_r, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + pos * R + angle, mask=mask_r, other=0.0).to(tl.float32)
+    sin = tl.where(first, -sin, sin)
+    if part < tl.num_programs(1) - 1:
+        heads, offs_n = part * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_NOPE)
+        by = 1.0
+        if SCALED:
+            by = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
+        at = (row * HEADS + heads)[:, None] * (NOPE + R)
+        mask = (heads < HEADS)[:, None] & (offs_n < NOPE)[None, :]
+        q = tl.load(q_ptr + at + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at + offs_n[None, :], (q * by).to(out_ptr.dtype.element_ty), mask=mask)
+        mask = (heads < HEADS)[:, None] & mask_r[None, :]
+        q = tl.load(q_ptr + at + NOPE + offs_r[None, :], mask=mask, other=0.0).to(tl.float32)
+        other = tl.load(q_ptr + at + NOPE + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        q = (q * cos[None, :] + other * sin[None, :]) * by
+        tl.store(out_ptr + at + NOPE + offs_r[None, :], q.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        token, slot, offs = x_ptr + row * (RANK + R), cache_ptr + place * (RANK + R), tl.arange(0, BLOCK_RANK)
+        there = offs < RANK
+        dtype = cache_ptr.dtype.element_ty
+        x = tl.load(token + offs, mask=there, other=0.0).to(tl.float32)
+        mean, inverse = statistics(x, there, RANK, eps, LAYER)
+        tl.store(slot + offs, normed(x, mean, inverse, weight_ptr, bias_ptr, offs, there, WEIGHT, BIAS).to(dtype), mask=there)
+        key = tl.load(token + RANK + offs_r, mask=mask_r, other=0.0).to(tl.float32)
+        beside = tl.load(token + RANK + partner, mask=mask_r, other=0.0).to(tl.float32)
+        tl.store(slot + RANK + offs_r, (key * cos + beside * sin).to(dtype), mask=mask_r)
+
+
+@triton.jit
+def _block(
+    acc, top, total, q, turned, k_ptr, keys_ptr, v_ptr, n0, end, rows, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Slots n0 .. n0 + BLOCK_N of a text, one of which some row does not see with EDGE."""
+    slots = n0 + tl.arange(0, BLOCK_N)
+    there, at = (slots < end)[:, None], slots.to(tl.int64)[:, None]
+    offs_n, offs_r, offs_v = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    k = tl.load(k_ptr + at * (HEADS * NOPE) + offs_n, mask=there & (offs_n < NOPE), other=0.0)
+    keys = tl.load(keys_ptr + at * (RANK + R) + offs_r, mask=there & (offs_r < R), other=0.0)
+    v = tl.load(v_ptr + at * (HEADS * V) + offs_v, mask=there & (offs_v < V), other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    score = tl.dot(turned, tl.trans(keys), score, input_precision="ieee") * scale
+    if EDGE:
+        score = tl.where(slots[None, :] <= rows[:, None], score, -1.0e30)
+    higher = tl.maximum(top, tl.max(score, 1))
+    p, fade = tl.exp2(score - higher[:, None]), tl.exp2(top - higher)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, higher, total * fade + tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attend_kernel(
+    q_ptr, k_ptr, latents_ptr, v_ptr, tiles_ptr, y_ptr, T, start, S, n, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Tiles: `Runs.spans`; without them texts of T tokens, whose keys and values are n each, latents S apart."""
+    number, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # those with the longest past first
+    if TILES:
+        tile = tiles_ptr + 4 * number
+        first, last, pos, base = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3).to(tl.int64)
+        of_latents = base
+    else:
+        each = tl.cdiv(T, BLOCK_M)
+        text, at = number // each, number % each * BLOCK_M
+        first, last, pos, base = text * T + at, text * T + tl.minimum(at + BLOCK_M, T), start + at, text.to(tl.int64) * n
+        of_latents = text.to(tl.int64) * S
+    offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_NOPE)[None, :]
+    offs_r, offs_v = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    here, rows = (first + offs_m < last)[:, None], pos + offs_m
+    own = ((first + offs_m).to(tl.int64)[:, None] * HEADS + h) * (NOPE + R)
+    q = tl.load(q_ptr + own + offs_n, mask=here & (offs_n < NOPE), other=0.0)
+    turned = tl.load(q_ptr + own + NOPE + offs_r, mask=here & (offs_r < R), other=0.0)
+    k_head, v_head = k_ptr + (base * HEADS + h) * NOPE, v_ptr + (base * HEADS + h) * V
+    keys = latents_ptr + of_latents * (RANK + R) + RANK
+    acc, total = tl.zeros((BLOCK_M, BLOCK_V), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    top, end = tl.full((BLOCK_M,), -1.0e30, tl.float32), pos + last - first
+    whole = (pos + 1) // BLOCK_N * BLOCK_N  # slots before it every row sees
+    for n0 in range(0, whole, BLOCK_N):
+        acc, top, total = _block(
+            acc, top, total, q, turned, k_head, keys, v_head, n0, end, rows, scale, HEADS, NOPE, R, RANK, V, BLOCK_N,
+            BLOCK_NOPE, BLOCK_R, BLOCK_V, EDGE=False,
+        )  # fmt: skip
+    for n0 in range(whole, end, BLOCK_N):
+        acc, top, total = _block(
+            acc, top, total, q, turned, k_head, keys, v_head, n0, end, rows, scale, HEADS, NOPE, R, RANK, V, BLOCK_N,
+            BLOCK_NOPE, BLOCK_R, BLOCK_V, EDGE=True,
+        )  # fmt: skip
+    y = y_ptr + ((first + offs_m).to(tl.int64)[:, None] * HEADS + h) * V + offs_v
+    tl.store(y, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=here & (offs_v < V))
+
+
+def refuse(q: torch.Tensor, cache: Cache, f: Latent) -> str | None:
+    """Why the kernels do not take a prompt, or None."""
+    if not isinstance(cache, torch.Tensor) or cache.dtype != q.dtype:
+        return "takes caches of the model's dtype"
+    if max(f.nope, f.rotated, f.v_dim) > MOST or f.norm.groups != 1 or f.k_up.dtype != q.dtype:
+        return f"takes parts of heads of up to {MOST} values, norms of one group and weights of the model's dtype"
+    return None
+
+
+def prompt(
+    q: torch.Tensor, latent: torch.Tensor, cache: Cache, start: int, cos: torch.Tensor, sin: torch.Tensor, f: Latent
+) -> torch.Tensor:
+    """As `latent.prompt`."""
+    if refuse(q, cache, f):
+        return definition.prompt(q, latent, cache, start, cos, sin, f)
+    (B, T), S, n = q.shape[:2], cache.shape[2], start + q.shape[1]
+    turned = _place(q.flatten(0, 1), latent.flatten(0, 1), cache, None, (T, start), cos, sin, f)
+    k, v = _up(cache[:, 0, :n, : f.rank], f)
+    return _attend(turned, k, cache, v, None, (T, start, S, n), B, f).reshape(B, T, -1)
+
+
+def packed(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    cache: Cache,
+    p: Packed,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    f: Latent,
+    runs: Runs | None = None,
+) -> torch.Tensor:
+    """As `latent.packed`; runs: the tokens by sequence, as the host knows them."""
+    if runs is None or not runs.each or refuse(q, cache, f):
+        return definition.packed(q, latent, cache, p, cos, sin, f)
+    turned = _place(q, latent, cache, p, (1, 0), cos, sin, f)
+    size = cache.shape[2]
+    held = torch.cat([_held(cache, p.table[run.row, : -(-run.length // size)], run.length) for run in runs.each])
+    k, v = _up(held[:, : f.rank], f)
+    return _attend(turned, k, held, v, runs, (1, 0, 0, 0), 1, f)
+
+
+def _held(cache: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:
+    """The n latents (n, rank + rotated) that stand in those blocks."""
+    return cache.index_select(0, blocks).flatten(0, 2)[:n]
+
+
+def _up(latents: torch.Tensor, f: Latent) -> Sequence[torch.Tensor]:
+    """Keys (..., heads * nope) and values (..., heads * v_dim) of latents (..., rank)."""
+    return [torch.matmul(latents, up.flatten(0, 1).T).contiguous() for up in (f.k_up, f.v_up)]
+
+
+def _place(
+    q: torch.Tensor, latent: torch.Tensor, cache: torch.Tensor, p: Packed | None, of_texts: tuple[int, int], cos: torch.Tensor,
+    sin: torch.Tensor, f: Latent,
+) -> torch.Tensor:  # fmt: skip
+    """The queries as they are attended with; what is remembered is written to the cache."""
+    q, latent, scale = q.contiguous(), latent.contiguous(), f.position_scale
+    by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
+    tables = (None, None, None) if p is None else (p.rows, p.pos, p.table)
+    S, page = (cache.shape[2], 0) if p is None else (p.table.shape[1], cache.shape[2])
+    turned, parts = torch.empty_like(q), triton.cdiv(f.heads, HEADS_AT_ONCE)
+    _place_kernel[(q.shape[0], parts + 1)](
+        q, latent, cache, *tables, cos, sin, f.norm.weight, f.norm.bias, turned, *of_texts, S, f.norm.eps, *by,
+        HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, PAGE=page, NEIGHBOURS=f.pairing == "neighbours",
+        SCALED=scale is not None, LAYER=f.norm.kind == "layer", WEIGHT=f.norm.weight is not None, BIAS=f.norm.bias is not None,
+        BLOCK_H=HEADS_AT_ONCE, BLOCK_NOPE=padded(f.nope), BLOCK_R=padded(f.rotated), BLOCK_RANK=padded(f.rank), num_warps=4,
+    )  # fmt: skip
+    return turned
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, latents: torch.Tensor, v: torch.Tensor, runs: Runs | None,
+    sizes: tuple[int, int, int, int], texts: int, f: Latent,
+) -> torch.Tensor:  # fmt: skip
+    wide = max(padded(f.nope), padded(f.v_dim)) > 128 or q.dtype == torch.float32
+    BLOCK_M, BLOCK_N = (64, 32) if wide or gpu.here(q.device.index).smem_block < SMEM else (128, 64)
+    tiles = None if runs is None else runs.spans(BLOCK_M)
+    new = torch.empty if runs is None or runs.whole else torch.zeros
+    y = new(q.shape[0], f.heads * f.v_dim, dtype=q.dtype, device=q.device)
+    _attend_kernel[(texts * triton.cdiv(sizes[0], BLOCK_M) if tiles is None else tiles.shape[0], f.heads)](
+        q, k, latents, v, tiles, y, *sizes, f.scale * LOG2E, HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank,
+        V=f.v_dim, TILES=tiles is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_NOPE=padded(f.nope),
+        BLOCK_R=padded(f.rotated), BLOCK_V=padded(f.v_dim), num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return y
