@@ -3,7 +3,7 @@
     python benchmarks/draft_heads.py MODEL HEAD --texts FILE [--name base] [--device cuda]
 
 `accepted`: share of places where guesses 1 .. j are all what the model says there, and tokens of a round of a text that is
-decoded so. `steps` (on a GPU): us of a model's step, with and without what the head reads, and of guesses, in a CUDA graph each.
+decoded so. `steps` (on a GPU): us of a model's step, with and without what the head reads, and of guesses, each recorded.
 """
 
 import argparse

@@ -24,7 +24,7 @@ from lowq_packers.arch.config import NotPlain
 from lowq_packers.arch.names import Tensor, part_tensors
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.heads import mtp, read_head
-from lowq_packers.heads.parts import MAPS, Read, Target
+from lowq_packers.heads.parts import MAPS, MASK, Read, Target
 
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 STREAM_END = -1  # among a head's layers: the target's last hidden state, normed
@@ -35,11 +35,13 @@ class HeadPlan(Plan):
 
     Attributes:
         described: the head. layers: the target's hidden states that it reads: i is what enters layer i, STREAM_END the last,
-        normed. offsets: (Vd,) int64 that make its guesses the target's ids; None where they are. note: what was assumed about
-        its files.
+        normed. offsets: (Vd,) int64 that make its guesses the target's ids; None where they are. unknown: (1, H) hidden state
+        of tokens that are not known yet, of a head that guesses all at once. note: what was assumed about its files.
     """
 
-    def __init__(self, read: Read, weights: FileWeights, target: Plan, offsets: torch.Tensor | None) -> None:
+    def __init__(
+        self, read: Read, weights: FileWeights, target: Plan, offsets: torch.Tensor | None, unknown: torch.Tensor | None
+    ) -> None:
         head = read.head
         super().__init__(head.model, read.config, weights, target.device, target.dtype)
         self.described, self.offsets, self.note, self.target = head, offsets, read.note, target
@@ -49,6 +51,10 @@ class HeadPlan(Plan):
         self.before = [Norm(weights.vector(f"{n.name}.weight").flatten(), n.eps, n.kind, None, n.groups) for n in norms]
         if self.fuse is not None:
             self.linears["fuse"] = self.fuse
+        self.unknown = None
+        if unknown is not None:  # features side by side, as a row of each
+            rows = unknown.to(target.device, target.dtype).reshape(1, -1).split(target.model.hidden, -1)
+            self.unknown = self.entering(rows)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings of the target's token ids: the head's own, or the target's."""
@@ -158,7 +164,8 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
     reader = Reader(source, target.device)
     offsets = _offsets(source, named.full(MAPS[0]), target.vocabulary).to(target.device) if head.mapped else None
     weights = read_weights(contents, reader, target.embedding, target.head)
-    return HeadPlan(read, weights, target, offsets)
+    unknown = None if head.parallel is None else reader.read(named.full(MASK))
+    return HeadPlan(read, weights, target, offsets, unknown)
 
 
 def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:

@@ -14,11 +14,11 @@ from lowq_packers.errors import UnsupportedError
 from lowq_packers.heads import eagle3
 from lowq_packers.heads.parts import Read, Shapes, Target
 
-KINDS = "EAGLE-3 (SafeAILab, SpecForge, speculators), MTP layers inside a checkpoint"
+KINDS = "EAGLE-3 and P-EAGLE (SafeAILab, SpecForge, speculators), MTP layers inside a checkpoint"
 OTHERS = {  # by what names them in config.json: published kinds that are not run
     "dflash": "DFlash", "dflashdraftmodel": "DFlash", "dflash2draftmodel": "DFlash2", "dspark": "DSpark",
     "qwen3dsparkmodel": "DSpark", "domino": "Domino", "medusa": "Medusa", "hydra": "Hydra", "mlp_speculator": "MLP speculators",
-    "gemma4_assistant": "Gemma 4 assistants", "peagle": "P-EAGLE", "mtp": "stand-alone MTP files",
+    "gemma4_assistant": "Gemma 4 assistants", "mtp": "stand-alone MTP files",
     "mtpspeculator": "stand-alone MTP files", "eagle": "EAGLE-1 and 2",
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read
     given = (config.get("speculators_model_type"), config.get("model_type"), *(config.get("architectures") or ()))
     names = [str(n).lower() for n in given if n]
     speculators = str(config.get("speculators_model_type") or "")
-    if not (speculators == "eagle3" or (not speculators and any("eagle3" in n for n in names))):
+    if not (speculators in ("eagle3", "peagle") or (not speculators and any("eagle3" in n for n in names))):
         kind = next(
             (OTHERS[n] for n in names if n in OTHERS), " or ".join(dict.fromkeys(map(str, filter(None, given)))) or "unnamed"
         )

@@ -1,5 +1,6 @@
-"""EAGLE-3 heads as SafeAILab, SpecForge and speculators publish them: one layer that reads three of the target's.
+"""EAGLE-3 heads as SafeAILab, SpecForge and speculators publish them: one layer that reads three of the target's; P-EAGLE's.
 
+P-EAGLE guesses all tokens at once: tokens and hidden states that are not known yet are a mask token and a learnt vector.
 Source: EAGLE-3 (arXiv:2503.01840); the files' names and config keys as SafeAILab/EAGLE, SpecForge and vllm-project/speculators
 write them.
 """
@@ -13,7 +14,7 @@ from lowq_packers.arch.config import read_config
 from lowq_packers.arch.names import part_tensors
 from lowq_packers.arch.parts import Beside, Linear, Model, Norm, Update
 from lowq_packers.errors import DamagedError
-from lowq_packers.heads.parts import MAPS, Fuse, Head, Read, Shapes, Target, check_tensors
+from lowq_packers.heads.parts import MAPS, MASK, Fuse, Head, Read, Shapes, Target, check_tensors
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 BUFFERS = ("t2d", "verifier_", "layers.0.self_attn.rotary_emb.", "rotary_emb.")  # of training, and what can be computed
@@ -33,7 +34,7 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     """The head of a folder's config.json and tensors."""
     files = {_plain(name): name for name in shapes}
     shapes = {name: shapes[whole] for name, whole in files.items()}
-    speculators = "speculators_model_type" in config
+    speculators, parallel = "speculators_model_type" in config, config.get("speculators_model_type") == "peagle"
     inside = dict(config.get("transformer_layer_config") or {}) if speculators else dict(config)
     count = len({n.split(".")[1] for n in shapes if n.startswith("layers.")})
     inside = {"model_type": "llama", **inside, "num_hidden_layers": max(count, 1)}
@@ -52,6 +53,11 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     rows = shapes.get("d2t") or shapes.get("lm_head.weight") or (named or c.vocab_size,)
     guesses = rows[0]
     head = replace(head, model=replace(head.model, vocab=guesses), mapped="d2t" in shapes)
+    if parallel:
+        token = config.get("mask_token_id", config.get("pard_token"))
+        if type(token) is not int or not 0 <= token < c.vocab_size:
+            raise DamagedError(f"mask_token_id of the draft head is {token!r}, which is no token of the model")
+        head = replace(head, kind="P-EAGLE", parallel=token)
     if named and named != guesses:
         raise DamagedError(f"the draft head guesses among {guesses} tokens, its config.json says draft_vocab_size = {named}")
     if guesses != c.vocab_size and not head.mapped:
@@ -131,4 +137,6 @@ def _tensors(head: Head, vocab: int) -> dict[str, tuple[int, ...]]:
         found["embed_tokens.weight"] = (vocab, m.hidden)
     if head.own_head:
         found["lm_head.weight"] = (m.vocab, m.hidden)
+    if head.parallel is not None and head.fuse:
+        found[MASK] = (1, 1, head.fuse.project.columns)
     return found | ({MAPS[0]: (m.vocab,)} if head.mapped else {})

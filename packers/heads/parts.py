@@ -44,8 +44,8 @@ class Head:
     the feature is the last hidden state, normed. fuse: of the features (none: the feature itself is the hidden state).
     recycled: which of its own states stands for the target's in the next guess: its residual stream, or that normed.
     own_embed, own_head: whether the files have them; else they are the target's. mapped: guesses are ids of its own, to which
-    `d2t` adds what makes them the target's. parallel: (token, name) that stand for a token and for features that are not known
-    yet, for all guesses at once.
+    `d2t` adds what makes them the target's. parallel: the token that stands for one that is not known yet, where all guesses
+    are made at once; `mask_hidden` stands for its features.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Head:
     own_embed: bool = False
     own_head: bool = False
     mapped: bool = False
-    parallel: tuple[int, str] | None = None
+    parallel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Read:
     note: str = ""
 
 
-MAPS = ("d2t", "t2d")
+MAPS, MASK = ("d2t", "t2d"), "mask_hidden"
 
 
 def check_tensors(wanted: Shapes, shapes: Shapes, ignored: tuple[str, ...] = ()) -> None:

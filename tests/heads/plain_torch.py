@@ -45,19 +45,28 @@ class Eagle3:
 
     def layer(self, ids, f):
         w, c, eps = self.w, self.c, self.c["rms_norm_eps"]
-        heads, kv, D = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
         h = rms(f, w["midlayer.hidden_norm.weight"], eps)
         u = torch.cat((rms(self.embed[ids], w["midlayer.input_layernorm.weight"], eps), h), -1)
-        q, k, v = (F.linear(u, w[f"midlayer.self_attn.{n}_proj.weight"]).unflatten(-1, (-1, D)) for n in "qkv")
-        if "midlayer.self_attn.q_norm.weight" in w:
-            q, k = (rms(x, w[f"midlayer.self_attn.{n}_norm.weight"], eps) for n, x in (("q", q), ("k", k)))
+        x = self.inside("midlayer", u, h if c.get("norm_before_residual") else f)
+        for i in range(1, 9):
+            if f"layers.{i}.input_layernorm.weight" in w:
+                x = self.inside(f"layers.{i}", rms(x, w[f"layers.{i}.input_layernorm.weight"], eps), x)
+        return x
+
+    def inside(self, p, u, x):
+        """Layer p, of what its attention is given and of the residual stream."""
+        w, c, eps = self.w, self.c, self.c["rms_norm_eps"]
+        heads, kv, D = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        q, k, v = (F.linear(u, w[f"{p}.self_attn.{n}_proj.weight"]).unflatten(-1, (-1, D)) for n in "qkv")
+        if f"{p}.self_attn.q_norm.weight" in w:
+            q, k = (rms(x, w[f"{p}.self_attn.{n}_norm.weight"], eps) for n, x in (("q", q), ("k", k)))
         q, k = turned(q, c["rope_theta"]), turned(k, c["rope_theta"])
         k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
         y = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True).transpose(0, 1).flatten(1)
-        s = (h if c.get("norm_before_residual") else f) + F.linear(y, w["midlayer.self_attn.o_proj.weight"])
-        m = rms(s, w["midlayer.post_attention_layernorm.weight"], eps)
-        gate, up = (F.linear(m, w[f"midlayer.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
-        return s + F.linear(F.silu(gate) * up, w["midlayer.mlp.down_proj.weight"])
+        s = x + F.linear(y, w[f"{p}.self_attn.o_proj.weight"])
+        m = rms(s, w[f"{p}.post_attention_layernorm.weight"], eps)
+        gate, up = (F.linear(m, w[f"{p}.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
+        return s + F.linear(F.silu(gate) * up, w[f"{p}.mlp.down_proj.weight"])
 
     def __call__(self, ids, states, K):
         """(drafts, logits of each, normed states): K tokens after rows whose next tokens are ids (rows,)."""
@@ -71,6 +80,18 @@ class Eagle3:
             again = y if self.c.get("norm_output") else o
             ids, f = torch.cat((ids, torch.tensor([drafts[-1]]))), torch.cat((f, again[-1:]))
         return drafts, torch.stack(logits)
+
+
+class PEagle(Eagle3):
+    """All guesses at once: rows whose token is the mask and whose features are the learnt ones, behind those that are known."""
+
+    def __call__(self, ids, states, K):
+        n, mask = len(ids), torch.full((K - 1,), self.c["mask_token_id"])
+        unknown = self.features(list(self.w["mask_hidden"].reshape(1, -1).chunk(len(states), -1)))
+        o = self.layer(torch.cat((ids, mask)), torch.cat((self.features(states), unknown.expand(K - 1, -1))))
+        logits = F.linear(rms(o, self.w["norm.weight"], self.c["rms_norm_eps"]), self.lm_head)[n - 1 :]
+        best = logits.argmax(-1)
+        return (best + self.w["d2t"][best] if "d2t" in self.w else best).long().tolist(), logits
 
 
 class Mtp:

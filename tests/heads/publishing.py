@@ -45,6 +45,17 @@ def eagle3_tensors(layer="midlayer", guesses=GUESSES, taps=3, qk_norm=False, wid
     return made
 
 
+def peagle_tensors(layers=2):
+    """A P-EAGLE head's: EAGLE-3's with further layers, its own embedding, and features of what is not known."""
+    first, shapes = eagle3_tensors("layers.0"), {"mask_hidden": (1, 1, 3 * H), "embed_tokens.weight": (VOCAB, H)}
+    for i in range(1, layers):
+        for name, t in first.items():
+            if name.startswith("layers.0.") and "hidden_norm" not in name:
+                rows, *columns = t.shape
+                shapes[name.replace("layers.0", f"layers.{i}")] = (rows, *(H if n == 2 * H else n for n in columns))
+    return first | drawn(shapes, 21)
+
+
 def written(folder, config, tensors):
     """A head's folder."""
     folder.mkdir(parents=True, exist_ok=True)

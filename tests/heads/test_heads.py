@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import publishing as pub
-from plain_torch import Eagle3, Mtp
+from plain_torch import Eagle3, Mtp, PEagle
 
 from lowq_cli.engine import heads, native_loader
 from lowq_cli.engine.batch import Batch, Rectangle
@@ -195,6 +195,20 @@ def rounds(drafter, model, text, K):
     return found
 
 
+def test_rounds_of_p_eagle_are_those_of_the_reference(llama, tmp_path):
+    model, ours = llama
+    tensors, more = pub.peagle_tensors(), {"speculators_model_type": "peagle", "mask_token_id": 7}
+    config = {**pub.FLAT, "norm_before_residual": True, **more}
+    pub.speculators(tmp_path / "head", tensors, architectures=["PEagleSpeculator"], **more)
+    drafter, reference = load(str(tmp_path / "head"), ours), PEagle(tensors, config)
+    assert drafter.name == "P-EAGLE"
+    states = theirs(model, drafter.layers)
+    wanted = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
+    assert rounds(drafter, ours, TEXT, 4) == wanted
+    other = PEagle(tensors, config | {"mask_token_id": 8})
+    assert [other(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)] != wanted
+
+
 def test_rounds_of_a_drafter_are_those_of_the_reference(llama, tmp_path):
     model, ours = llama
     tensors, config, taps = eagle(tmp_path / "head", "SpecForge")
@@ -311,7 +325,6 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
 KINDS = {
     "DFlash": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}},
     "DSpark": {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]},
-    "P-EAGLE": {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]},
     "stand-alone MTP files": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp"},
     "Gemma 4 assistants": {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
     "SomethingDraftModel": {"architectures": ["SomethingDraftModel"]},

@@ -63,14 +63,26 @@ class HeadDrafter:
         batch = Batch(plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
         y, x = (t.index_select(0, last) for t in plan.guess(ids, self._entering(hidden), batch, held))
         pos, held = rows.pos.index_select(0, last), self._at(rows.rows.index_select(0, last).int()[:, None])
-        drafts: list[torch.Tensor] = []
-        while True:
-            drafts.append(plan.ids(plan.logits(y).argmax(-1)))
-            if len(drafts) == K:
-                return torch.stack(drafts, 1)
+        drafts = [plan.ids(plan.logits(y).argmax(-1))]
+        if plan.unknown is not None and K > 1:
+            return torch.cat((drafts[0][:, None], self._at_once(pos, held, K - 1)), 1)
+        while len(drafts) < K:
             pos = pos + 1
             batch = Batch(plan.ops, drafts[-1], len(pos), pos, self.angles, drafted=True)
             y, x = plan.guess(drafts[-1], x, batch, held)
+            drafts.append(plan.ids(plan.logits(y).argmax(-1)))
+        return torch.stack(drafts, 1)
+
+    def _at_once(self, pos: torch.Tensor, held: list[KeyValues | States], K: int) -> torch.Tensor:
+        """K guesses (B, K) after rows at `pos` (B,), of rows whose tokens and hidden states are not known."""
+        plan, B = self.plan, len(pos)
+        assert plan.unknown is not None
+        there = (pos[:, None] + torch.arange(1, K + 1, dtype=torch.int32, device=pos.device)).flatten()
+        ids = torch.full_like(there, plan.described.parallel, dtype=torch.int64)  # type: ignore[arg-type]
+        table = [KeyValues(one.k, one.v, one.table.repeat_interleave(K, 0)) for one in held]  # type: ignore[union-attr]
+        batch = Batch(plan.ops, ids, B * K, there, self.angles, drafted=True)
+        y, _ = plan.guess(ids, plan.unknown.repeat(B * K, 1), batch, table)
+        return plan.ids(plan.logits(y).argmax(-1)).reshape(B, K)
 
     def _entering(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return self.plan.entering([hidden[i] for i in self.layers])
