@@ -188,7 +188,8 @@ class Compiler:
                 part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
                 part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
             )  # fmt: skip
-            self._emit(s.Prepare(facts, part.rope), s.Attend(index, heads, None, self._whole(part)))
+            attend = s.AttendBlock(index, heads, None) if part.block else s.Attend(index, heads, None, self._whole(part))
+            self._emit(s.Prepare(facts, part.rope), attend)
             if part.gated:
                 self._emit(s.Open("gate"))
         self._product(part.o, "o")
@@ -308,7 +309,15 @@ def _direct(part: p.Attention) -> bool:
     q, k = part.q_norm, part.k_norm
     norms = (q is None and k is None) or (q is not None and k is not None and _of_heads(q) and _of_heads(k) and q.eps == k.eps)
     turns = part.rope is not None and part.rope.pairing == "halves"
-    odd = part.gated or part.v_is_k or part.norm_last or part.v_norm or part.shares is not None or part.position_scale
+    odd = (
+        part.block
+        or part.gated
+        or part.v_is_k
+        or part.norm_last
+        or part.v_norm
+        or part.shares is not None
+        or part.position_scale
+    )
     return norms and turns and not odd and part.order == "parts" and part.norm_over == "head" and part.key_scale == 1.0
 
 

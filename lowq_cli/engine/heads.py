@@ -47,8 +47,10 @@ class HeadPlan(Plan):
         self.described, self.offsets, self.note, self.target = head, offsets, read.note, target
         self.layers = head.taps or (STREAM_END,)
         self.fuse = weights.linear(head.fuse.project) if head.fuse else None
-        norms = head.fuse.before if head.fuse else ()
-        self.before = [Norm(weights.vector(f"{n.name}.weight").flatten(), n.eps, n.kind, None, n.groups) for n in norms]
+        norms = (*head.fuse.before, *([head.fuse.after] if head.fuse.after else [])) if head.fuse else ()
+        made = [Norm(weights.vector(f"{n.name}.weight").flatten(), n.eps, n.kind, None, n.groups) for n in norms]
+        self.after = made.pop() if head.fuse and head.fuse.after else None
+        self.before = made
         if self.fuse is not None:
             self.linears["fuse"] = self.fuse
         self.unknown = None
@@ -70,7 +72,8 @@ class HeadPlan(Plan):
         x = torch.cat(each, -1)
         if len(self.before) == 1 != len(each):
             x = self.ops.normed(x, *self.before[0])
-        return self.fuse(x)
+        x = self.fuse(x)
+        return x if self.after is None else self.ops.normed(x, *self.after)
 
     def guess(
         self, ids: torch.Tensor, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]
@@ -89,12 +92,75 @@ class HeadPlan(Plan):
         return guesses if self.offsets is None else guesses + self.offsets[guesses]
 
 
+class BlockPlan(HeadPlan):
+    """The operations of a head that guesses a block at once. tables: its own tensors that are looked up, by name."""
+
+    def __init__(
+        self, read: Read, weights: FileWeights, target: Plan, offsets: torch.Tensor | None, tables: dict[str, torch.Tensor]
+    ) -> None:
+        super().__init__(read, weights, target, offsets, None)
+        assert read.head.block
+        self.block = read.head.block
+        self.vector, markov = tables.get(self.block.vector), self.block.markov
+        self.first = tables[markov.first + WEIGHT] if markov else None
+        self.out = weights.linear(markov.out) if markov else None
+        self.join = weights.linear(markov.join[0]) if markov and markov.join else None
+        if self.out is not None:
+            self.linears["markov"] = self.out
+        self.context: list[s.Step] = []  # keys and values of every layer, of the kept "context"
+        for i, step in enumerate(self.steps):
+            if isinstance(step, s.AttendBlock):
+                self.context += [s.Take("context"), *self.steps[i - 2 : i + 1]]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `Plan.embed`; mask tokens may have a vector of their own."""
+        x = super().embed(ids)
+        return x if self.vector is None else torch.where((ids == self.block.mask)[:, None], self.vector.to(x.dtype), x)
+
+    def remember(self, states: Sequence[torch.Tensor], batch: Batch, state: Sequence[KeyValues | States]) -> None:
+        """Write keys and values of the target's hidden states (M, H) of `layers` at the rows of a batch."""
+        x = self.entering(states)
+        frame = s.Frame(x, batch, state)
+        frame.kept["context"] = x
+        for step in self.context:
+            step.run(frame)
+
+    def guesses(
+        self, anchor: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States], until: torch.Tensor
+    ) -> torch.Tensor:
+        """Guesses (B, K), the target's ids, behind the newest tokens `anchor` (B,), of blocks that are the rows of a batch."""
+        frame, B = s.Frame(self.embed(batch.ids), batch, state), len(anchor)
+        if not self.block.causal:
+            frame.kept["until"] = until
+        y = self.run(frame).y.reshape(B, self.block.size, -1)
+        y = y if self.block.earlier else y[:, 1:]
+        logits = self.logits(y.flatten(0, 1)).reshape(*y.shape[:2], -1)
+        if self.out is None or self.first is None:
+            return self.ids(logits.argmax(-1))
+        found, before, carried = [], anchor, y.new_zeros(B, self.first.shape[1])
+        for k in range(y.shape[1]):
+            more, carried = self._correction(self.first[before], y[:, k], carried)
+            before = self.ids((logits[:, k] + self.out(more)).argmax(-1))
+            found.append(before)
+        return torch.stack(found, 1)
+
+    def _correction(self, w: torch.Tensor, h: torch.Tensor, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the product behind it is given, of the token before (B, rank) and the hidden state (B, H); and what goes on."""
+        if self.join is None:
+            return w, carried
+        if self.block.markov and self.block.markov.kind == "gated":
+            return torch.sigmoid(self.join(torch.cat((h, w), -1))) * w, carried
+        a, c, o = self.join(torch.cat((carried, w, h), -1)).chunk(3, -1)
+        carried = torch.sigmoid(a) * carried + (1 - torch.sigmoid(a)) * torch.tanh(c)
+        return torch.tanh(o), carried
+
+
 class _Names(Named):
     """A head's tensors by the names that its files have. held: all names there; others belong to something else."""
 
     def __init__(self, read: Read, held: Collection[str]) -> None:
         self.model, self.place, self.files, self.held = read.head.model, ("", ""), read.files, held
-        fuse = (read.head.fuse.project, read.head.fuse.before) if read.head.fuse else ()
+        fuse = (read.head.fuse.project, read.head.fuse.before, read.head.fuse.after) if read.head.fuse else ()
         parts = (self.model.layers, self.model.norm, self.model.merge, *fuse)
         self.tensors: dict[str, Tensor] = {self.full(n): t for n, t in part_tensors(parts, "split")}
 
@@ -156,6 +222,8 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
         raise NotPlain(why)
     head, named = read.head, _Names(read, source.headers)
     m, fuse = head.model, (head.fuse.project,) if head.fuse else ()
+    markov = head.block.markov if head.block else None
+    fuse += (markov.out, *markov.join) if markov else ()
     rows = target.vocabulary
     embed = Matrix(named.full(m.embed), rows, m.hidden) if head.own_embed else None
     top = Matrix(named.full(m.head), m.vocab, m.hidden) if head.own_head else None
@@ -164,6 +232,13 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
     reader = Reader(source, target.device)
     offsets = _offsets(source, named.full(MAPS[0]), target.vocabulary).to(target.device) if head.mapped else None
     weights = read_weights(contents, reader, target.embedding, target.head)
+    if head.block:
+        tables = {
+            n: reader.read(named.full(n), target.dtype)
+            for n in (markov.first + WEIGHT if markov else "", head.block.vector)
+            if n
+        }
+        return BlockPlan(read, weights, target, offsets, tables)
     unknown = None if head.parallel is None else reader.read(named.full(MASK))
     return HeadPlan(read, weights, target, offsets, unknown)
 

@@ -374,6 +374,19 @@ class Attend(Step):
 
 
 @dataclass(frozen=True, eq=False)
+class AttendBlock(Attend):
+    """Attention of rows that all see the text up to the kept "until" (M,), and so one another; without it, up to themselves."""
+
+    def run(self, f: Frame) -> None:
+        held, turned, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
+        assert isinstance(held, KeyValues)
+        q, until = f.y[:, : h.HQ * h.D], f.kept.get("until")
+        f.y = f.batch.attend(f.y, held, turned, h)  # all keys and values are written before any row attends
+        if until is not None:
+            f.y = replace(f.batch, pos=until).attend(q.contiguous(), held, turned, replace(h, writes=False))
+
+
+@dataclass(frozen=True, eq=False)
 class AddFeatures(Step):
     """x of a picture's rows += the features that the tower has for this layer."""
 

@@ -108,6 +108,7 @@ class Attention:
     norm_over "all": q_norm and k_norm are over all heads at once, "head": over each. norm_last: they come after the rotation.
     key_scale: keys are multiplied by it. v_is_k: there is no v, values are the keys before norm and rotation.
     shares: index of the layer whose keys and values are attended to; such a layer has no k and v of its own.
+    block: rows that are computed together may see one another whole (draft heads that guess a block).
     sinks: name of a vector (heads,) of scores that take their share of the softmax and have no value.
     """
 
@@ -133,6 +134,7 @@ class Attention:
     shares: int | None = None
     sinks: str = ""
     position_scale: PositionScale | None = None
+    block: bool = False
 
     @property
     def state(self) -> Pages | None:

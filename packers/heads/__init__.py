@@ -11,13 +11,13 @@ from typing import Any
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.heads import eagle3
+from lowq_packers.heads import block, eagle3
 from lowq_packers.heads.parts import Read, Shapes, Target
 
-KINDS = "EAGLE-3 and P-EAGLE (SafeAILab, SpecForge, speculators), MTP layers inside a checkpoint"
+KINDS = "EAGLE-3, P-EAGLE, DFlash, DSpark (their authors' files and speculators'), MTP layers inside a checkpoint"
 OTHERS = {  # by what names them in config.json: published kinds that are not run
-    "dflash": "DFlash", "dflashdraftmodel": "DFlash", "dflash2draftmodel": "DFlash2", "dspark": "DSpark",
-    "qwen3dsparkmodel": "DSpark", "domino": "Domino", "medusa": "Medusa", "hydra": "Hydra", "mlp_speculator": "MLP speculators",
+    "dflash2draftmodel": "DFlash2", "domino": "Domino", "medusa": "Medusa", "hydra": "Hydra",
+    "mlp_speculator": "MLP speculators",
     "gemma4_assistant": "Gemma 4 assistants", "mtp": "stand-alone MTP files",
     "mtpspeculator": "stand-alone MTP files", "eagle": "EAGLE-1 and 2",
 }  # fmt: skip
@@ -34,15 +34,18 @@ def is_head(config: Mapping[str, Any]) -> bool:
 
 def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     """The head of a folder. Raises UnsupportedError for a kind that is not run, DamagedError for one that lacks something."""
-    given = (config.get("speculators_model_type"), config.get("model_type"), *(config.get("architectures") or ()))
-    names = [str(n).lower() for n in given if n]
-    speculators = str(config.get("speculators_model_type") or "")
-    if not (speculators in ("eagle3", "peagle") or (not speculators and any("eagle3" in n for n in names))):
-        kind = next(
-            (OTHERS[n] for n in names if n in OTHERS), " or ".join(dict.fromkeys(map(str, filter(None, given)))) or "unnamed"
-        )
-        raise UnsupportedError(f"draft heads of the kind {kind} are not run; those that are: {KINDS}")
+    given = [str(n) for n in (config.get("speculators_model_type"), *(config.get("architectures") or ())) if n]
+    given += [str(config["model_type"])] if config.get("model_type") in OTHERS else []
+    names = [n.lower() for n in given[:1] if "speculators_model_type" in config] or [n.lower() for n in given]
+    projector = (config.get("dflash_config") or {}).get("projector_type") or ""
     try:
-        return eagle3.read(config, shapes, target)
+        for mark, kind in (("eagle3", ""), ("peagle", ""), ("dspark", "DSpark"), ("dflash", "DFlash")):
+            if not any(mark in n for n in names) or any(n in OTHERS for n in names):
+                continue
+            if not kind:
+                return eagle3.read(config, shapes, target)
+            return block.read(config, shapes, target, "DSpark" if projector == "dspark" else kind)
     except (NotDescribed, NotPlain) as e:
         raise UnsupportedError(f"the draft head is not run: {e}") from None
+    kind = next((OTHERS[n] for n in names if n in OTHERS), " or ".join(given) or "unnamed")
+    raise UnsupportedError(f"draft heads of the kind {kind} are not run; those that are: {KINDS}")

@@ -36,6 +36,37 @@ class Fuse:
 
 
 @dataclass(frozen=True)
+class Markov:
+    """How DSpark's guesses are corrected by the ones before them: logits + out(f(first[token before])).
+
+    kind: "vanilla" (f is nothing), "gated" (times a gate of it and the hidden state) or "rnn" (a state beside). join: of the
+    latter two their product. first: name of a table (vocab, rank).
+    """
+
+    kind: str
+    rank: int
+    first: str
+    out: Linear
+    join: tuple[Linear, ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A head that guesses a block at once.
+
+    size: rows of it, the newest token and mask tokens. earlier: row k guesses the token behind it, not its own. causal: rows
+    see those before them alone. vector: name of what stands for the mask token's embedding, "" for that of the model.
+    """
+
+    size: int
+    mask: int
+    earlier: bool
+    causal: bool
+    markov: Markov | None = None
+    vector: str = ""
+
+
+@dataclass(frozen=True)
 class Head:
     """A head that takes (token t + 1, hidden state of token t) and guesses token t + 2.
 
@@ -45,7 +76,7 @@ class Head:
     recycled: which of its own states stands for the target's in the next guess: its residual stream, or that normed.
     own_embed, own_head: whether the files have them; else they are the target's. mapped: guesses are ids of its own, to which
     `d2t` adds what makes them the target's. parallel: the token that stands for one that is not known yet, where all guesses
-    are made at once; `mask_hidden` stands for its features.
+    are made at once; `mask_hidden` stands for its features. block: of a head that guesses a block.
     """
 
     kind: str
@@ -57,6 +88,7 @@ class Head:
     own_head: bool = False
     mapped: bool = False
     parallel: int | None = None
+    block: Block | None = None
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,70 @@ class PEagle(Eagle3):
         return (best + self.w["d2t"][best] if "d2t" in self.w else best).long().tolist(), logits
 
 
+class Blocks:
+    """DFlash and DSpark: a block of masks behind the newest token, whose rows see the text's features and one another."""
+
+    def __init__(self, tensors, config, embed, lm_head):
+        self.w, self.c = {n: t.float() for n, t in tensors.items()}, config
+        self.embed, self.lm_head = self.w.get("embed_tokens.weight", embed), self.w.get("lm_head.weight", lm_head)
+
+    def __call__(self, anchor, states, K):
+        """K tokens behind `anchor`, of the features of all tokens before it, (n, H) each."""
+        w, c, eps = self.w, self.c, self.c["rms_norm_eps"]
+        heads, kv, D, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["block_size"]
+        context = rms(F.linear(torch.cat(states, -1), w["fc.weight"]), w["hidden_norm.weight"], eps)
+        ids = torch.tensor([anchor] + [c["mask_token_id"]] * (size - 1))
+        x = self.embed[ids]
+        if "mask_embedding" in w:
+            x = torch.cat((x[:1], w["mask_embedding"].expand(size - 1, -1)))
+        for i in range(c["num_hidden_layers"]):
+            p, u = f"layers.{i}", rms(x, w[f"layers.{i}.input_layernorm.weight"], eps)
+            both = torch.cat((context, u))
+            q, k, v = (
+                F.linear(t, w[f"{p}.self_attn.{n}_proj.weight"]).unflatten(-1, (-1, D))
+                for n, t in (("q", u), ("k", both), ("v", both))
+            )
+            q, k = (rms(t, w[f"{p}.self_attn.{n}_norm.weight"], eps) for n, t in (("q", q), ("k", k)))
+            q, k = (
+                turned(torch.cat((q.new_zeros(len(context), *q.shape[1:]), q)), c["rope_theta"])[len(context) :],
+                turned(k, c["rope_theta"]),
+            )
+            k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
+            seen = torch.ones(size, len(both), dtype=torch.bool)
+            if c.get("is_causal"):
+                seen = seen.tril(len(context))
+            y = (
+                F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), attn_mask=seen)
+                .transpose(0, 1)
+                .flatten(1)
+            )
+            x = x + F.linear(y, w[f"{p}.self_attn.o_proj.weight"])
+            m = rms(x, w[f"{p}.post_attention_layernorm.weight"], eps)
+            gate, up = (F.linear(m, w[f"{p}.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
+            x = x + F.linear(F.silu(gate) * up, w[f"{p}.mlp.down_proj.weight"])
+        y = rms(x, w["norm.weight"], eps)
+        y = y if c.get("sample_from_anchor", c["kind"] == "DSpark") else y[1:]
+        found, s = [], torch.zeros(c.get("markov_rank", 0))
+        for k in range(K):
+            logits = F.linear(y[k], self.lm_head)
+            if c["kind"] == "DSpark" and c["markov_rank"]:
+                before = w["markov_head.markov_w1.weight"][found[-1] if found else anchor]
+                if c["markov_head_type"] == "gated":
+                    join = F.linear(
+                        torch.cat((y[k], before)), w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"]
+                    )
+                    before = join.sigmoid() * before
+                elif c["markov_head_type"] == "rnn":
+                    z = torch.cat((s, before, y[k]))
+                    a, b, o = F.linear(z, w["markov_head.joint_proj.weight"], w["markov_head.joint_proj.bias"]).chunk(3)
+                    s = a.sigmoid() * s + (1 - a.sigmoid()) * b.tanh()
+                    before = o.tanh()
+                logits = logits + F.linear(before, w["markov_head.markov_w2.weight"])
+            best = int(logits.argmax())
+            found.append(best + int(self.w["d2t"][best]) if "d2t" in self.w else best)
+        return found
+
+
 class Mtp:
     """layer: transformers' own decoder layer, filled with the head's. call(layer, x): runs it over rows x (rows, H)."""
 

@@ -56,6 +56,37 @@ def peagle_tensors(layers=2):
     return first | drawn(shapes, 21)
 
 
+def block_tensors(layers=2, taps=3, guesses=0, markov="", rank=8, embed=False, vector=False):
+    """DFlash's and DSpark's: Qwen 3 layers, a product and a norm of the features, a last norm; what else each has."""
+    shapes = {"fc.weight": (H, taps * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for i in range(layers):
+        p = f"layers.{i}."
+        shapes |= {f"{p}{n}.weight": (H,) for n in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{p}self_attn.{n}_proj.weight": (h * D, H) for n, h in (("q", HEADS), ("k", KV), ("v", KV))}
+        shapes |= {f"{p}self_attn.{n}_norm.weight": (D,) for n in "qk"} | {f"{p}self_attn.o_proj.weight": (H, HEADS * D)}
+        shapes |= {f"{p}mlp.{n}_proj.weight": (INNER, H) for n in ("gate", "up")} | {f"{p}mlp.down_proj.weight": (H, INNER)}
+    if guesses or embed:
+        shapes["lm_head.weight"] = (guesses or VOCAB, H)
+    if embed:
+        shapes["embed_tokens.weight"] = (VOCAB, H)
+    if vector:
+        shapes["mask_embedding"] = (H,)
+    if markov:
+        shapes |= {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (guesses or VOCAB, rank)}
+    if markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, H + rank), "markov_head.gate_proj.bias": (rank,)}
+    if markov == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + H), "markov_head.joint_proj.bias": (3 * rank,)}
+    made = drawn(shapes, 31)
+    if markov:  # a correction that decides
+        made["markov_head.markov_w1.weight"] *= 3
+        made |= drawn({"confidence_head.proj.weight": (1, H + rank), "confidence_head.proj.bias": (1,)})
+    if guesses:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:guesses].sort().values
+        made |= {"d2t": ids - torch.arange(guesses), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)}
+    return made
+
+
 def written(folder, config, tensors):
     """A head's folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -323,8 +323,7 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
     "draft_vocab_size of another": (lambda t, c: c.update(draft_vocab_size=40), "says draft_vocab_size = 40"),
 }  # fmt: skip
 KINDS = {
-    "DFlash": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}},
-    "DSpark": {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]},
+    "DFlash2": {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "dflash_config": {}},
     "stand-alone MTP files": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp"},
     "Gemma 4 assistants": {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
     "SomethingDraftModel": {"architectures": ["SomethingDraftModel"]},

@@ -13,12 +13,12 @@ from torch import nn
 from lowq_cli.engine import heads
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import DraftRows
-from lowq_cli.engine.heads import HeadPlan
+from lowq_cli.engine.heads import BlockPlan, HeadPlan
 from lowq_cli.engine.owned import owned
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
 from lowq_kernels.decode.kv import PLAIN
-from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.reference import MOST_DRAFTS, Packed
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.heads import is_head
 
@@ -45,6 +45,11 @@ class HeadDrafter:
 
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`."""
+        batch, held = self._prompt(ids, rows)
+        self.plan.guess(ids, self._entering(hidden), batch, held)
+
+    def _prompt(self, ids: torch.Tensor, rows: DraftRows) -> tuple[Batch, list[KeyValues | States]]:
+        """Rows of prompts as a batch, and the state by their table."""
         M, per = len(ids), rows.per or 1
         tile = min(per, self.plan.tile)
         first = torch.arange(0, M, per, device=ids.device)[:, None] + torch.arange(0, per, tile, device=ids.device)
@@ -53,7 +58,7 @@ class HeadDrafter:
         packed = Packed(torch.empty(0, 0, dtype=torch.int32, device=ids.device), rows.rows.int(), rows.pos, tiles)
         places = torch.arange(self._places, dtype=torch.int32, device=ids.device)[:, None]
         batch = Batch(self.plan.ops, ids, 0, rows.pos, self.angles, given=packed, tile=self.plan.tile)
-        self.plan.guess(ids, self._entering(hidden), batch, self._at(places))
+        return batch, self._at(places)
 
     def draft(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
@@ -96,6 +101,41 @@ class HeadDrafter:
         return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
 
 
+class BlockDrafter(HeadDrafter):
+    """A head that guesses a block at once as a `DeviceDrafter`: of the text it holds keys and values of hidden states alone."""
+
+    plan: BlockPlan
+
+    def __init__(self, plan: BlockPlan) -> None:
+        super().__init__(plan)
+        self.most = min(MOST_DRAFTS, plan.block.size - (not plan.block.earlier))
+
+    def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
+        """As `DeviceDrafter.read`."""
+        batch, held = self._prompt(ids, rows)
+        self.plan.remember([hidden[i] for i in self.layers], batch, held)
+
+    def draft(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
+    ) -> torch.Tensor:
+        """As `DeviceDrafter.draft`. Fewer guesses take a whole block, too: its rows were learnt together."""
+        plan, size, held = self.plan, self.plan.block.size, self._at(rows.rows.int()[:, None])
+        batch = Batch(plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
+        plan.remember([hidden[i] for i in self.layers], batch, held)
+        anchor, first = ids.index_select(0, last), rows.pos.index_select(0, last) + 1
+        masks = torch.full((len(last), size - 1), plan.block.mask, dtype=torch.int64, device=ids.device)
+        pos = first[:, None] + torch.arange(size, dtype=torch.int32, device=ids.device)
+        until = pos[:, -1:].expand_as(pos).flatten().contiguous()
+        places = rows.rows.index_select(0, last).int().repeat_interleave(size)[:, None]
+        block = torch.cat((anchor[:, None], masks), 1).flatten()
+        batch = Batch(plan.ops, block, len(block), pos.flatten(), self.angles, drafted=True)
+        return plan.guesses(anchor, batch, self._at(places), until)[:, :K]
+
+    def make_room(self, batch: int, slots: int) -> None:
+        """As `DeviceDrafter.make_room`; a block reaches past the text."""
+        super().make_room(batch, slots + self.plan.block.size)
+
+
 def takes(config: Mapping[str, Any]) -> bool:
     """Whether a folder's config.json is that of a draft head, not of a model."""
     return is_head(config)
@@ -103,7 +143,8 @@ def takes(config: Mapping[str, Any]) -> bool:
 
 def load(folder: str, model: Any) -> HeadDrafter:
     """The head of a folder. Raises as `heads.load`."""
-    return HeadDrafter(heads.load(folder, model))
+    plan = heads.load(folder, model)
+    return BlockDrafter(plan) if isinstance(plan, BlockPlan) else HeadDrafter(plan)
 
 
 def inside(model: Any) -> HeadDrafter | None:
