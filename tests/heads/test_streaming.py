@@ -1,0 +1,122 @@
+"""Texts that are decoded with every kind of head are those without, whatever is accepted; a head that learnt is accepted."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import publishing as pub
+from test_blocks import made as block
+from test_heads import WITH_MTP, eagle, native
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.owned import tuned_by
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.run import draft_training as training
+from lowq_cli.run.draft_head import Learner, loss_of, sizes
+
+WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
+PROMPTS = [torch.randint(3, pub.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 23, 2)]
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+
+
+def said(model, prompt, draft, **how):
+    g = stream(model, WORDS, prompt, max_new_tokens=30, draft=draft, **how)
+    for _ in g:
+        pass
+    return g.tokens[0], g.drafting
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    pub.target(folder)
+    return native(folder)
+
+
+def kinds(folder):
+    """A folder of each kind of head."""
+    for name in ("SpecForge", "EAGLE-3.1", "speculators, norm before fc"):
+        eagle(folder / name, name)
+    for name in ("z-lab's", "DeepSpec, rnn", "speculators, fewer tokens"):
+        block(folder / name, name)
+    pub.speculators(folder / "P-EAGLE", pub.peagle_tensors(), speculators_model_type="peagle", mask_token_id=7)
+    return sorted(folder.iterdir())
+
+
+def test_texts_with_heads_are_those_without(llama, tmp_path):
+    folders = kinds(tmp_path)
+    assert len(folders) == 7
+    for prompt in PROMPTS:
+        for how in ({}, SAMPLED):
+            plain, _ = said(llama, prompt, "none", **how)
+            for folder in folders:
+                tokens, drafting = said(llama, prompt, str(folder), **how)
+                assert tokens == plain, (folder.name, how)
+                assert drafting.steps > 0, folder.name
+
+
+def test_a_second_turn_goes_on_from_the_first_with_a_head(llama, tmp_path):
+    eagle(tmp_path / "head", "SpecForge")
+    first, _ = said(llama, PROMPTS[1], "none")
+    longer = PROMPTS[1] + first[:12] + [5, 6, 7]
+    plain, _ = said(llama, longer, "none")
+    for _ in range(2):
+        assert said(llama, PROMPTS[1], str(tmp_path / "head"))[0] == first
+        assert said(llama, longer, str(tmp_path / "head"))[0] == plain
+
+
+@pytest.mark.parametrize("family", WITH_MTP)
+def test_texts_with_mtp_layers_are_those_without(family, tmp_path):
+    make, _, more = WITH_MTP[family]
+    pub.target(tmp_path, family, **more)
+    pub.with_heads(tmp_path, make, *([4] if make is pub.nextn else []))
+    model = native(tmp_path)
+    tuned_by(model, str(tmp_path))
+    for how in ({}, SAMPLED):
+        for prompt in (*PROMPTS, PROMPTS[0] + [5, 4]):
+            plain, _ = said(model, prompt, "none", **how)
+            tokens, drafting = said(model, prompt, "mtp", **how)
+            assert tokens == plain
+            assert drafting.steps > 0
+
+
+def learnt(model, folder):
+    """A head that knows one text by heart, as training writes it."""
+    plan = plan_of(model)
+    text = torch.tensor([PROMPTS[0] + said(model, PROMPTS[0], "none")[0]])
+    of = sizes(plan, pub.VOCAB)
+    teacher = training.Teacher(plan, of, torch.arange(pub.VOCAB), 1, text.shape[1])
+    learner = Learner(of, {}, torch.device("cpu"))
+    adam = torch.optim.Adam(learner.parameters(), 3e-3)
+    for _ in range(150):
+        embeddings, features, wanted, _ = teacher(text)
+        loss = loss_of(learner(embeddings, features, training.GUESSES), wanted)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    pub.written(folder, of.config(), {n: t.clone() for n, t in learner.tensors().items()})
+    return text, learner, teacher
+
+
+def test_what_a_head_learnt_is_accepted_and_its_text_is_that_without(llama, tmp_path):
+    learnt(llama, tmp_path / "head")
+    plain, _ = said(llama, PROMPTS[0], "none")
+    tokens, drafting = said(llama, PROMPTS[0], str(tmp_path / "head"))
+    assert tokens == plain
+    assert drafting.accepted > 12
+    assert decoder_of(llama).attached is not None
+    assert said(llama, PROMPTS[0], "ngram")[0] == plain
+    assert decoder_of(llama).attached is None
+
+
+def test_a_folder_beside_the_checkpoint_is_taken_by_itself(tmp_path):
+    pub.target(tmp_path)
+    eagle(tmp_path / "draft", "SpecForge")
+    model = native(tmp_path)
+    tuned_by(model, str(tmp_path))
+    assert said(model, PROMPTS[0], "auto")[1].drafter.name == "EAGLE-3"
