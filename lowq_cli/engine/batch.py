@@ -14,7 +14,7 @@ import torch
 from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
-from lowq_kernels.decode.latent import Latent, step_fixed
+from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.reference import Heads, Packed, attend_packed, attend_prompt
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Images, Rope
@@ -217,8 +217,7 @@ class Batch:
         b, forms, parts = self.steps, self.ops.latent, []
         if b:
             order = None if self.order is None else self.order[:b]
-            step = step_fixed if self.drafted else forms.step  # which writes before it reads
-            parts.append(step(q[:b], x[:b], held.k, self.pos[:b], *turned, facts, held.table, order))
+            parts.append(forms.step(q[:b], x[:b], held.k, self.pos[:b], *turned, facts, held.table, order))
         if self.mixed:
             q, x = q[b:], x[b:]
             if held.table is not None:
@@ -236,8 +235,8 @@ class Batch:
         if b:
             own = x[:b] if self.mixed else x
             if self.drafted:
-                chains = ((own[c.first : c.end], c.slot, c.copies) for c in self.chains)
-                parts += [recurrent.chained(rows, facts, held.tensors, *slots) for rows, *slots in chains]
+                chains = ((own[c.first : c.end], recurrent.Rows(c.slot, c.copies)) for c in self.chains)
+                parts += [recurrent.dispatched(rows, facts, held.tensors, places) for rows, places in chains]
             else:
                 assert self.slots is not None
                 parts.append(recurrent.dispatched(own, facts, held.tensors, self.slots[:b]))

@@ -16,7 +16,7 @@ from mixers import a_delta, a_mamba2, features, state_shapes
 
 from emulation import error
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.recurrent import Run, Runs, delta, mamba2, runs_triton, short_conv, steps_triton
+from lowq_kernels.decode.recurrent import Rows, Run, Runs, delta, mamba2, runs_triton, short_conv, steps_triton
 from lowq_kernels.decode.recurrent.delta import Delta
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2
 from lowq_kernels.decode.recurrent.short_conv import ShortConv
@@ -89,6 +89,24 @@ def test_steps(name, dtype):
     for key, t in ours.items():
         assert t.isnan().sum() == theirs[key].isnan().sum()
         assert t.shape[-1] == 0 or error(t[slots], theirs[key][slots]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_one_sequence_with_a_copy_of_the_state_after_each(name, dtype):
+    f = moved(CASES[name](), dtype)
+    definition, step = KINDS[type(f)]
+    for T in (1, 2, 5):
+        places = Rows(*(torch.tensor(slots, device=DEVICE, dtype=torch.int64) for slots in ([3], [6, 1, 4, 0][: T - 1])))
+        ours = states(f, dtype, places.slot)
+        theirs = {key: t.clone() for key, t in ours.items()}
+        x = (torch.randn(T, features(f)) * 2).to(DEVICE, dtype)
+        y, wanted = step(x, f, ours, places, {}), definition.DEFINITION.either(x, f, theirs, places)
+        assert error(y, wanted) < 2 * TOLERANCE[dtype]  # the interpreter cuts bf16 where the definition rounds
+        for key, t in ours.items():
+            assert torch.equal(t.isnan(), theirs[key].isnan())
+            for slot in (*places.slot.tolist(), *places.copies.tolist()):
+                assert t.shape[-1] == 0 or error(t[slot], theirs[key][slot]) < TOLERANCE[dtype]
 
 
 RUNS = {Delta: runs_triton.delta, Mamba2: runs_triton.mamba2, ShortConv: runs_triton.short_conv}

@@ -33,7 +33,16 @@ class Facts(Protocol):
     def call(self, x: torch.Tensor, run: bool) -> AnyCall: ...
 
 
-Places = torch.Tensor | Runs  # slots of a step, or the runs
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of one sequence that are computed as steps are, one after another: slot (1,) int64 of its state, copies (T - 1,)
+    int64: where the state is copied to after each of them but the last."""
+
+    slot: torch.Tensor
+    copies: torch.Tensor
+
+
+Places = torch.Tensor | Runs | Rows  # the slots of a step, runs, or rows of one sequence
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,8 @@ class Mixer:
         """The form that `places` asks for, as a kernel of the registry."""
         if isinstance(places, torch.Tensor):
             return self.step(x, f, states, places)
+        if isinstance(places, Rows):
+            return self.rows(x, f, states, places)
         parts = [(run, self.run(x[run.first : run.end], f, states, run.slot)) for run in places.each]
         if len(parts) == 1 and places.whole:
             return parts[0][1]
@@ -55,23 +66,21 @@ class Mixer:
             y[run.first : run.end] = part
         return y
 
+    def rows(self, x: torch.Tensor, f: Any, states: States, places: Rows) -> torch.Tensor:
+        """Steps x (T, N) of one sequence, by operations that a CUDA graph can hold."""
+        y = []
+        for i in range(x.shape[0]):
+            y.append(self.step(x[i : i + 1], f, states, places.slot))
+            if i < places.copies.shape[0]:
+                for t in states.values():
+                    t.index_copy_(0, places.copies[i : i + 1], t.index_select(0, places.slot))
+        return torch.cat(y)
+
 
 def dispatched(x: torch.Tensor, f: Facts, states: States, places: Places) -> torch.Tensor:
     """Either form, by the kernel that dispatch chooses: launch(x, facts, states, places, config) -> y."""
     spec, config = select(f.call(x, isinstance(places, Runs)))
     return spec.launch(x, f, states, places, config)
-
-
-def chained(x: torch.Tensor, f: Facts, states: States, slot: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-    """Rows x (T, N) of one sequence, one after another, by operations that a CUDA graph can hold: y (T, features). slot (1,),
-    copies (T - 1,) int64: after each row but the last, its state is copied there, too."""
-    y = []
-    for i in range(x.shape[0]):
-        y.append(dispatched(x[i : i + 1], f, states, slot))
-        if i < copies.shape[0]:
-            for t in states.values():
-                t.index_copy_(0, copies[i : i + 1], t.index_select(0, slot))
-    return torch.cat(y)
 
 
 def chunked(x: torch.Tensor, size: int) -> torch.Tensor:

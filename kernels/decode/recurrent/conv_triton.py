@@ -1,6 +1,7 @@
 """The convolution of recurrent mixers over a channel's last W inputs: one token of each of many sequences, or runs of tokens.
 
-Grid    step  (B, channels in blocks): a channel's inputs move on by one in its state
+Grid    step  (sequences, channels in blocks): a channel's inputs move on by one in its state; of several rows of a sequence
+              one after another, each time to a place of its own
         run   (tiles of tokens in parts, heads or channels in blocks): inputs before a run come from its state. Keys and queries
               of gated delta are brought to length 1 in the same program, a head each
         after (runs, channels in blocks): the last inputs of each run become its state, when all tiles have read it
@@ -18,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.recurrent import CHUNK, Runs, States
+from lowq_kernels.decode.recurrent import CHUNK, Rows, Runs, States
 from lowq_kernels.decode.recurrent.delta import EPS
 
 CHANNELS = 256  # of a program of a step, or of what follows a run
@@ -35,6 +36,14 @@ def silu(x):
 @triton.jit
 def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
+
+
+@triton.jit
+def place(own, copies_ptr, sequence, t, ROWS: tl.constexpr):
+    """The slot of a sequence's state after row t of ROWS: its own after the last, a copy's after the others."""
+    if ROWS > 1:
+        own = tl.where(t < ROWS - 1, tl.load(copies_ptr + sequence * (ROWS - 1) + tl.minimum(t, ROWS - 2)), own)
+    return own
 
 
 @triton.jit
@@ -58,43 +67,48 @@ def _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE: tl.const
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
+    x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
     end_x, end_b, by_x, by_b, by_c,
-    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Channel c of MODE 0 stands at first + c of a row of x; SCALED: its weight times a constant of its part."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < C
+    sequence, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, w = c < C, tl.arange(0, BLOCK_W)
     if TRIGGER:
         gdc_launch_dependents()
-    state = state_ptr + tl.load(slots_ptr + row) * C * (W - 1) + c * (W - 1)
+    own = tl.load(slots_ptr + sequence)
     by = 1.0
     if SCALED:
         by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
-    acc = tl.zeros((BLOCK,), tl.float32)
     if W > 1:
-        w = tl.arange(0, BLOCK_W)
-        state, mask_w = state[:, None] + w[None, :], mask[:, None] & (w < W - 1)[None, :]
-        held = tl.load(state, mask=mask_w, other=0.0)
-        moved = tl.load(state + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
+        state, mask_w = state_ptr + (c * (W - 1))[:, None] + w[None, :], mask[:, None] & (w < W - 1)[None, :]
+        mask_next = mask[:, None] & (w < W - 2)[None, :]
+        held = tl.load(state + own * C * (W - 1), mask=mask_w, other=0.0)
+        moved = tl.load(state + own * C * (W - 1) + 1, mask=mask_next, other=0.0)
         taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
-        acc += tl.sum(held.to(tl.float32) * taps, 1) * by
     if PDL:
         gdc_wait()
-    token = x_ptr + row * wide
-    new = _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
-    new = new.to(state_ptr.dtype.element_ty)
-    acc += new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
-    if BIAS:
-        acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    if W > 1:
-        moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
-        tl.debug_barrier()  # every thread has read before one of them writes
-        tl.store(state, moved, mask=mask_w)
-    acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
-    tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    for t in range(ROWS):
+        row = sequence * ROWS + t
+        token = x_ptr + row * wide
+        new = _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
+        new = new.to(state_ptr.dtype.element_ty)
+        acc = new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
+        if W > 1:
+            acc += tl.sum(held.to(tl.float32) * taps, 1) * by
+            moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
+            at = place(own, copies_ptr, sequence, t, ROWS) * C * (W - 1)
+            tl.debug_barrier()  # every thread has read before one of them writes
+            tl.store(state + at, moved, mask=mask_w)
+            if ROWS > 1:
+                tl.debug_barrier()
+                held = tl.load(state + at, mask=mask_w, other=0.0)
+                moved = tl.load(state + at + 1, mask=mask_next, other=0.0)
+        if BIAS:
+            acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+        acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
+        tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -180,16 +194,21 @@ class Conv:
     scale: float = 0.0  # of queries of length 1; 0: there are no heads in a run
 
 
+def parted(x: torch.Tensor, places: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Slots of sequences, those of copies, and rows of x that each sequence has."""
+    return (places, None, 1) if isinstance(places, torch.Tensor) else (places.slot, places.copies, x.shape[0])
+
+
 def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: States, slots: torch.Tensor, y: torch.Tensor,
-    how: Conv,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: States, places: torch.Tensor | Rows,
+    y: torch.Tensor, how: Conv,
 ) -> None:  # fmt: skip
-    """A token of each sequence: x (B, N) -> y (B, C)."""
+    """A token of each sequence, or rows of one: x (M, N) -> y (M, C)."""
     C, W = weight.shape
-    BLOCK = min(CHANNELS, triton.next_power_of_2(C))
-    _conv_kernel[(x.shape[0], triton.cdiv(C, BLOCK))](
-        x, weight, bias, states["conv"], slots, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by, MODE=how.mode,
-        W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), BLOCK=BLOCK,
+    BLOCK, (slots, copies, rows) = min(CHANNELS, triton.next_power_of_2(C)), parted(x, places)
+    _conv_kernel[(x.shape[0] // rows, triton.cdiv(C, BLOCK))](
+        x, weight, bias, states["conv"], slots, copies, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by,
+        MODE=how.mode, W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), ROWS=rows, BLOCK=BLOCK,
         BLOCK_W=triton.next_power_of_2(max(W - 1, 1)), num_warps=4, **pdl(x),
     )  # fmt: skip
 

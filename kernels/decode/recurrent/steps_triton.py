@@ -1,4 +1,5 @@
-"""One token of each of many sequences through gated delta, Mamba2 and short convolutions, states in place.
+"""One token of each of many sequences through gated delta, Mamba2 and short convolutions, states in place; or rows of one
+sequence, a token and drafts of the next ones, with a copy of the state after each of them.
 
     conv   as `conv_triton`: gated delta and Mamba2 read what it writes, in fp32; of a short convolution it is all
     delta  (B, v_heads): a head's state, read and written once; norm and gate included
@@ -18,13 +19,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.recurrent import States
-from lowq_kernels.decode.recurrent.conv_triton import GROUPED, PLAIN, SHORT, Conv, convolved, silu, softplus
+from lowq_kernels.decode.recurrent import Rows, States
+from lowq_kernels.decode.recurrent.conv_triton import GROUPED, PLAIN, SHORT, Conv, convolved, parted, place, silu, softplus
 from lowq_kernels.decode.recurrent.delta import EPS, Delta, DeltaCall
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2, Mamba2Call
 from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
+Steps = torch.Tensor | Rows  # slots of sequences with a token each, or rows of one
 LARGEST = 1 << 15  # values of a tile of state in registers: 128 KiB
 MOST_NORMED = 65536  # values of Mamba2's norm: one block of a program
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
@@ -32,12 +34,13 @@ LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
 @triton.jit
 def _delta_kernel(
-    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, scale, eps,
+    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, y_ptr, wide, scale,
+    eps,
     KH: tl.constexpr, VH: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, GROUPED: tl.constexpr, LAYER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     EACH: tl.constexpr = VH // KH
     C: tl.constexpr = 2 * KH * KD + VH * VD
     offs_k, offs_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -45,12 +48,11 @@ def _delta_kernel(
     mask = mask_k[:, None] & mask_v[None, :]
     if TRIGGER:
         gdc_launch_dependents()
-    held = state_ptr + (tl.load(slots_ptr + row) * VH + h) * KD * VD + offs_k[:, None] * VD + offs_v[None, :]
-    S = tl.load(held, mask=mask, other=0.0).to(tl.float32)
+    own, head = tl.load(slots_ptr + sequence), h * KD * VD + offs_k[:, None] * VD + offs_v[None, :]
+    S = tl.load(state_ptr + own * VH * KD * VD + head, mask=mask, other=0.0).to(tl.float32)
     a_log, dt = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
     if PDL:
         gdc_wait()
-    token, mixed = x_ptr + row * wide, mixed_ptr + row * C
     k_head = h // EACH
     if GROUPED:
         z_at = k_head * (2 * KD + 2 * EACH * VD) + 2 * KD + EACH * VD + h % EACH * VD
@@ -59,60 +61,67 @@ def _delta_kernel(
     else:
         z_at, b_at = C + h * VD, C + VH * VD + h
         a_at = b_at + VH
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(token + b_at).to(tl.float32)))
-    decay = tl.exp(-tl.exp(a_log) * softplus(tl.load(token + a_at).to(tl.float32) + dt))
-    q = tl.load(mixed + k_head * KD + offs_k, mask=mask_k, other=0.0)
-    k = tl.load(mixed + (KH + k_head) * KD + offs_k, mask=mask_k, other=0.0)
-    v = tl.load(mixed + 2 * KH * KD + h * VD + offs_v, mask=mask_v, other=0.0)
-    z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
-    S = S * decay
-    written = (v - tl.sum(S * k[:, None], 0)) * beta
-    S = S + k[:, None] * written[None, :]
-    tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
-    y = tl.sum(S * q[:, None], 0)
-    if LAYER:
-        y = tl.where(mask_v, y - tl.sum(y, 0) / VD, 0.0)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / VD + eps)
-    if WEIGHT:
-        y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    if BIAS:
-        y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    tl.store(y_ptr + (row * VH + h) * VD + offs_v, (y * silu(z)).to(y_ptr.dtype.element_ty), mask=mask_v)
+    for t in range(ROWS):
+        row = sequence * ROWS + t
+        token, mixed = x_ptr + row * wide, mixed_ptr + row * C
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(token + b_at).to(tl.float32)))
+        decay = tl.exp(-tl.exp(a_log) * softplus(tl.load(token + a_at).to(tl.float32) + dt))
+        q = tl.load(mixed + k_head * KD + offs_k, mask=mask_k, other=0.0)
+        k = tl.load(mixed + (KH + k_head) * KD + offs_k, mask=mask_k, other=0.0)
+        v = tl.load(mixed + 2 * KH * KD + h * VD + offs_v, mask=mask_v, other=0.0)
+        z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+        q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
+        S = S * decay
+        written = (v - tl.sum(S * k[:, None], 0)) * beta
+        S = S + k[:, None] * written[None, :]
+        at = place(own, copies_ptr, sequence, t, ROWS) * VH * KD * VD
+        tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask)
+        y = tl.sum(S * q[:, None], 0)
+        if LAYER:
+            y = tl.where(mask_v, y - tl.sum(y, 0) / VD, 0.0)
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / VD + eps)
+        if WEIGHT:
+            y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+        if BIAS:
+            y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+        tl.store(y_ptr + (row * VH + h) * VD + offs_v, (y * silu(z)).to(y_ptr.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit
 def _mamba2_kernel(
-    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, d_ptr, state_ptr, slots_ptr, y_ptr, wide, by_z, by_dt, least, largest,
-    HEADS: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, d_ptr, state_ptr, slots_ptr, copies_ptr, y_ptr, wide, by_z, by_dt, least, largest,
+    HEADS: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     C: tl.constexpr = HEADS * D + 2 * GROUPS * N
     offs_d, offs_n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     mask_d, mask_n = offs_d < D, offs_n < N
     mask = mask_d[:, None] & mask_n[None, :]
     if TRIGGER:
         gdc_launch_dependents()
-    held = state_ptr + (tl.load(slots_ptr + row) * HEADS + h) * D * N + offs_d[:, None] * N + offs_n[None, :]
-    S = tl.load(held, mask=mask, other=0.0).to(tl.float32)
+    own, head = tl.load(slots_ptr + sequence), h * D * N + offs_d[:, None] * N + offs_n[None, :]
+    S = tl.load(state_ptr + own * HEADS * D * N + head, mask=mask, other=0.0).to(tl.float32)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
-    skip = tl.load(d_ptr + h).to(tl.float32)
+    skip, group = tl.load(d_ptr + h).to(tl.float32), h // (HEADS // GROUPS)
     if PDL:
         gdc_wait()
-    token, mixed, group = x_ptr + row * wide, mixed_ptr + row * C, h // (HEADS // GROUPS)
-    dt = softplus(tl.load(token + HEADS * D + C + h).to(tl.float32) * by_dt + dt_bias)
-    dt = tl.minimum(tl.maximum(dt, least), largest)
-    u = tl.load(mixed + h * D + offs_d, mask=mask_d, other=0.0)
-    into = tl.load(mixed + HEADS * D + group * N + offs_n, mask=mask_n, other=0.0)
-    out = tl.load(mixed + HEADS * D + (GROUPS + group) * N + offs_n, mask=mask_n, other=0.0)
-    S = S * tl.exp(dt * -tl.exp(a_log)) + (dt * u)[:, None] * into[None, :]
-    tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
-    y = tl.sum(S * out[None, :], 1) + skip * u
-    if GATE:
-        y = y * silu(tl.load(token + h * D + offs_d, mask=mask_d, other=0.0).to(tl.float32) * by_z)
-    tl.store(y_ptr + (row * HEADS + h) * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+    for t in range(ROWS):
+        row = sequence * ROWS + t
+        token, mixed = x_ptr + row * wide, mixed_ptr + row * C
+        dt = softplus(tl.load(token + HEADS * D + C + h).to(tl.float32) * by_dt + dt_bias)
+        dt = tl.minimum(tl.maximum(dt, least), largest)
+        u = tl.load(mixed + h * D + offs_d, mask=mask_d, other=0.0)
+        into = tl.load(mixed + HEADS * D + group * N + offs_n, mask=mask_n, other=0.0)
+        out = tl.load(mixed + HEADS * D + (GROUPS + group) * N + offs_n, mask=mask_n, other=0.0)
+        S = S * tl.exp(dt * -tl.exp(a_log)) + (dt * u)[:, None] * into[None, :]
+        at = place(own, copies_ptr, sequence, t, ROWS) * HEADS * D * N
+        tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask)
+        y = tl.sum(S * out[None, :], 1) + skip * u
+        if GATE:
+            y = y * silu(tl.load(token + h * D + offs_d, mask=mask_d, other=0.0).to(tl.float32) * by_z)
+        tl.store(y_ptr + (row * HEADS + h) * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
@@ -168,45 +177,48 @@ def normed(y: torch.Tensor, x: torch.Tensor, f: Mamba2) -> torch.Tensor:
 
 
 @register("triton/delta", op="delta", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
-def delta(x: torch.Tensor, f: Delta, states: States, slots: torch.Tensor, config: Config) -> torch.Tensor:
+def delta(x: torch.Tensor, f: Delta, states: States, places: Steps, config: Config) -> torch.Tensor:
     """As `delta.step`."""
     x, B, norm = x.contiguous(), x.shape[0], f.norm
     mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
     grouped = (f.k_heads, f.k_dim, f.v_dim, f.v_heads // f.k_heads)
-    convolved(x, f.weight, f.bias, states, slots, mixed, Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
-    y = x.new_empty(B, f.v_heads * f.v_dim)
+    convolved(x, f.weight, f.bias, states, places, mixed, Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
+    y, (slots, copies, rows) = x.new_empty(B, f.v_heads * f.v_dim), parted(x, places)
     BLOCK_K, BLOCK_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
-    _delta_kernel[(B, f.v_heads)](
-        x, mixed, f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, y, x.shape[1], f.k_dim**-0.5, norm.eps,
+    _delta_kernel[(B // rows, f.v_heads)](
+        x, mixed, f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, copies, y, x.shape[1], f.k_dim**-0.5,
+        norm.eps,
         KH=f.k_heads, VH=f.v_heads, KD=f.k_dim, VD=f.v_dim, GROUPED=f.grouped, LAYER=norm.kind == "layer",
-        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V,
+        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, ROWS=rows, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V,
         num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
     )  # fmt: skip
     return y
 
 
 @register("triton/mamba2", op="mamba2", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
-def mamba2(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor, config: Config) -> torch.Tensor:
+def mamba2(x: torch.Tensor, f: Mamba2, states: States, places: Steps, config: Config) -> torch.Tensor:
     """As `mamba2.step`."""
     x, B, inner = x.contiguous(), x.shape[0], f.heads * f.dim
     mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
     ends = (inner, inner + f.groups * f.N)
-    convolved(x, f.weight, f.bias, states, slots, mixed, Conv(PLAIN, inner, ends=ends, by=f.scales[1:4]))
+    convolved(x, f.weight, f.bias, states, places, mixed, Conv(PLAIN, inner, ends=ends, by=f.scales[1:4]))
     y = torch.empty(B, inner, dtype=x.dtype if f.norm is None else torch.float32, device=x.device)
     BLOCK_N = triton.next_power_of_2(f.N)
     BLOCK_D = min(triton.next_power_of_2(f.dim), max(1, 4096 // BLOCK_N))
-    _mamba2_kernel[(B, f.heads, triton.cdiv(f.dim, BLOCK_D))](
-        x, mixed, f.a_log, f.dt_bias, f.d, states["S"], slots, y, x.shape[1], f.scales[0], f.scales[4], *map(float, f.dt),
-        HEADS=f.heads, D=f.dim, GROUPS=f.groups, N=f.N, GATE=f.norm is None or not f.gate_last, BLOCK_D=BLOCK_D,
+    slots, copies, rows = parted(x, places)
+    _mamba2_kernel[(B // rows, f.heads, triton.cdiv(f.dim, BLOCK_D))](
+        x, mixed, f.a_log, f.dt_bias, f.d, states["S"], slots, copies, y, x.shape[1], f.scales[0], f.scales[4],
+        *map(float, f.dt), HEADS=f.heads, D=f.dim, GROUPS=f.groups, N=f.N, GATE=f.norm is None or not f.gate_last, ROWS=rows,
+        BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N, num_warps=4, **pdl(x),
     )  # fmt: skip
     return y if f.norm is None else normed(y, x, f)
 
 
 @register("triton/short_conv", op="short_conv", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
-def short_conv(x: torch.Tensor, f: ShortConv, states: States, slots: torch.Tensor, config: Config) -> torch.Tensor:
+def short_conv(x: torch.Tensor, f: ShortConv, states: States, places: Steps, config: Config) -> torch.Tensor:
     """As `short_conv.step`."""
     x = x.contiguous()
     y = x.new_empty(x.shape[0], f.weight.shape[0])
-    convolved(x, f.weight, f.bias, states, slots, y, Conv(SHORT))
+    convolved(x, f.weight, f.bias, states, places, y, Conv(SHORT))
     return y
