@@ -162,6 +162,11 @@ class NativeDecoder:
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor, shown: Sequence[Shown | None] = ()) -> torch.Tensor:
         """Logits (B, T, V) at every place of whole texts (B, T). shown: the pictures of each."""
+        return self.head(self.hidden_states(ids, shown).flatten(0, 1)).reshape(*ids.shape, -1)
+
+    @torch.inference_mode()
+    def hidden_states(self, ids: torch.Tensor, shown: Sequence[Shown | None] = ()) -> torch.Tensor:
+        """The normed hidden states (B, T, H) that those logits are made of."""
         B, T = ids.shape
         self._make_room(B, T)
         self._show(shown)
@@ -173,7 +178,7 @@ class NativeDecoder:
             )
             for _, tokens in passes(1, 0, T, self.chunk, self._uncut(slice(0, B)), T)
         ]
-        return self.head(torch.cat(hidden, 1).flatten(0, 1)).reshape(B, T, -1)
+        return torch.cat(hidden, 1)
 
     def _show(self, shown: Sequence[Shown | None]) -> None:
         """Take note of the pictures of the texts that are read next."""

@@ -49,6 +49,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template*", f"{OTHERS}/*.jinja", "preprocessor_config.json", "processor_config.json",
+    "1_Pooling/config.json",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")

@@ -328,4 +328,4 @@ class _Here:
 
 def _plain(e: Event) -> bool:
     """Whether an event is its token and nothing else."""
-    return e.finish_reason is None and e.logprob is None and not e.cached
+    return e.finish_reason is None and e.logprob is None and not e.cached and e.read is None

@@ -25,6 +25,7 @@ from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.model_runner import Piece
+from lowq_cli.serving.reads import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
@@ -134,6 +135,7 @@ class ContinuousEngine:
         self._cancelled: set[int] = set()
         self._texts: dict[int, Sequence] = {}
         self._number, self.closed, self._ending = 0, "the server has not started yet", False
+        self._reader, self._to_read = PromptReader(model, kv), deque[Sequence]()
         self._flights: deque[Flight] = deque()
         self._ahead = AHEAD if self.device.type == "cuda" else 0
         self._prompt_tokens = self._new_tokens = self._steps = 0
@@ -209,6 +211,7 @@ class ContinuousEngine:
                 while self._take():
                     began = time.monotonic()
                     self._turn()
+                    self._read_one()
                     self._busy_s += time.monotonic() - began
         except Exception as e:  # the engine's own: no text can go on
             message = f"the engine has stopped: {one_line(e)}"
@@ -225,11 +228,12 @@ class ContinuousEngine:
                 if self._ending:
                     return False
                 self._changed.wait()
-            if not (self._incoming or self._cancelled or self._ending) and (left := self._spare()) > 0:
+            if not (self._incoming or self._cancelled or self._ending or self._to_read) and (left := self._spare()) > 0:
                 self._changed.wait(left)
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
-        self.scheduler.add(incoming)
+        self._to_read.extend(t for t in incoming if t.request.read is not None)
+        self.scheduler.add(t for t in incoming if t.request.read is None)
         self._prompt_tokens += sum(t.prompt for t in incoming)
         events = []
         for number in sorted(cancelled):
@@ -240,6 +244,22 @@ class ContinuousEngine:
         if events:
             self._sink(events)
         return True
+
+    def _read_one(self) -> None:
+        """Tell what is asked of a prompt itself, for one that waits for that."""
+        if not self._to_read:
+            return
+        text = self._to_read.popleft()
+        if not text.done:
+            assert text.request.read is not None
+            try:
+                event = Event(finish_reason="stop", read=self._reader(text.tokens, text.request.read))
+            except Exception as e:  # this prompt's: there may be no room for it
+                event = failed(e)
+            self._end(text)
+            self._sink([(text.number, event)])
+        if not self._to_read:
+            self._reader.release()
 
     def _spare(self) -> float:
         """Seconds that the next pass can wait for a prompt that may come: until shortly before the one on the device ends."""

@@ -9,7 +9,7 @@ token is not.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +80,22 @@ def allow(words: Words, token: int) -> None:
     words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
 
 
+Likelihood = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
+POOLINGS = ("last", "first", "mean")
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is asked of a prompt itself (`reads`): how likely its tokens are, or the one that comes next; or a vector.
+
+    top: the likeliest tokens named beside each. pooling: of POOLINGS.
+    """
+
+    kind: Literal["likelihoods", "next", "hidden"]
+    top: int = 0
+    pooling: str = "last"
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to go on with.
@@ -91,6 +107,7 @@ class Request:
         draw: how tokens are drawn.
         mask: what a grammar allows, or None.
         client: who asks, "" for nobody in particular; it matters where requests wait (`turns`).
+        read: what is asked of the prompt alone: its one event says that, and no token is drawn.
     """
 
     prompt: tuple[int, ...]
@@ -99,6 +116,7 @@ class Request:
     draw: Draw = Draw()
     mask: Mask | None = None
     client: str = ""
+    read: Read | None = None
 
     @cached_property
     def special(self) -> bool:
@@ -126,7 +144,7 @@ class Event:
 
     finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled", "refused" (its own mask cannot go
     on) or "error", with what is wrong in one line, `message`; with the last three there is no token. cached: in a request's
-    first event, prompt tokens that were not computed.
+    first event, prompt tokens that were not computed. read: what was asked of the prompt.
     """
 
     token: int | None = None
@@ -135,6 +153,7 @@ class Event:
     finish_reason: str | None = None
     message: str = ""
     cached: int = 0
+    read: Any = None
 
 
 def failed(why: Exception) -> Event:

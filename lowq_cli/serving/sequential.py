@@ -15,6 +15,7 @@ from lowq_cli.engine.native import shared
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker
+from lowq_cli.serving.reads import PromptReader
 from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.turns import Turns
 from lowq_kernels.decode.kv import PLAIN, slot_bytes
@@ -49,6 +50,7 @@ class SequentialEngine:
     def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN, cache_bytes: int | None = None) -> None:
         self.model, self.reason = model, reason
         self.decoder: Any = decoder_of(model, kv)  # some hold what they have read
+        self._reader = PromptReader(model, kv)
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.limits = _limits(model, waiting, kv, cache_bytes)
         self._changed = threading.Condition()
@@ -136,6 +138,10 @@ class SequentialEngine:
     @torch.inference_mode()
     def _answer(self, number: int, request: Request) -> None:
         """Compute one request, an event a token."""
+        if request.read is not None:
+            self._sink([(number, Event(finish_reason="stop", read=self._reader(request.prompt, request.read)))])
+            self._reader.release()
+            return
         prompt, draw, tokens, cached = list(request.prompt), request.draw, list[int](), self._known(request.prompt)
         picker = None
         if draw != Draw() or request.mask is not None:

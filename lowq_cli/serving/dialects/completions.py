@@ -1,6 +1,6 @@
 """OpenAI's /v1/completions."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from lowq_cli.serving.http import fields
@@ -31,7 +31,7 @@ class Completions:
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
-        texts, logprobs = list(answer.echoes), [_none(answer) for _ in answer.writers]
+        texts, logprobs = list(answer.echoes), [_of_prompt(answer, i) for i in range(len(answer.writers))]
         async for index, piece in answer.pieces():
             texts[index] += piece.text
             _add(logprobs[index], _logprobs(answer, index, piece))
@@ -51,8 +51,8 @@ class Completions:
             return event({**head, "choices": [choice], **usage})
 
         for index, echo in enumerate(answer.echoes):
-            if echo:
-                yield chunk(index, echo)
+            if echo or answer.echoed[index] is not None:
+                yield chunk(index, echo, _of_prompt(answer, index) if answer.echoed[index] else None)
         around = Around(lambda index, text: chunk(index, text))
         async for index, piece in answer.pieces():
             logprobs = _logprobs(answer, index, piece)
@@ -93,14 +93,37 @@ def _none(answer: Answer) -> Logprobs | None:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
+def _of_prompt(answer: Answer, index: int) -> Logprobs | None:
+    """Those of a prompt that is echoed; nothing comes before its first token."""
+    found, echoed = _none(answer), answer.echoed[index]
+    if found is None or echoed is None:
+        return found
+    for i, token in enumerate(echoed.tokens):
+        text = answer.names.of(token)[0]
+        logprob, top = echoed.likelihoods[i - 1] if i else (None, ())
+        likeliest = None if logprob is None else _likeliest(answer, text, logprob, top)
+        row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest, "text_offset": echoed.places[i]}
+        _add(found, {name: [v] for name, v in row.items()})
+    return found
+
+
 def _logprobs(answer: Answer, index: int, piece: Piece) -> Logprobs | None:
     """A piece's log-probabilities, that of the token which ended it among them: who asked for one token has one."""
     found = _none(answer)
     for token, logprob, top, at in piece.logprobs if found is not None else ():
         text = answer.names.of(token)[0]
-        likeliest = {answer.names.of(t)[0]: value for t, value in top} | {text: logprob}
+        likeliest = _likeliest(answer, text, logprob, top)
         row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest}
         _add(found, {name: [v] for name, v in row.items()} | {"text_offset": [len(answer.echoes[index]) + at]})
+    return found
+
+
+def _likeliest(answer: Answer, text: str, logprob: float, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+    """A token's text and those of the likeliest; of several tokens with one text the likeliest's value."""
+    found = {text: logprob}
+    for token, value in top:
+        name = answer.names.of(token)[0]
+        found[name] = max(value, found.get(name, value))
     return found
 
 

@@ -3,13 +3,14 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from lowq_cli.serving.http.fields import Asked
 from lowq_cli.serving.http.hub import Live
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names, Piece, Writer
+from lowq_cli.serving.request import Likelihood
 
 UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
 JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `dumps` would make one for every token
@@ -24,6 +25,14 @@ class Gone(Exception):  # no error: nobody is left to tell
     """The client has left."""
 
 
+class Echoed(NamedTuple):
+    """A prompt's tokens, the characters before each, and how likely each but the first is."""
+
+    tokens: Sequence[int]
+    places: Sequence[int]
+    likelihoods: Sequence[Likelihood]
+
+
 class Answer:
     """The answer to one HTTP request: its choices, from the events of its requests.
 
@@ -33,15 +42,24 @@ class Answer:
         writers: one a choice.
         prompt_tokens: of all prompts together.
         names: of tokens. model: its name.
-        echoes: what a choice's text begins with, one a choice.
+        echoes: what a choice's text begins with, one a choice. echoed: and how likely its tokens are.
     Attributes:
         id, created: of the answer, for whoever names it. finish_reasons: of the choices, "" for one that goes on.
     """
 
     def __init__(
-        self, asked: Asked, live: Live, writers: list[Writer], prompt_tokens: int, names: Names, model: str, echoes: list[str]
+        self,
+        asked: Asked,
+        live: Live,
+        writers: list[Writer],
+        prompt_tokens: int,
+        names: Names,
+        model: str,
+        echoes: list[str],
+        echoed: "Sequence[Echoed | None]" = (),
     ) -> None:
         self.asked, self.live, self.writers, self.names, self.echoes = asked, live, writers, names, echoes
+        self.echoed = echoed or [None] * len(writers)
         self.prompt_tokens, self.model = prompt_tokens, model
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.finish_reasons = [""] * len(writers)
@@ -72,14 +90,19 @@ class Answer:
                 if index not in left:
                     continue
                 piece = self.writers[index].push(events)
-                if piece.finish_reason in UNANSWERED:
-                    status, kind = UNANSWERED[piece.finish_reason]
-                    raise Refusal(status, piece.error or "the server is stopping", kind)
+                unanswered(piece.finish_reason, piece.error)
                 if piece.finish_reason:
                     self.finish_reasons[index] = piece.finish_reason
                     self.live.cancel(index)
                     left.discard(index)
                 yield index, piece
+
+
+def unanswered(finish_reason: str | None, message: str) -> None:
+    """Raise a Refusal for a request that was ended without an answer."""
+    if finish_reason in UNANSWERED:
+        status, kind = UNANSWERED[finish_reason]
+        raise Refusal(status, message or "the server is stopping", kind)
 
 
 class Dialect(Protocol):

@@ -1,7 +1,7 @@
 """The server's paths: what each does with a request, and what every request passes first."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,14 +21,14 @@ from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
 from lowq_cli.output.read import Reader
 from lowq_cli.output.ways import Ways
-from lowq_cli.serving.dialects import ollama, tokens
+from lowq_cli.serving.dialects import embeddings, ollama, rerank, tokens
 from lowq_cli.serving.dialects.chat import Chat
 from lowq_cli.serving.dialects.completions import Completions
 from lowq_cli.serving.dialects.messages import Messages
 from lowq_cli.serving.dialects.ollama import Ollama
 from lowq_cli.serving.dialects.responses import Responses
 from lowq_cli.serving.http import fields, refusal, tools
-from lowq_cli.serving.http.answers import Answer, Dialect, Gone
+from lowq_cli.serving.http.answers import Answer, Dialect, Echoed, Gone, unanswered
 from lowq_cli.serving.http.bodies import Bodies
 from lowq_cli.serving.http.conversation import prompt_text, template_of
 from lowq_cli.serving.http.guard import Guard
@@ -39,11 +39,12 @@ from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
 from lowq_cli.serving.http.rules import rules_of
 from lowq_cli.serving.http.served_model import ServedModel
-from lowq_cli.serving.http.text import Writer, stop_tokens
-from lowq_cli.serving.request import Done, Draw, Mask, Request
+from lowq_cli.serving.http.text import Writer, places, stop_tokens
+from lowq_cli.serving.request import MOST_LOGPROBS, Done, Draw, Mask, Read, Request
 from lowq_packers.errors import LowqError
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request names no number, as OpenAI has it
+READ_AT_ONCE = 64  # prompts of one request that wait to be read: the queue is everybody's
 LONG = 16384  # characters from which a text is encoded beside the event loop, not in it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -115,6 +116,10 @@ def make_app(served: Served) -> ASGIApp:
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/api/chat", endpoints.answers("api/chat"), methods=["POST"]),
         Route("/api/generate", endpoints.answers("api/generate"), methods=["POST"]),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
+        Route("/api/embed", endpoints.embeddings, methods=["POST"]),
+        Route("/v1/rerank", endpoints.rerank, methods=["POST"]),
+        Route("/rerank", endpoints.rerank, methods=["POST"]),
         Route("/api/tags", endpoints.tags),
         Route("/api/ps", endpoints.loaded),
         Route("/api/show", endpoints.show, methods=["POST"]),
@@ -217,6 +222,42 @@ class Endpoints:
 
         return await self._reply(request, self.of["completion"], found)
 
+    async def embeddings(self, request: HttpRequest) -> Response:
+        """/v1/embeddings, and ollama's /api/embed."""
+        ours = request.url.path.startswith("/v1/")
+
+        async def found(body: dict[str, Any]) -> dict[str, Any]:
+            wanted = embeddings.read(body)
+            name = body.get("model")
+            name = name if ours or not isinstance(name, str) else name.removesuffix(ollama.LATEST)
+            async with self.served.models.lease(name, request.receive) as model:
+                ids = await asyncio.to_thread(_encoded, model, wanted.texts)
+                self._check_lengths(model, ids, "input")
+                read = Read("hidden", pooling=wanted.pooling or model.facts.pooling)
+                told = await self._read(model, [Request(tuple(p), 1, read=read) for p in ids], request)
+            made = await asyncio.to_thread(embeddings.vectors, told, wanted)
+            n = sum(map(len, ids))
+            if ours:
+                return embeddings.whole(model.name, made, wanted, n)
+            return {"model": model.name, "embeddings": [v.tolist() for v in made], "prompt_eval_count": n}
+
+        return await self._reply(request, self.of["completion" if ours else "api/chat"], found)
+
+    async def rerank(self, request: HttpRequest) -> Response:
+        """/v1/rerank."""
+
+        async def found(body: dict[str, Any]) -> dict[str, Any]:
+            wanted = rerank.read(body)
+            async with self.served.models.lease(body.get("model"), request.receive) as model:
+                ids = [(await self._prompts(model, wanted.chat(d), tools.Tools()))[0][0] for d in wanted.documents]
+                self._check_lengths(model, ids, "documents")
+                read = Read("next", MOST_LOGPROBS)
+                told = await self._read(model, [Request(tuple(p), 1, read=read) for p in ids], request)
+                scores = [rerank.score(one[0], lambda t: model.names.of(t)[0]) for one in told]
+            return rerank.whole(model.name, scores, wanted, sum(map(len, ids)))
+
+        return await self._reply(request, self.of["completion"], found)
+
     async def detokenize(self, request: HttpRequest) -> Response:
         """/detokenize: the text of tokens."""
 
@@ -293,11 +334,11 @@ class Endpoints:
     async def _begin(self, asked: fields.Asked, request: HttpRequest) -> Answer:
         """Queue what a body asks for. Raises Refusal, LowqError."""
         async with self.served.models.lease(asked.get("model"), request.receive) as model:
-            return await self._queue(model, asked, request.client.host if request.client else "")
+            return await self._queue(model, asked, request)
 
-    async def _queue(self, model: ServedModel, asked: fields.Asked, client: str) -> Answer:
-        """Queue what a body asks of a model. Raises Refusal, LowqError."""
-        limits, chat = model.engine.limits, asked.chat
+    async def _queue(self, model: ServedModel, asked: fields.Asked, request: HttpRequest) -> Answer:
+        """Queue what a body asks of a model. Raises Refusal, LowqError, ClientDisconnect."""
+        limits, chat, client = model.engine.limits, asked.chat, request.client.host if request.client else ""
         offered = tools.read(asked) if chat else tools.Tools()
         n = (1 if chat else len(asked.get("prompt"))) * asked.n
         if n > fields.MOST_CHOICES:
@@ -306,12 +347,7 @@ class Endpoints:
         ending = stop_tokens(texts, model.added)
         prompts, place = await self._prompts(model, asked, offered)
         mask = await self._form(model, asked, offered, place)
-        where = "messages" if chat else "prompt"
-        for prompt in prompts:
-            if len(prompt) >= limits.longest:
-                line = f"the prompt has {len(prompt)} tokens and the context ends at {limits.longest}; shorten the prompt"
-                raise Refusal(400, line, param=where, code="context_length_exceeded")
-            check_ids(prompt, model.engine.vocabulary)
+        self._check_lengths(model, prompts, "messages" if chat else "prompt")
         ending |= frozenset(asked.get("stop_token_ids", ()))
         check_ids(list(ending), model.engine.vocabulary)
         stop_ids = (frozenset() if asked.get("ignore_eos") else model.stop_ids) | ending
@@ -330,8 +366,45 @@ class Endpoints:
             special = asked.get("skip_special_tokens") is False
             writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
             echoes.append(self._echo(model, asked, i // asked.n, ids))
+        echoed = []
+        if asked.get("echo") and asked.logprobs is not None:
+            read = Read("likelihoods", asked.logprobs)
+            found = await self._read(model, [Request(tuple(p), 1, client=client, read=read) for p in prompts], request)
+            each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, found, strict=True)]
+            echoed = [each[i // asked.n] for i in range(n)]
         live = model.hub.submit(requests if asked.max_tokens != 0 else [])
-        return Answer(asked, live, writers, sum(map(len, prompts)), model.names, model.name, echoes)
+        return Answer(asked, live, writers, sum(map(len, prompts)), model.names, model.name, echoes, echoed)
+
+    @staticmethod
+    def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], param: str) -> None:
+        """Raise a Refusal for a prompt that leaves no room for a token, UsageError for tokens that the model has not."""
+        longest = model.engine.limits.longest
+        for prompt in prompts:
+            if len(prompt) >= longest:
+                line = f"the prompt has {len(prompt)} tokens and the context ends at {longest}; shorten the prompt"
+                bounded = model.engine.limits.cache_tokens <= longest
+                line += ", or give the server more room (--cache-tokens)" if bounded else ""
+                raise Refusal(400, line, param=param, code="context_length_exceeded")
+            check_ids(prompt, model.engine.vocabulary)
+
+    async def _read(self, model: ServedModel, requests: Sequence[Request], request: HttpRequest) -> list[Any]:
+        """What an engine tells of prompts themselves. Raises Refusal, LowqError, ClientDisconnect."""
+        found: list[Any] = []
+        async with asyncio.timeout(self.served.answer_s):
+            for at in range(0, len(requests), READ_AT_ONCE):
+                part = requests[at : at + READ_AT_ONCE]
+                told: dict[int, Any] = {}
+                live = model.hub.submit(part)
+                with following(live, request.receive):
+                    while len(told) < len(part):
+                        came = await live.take()
+                        if not came:
+                            raise ClientDisconnect
+                        for index, events in came.items():
+                            unanswered(events[-1].finish_reason, events[-1].message)
+                            told[index] = events[-1].read
+                found += [told[i] for i in range(len(part))]
+        return found
 
     def _echo(self, model: ServedModel, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
         if not asked.get("echo"):
@@ -368,7 +441,11 @@ class Endpoints:
                 text = prompt_text(model.tokenizer, asked, offered.given, ways)
                 ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
                 return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), asked.think)
-            several = [encode(model.tokenizer, p) if isinstance(p, str) else p for p in asked.get("prompt")]
-            return several, tools.Place(Ways(None, None), "", model.added)
+            return _encoded(model, asked.get("prompt")), tools.Place(Ways(None, None), "", model.added)
 
         return await asyncio.to_thread(work) if asked.chat or sum(map(len, texts)) > LONG else work()
+
+
+def _encoded(model: ServedModel, texts: Sequence[str | list[int]]) -> list[list[int]]:
+    """The token ids of each text, or those that were given."""
+    return [encode(model.tokenizer, t) if isinstance(t, str) else t for t in texts]

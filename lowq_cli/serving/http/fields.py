@@ -241,8 +241,6 @@ def read(body: dict[str, Any], chat: bool) -> Asked:
         asked = given.get("top_logprobs", 0) if asked else None
         if given.get("top_logprobs") and asked is None:
             raise wrong("top_logprobs", "needs logprobs: true")
-    if given.get("echo") and asked is not None:
-        raise wrong("echo", "with logprobs would need those of the prompt, which are not computed; leave one out")
     thought = _thinking(given) if chat else {}
     most = given.get("max_completion_tokens", given.get("max_tokens"))
     return Asked(chat, given, draw, asked, most, left_out=tuple(left_out), unknown=tuple(unknown), **thought)

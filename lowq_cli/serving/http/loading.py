@@ -1,15 +1,17 @@
 """Loading a model into a process of its own, for a server: what that process does, and how it is waited for."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli import console, hf
+from lowq_cli import console, hf, state
 from lowq_cli.serving.apart import ApartEngine, Made
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.offers import Offer
 from lowq_cli.serving.request import Done
+from lowq_packers.regular import MAX_CONFIG, read_regular
 
 if TYPE_CHECKING:
     from lowq_cli.engine.tokenizer import LoadedTokenizer
@@ -66,8 +68,19 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
-    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw)
+    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model))
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total))
+
+
+def pooling_of(model: str) -> str:
+    """How an embedding model's folder says that its texts become vectors (sentence-transformers' file); else by the last token,
+    as models that write are trained to."""
+    path = state.user_path(model) / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return "last"
+    said = json.loads(read_regular(path, MAX_CONFIG))
+    modes = {"pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
+    return next((way for mode, way in modes.items() if isinstance(said, dict) and said.get(mode) is True), "last")
 
 
 def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class Facts:
     """Of a model that is loaded.
 
     weight_bytes: held by it. device: where it computes. kv: what keys and values are held in. context: tokens of a text, as the
-    model's config says, None where it names no limit. published: how its generation_config.json has it drawn.
+    model's config says, None where it names no limit. published: how its generation_config.json has it drawn. pooling: how the
+    hidden states of a text become one vector, of POOLINGS.
     """
 
     weight_bytes: int = 0
@@ -28,6 +29,7 @@ class Facts:
     kv: str = "16"
     context: int | None = None
     published: dict[str, Any] = field(default_factory=dict)
+    pooling: str = "last"
 
 
 class ServedModel:

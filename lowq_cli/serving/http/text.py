@@ -1,6 +1,6 @@
 """The text of one answer, from its tokens: never half a character, never a stop string or what may become one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -109,6 +109,15 @@ class Writer:
         self.characters += len(text)
         text, cut = self.stopper.push(text)
         return text if cut or not last else text + self.stopper.flush(), cut
+
+
+def places(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[int]:
+    """The characters of a text before each of its tokens; before a part of a character, those before the character."""
+    detokenizer, found, n = Detokenizer(tokenizer, []), list[int](), 0
+    for token in ids:
+        found.append(n)
+        n += len(detokenizer.push(token))
+    return found
 
 
 def stop_tokens(stops: Iterable[str], added: Mapping[str, Added]) -> frozenset[int]:

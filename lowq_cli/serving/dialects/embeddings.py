@@ -1,0 +1,71 @@
+"""OpenAI's /v1/embeddings, and ollama's /api/embed: texts as vectors, the pooled hidden states of a model."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowq_cli.engine.ranges import INT64, Range
+from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.fields import boolean, inside, shown
+from lowq_cli.serving.http.refusal import wrong
+from lowq_cli.serving.request import POOLINGS
+
+MOST = 2048  # texts of one request, as OpenAI has it
+HARMLESS = ("user", "truncate", "options", "keep_alive", "truncate_prompt_tokens", "add_special_tokens", "priority")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a body asks for. texts: or their ids. pooling: None for the model's. size: numbers of a vector, None for all."""
+
+    texts: list[str | list[int]]
+    pooling: str | None = None
+    size: int | None = None
+    unit: bool = True
+    encoded: bool = False
+
+
+def read(body: dict[str, Any]) -> Wanted:
+    """What a body asks for. Raises Refusal."""
+    fields.known("", body, {"model", "input", "encoding_format", "dimensions", "pooling", "normalize", *HARMLESS})
+    if body.get("input") is None:
+        raise wrong("input", "is needed")
+    texts = fields.prompts("input", body["input"])
+    if len(texts) > MOST:
+        raise wrong("input", f"{len(texts)} texts; a request may have {MOST}")
+    form, pooling = body.get("encoding_format") or "float", body.get("pooling")
+    if form not in ("float", "base64"):
+        raise wrong("encoding_format", f"must be float or base64, not {shown(form)}")
+    if pooling is not None and pooling not in POOLINGS:
+        raise wrong("pooling", f"must be one of {', '.join(POOLINGS)}, not {shown(pooling)}")
+    size = body.get("dimensions")
+    size = None if size is None else int(inside(Range(1, INT64, whole=True))("dimensions", size))
+    unit = body.get("normalize")
+    return Wanted(texts, pooling, size, True if unit is None else boolean("normalize", unit), form == "base64")
+
+
+def vectors(found: Sequence[list[float]], wanted: Wanted) -> list[np.ndarray]:
+    """The vectors as they were asked for. Raises Refusal for more numbers than there are."""
+    made = []
+    for values in found:
+        if wanted.size is not None and wanted.size > len(values):
+            raise wrong("dimensions", f"{wanted.size} is more than the model's {len(values)}")
+        v = np.array(values[: wanted.size], np.float64)
+        made.append((v / max(float(np.linalg.norm(v)), 1e-12) if wanted.unit else v).astype(np.float32))
+    return made
+
+
+def whole(model: str, found: Sequence[np.ndarray], wanted: Wanted, tokens: int) -> dict[str, Any]:
+    """As OpenAI says it."""
+    data = [
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": base64.b64encode(v.tobytes()).decode() if wanted.encoded else v.tolist(),
+        }
+        for i, v in enumerate(found)
+    ]
+    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
