@@ -233,7 +233,7 @@ def test_bodies_that_are_none(server, raw, status, line):
 def test_paths_and_methods_that_are_not_served(server):
     import httpx
 
-    for method, path, status in [("GET", "/v1/embeddings", 404), ("GET", "/v1/completions", 405), ("POST", "/", 405)]:
+    for method, path, status in [("GET", "/v1/images", 404), ("GET", "/v1/completions", 405), ("POST", "/", 405)]:
         found = httpx.request(method, server.url + path)
         assert found.status_code == status
         assert path in found.json()["error"]["message"]
