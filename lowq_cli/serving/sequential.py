@@ -11,7 +11,6 @@ import torch
 
 from lowq_cli import memory
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.native import shared
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker
@@ -49,7 +48,7 @@ class SequentialEngine:
 
     def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN, cache_bytes: int | None = None) -> None:
         self.model, self.reason = model, reason
-        self.decoder: Any = decoder_of(model, kv)  # some hold what they have read
+        self.decoder: Any = decoder_of(model, kv)
         self._reader = PromptReader(model, kv)
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.limits = _limits(model, waiting, kv, cache_bytes)
@@ -59,7 +58,7 @@ class SequentialEngine:
         self._running: int | None = None
         self._number = 0
         self.closed: str = "the server has not started yet"
-        self._stats: dict[str, Any] = {"prompt_tokens": 0, "new_tokens": 0, "prefix_hits": 0, "steps": 0}
+        self._stats: dict[str, Any] = {"prompt_tokens": 0, "new_tokens": 0, "steps": 0}
         self._busy_s = 0.0
         self._thread: threading.Thread | None = None
 
@@ -142,49 +141,37 @@ class SequentialEngine:
             self._sink([(number, Event(finish_reason="stop", read=self._reader(request.prompt, request.read)))])
             self._reader.release()
             return
-        prompt, draw, tokens, cached = list(request.prompt), request.draw, list[int](), self._known(request.prompt)
-        picker = None
+        prompt, draw, tokens, picker = list(request.prompt), request.draw, list[int](), None
         if draw != Draw() or request.mask is not None:
             picker = Picker(draw, request.mask, prompt, self.vocabulary, self.model.device)
         self._stats["prompt_tokens"] += len(prompt)
-        self._stats["prefix_hits"] += cached
         until, finish = 0, None
-        try:
-            while finish is None:
-                self._go_on(number)
-                if len(tokens) == until:
-                    until = min(request.max_tokens, len(tokens) + max(FIRST_ROOM, len(tokens)))
-                    token = self.decoder.start([prompt + tokens], GREEDY, until - len(tokens), partial(self._go_on, number))
-                else:
-                    token = self.decoder.step()
-                if picker is not None:
-                    token = picker.pick(self.decoder.sampler.logits)
-                    self.decoder.sampler.token.copy_(token)
-                tokens.append(int(token))
-                if request.mask is not None:
-                    request.mask.accept(tokens[-1])
-                self._stats["new_tokens"] += 1
-                self._stats["steps"] += 1
-                if tokens[-1] in request.stop_ids:
-                    finish = "stop"
-                elif len(tokens) == request.max_tokens:
-                    finish = "length"
-                logprob, top = (None, ()) if picker is None else picker.logprobs()
-                self._sink([(number, Event(tokens[-1], logprob, top, finish, cached=cached))])
-                cached = 0
-        finally:
-            if tokens and getattr(self.decoder, "held", None):  # what the next prompt may go on from, if that was read
-                self.decoder.held = [(prompt + tokens)[:-1]]
+        while finish is None:
+            self._go_on(number)
+            if len(tokens) == until:
+                until = min(request.max_tokens, len(tokens) + max(FIRST_ROOM, len(tokens)))
+                token = self.decoder.start([prompt + tokens], GREEDY, until - len(tokens), partial(self._go_on, number))
+            else:
+                token = self.decoder.step()
+            if picker is not None:
+                token = picker.pick(self.decoder.sampler.logits)
+                self.decoder.sampler.token.copy_(token)
+            tokens.append(int(token))
+            if request.mask is not None:
+                request.mask.accept(tokens[-1])
+            self._stats["new_tokens"] += 1
+            self._stats["steps"] += 1
+            if tokens[-1] in request.stop_ids:
+                finish = "stop"
+            elif len(tokens) == request.max_tokens:
+                finish = "length"
+            logprob, top = (None, ()) if picker is None else picker.logprobs()
+            self._sink([(number, Event(tokens[-1], logprob, top, finish))])
 
     def _go_on(self, number: int) -> None:
         """Raise _Cancelled if nobody wants the rest."""
         if number in self._cancelled:
             raise _Cancelled
-
-    def _known(self, prompt: tuple[int, ...]) -> int:
-        """Leading tokens of a prompt that the decoder's cache holds."""
-        held = getattr(self.decoder, "held", None)
-        return shared(held[0], list(prompt)) if held and len(held) == 1 else 0
 
 
 def _limits(model: Any, waiting: int, kv: str, cache_bytes: int | None) -> Limits:

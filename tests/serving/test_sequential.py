@@ -231,22 +231,6 @@ def test_a_family_without_fused_layers_is_served_one_after_another(room, monkeyp
         found.stop(0)
 
 
-def test_a_text_that_is_cancelled_before_its_first_token_leaves_nothing_to_go_on_from(demo, engine, monkeypatch):
-    wanted = tokens(follow(engine, engine.submit(Request(prompt(demo), 12)))[0])
-    follow(engine, engine.submit(Request(prompt(demo, "The old man and his dog went"), 12)))
-    known = engine._known
-
-    def cancelled_meanwhile(ids):
-        engine.cancel(engine._running)
-        return known(ids)
-
-    with monkeypatch.context() as m:
-        m.setattr(engine, "_known", cancelled_meanwhile)
-        assert [e.finish_reason for e in follow(engine, engine.submit(Request(prompt(demo), 12)))[0]] == ["cancelled"]
-    events = follow(engine, engine.submit(Request(prompt(demo), 12)))[0]
-    assert tokens(events) == wanted
-
-
 def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, engine, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 16)
     decoder, read = demo[0]._lowq.decoder, []
