@@ -13,6 +13,7 @@ from torch import nn
 from lowq_cli.engine import heads
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.heads import BlockPlan, HeadPlan
 from lowq_cli.engine.owned import owned
 from lowq_cli.engine.state import static_state
@@ -132,8 +133,9 @@ class BlockDrafter(HeadDrafter):
         return plan.guesses(anchor, batch, self._at(places), until)[:, :K]
 
     def make_room(self, batch: int, slots: int) -> None:
-        """As `DeviceDrafter.make_room`; a block reaches past the text."""
-        super().make_room(batch, slots + self.plan.block.size)
+        """As `DeviceDrafter.make_room`; a block may reach further past the text than its guesses."""
+        more = max(0, self.plan.block.size - 1 - MOST_DRAFTS)
+        super().make_room(batch, bucket(slots + more) if more else slots)
 
 
 def takes(config: Mapping[str, Any]) -> bool:
