@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import completion, console
 from lowq_cli.commands import AsJson, Device, Threads, checkpoint_argument, option
 from lowq_packers.errors import UsageError
 
@@ -21,6 +21,9 @@ def draft(
     tokens: Annotated[
         int | None, typer.Option(min=2048, help="Tokens of text to learn from.  [default: 4194304, on a CPU 262144]")
     ] = None,
+    head: Annotated[
+        str, option("eagle3: a guess after the other; peagle: all at once.", completion.words("eagle3", "peagle"))
+    ] = "eagle3",
     text: Annotated[str, option("Text: self (the model writes it), .txt, .jsonl or bundled.", None, "self|FILE|DIR")] = "self",
     vocab: Annotated[
         int | None,
@@ -37,6 +40,8 @@ def draft(
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
 
+    if head not in ("eagle3", "peagle"):
+        raise UsageError(f"--head {head}: it can be eagle3 or peagle")
     if action != "train":
         raise UsageError(f"lowq draft {action} is not known; lowq draft train CKPT trains a head")
     name = state.checkpoint_or_last(ckpt)
@@ -45,7 +50,7 @@ def draft(
     with console.status("starting"):
         from lowq_cli.run import draft_training as training
 
-        planned, model, tokenizer = training.plan_training(name, out, tokens, text, vocab, seed, device)
+        planned, model, tokenizer = training.plan_training(name, out, tokens, text, vocab, seed, device, head)
     console.table("", ("", ""), planned.told)
     if dry_run:
         if as_json:

@@ -1,8 +1,9 @@
-"""An EAGLE-3 head that can learn: its tensors by the names of published files, its loss over several guesses in a row.
+"""An EAGLE-3 or P-EAGLE head that can learn: its tensors by their published names, its loss over several guesses in a row.
 
-In use a head's second guess reads its own first hidden state, its third the second, and so on; so it learns, too (training-time
-test). At guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and
-to its own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
+In use EAGLE-3's second guess reads its own first hidden state, its third the second, and so on; so it learns, too (training-
+time test). P-EAGLE's guesses after the first read a mask token and a learnt vector instead, so that all are made at once. At
+guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and to its own
+j guesses. Source: EAGLE-3 (arXiv:2503.01840).
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from lowq_packers.arch.parts import Attention, Mlp, mixers
 from lowq_packers.errors import UnsupportedError
 
 LATER = 0.8  # weight of a guess's loss, of the one's before it: EAGLE-3's
-LAYER = "midlayer"
+KINDS = ("eagle3", "peagle")
+GUESSES = {"eagle3": 5, "peagle": 7}  # in a row that a head learns: the latter's cost little more than one
+DEPTH = 2  # layers of P-EAGLE here: published ones have 4, for models of 32 and more
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,34 @@ class Sizes:
     theta: float
     positions: int
     taps: tuple[int, int, int]
+    kind: str = KINDS[0]
+    mask: int = 0  # the token that stands for those that are not known yet
+
+    @property
+    def in_a_row(self) -> int:
+        """Guesses that it learns."""
+        return GUESSES[self.kind]
+
+    @property
+    def names(self) -> list[str]:
+        """Of its layers: SafeAILab's and SpecForge's, or speculators'."""
+        return ["midlayer"] if self.kind == KINDS[0] else [f"layers.{i}" for i in range(DEPTH)]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of its tensors, by published names."""
         H, q, kv = self.hidden, self.heads * self.dim, self.kv_heads * self.dim
-        inside = {
-            "self_attn.q_proj": (q, 2 * H), "self_attn.k_proj": (kv, 2 * H), "self_attn.v_proj": (kv, 2 * H),
-            "self_attn.o_proj": (H, q), "mlp.gate_proj": (self.inner, H), "mlp.up_proj": (self.inner, H),
-            "mlp.down_proj": (H, self.inner), "input_layernorm": (H,), "hidden_norm": (H,), "post_attention_layernorm": (H,),
-        }  # fmt: skip
-        found = {f"{LAYER}.{n}": shape for n, shape in inside.items()}
-        found |= {"fc": (H, 3 * H), "norm": (H,), "lm_head": (self.guesses, H)}
-        return {f"{n}.weight": shape for n, shape in found.items()}
+        found: dict[str, tuple[int, ...]] = {"fc": (H, 3 * H), "norm": (H,), "lm_head": (self.guesses, H)}
+        for i, p in enumerate(self.names):
+            K = H if i else 2 * H
+            inside: dict[str, tuple[int, ...]] = {
+                "self_attn.q_proj": (q, K), "self_attn.k_proj": (kv, K), "self_attn.v_proj": (kv, K),
+                "self_attn.o_proj": (H, q), "mlp.gate_proj": (self.inner, H), "mlp.up_proj": (self.inner, H),
+                "mlp.down_proj": (H, self.inner), "input_layernorm": (H,), "post_attention_layernorm": (H,),
+            }  # fmt: skip
+            found |= {f"{p}.{n}": shape for n, shape in inside.items()} | ({} if i else {f"{p}.hidden_norm": (H,)})
+        masked = {"mask_hidden": (1, 1, 3 * H)} if self.kind == KINDS[1] else {}
+        return {f"{n}.weight": shape for n, shape in found.items()} | masked
 
     @property
     def params(self) -> int:
@@ -55,20 +73,28 @@ class Sizes:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def config(self) -> dict[str, object]:
-        """Its config.json, as SpecForge and SafeAILab write it; layers by what enters them, as speculators and vLLM count."""
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": self.hidden,
-            "intermediate_size": self.inner, "num_hidden_layers": 1, "num_attention_heads": self.heads,
+        """Its config.json, as SpecForge and SafeAILab write it, P-EAGLE's as speculators; layers by what enters them."""
+        layer: dict[str, object] = {
+            "model_type": "llama", "hidden_size": self.hidden,
+            "intermediate_size": self.inner, "num_hidden_layers": len(self.names), "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads, "head_dim": self.dim, "hidden_act": "silu", "rms_norm_eps": self.eps,
             "rope_theta": self.theta, "max_position_embeddings": self.positions, "vocab_size": self.vocab,
-            "draft_vocab_size": self.guesses, "target_hidden_size": self.hidden, "attention_bias": False, "mlp_bias": False,
-            "tie_word_embeddings": False, "norm_before_residual": False, "dtype": "bfloat16",
-            "eagle_aux_hidden_state_layer_ids": list(self.taps),
+            "attention_bias": False, "mlp_bias": False,
         }  # fmt: skip
+        own = {
+            "draft_vocab_size": self.guesses, "target_hidden_size": self.hidden, "tie_word_embeddings": False,
+            "norm_before_residual": False, "dtype": "bfloat16", "eagle_aux_hidden_state_layer_ids": list(self.taps),
+        }  # fmt: skip
+        if self.kind == KINDS[0]:
+            return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        how = {"algorithm": KINDS[1], "proposal_methods": [proposal], "default_proposal_method": "greedy", "verifier": {}}
+        named = {"architectures": ["PEagleSpeculator"], "speculators_model_type": KINDS[1], "speculators_version": "0.4.0"}
+        return {**named, "transformer_layer_config": layer, "speculators_config": how, "mask_token_id": self.mask, **own}
 
 
-def sizes(plan: Plan, guesses: int) -> Sizes:
-    """A head of one layer as wide as the model's own. Raises UnsupportedError for a model without attention."""
+def sizes(plan: Plan, guesses: int, kind: str = KINDS[0]) -> Sizes:
+    """A head of layers as wide as the model's own. Raises UnsupportedError for a model without attention."""
     model, config = plan.model, plan.config
     own = next((m for _, m in mixers(model) if isinstance(m, Attention)), None)
     n, H = len(model.layers), model.hidden
@@ -81,7 +107,7 @@ def sizes(plan: Plan, guesses: int) -> Sizes:
     taps = (2, n // 2, n - 3) if n >= 12 else (1, n // 2, n)  # of few layers the last says most
     positions = getattr(config, "max_position_embeddings", None) or 4096
     return Sizes(
-        H, mlp, heads, kv, dim, model.vocab, min(guesses, model.vocab), n, model.norm.eps, float(theta), positions, taps
+        H, mlp, heads, kv, dim, model.vocab, min(guesses, model.vocab), n, model.norm.eps, float(theta), positions, taps, kind
     )  # fmt: skip
 
 
@@ -95,7 +121,8 @@ class Learner(nn.Module):
         for name, shape in of.shapes.items():
             t = first.get(name)
             if t is None:
-                t = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * 0.5 * shape[-1] ** -0.5
+                drawn = torch.randn(shape, generator=g)
+                t = torch.ones(shape) if len(shape) == 1 else drawn if len(shape) == 3 else drawn * 0.5 * shape[-1] ** -0.5
             self.weights[name.replace(".", "/")] = nn.Parameter(t.float().to(device).clone())
         at = torch.arange(of.positions + 16, device=device)[:, None]
         angles = at * of.theta ** (-torch.arange(0, of.dim, 2, device=device) / of.dim)
@@ -113,35 +140,48 @@ class Learner(nn.Module):
         return (y * self._w(name)).to(x.dtype)
 
     def _heads(self, x: torch.Tensor, name: str, first: int | None) -> torch.Tensor:
-        """(B, heads, T, D) of a product, turned to positions from `first` on where that is given."""
-        y = F.linear(x, self._w(f"{LAYER}.self_attn.{name}_proj")).unflatten(-1, (-1, self.of.dim)).transpose(1, 2)
+        """(B, heads, T, D) of a product by its name, turned to positions from `first` on where that is given."""
+        y = F.linear(x, self._w(name)).unflatten(-1, (-1, self.of.dim)).transpose(1, 2)
         if first is None:
             return y
         c, s = (t[first : first + y.shape[2]].to(y.dtype) for t in (self.cos, self.sin))
         a, b = y.chunk(2, -1)
         return torch.cat((a * c - b * s, b * c + a * s), -1)
 
-    def forward(self, embeddings: torch.Tensor, features: torch.Tensor, J: int) -> list[torch.Tensor]:
+    def forward(
+        self, embeddings: torch.Tensor, features: torch.Tensor, J: int, mask: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         """Logits (B, T, Vd) of each of J guesses in a row.
 
-        embeddings: (B, T + J - 1, H) of the tokens after each row's. features: (B, T, 3 H).
+        embeddings: (B, T + J - 1, H) of the tokens after each row's. features: (B, T, 3 H). mask: (H,) the mask token's.
         """
-        T, f, logits = features.shape[1], F.linear(features, self._w("fc")), []
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        T, f, logits, parallel = features.shape[1], F.linear(features, self._w("fc")), [], self.of.kind == KINDS[1]
+        unknown = F.linear(self.weights["mask_hidden"].to(features.dtype), self._w("fc")) if parallel else None
+        caches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self.of.names]
         for j in range(J):
-            e = embeddings[:, j : j + T]
-            u = torch.cat((self._norm(e, f"{LAYER}.input_layernorm"), self._norm(f, f"{LAYER}.hidden_norm")), -1)
-            q = self._heads(u, "q", j)
-            keys.append(self._heads(u, "k", j))
-            values.append(self._heads(u, "v", None))
-            y = attended(q, keys, values).transpose(1, 2).flatten(2)
-            s = f + F.linear(y, self._w(f"{LAYER}.self_attn.o_proj"))
-            m = self._norm(s, f"{LAYER}.post_attention_layernorm")
-            gate, up = (F.linear(m, self._w(f"{LAYER}.mlp.{n}_proj")) for n in ("gate", "up"))
-            f = s + F.linear(F.silu(gate) * up, self._w(f"{LAYER}.mlp.down_proj"))
-            logits.append(F.linear(self._norm(f, "norm"), self._w("lm_head")))
+            e, x = embeddings[:, j : j + T], f
+            if j and unknown is not None:
+                assert mask is not None
+                e, x = mask.to(e.dtype).expand_as(e), unknown.expand_as(f)
+            for i, (p, cache) in enumerate(zip(self.of.names, caches, strict=True)):
+                u = self._norm(x if i else e, f"{p}.input_layernorm")
+                x = self._layer(p, u if i else torch.cat((u, self._norm(x, f"{p}.hidden_norm")), -1), x, j, *cache)
+            f = f if parallel else x
+            logits.append(F.linear(self._norm(x, "norm"), self._w("lm_head")))
         return logits
+
+    def _layer(
+        self, p: str, u: torch.Tensor, x: torch.Tensor, j: int, keys: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """One layer at guess j, of what its attention is given and the stream; keys and values of the guesses so far."""
+        q = self._heads(u, f"{p}.self_attn.q_proj", j)
+        keys.append(self._heads(u, f"{p}.self_attn.k_proj", j))
+        values.append(self._heads(u, f"{p}.self_attn.v_proj", None))
+        y = attended(q, keys, values).transpose(1, 2).flatten(2)
+        s = x + F.linear(y, self._w(f"{p}.self_attn.o_proj"))
+        m = self._norm(s, f"{p}.post_attention_layernorm")
+        gate, up = (F.linear(m, self._w(f"{p}.mlp.{n}_proj")) for n in ("gate", "up"))
+        return s + F.linear(F.silu(gate) * up, self._w(f"{p}.mlp.down_proj"))
 
 
 def attended(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:

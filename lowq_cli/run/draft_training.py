@@ -29,12 +29,11 @@ from lowq_cli.files.source import CONFIG, SINGLE, open_source
 from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import own_text
-from lowq_cli.run.draft_head import LATER, Learner, Sizes, loss_of, right, sizes
+from lowq_cli.run.draft_head import KINDS, LATER, Learner, Sizes, loss_of, right, sizes
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError, UsageError
 
-GUESSES = 5  # in a row that a head learns
 FULL_VOCABULARY, REDUCED = (
     65_536,
     32_000,
@@ -88,7 +87,7 @@ class Training:
         share = "all" if o.guesses == o.vocab else f"{o.guesses:,} of {o.vocab:,}"
         source = "the model's own, half drawn and half greedy" if self.own else self.text
         return [
-            ("model", self.model), ("head", f"EAGLE-3, one layer, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
+            ("model", self.model), ("head", f"{o.kind}, layers: {len(o.names)}, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
             ("reads", f"what enters layers {', '.join(map(str, o.taps))} of {o.layers}"),
             ("text", f"{self.tokens:,} tokens: {source}"),
             ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
@@ -125,7 +124,14 @@ class Trained:
 
 
 def plan_training(
-    model: str, out: str | None, tokens: int | None, text: str, vocabulary: int | None, seed: int, device: str
+    model: str,
+    out: str | None,
+    tokens: int | None,
+    text: str,
+    vocabulary: int | None,
+    seed: int,
+    device: str,
+    kind: str = KINDS[0],
 ) -> tuple[Training, Any, Any]:
     """What training will take, the model and its tokenizer. Raises LowqError."""
     on = pick_device(device)
@@ -135,7 +141,7 @@ def plan_training(
     plan = plan_of(loaded)
     whole = plan.model.vocab
     guesses = vocabulary or (whole if whole <= FULL_VOCABULARY else REDUCED)
-    of, count = sizes(plan, guesses), tokens or TOKENS[on.type]
+    of, count = sizes(plan, guesses, kind), tokens or TOKENS[on.type]
     window = texts.window_of(loaded)
     side = max(1, min(MOST_WINDOWS[on.type], ROWS // (window * of.guesses)))
     least = (2 * HELD_OUT + side) * window
@@ -170,7 +176,7 @@ def _default_out(model: str) -> Path:
 
 def _seconds(of: Sizes, params: float, tokens: int, rate: float) -> float:
     """Of learning: the model reads each token once a pass, the head so many times forward and backward."""
-    return PASSES * tokens * 2 * (params + TRAINING * GUESSES * of.params) / (FLOPS * rate)
+    return PASSES * tokens * 2 * (params + TRAINING * of.in_a_row * of.params) / (FLOPS * rate)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -253,6 +259,7 @@ class Teacher:
         self.whole = of.guesses == of.vocab
         self.state = static_state(plan, side, window, "16")
         self.angles = plan.angles(window, plan.device)
+        self.mask = plan.embed(torch.tensor([of.mask], device=plan.device))[0]
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of windows (B, L) on the device: embeddings of the tokens after each row's, features, logits among `ids`, best.
@@ -275,7 +282,7 @@ class Teacher:
             logits = plan.capped(plan.logits(y.flatten(0, 1))).reshape(B, L - 1, -1)
             best = logits.argmax(-1)
             logits = logits if self.whole else logits[..., self.ids]
-            features = torch.cat([t.reshape(B, L, -1) for t in taps], -1)[:, : L - GUESSES]
+            features = torch.cat([t.reshape(B, L, -1) for t in taps], -1)[:, : L - self.of.in_a_row]
             return embedded.reshape(B, L, -1)[:, 1:], features, logits, best
 
 
@@ -291,7 +298,7 @@ def _learn(
     adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     done, saved = _resumed(of, learner, adam), time.monotonic()
     each, losses = max(1, len(windows) // of.windows), list[torch.Tensor]()
-    weight, warm = sum(LATER**j for j in range(GUESSES)), min(WARM, max(1, of.steps // 10))
+    weight, warm = sum(LATER**j for j in range(of.of.in_a_row)), min(WARM, max(1, of.steps // 10))
     for step in range(done, of.steps):
         number, place = divmod(step, each)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(of.seed * 1000 + number))
@@ -300,7 +307,10 @@ def _learn(
             group["lr"] = rate * min((step + 1) / warm, 0.02 + 0.98 * (1 - step / of.steps))
         embeddings, features, wanted, _ = teacher(ids)
         with _autocast(of.device):
-            loss = loss_of(learner(_as(embeddings, learner), _as(features, learner), GUESSES), wanted) / weight
+            loss = (
+                loss_of(learner(_as(embeddings, learner), _as(features, learner), of.of.in_a_row, teacher.mask), wanted)
+                / weight
+            )
         adam.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
@@ -325,7 +335,7 @@ def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[fl
     for some in windows.split(teacher.side):
         embeddings, features, _, best = teacher(some.to(teacher.plan.device))
         with _autocast(teacher.plan.device):
-            logits = learner(_as(embeddings, learner), _as(features, learner), GUESSES)
+            logits = learner(_as(embeddings, learner), _as(features, learner), learner.of.in_a_row, teacher.mask)
         found.append(right(logits, best, teacher.ids) * len(some))
     return (torch.stack(found).sum(0) / len(windows)).tolist()
 

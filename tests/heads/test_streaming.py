@@ -95,7 +95,7 @@ def learnt(model, folder):
     adam = torch.optim.Adam(learner.parameters(), 3e-3)
     for _ in range(150):
         embeddings, features, wanted, _ = teacher(text)
-        loss = loss_of(learner(embeddings, features, training.GUESSES), wanted)
+        loss = loss_of(learner(embeddings, features, of.in_a_row), wanted)
         adam.zero_grad()
         loss.backward()
         adam.step()

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,17 +14,18 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 import publishing as pub
-from plain_torch import Eagle3
+from plain_torch import Eagle3, PEagle
 from torch.nn import functional as F
 
-from lowq_cli.engine import heads, native_loader
+from lowq_cli.engine import native_loader
+from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.main import app
 from lowq_cli.run import draft_training as training
-from lowq_cli.run.draft_head import Learner, attended, loss_of, right, sizes
+from lowq_cli.run.draft_head import GUESSES, Learner, attended, loss_of, right, sizes
 
-J, WORDS = training.GUESSES, 8192
+J, WORDS = GUESSES["eagle3"], 8192
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,19 @@ def test_what_learns_guesses_as_the_reference_does_on_the_same_words(model):
             y = torch.nn.functional.rms_norm(o[-1], (of.hidden,), reference.w["norm.weight"], of.eps)
             torch.testing.assert_close(found[j][text, t], F.linear(y, reference.lm_head), rtol=2e-4, atol=2e-4)
             f = torch.cat((f, o[-1:]))
+
+
+def test_what_learns_to_guess_at_once_does_so_as_the_reference(model):
+    of, L = replace(sizes(plan_of(model), WORDS, "peagle"), mask=9), 16
+    learner, teacher = Learner(of, {}, torch.device("cpu"), seed=4), teacher_of(model, of, L)
+    ids = torch.randint(3, WORDS, (1, L), generator=torch.Generator().manual_seed(2))
+    embeddings, features, _, _ = teacher(ids)
+    found = learner(embeddings, features, of.in_a_row, teacher.mask)
+    flat = {**of.config()["transformer_layer_config"], **of.config()}
+    reference = PEagle(learner.tensors(), flat, plan_of(model).embedding.weight)
+    for t in (0, 5, L - of.in_a_row - 1):
+        _, wanted = reference(ids[0, 1 : t + 2], list(features[0, : t + 1].chunk(3, -1)), of.in_a_row)
+        torch.testing.assert_close(torch.stack([x[0, t] for x in found]), wanted, rtol=2e-4, atol=2e-4)
 
 
 def test_a_guess_sees_only_its_own_and_what_came_before():
@@ -122,20 +137,23 @@ def test_what_was_killed_goes_on_to_the_same_bytes(folder, tmp_path, monkeypatch
     assert other.loss != whole.loss
 
 
-def test_the_command_writes_a_published_folder_that_is_read_and_run(folder, model, tmp_path):
+@pytest.mark.parametrize("kind", GUESSES)
+def test_the_command_writes_a_published_folder_that_is_read_and_run(kind, folder, model, tmp_path):
     out = tmp_path / "head"
-    line = ["draft", "train", str(folder), "--text", "bundled", "--tokens", "4096", "--vocab", "512", "--out", str(out)]
-    shown = CliRunner().invoke(app, [*line, "--device", "cpu", "--json"])
+    line = ["draft", "train", str(folder), "--head", kind, "--text", "bundled", "--tokens", "4096", "--vocab", "512"]
+    shown = CliRunner().invoke(app, [*line, "--out", str(out), "--device", "cpu", "--json"])
     assert shown.exit_code == 0, shown.output
     result = json.loads(shown.stdout)
     tensors = load_file(out / "model.safetensors")
     assert tensors["d2t"].dtype == torch.int64
     assert tensors["t2d"].sum() == 512
-    assert {n.split(".")[0] for n in tensors} == {"fc", "midlayer", "norm", "lm_head", "d2t", "t2d"}
+    first = {"eagle3": {"midlayer"}, "peagle": {"layers", "mask_hidden"}}[kind]
+    assert {n.split(".")[0] for n in tensors} == {"fc", "norm", "lm_head", "d2t", "t2d"} | first
     assert json.loads((out / "lowq_draft.json").read_text())["model"] == str(folder)
-    plan = heads.load(str(out), model)
-    assert plan.layers == (1, 3, 6)
-    assert len(result["accepted"]) == J
+    drafter = load(str(out), model)
+    assert drafter.layers == (1, 3, 6)
+    assert drafter.name == {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}[kind]
+    assert len(result["accepted"]) == GUESSES[kind]
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(folder, tmp_path):
