@@ -2,8 +2,8 @@
 
 In use EAGLE-3's second guess reads its own first hidden state, its third the second, and so on; so it learns, too (training-
 time test). P-EAGLE's guesses after the first read a mask token and a learnt vector instead, so that all are made at once. At
-guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and to its own
-j guesses. Source: EAGLE-3 (arXiv:2503.01840).
+guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and to its
+own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
 """
 
 from dataclasses import dataclass

@@ -87,7 +87,8 @@ class Training:
         share = "all" if o.guesses == o.vocab else f"{o.guesses:,} of {o.vocab:,}"
         source = "the model's own, half drawn and half greedy" if self.own else self.text
         return [
-            ("model", self.model), ("head", f"{o.kind}, layers: {len(o.names)}, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
+            ("model", self.model),
+            ("head", f"{o.kind}, layers: {len(o.names)}, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
             ("reads", f"what enters layers {', '.join(map(str, o.taps))} of {o.layers}"),
             ("text", f"{self.tokens:,} tokens: {source}"),
             ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
