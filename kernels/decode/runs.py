@@ -28,27 +28,38 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """The rows of sequences. M: of all rows; what rows that are nobody's give is finite."""
+    """The rows of sequences. M: of all rows; what rows that are nobody's give is finite.
+
+    given: `states_of` of them on the device, of which `most` rows are runs, padded with zeros: a pass that is recorded finds
+    them there, and `each` is empty.
+    """
 
     each: Sequence[Run]
     M: int
     device: torch.device
+    given: torch.Tensor | None = None
+    most: int = 0
     _made: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by size of the tiles
 
     @property
     def whole(self) -> bool:
         """Whether every row is somebody's."""
-        return sum(run.end - run.first for run in self.each) == self.M
+        return self.given is None and sum(run.end - run.first for run in self.each) == self.M
+
+    @property
+    def some(self) -> bool:
+        """Whether there may be any."""
+        return self.given is not None or len(self.each) > 0
 
     @property
     def table(self) -> torch.Tensor:
-        """(runs, 4) int32 on the device: first, end, the number of its first tile of CHUNK, slot."""
-        return self._states()[: len(self.each)]
+        """(runs, 4) int32 on the device, as `states_of`."""
+        return self._states()[: self.most or len(self.each)]
 
     @property
     def tiles(self) -> torch.Tensor:
-        """(n, 4) int32 on the device, of up to CHUNK rows of a run each: first, end, first of the run, slot."""
-        return self._states()[len(self.each) :]
+        """(n, 4) int32 on the device, as `states_of`."""
+        return self._states()[self.most or len(self.each) :]
 
     def spans(self, size: int) -> torch.Tensor:
         """(n, 4) int32 on the device, of up to `size` rows of a run each: first, end, position of the first, and where the
@@ -63,11 +74,10 @@ class Runs:
         return self._made[size]
 
     def _states(self) -> torch.Tensor:
+        if self.given is not None:
+            return self.given
         if 0 not in self._made:
-            tiles, table = list[tuple[int, int, int, int]](), list[tuple[int, int, int, int]]()
-            for run in self.each:
-                table.append((run.first, run.end, len(tiles), run.slot))
-                tiles += [(t, min(t + CHUNK, run.end), run.first, run.slot) for t in range(run.first, run.end, CHUNK)]
+            table, tiles = states_of(self.each)
             self._made[0] = self._there([*table, *tiles])
         return self._made[0]
 
@@ -75,3 +85,13 @@ class Runs:
         """On the device; the host does not wait for it."""
         found = torch.tensor(made, dtype=torch.int32)
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
+
+
+def states_of(each: Sequence[Run]) -> tuple[Quads, Quads]:
+    """What layers with a state ask of runs: first, end, the number of its first tile, slot; and of tiles of up to CHUNK rows of
+    a run each: first, end, first of the run, slot."""
+    table, tiles = list[tuple[int, int, int, int]](), list[tuple[int, int, int, int]]()
+    for run in each:
+        table.append((run.first, run.end, len(tiles), run.slot))
+        tiles += [(t, min(t + CHUNK, run.end), run.first, run.slot) for t in range(run.first, run.end, CHUNK)]
+    return table, tiles

@@ -146,7 +146,7 @@ class Batch:
     order: torch.Tensor | None = None
     rectangle: Rectangle | None = None
     given: Packed | None = None
-    given_runs: Sequence[Run] = ()
+    given_runs: Runs | None = None
     tile: int = 128
     drafted: bool = False
     chains: Sequence["Chain"] = ()
@@ -175,7 +175,9 @@ class Batch:
     @cached_property
     def runs(self) -> Runs:
         """The rows after the steps by sequence, counted from the first of them."""
-        each = self.rectangle.runs() if self.rectangle is not None else self.given_runs
+        if self.given_runs is not None:
+            return self.given_runs
+        each = self.rectangle.runs() if self.rectangle is not None else ()
         return Runs([run for run in each if run.first < run.end], self.ids.shape[0] - self.steps, self.ids.device)
 
     @cached_property
@@ -240,7 +242,7 @@ class Batch:
             else:
                 assert self.slots is not None
                 parts.append(recurrent.dispatched(own, facts, held.tensors, self.slots[:b]))
-        if self.mixed and self.runs.each:
+        if self.mixed and self.runs.some:
             parts.append(recurrent.dispatched(x[b:] if b else x, facts, held.tensors, self.runs))
         elif self.mixed:
             parts.append(x.new_zeros(x.shape[0] - b, width))

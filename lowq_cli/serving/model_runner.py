@@ -26,7 +26,7 @@ from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import Packed
-from lowq_kernels.decode.runs import Run
+from lowq_kernels.decode.runs import CHUNK, Run, Runs, states_of
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import one_line
 
@@ -79,10 +79,11 @@ class ModelRunner:
         self.recurrent = [one for one in state if isinstance(one, States)]
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
-        # the host groups a mixture's experts where no kernel does and tokens are many, and it says which tokens are whose to
-        # recurrent layers and latent attention: that cannot be recorded
-        self.by_text = bool(self.recurrent) or any(isinstance(one, KeyValues) and one.v is None for one in state)
-        self.most_recorded = 0 if self.by_text else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        # the host groups a mixture's experts where no kernel does and tokens are many, and it gathers latents: that cannot be
+        # recorded
+        latents = any(isinstance(one, KeyValues) and one.v is None for one in state)
+        self.by_text = latents or bool(self.recurrent)
+        self.most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
@@ -119,7 +120,8 @@ class ModelRunner:
             with self.teams[b] if self.device.type == "cpu" else nullcontext():
                 return self._go(b, M, None)
         assert drawn is not None or not b
-        return self._go(b, M, *self._describe(b, M - b, pieces, drawn), self._runs(pieces))
+        runs = self._runs(pieces)
+        return self._go(b, M, *self._describe(b, M - b, pieces, drawn, runs), runs)
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
         """The prompt tokens of a pass by text."""
@@ -145,8 +147,11 @@ class ModelRunner:
         """Prompts that can end in a pass with C prompt tokens."""
         return min(READERS, C)
 
-    def _describe(self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> tuple[np.ndarray, int]:
-        """A pass's prompt tokens as int32: ids, pos, rows (C each), tiles (n, 2), take and target (of each logits row); n."""
+    def _describe(
+        self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None, runs: Sequence[Run] = ()
+    ) -> tuple[np.ndarray, int]:
+        """A pass's prompt tokens as int32: what recurrent layers ask of runs, ids, pos, rows (C each), tiles (n, 2), take and
+        target (of each logits row); n."""
         null, ends = self.rows.null_row, [p for p in pieces if p.target >= 0]
         ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, null, np.int32)
         last, tiles, first = [], list[tuple[int, int]](), 0
@@ -165,20 +170,37 @@ class ModelRunner:
         take = [*range(b), *last, *([0] * fill)]
         target = [*of_steps, *(p.target for p in ends), *([null] * fill)]
         of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
-        return np.concatenate([ids, pos, rows, of_tiles, of_logits]), len(tiles)
+        return np.concatenate([self._of_states(C, runs), ids, pos, rows, of_tiles, of_logits]), len(tiles)
+
+    def _of_states(self, C: int, each: Sequence[Run]) -> np.ndarray:
+        """`states_of` of a padded pass with recurrent layers, as many numbers for any runs."""
+        runs, tiles = self._states_rows(C)
+        made = np.zeros((runs + tiles, 4), np.int32)
+        if runs and each:
+            of_runs, of_tiles = states_of(each)
+            made[: len(of_runs)] = np.array(of_runs, np.int32).reshape(-1, 4)
+            made[runs : runs + len(of_tiles)] = np.array(of_tiles, np.int32).reshape(-1, 4)
+        return made.reshape(-1)
+
+    def _states_rows(self, C: int) -> tuple[int, int]:
+        """Runs, and tiles of runs, that a padded pass with recurrent layers has at most."""
+        return (self.ends(C), -(-C // CHUNK) + self.ends(C)) if self.padded and self.recurrent else (0, 0)
 
     def forward(self, b: int, M: int, chunk: torch.Tensor | None, n: int, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out."""
         r, C = self.rows, M - b
-        packed, tokens, take, target = None, r.token[:b], None, r.target[:b]
+        packed, own, tokens, take, target = None, None, r.token[:b], None, r.target[:b]
         if chunk is not None:
+            most, more = self._states_rows(C)
+            states, chunk = chunk[: 4 * (most + more)], chunk[4 * (most + more) :]
+            own = Runs(runs, C, self.device, states.view(-1, 4) if most else None, most)
             ids, pos, rows, rest = chunk[:C], chunk[C : 2 * C], chunk[2 * C : 3 * C], chunk[3 * C :]
             packed = Packed(r.tables[0] if r.tables else rows.view(-1, 1), rows, pos, rest[: 2 * n].view(n, 2))
             half = (rest.shape[0] - 2 * n) // 2
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids
         slots = r.slot[:b].long() if self.recurrent and b else None
-        batch = Batch(self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=runs)
+        batch = Batch(self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own)
         x = self.plan.hidden(self.plan.embed(tokens), batch, self.state)
         if take is not None:
             if not take.shape[0]:
@@ -258,9 +280,10 @@ class ModelRunner:
 
     def measure(self, b: int, M: int) -> None:
         """Time a pass of null rows, the second of two, for all of as many rows with prompts, or without."""
-        chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         most, null = self.slots, self.rows.null_row
-        nobodys = [Run(i, min(i + most, M - b), 0, 0, null) for i in range(0, M - b, most)] if self.by_text else ()
+        nobodys = [Run(i, min(i + most, M - b), 0, 0, null) for i in range(0, M - b, most)] if self.by_text else []
+        nobodys = nobodys[: self.ends(M - b)]
+        chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None, nobodys)
         for _ in range(2):
             self._wait()
             began = time.perf_counter()

@@ -20,6 +20,7 @@ from lowq_kernels.decode.recurrent import Rows, Run, Runs, delta, mamba2, runs_t
 from lowq_kernels.decode.recurrent.delta import Delta
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2
 from lowq_kernels.decode.recurrent.short_conv import ShortConv
+from lowq_kernels.decode.runs import states_of
 from lowq_kernels.dispatch.registry import refusals, select
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,3 +215,18 @@ def test_what_the_kernels_refuse(name):
             assert select(there)[0].name == f"triton/{call.op}_runs"
     if call.op == "delta":
         assert select(dataclasses.replace(call, k_dim=256, v_dim=256))[0].name == "torch/delta"
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba2", "short_conv"])
+def test_runs_that_only_the_device_knows_padded(name):
+    f, runs = moved(CASES[name](), torch.float32), ragged()
+    x = torch.randn(runs.M, features(f)).to(DEVICE)
+    table, tiles = (torch.tensor(rows, dtype=torch.int32) for rows in states_of(runs.each))
+    nothing = torch.zeros(3, 4, dtype=torch.int32)
+    given = torch.cat((table, nothing, tiles, nothing)).to(DEVICE)
+    padded = Runs((), runs.M, runs.device, given, len(table) + 3)
+    run = RUNS[type(f)]
+    of_y, of_states = run_error(f, x, runs, torch.float32, lambda x, f, held, _, config: run(x, f, held, padded, config))
+    assert max(of_y, of_states) < TOLERANCE[torch.float32]
+    with pytest.raises(RuntimeError, match="known to the device alone"):
+        KINDS[type(f)][0].DEFINITION.either(x, f, states(f, torch.float32, [1]), padded)

@@ -58,6 +58,8 @@ class Mixer:
             return self.step(x, f, states, places)
         if isinstance(places, Rows):
             return self.rows(x, f, states, places)
+        if not places.each:
+            raise RuntimeError("which rows are whose is known to the device alone, and the definition asks the host")
         parts = [(run, self.run(x[run.first : run.end], f, states, run.slot)) for run in places.each]
         if len(parts) == 1 and places.whole:
             return parts[0][1]

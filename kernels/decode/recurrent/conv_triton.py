@@ -133,6 +133,8 @@ def _conv_run_kernel(
     if PDL:
         gdc_wait()
     begin, end, run = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if begin + tl.program_id(0) % PARTS * ROWS >= end:
+        return
     rows = begin + tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     there = rows < end
     mask = there[:, None] & mask_c[None, :]

@@ -96,8 +96,11 @@ def _chunks_kernel(
         gdc_launch_dependents()
     if PDL:
         gdc_wait()
-    rows = (tl.load(tiles_ptr + 4 * number) + offs).to(tl.int64)
-    there = rows < tl.load(tiles_ptr + 4 * number + 1)
+    first, end = tl.load(tiles_ptr + 4 * number), tl.load(tiles_ptr + 4 * number + 1)
+    if first >= end:
+        return
+    rows = (first + offs).to(tl.int64)
+    there = rows < end
     of = h // EACH * step + h % EACH
     dt = softplus(tl.load(x_ptr + rows * wide + a_first + of, mask=there, other=0.0).to(tl.float32) * by_dt + dt_bias)
     if DELTA:
