@@ -203,7 +203,7 @@ def _serve(
         raise UsageError(f"--port {address[1]} must be from 0 to 65535")
     from lowq_cli import running
     from lowq_cli.serving.http import run
-    from lowq_cli.serving.http.loading import LoadingModel
+    from lowq_cli.serving.http.loading import Loader, LoadingModel
     from lowq_cli.serving.printer import Printer
 
     offers = asked.read()
@@ -211,6 +211,7 @@ def _serve(
     if bound is None and own is None and not dry_run:
         raise UnsupportedError("--local needs a Unix socket in a folder of yours; name one: XDG_STATE_HOME=DIR")
     more = {} if asked.one else {"memory": offers.memory or 0}
+    loader = Loader(device, how | more)
     first, printer = LoadingModel(offers.models[offers.default], device, how | more, console.quiet), Printer()
     try:
         from lowq_cli.serving.http.app import Served  # while the model is loaded
@@ -221,13 +222,13 @@ def _serve(
         pool = ModelPool(
             offers.models,
             offers.default,
-            lambda offer: LoadingModel(offer, device, how | more, True),
+            loader.begin,
             None if asked.one else offers.memory or _room(first.loaded),
             offers.keep_alive,
             only=asked.one,
         )
         pool.adopt(model)
-        pool.say = printer.say
+        pool.say, pool.prepare = printer.say, loader.prepare
         pool.refresh = dict if asked.one else lambda: asked.read().models
         names, url = (run.LOOPBACK, "") if bound is None else (run.names(bound), run.url(bound))
         about = {"url": url, "kept": bound is None}
@@ -243,6 +244,7 @@ def _serve(
     finally:
         running.forget()
         first.stop()
+        loader.stop()
         printer.close(LAST_LINE_S)
 
 

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -45,11 +46,30 @@ class Made(NamedTuple):
     told: Any
 
 
+class Standby:
+    """A process that waits to be given what makes its engine, with `modules` imported: torch alone takes seconds."""
+
+    def __init__(self, modules: tuple[str, ...] = ()) -> None:
+        context = get_context("spawn")  # not "fork": of a process with threads, or with a CUDA context, a fork is not whole
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_compute, args=(theirs, modules), name="lowq-engine")
+        with _held_back():
+            self.process.start()
+        theirs.close()
+
+    def stop(self) -> None:
+        """End it, unused."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
 class ApartEngine:
     """The Engine that `make(*given)` makes in another process.
 
     Args:
         make: a function of a module, given: its arguments; they are pickled, as is what it tells.
+        standby: the process to take, None for a new one.
     Attributes beside Engine's:
         told: what `make` told. It and limits, vocabulary, name and reason are there once `made` has returned.
     """
@@ -60,14 +80,11 @@ class ApartEngine:
     vocabulary: int
     told: Any
 
-    def __init__(self, make: Callable[..., Made], *given: Any) -> None:
-        context = get_context("spawn")  # not "fork": of a process with threads, or with a CUDA context, a fork is not whole
-        self._pipe, theirs = context.Pipe()
+    def __init__(self, make: Callable[..., Made], *given: Any, standby: Standby | None = None) -> None:
+        standby = standby or Standby()
+        self._pipe, self._process = standby.pipe, standby.process
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._process = context.Process(target=_compute, args=(theirs, make, given), name="lowq-engine")
-        with _held_back():
-            self._process.start()
-        theirs.close()
+        self._tell(make, given)
         threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
         self._changed = threading.Condition()
         self._heard = self._moved = time.monotonic()  # when it spoke last, and when it last took a step or had none to take
@@ -142,6 +159,7 @@ class ApartEngine:
             self._process.kill()
             self._listener.join(ENDS_S)
         self._process.join()
+        self._outbox.put(b"")
         self._pipe.close()
 
     def _tell(self, *message: Any) -> None:
@@ -149,10 +167,10 @@ class ApartEngine:
         self._outbox.put(bytes(ForkingPickler.dumps(message)))
 
     def _send(self) -> None:
-        """The thread that sends."""
+        """The thread that sends, until there is nothing to send any more."""
         with suppress(OSError):  # it has ended: whoever listens is told
-            while True:
-                self._pipe.send_bytes(self._outbox.get())
+            while message := self._outbox.get():
+                self._pipe.send_bytes(message)
 
     def _wait(self, wanted: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
         """What the process answers; `done` is told how far it is."""
@@ -221,11 +239,15 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _compute(pipe: Connection, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
+def _compute(pipe: Connection, modules: tuple[str, ...]) -> None:
     """The engine's process."""
     here = _Here(pipe)
     try:
-        here.run(make, given)
+        for name in modules:
+            import_module(name)
+        here.run(*pipe.recv())
+    except EOFError:  # it was not needed
+        pass
     except Exception as e:
         here.fail(e)
     os._exit(0)  # taking torch's modules and CUDA's context apart takes 1.3 to 1.8 s

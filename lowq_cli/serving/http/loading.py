@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
-from lowq_cli.serving.apart import ApartEngine, Made
+from lowq_cli.serving.apart import ApartEngine, Made, Standby
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.offers import Offer
 from lowq_cli.serving.request import Done
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lowq_cli.engine.tokenizer import LoadedTokenizer
     from lowq_cli.serving.http.served_model import Facts, ServedModel
 
+MODULES = (  # what a process that is to load a model imports before it is told which
+    *("lowq_cli.engine.ready", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
+    *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
+)
 SHARE = 0.25  # of the memory for all models that the cache of one may take, where a server has several
 
 
@@ -92,6 +96,35 @@ def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
     return found
 
 
+class Loader:
+    """Begins to load models, one after another, in processes; between two of them the next process gets ready.
+
+    Args:
+        device, how: as `load` takes them, for all models of the server.
+    """
+
+    def __init__(self, device: str, how: Mapping[str, Any]) -> None:
+        self.device, self.how = device, how
+        self.standby: Standby | None = None
+
+    def begin(self, offer: Offer) -> "LoadingModel":
+        """Begin with a model."""
+        standby, self.standby = self.standby, None
+        if standby is not None and not standby.process.is_alive():
+            standby.stop()
+            standby = None
+        return LoadingModel(offer, self.device, self.how, True, standby)
+
+    def prepare(self) -> None:
+        """Start the process of the next model, where there is none yet."""
+        self.standby = self.standby or Standby(MODULES)
+
+    def stop(self) -> None:
+        """End the process that waits."""
+        if self.standby is not None:
+            self.standby.stop()
+
+
 class LoadingModel:
     """A model on its way into a process of its own.
 
@@ -99,9 +132,9 @@ class LoadingModel:
         offer: the model. device, how: as `load` takes them, for all models of the server.
     """
 
-    def __init__(self, offer: Offer, device: str, how: Mapping[str, Any], quiet: bool) -> None:
+    def __init__(self, offer: Offer, device: str, how: Mapping[str, Any], quiet: bool, standby: Standby | None = None) -> None:
         self.offer = offer
-        self.engine = ApartEngine(load, offer.path, device, {**how, **offer.how}, quiet)
+        self.engine = ApartEngine(load, offer.path, device, {**how, **offer.how}, quiet, standby=standby)
         self.loaded: Loaded | None = None
 
     def made(self) -> "ServedModel":

@@ -133,6 +133,7 @@ class ModelPool:
         self.manager: asyncio.Task[None] | None = None
         self.stopping = ""
         self.refresh: Callable[[], Mapping[str, Offer]] = lambda: {}  # called in a thread where a name is not known
+        self.prepare: Callable[[], object] = lambda: None  # called in a thread after a load: for the next one
         self.say: Callable[[str], None] = lambda line: None
 
     @classmethod
@@ -288,6 +289,7 @@ class ModelPool:
         place.model = await asyncio.to_thread(finish)
         place.cost, place.loading = _cost(place.model), None
         self._is_ready(place)
+        await asyncio.to_thread(self.prepare)
         self.say(f"{place.offer.name} is loaded, after {time.monotonic() - began:.1f} s")
 
     async def _make_room(self, place: Place) -> None:
