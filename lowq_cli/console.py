@@ -102,6 +102,14 @@ def out(text: str, end: str = "\n") -> None:
     print(visible(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
+def thought(text: str, terminal: bool) -> None:
+    """A model's thoughts: on a terminal pale between the lines of its answer, else on stderr, apart from it."""
+    if terminal and "NO_COLOR" not in os.environ:
+        print(f"\x1b[2m{visible(text)}\x1b[22m", end="", flush=True)
+    else:
+        print(visible(text) if terminal else text, end="", flush=True, file=sys.stdout if terminal else sys.stderr)
+
+
 def out_line(text: str) -> None:
     """A line of a result that people read, on stdout; on a terminal too narrow for it, broken between words."""
     out(_broken(visible(text), sys.stdout))

@@ -29,7 +29,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("state", "running", "sessions", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
         *("loading", "output", "engine", "evaluate", "run", "holdings", "tuning", "serving"),
-        *("checkup", "vllm_plugin", "telling", "typing_in", "completion", "commands", "main"),
+        *("checkup", "vllm_plugin", "telling", "thinking", "typing_in", "completion", "commands", "main"),
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up

@@ -77,6 +77,7 @@ Temperature = Annotated[
 TopP = Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that hold this probability.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")]
+NoThink = Annotated[bool, typer.Option("--no-think", help="Have a model that thinks before it answers answer at once.")]
 KeepAlive = Annotated[
     str | None,
     typer.Option(

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, typing_in
+from lowq_cli import console, thinking, typing_in
 from lowq_cli.commands import (
     Device,
     Draft,
     KeepAlive,
     KvCache,
+    NoThink,
     Seed,
     Temperature,
     Threads,
@@ -109,6 +110,7 @@ def chat(
         str | None, typer.Option(metavar="NAME", help="Keep the conversation under this name, and go on with it the next time.")
     ] = None,
     keep_alive: KeepAlive = None,
+    no_think: NoThink = False,
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
     from lowq_cli import sessions, state
@@ -127,8 +129,10 @@ def chat(
             raise UsageError(f"the session {session} has begun already; leave --system out, or take another name")
         system = told if before else system
     folder = state.checkpoint_or_last(checkpoint)
-    own = partial(_Own, folder, given, device, kv, draft)
-    speaker: _Own | _Server = (threads is None and draft == "auto" and _server(folder, given, device, kv, keep_alive)) or own()
+    think = False if no_think else None
+    own = partial(_Own, folder, given, device, kv, draft, think)
+    asked = threads is None and draft == "auto"
+    speaker: _Own | _Server = (asked and _server(folder, given, device, kv, keep_alive, think)) or own()
     settings = Settings(**speaker.drawn, **others)
     typing_in.prepare()
     talk = speaker.begin(system, before)
@@ -166,7 +170,7 @@ def chat(
 class _Own:
     """The model in this process. drawn, origins: how it draws, and what says so."""
 
-    def __init__(self, folder: str, given: dict[str, Any], device: str, kv: str, draft: str) -> None:
+    def __init__(self, folder: str, given: dict[str, Any], device: str, kv: str, draft: str, think: bool | None = None) -> None:
         from lowq_cli.devices import wake
         from lowq_cli.files.source import check_there
 
@@ -184,31 +188,36 @@ class _Own:
             self.model, self.tokenizer = ready(folder, device, console.warn)
             self.drawn, self.origins = settle(self.model, given, CONVERSATION)
         self.how = {"kv": kv, "draft": draft}
-        self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said)
+        self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said, think)
         self.where = ""
 
     def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Generation":
         """What comes as the answer. Raises UsageError."""
         from lowq_cli.engine import stream
 
-        return stream(self.model, self.tokenizer, talk.prompt(said), **drawn, **self.how, images=talk.pictures)
+        how = {**drawn, **self.how, "images": talk.pictures, "chat": talk.template}
+        return stream(self.model, self.tokenizer, talk.prompt(said), **how)
 
     @staticmethod
     def answered(talk: Any, said: str, answer: Any) -> None:
         """Note the turn."""
-        talk.answered(said, answer)
+        thoughts, text = thinking.split(answer.text, answer.marks)
+        talk.answered(said, answer, text)
+        talk.think_of(thoughts)
 
 
 class _Server:
     """A running server of this user that has the model. Raises Declined where none has."""
 
-    def __init__(self, folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None) -> None:
+    def __init__(
+        self, folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None, think: bool | None
+    ) -> None:
         from lowq_cli import running
         from lowq_cli.commands.generate import request_body
         from lowq_cli.engine.conversation import Turns
 
         def body(said: Any, drawn: dict[str, Any]) -> dict[str, Any]:
-            settings = {**drawn, "kv": kv, "chat": False}
+            settings = {**drawn, "kv": kv, "chat": False, "think": think}
             return request_body(folder, said, settings, drawn.get("seed", 0), "conversation", device)
 
         self.body, self.ask = body, running.ask
@@ -226,7 +235,9 @@ class _Server:
     @staticmethod
     def answered(talk: Any, said: str, answer: Any) -> None:
         """Note the turn."""
-        talk.add(said, answer.text)
+        thoughts, text = thinking.split(answer.text, answer.told.get("marks"))
+        talk.add(said, text)
+        talk.think_of(thoughts)
 
 
 def _moved(talk: Any, own: Callable[[], _Own]) -> tuple[_Own, Any]:
@@ -235,9 +246,11 @@ def _moved(talk: Any, own: Callable[[], _Own]) -> tuple[_Own, Any]:
     return speaker, speaker.begin(talk.system, [m for m in talk.messages if m["role"] != "system"])
 
 
-def _server(folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None) -> _Server | None:
+def _server(
+    folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None, think: bool | None
+) -> _Server | None:
     try:
-        return _Server(folder, given, device, kv, keep_alive)
+        return _Server(folder, given, device, kv, keep_alive, think)
     except Declined:
         return None
 
@@ -319,10 +332,7 @@ def _said(content: Any) -> str:
 
 def _write(answer: "Generation | Reply") -> None:
     """Stream an answer; Ctrl-C ends it and leaves the conversation standing."""
-    try:
-        for piece in answer:
-            console.out(piece, end="")
-    except KeyboardInterrupt:
+    if thinking.write(answer, answer.told.get("marks") if hasattr(answer, "told") else answer.marks):
         console.say(" (stopped)")
     console.out("")
     if sys.stderr.isatty():

@@ -4,14 +4,14 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import console, thinking
 from lowq_cli.commands import (
     EXIT_INTERRUPTED,
     Activations,
@@ -19,6 +19,7 @@ from lowq_cli.commands import (
     Draft,
     KeepAlive,
     KvCache,
+    NoThink,
     Seed,
     Temperature,
     Threads,
@@ -67,6 +68,7 @@ def generate(
     top_p: TopP = None,
     top_k: TopK = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens seen before become less likely.")] = None,
+    no_think: NoThink = False,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
@@ -109,6 +111,7 @@ def generate(
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
     settings: dict[str, Any] = {**drawn} | {
         "chat": chat,
+        "think": False if no_think else None,
         "max_new_tokens": max_new_tokens,
         "kv": kv,
         "act": act,
@@ -237,17 +240,12 @@ def _answered_by_a_server(
         reply = running.ask_or_leave(body, keep_alive, device)
     except running.Declined as e:
         return str(e)
-    interrupted = False
-    try:
-        for piece in reply:
-            if not as_json:
-                console.out(piece, end="")
-    except KeyboardInterrupt:
-        interrupted = True
     told = reply.told
+    marks = told.pop("marks", None)
+    interrupted = _exhausted(reply) if as_json else thinking.write(reply, marks)
     if as_json:
         unknown = dict.fromkeys(("peak_memory_bytes", "roofline_pct", "roofline", "drafts"))
-        numbers = {"text": reply.text, "tokens": reply.tokens[0], "finish_reason": reply.finish_reason}
+        numbers = {**_apart(reply.text, marks), "tokens": reply.tokens[0], "finish_reason": reply.finish_reason}
         numbers |= {n: round(getattr(reply, n), 4) for n in ("prefill_tps", "decode_tps", "ttft_s")}
         console.out_json({**numbers, "kv": body["kv"], "decoder_reason": "", **unknown, **told})
     else:
@@ -273,6 +271,7 @@ def request_body(folder: str, text: Any, settings: Mapping[str, Any], seed: int,
     given = {n: settings.get(n) for n in ("temperature", "top_p", "top_k", "repetition_penalty")}
     more = {"chat": settings["chat"], "max_new_tokens": settings["max_new_tokens"], "stop": settings.get("stop", [])}
     path = {"path": running.model_path(folder), "kv": settings.get("kv", "16"), "device": device}
+    path |= {} if settings.get("think") is None else {"think": settings["think"]}
     return {**path, "prompt": text, "given": given, "default": default, "seed": seed, **more}
 
 
@@ -383,7 +382,8 @@ def _answer_all(
     from lowq_cli.serving.many import answers
 
     settings.pop("images", None)
-    ids = _encode_all(model, tokenizer, [line.get("prompt", line.get("messages")) for line in asked], settings.pop("chat"))
+    said = [line.get("prompt", line.get("messages")) for line in asked]
+    ids = _encode_all(model, tokenizer, said, settings.pop("chat"), settings.pop("think", None))
     lines, tokens, began = [], 0, time.perf_counter()
     for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):
         line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
@@ -402,29 +402,45 @@ def _answer_all(
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 
-def _encode_all(model: "CausalModel", tokenizer: "Tokenizer", prompts: list[Any], chat: bool) -> list[list[int]]:
+def _encode_all(
+    model: "CausalModel", tokenizer: "Tokenizer", prompts: list[Any], chat: bool, think: bool | None
+) -> list[list[int]]:
     """The token ids of each prompt, a text or messages. Raises UsageError naming the first that cannot be answered."""
     from lowq_cli.engine.prompts import check_length, encode, encode_messages
 
     found = []
     for number, text in enumerate(prompts, 1):
         try:
-            found.append(encode(tokenizer, text, chat) if isinstance(text, str) else encode_messages(tokenizer, text))
+            one = isinstance(text, str)
+            ids = encode(tokenizer, text, chat, think=think) if one else encode_messages(tokenizer, text, think=think)
+            found.append(ids)
             check_length(model, len(found[-1]))
         except UsageError as e:
             raise UsageError(f"prompt {number} of {len(prompts)}: {e}") from None
     return found
 
 
+def _exhausted(pieces: Iterable[Any]) -> bool:
+    """Wait for a text; whether Ctrl-C ended it."""
+    try:
+        for _ in pieces:
+            pass
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _apart(text: str, marks: Any) -> dict[str, str]:
+    """An answer, and where a model thinks before it what it thought."""
+    if marks is None:
+        return {"text": text}
+    thoughts, answer = thinking.split(text, marks)
+    return {"text": answer, "thoughts": thoughts}
+
+
 def _write_text(generation: "Generation", live: bool, batch: int) -> bool:
     """Stream the text to stdout (one sequence live, several as blocks at the end); whether Ctrl-C ended it."""
-    interrupted = False
-    try:
-        for i, piece in generation.pieces():
-            if live and i == 0 and batch == 1 and piece:
-                console.out(piece, end="")
-    except KeyboardInterrupt:
-        interrupted = True
+    interrupted = thinking.write(generation, generation.marks) if live and batch == 1 else _exhausted(generation.pieces())
     if live and batch == 1:
         console.out("")
     elif live:
@@ -449,7 +465,7 @@ def _numbers(model: "CausalModel", generation: "Generation", kernels: bool) -> d
         rows = explain.kernels_of(explain.called(model, g.decoder), batch, model.dtype)
         several["kernels"] = [asdict(k) for k in rows]
     return {
-        "text": g.text,
+        **_apart(g.text, g.marks),
         "tokens": g.tokens[0],
         "finish_reason": g.finish_reason,
         "prompt_tokens": len(g.prompts[0]),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lowq_cli import completion, console, recipes
-from lowq_cli.commands import Device, Draft, KeepAlive, Seed, Temperature
+from lowq_cli.commands import Device, Draft, KeepAlive, NoThink, Seed, Temperature
 from lowq_cli.telling import follow
 
 EXAMPLES = """Examples:
@@ -40,6 +40,7 @@ def run(
     device: Device = "auto",
     draft: Draft = "auto",
     keep_alive: KeepAlive = None,
+    no_think: NoThink = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
     """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
@@ -50,11 +51,11 @@ def run(
     folder = state.run_of(model, recipe) or _quantized(model, recipe, device)
     state.remember_run(model, recipe, folder)
     if text is None and sys.stdin.isatty() and not as_json:
-        drawn = {"temperature": temperature, "seed": seed}
+        drawn = {"temperature": temperature, "seed": seed, "no_think": no_think}
         chat(folder, max_new_tokens=max_new_tokens, **drawn, device=device, draft=draft, keep_alive=keep_alive)  # type: ignore[arg-type]
         return
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": None}
-    settings |= {"images": pictures or [], "draft": draft}
+    settings |= {"images": pictures or [], "draft": draft, "think": False if no_think else None}
     here = "--draft and pictures are of this process" if draft != "auto" or pictures else ""
     said = "-" if text is None else text
     answer(folder, said, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here)

@@ -36,6 +36,11 @@ class Turns:
         self.messages += [self._message(said), {"role": "assistant", "content": answer}]
         self.text += said + answer + "\n"
 
+    def think_of(self, thoughts: str) -> None:
+        """Note what the model thought before its last answer: templates that want it find it there."""
+        if thoughts:
+            self.messages[-1]["reasoning_content"] = thoughts
+
     def _message(self, said: str) -> dict[str, Any]:
         return {"role": "user", "content": said}
 
@@ -45,13 +50,20 @@ class Conversation(Turns):
 
     Args:
         tokenizer: its chat template, if it has one, writes the turns.
-        model: what pictures are shown to.
+        model: what pictures are shown to. think: False has it answer at once.
     Attributes:
         pictures: those of all turns, the next one's last.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system: str = "", model: Any = None, said: Sequence[dict[str, Any]] = ()) -> None:
-        self.tokenizer, self.model = tokenizer, model
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        system: str = "",
+        model: Any = None,
+        said: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
+    ) -> None:
+        self.tokenizer, self.model, self.think = tokenizer, model, think
         self.pictures: list[Any] = []
         self._new = 0  # pictures of the next turn
         super().__init__(bool(getattr(tokenizer, "chat_template", None)), system, said)
@@ -67,7 +79,7 @@ class Conversation(Turns):
         """Token ids of the conversation up to where the model's answer to `said` starts. Raises UsageError if it is no text."""
         asked = self.asked(said)
         if not isinstance(asked, str):
-            return encode_messages(self.tokenizer, asked, (self.model, self.pictures))
+            return encode_messages(self.tokenizer, asked, (self.model, self.pictures), self.think)
         if self.pictures:
             from lowq_cli.engine.sight import sight_of
 
@@ -79,9 +91,12 @@ class Conversation(Turns):
             return super()._message(said)
         return {"role": "user", "content": [{"type": "image"}] * self._new + [{"type": "text", "text": said}]}
 
-    def answered(self, said: str, answer: "Generation") -> None:
-        """Note the turn, and tell the decoder which tokens its cache holds, so that the next turn reads only what is new."""
-        self.add(said, answer.text)
+    def answered(self, said: str, answer: "Generation", text: str | None = None) -> None:
+        """Note the turn, and tell the decoder which tokens its cache holds, so that the next turn reads only what is new.
+
+        text: the answer without the thoughts before it.
+        """
+        self.add(said, answer.text if text is None else text)
         self._new = 0
         if hasattr(answer.decoder, "held"):
             answer.decoder.held = [p + t[:-1] for p, t in zip(answer.names, answer.tokens, strict=True)]

@@ -7,11 +7,15 @@ from itertools import chain
 from typing import Any
 
 from lowq_cli.calibrate.texts import check_ids
+from lowq_cli.engine.detokenize import shown_tokens
 from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
+from lowq_cli.output.ways import marks, switches, ways_of
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+
+LAST = 16  # tokens of a prompt among which its thoughts would be opened
 
 
 def stream(
@@ -31,6 +35,7 @@ def stream(
     kv: str = "16",
     draft: str = "auto",
     images: Sequence[Any] = (),
+    think: bool | None = None,
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
 
@@ -46,6 +51,7 @@ def stream(
             head or model.
         images: pictures that the prompt is about, each a path, a file's bytes or a PIL image; of several prompts, a sequence of
             them for each. They come before the text, in a chat as before a question; token ids have their tokens already.
+        think: in a chat, False has a model answer at once. How thoughts are marked in a chat: `marks` of the Generation.
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -63,7 +69,7 @@ def stream(
     given: list[Any] = [prompt] if one else list(prompt)
     pictures = _pictures(model, [images] if one else list(images), len(given)) if images else [[] for _ in given]
     made = [
-        encode(tokenizer, p, chat, (model, seen)) if isinstance(p, str) else list(p)
+        encode(tokenizer, p, chat, (model, seen), think) if isinstance(p, str) else list(p)
         for p, seen in zip(given, pictures, strict=True)
     ]
     prompts, pictures = [p for p in made for _ in range(batch)], [seen for seen in pictures for _ in range(batch)]
@@ -90,6 +96,8 @@ def stream(
         how["shown"] = [sight_of(model).shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
     from lowq_cli.engine.drafts.attaching import attach
 
+    if chat:
+        how["marks"] = marks_of(tokenizer, prompts[0])
     how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts))
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
@@ -104,7 +112,26 @@ def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list
     return [[sight.picture(image) for image in seen] for seen in images]
 
 
-def encode(tokenizer: Any, text: str, chat: bool = False, shown: tuple[Any, Sequence[Any]] = (None, ())) -> list[int]:
+def marks_of(tokenizer: Any, prompt: Sequence[int]) -> dict[str, Any] | None:
+    """How thoughts are marked in an answer to a conversation (`output.ways.marks`), and which special tokens mark them."""
+    ways = ways_of(_template(tokenizer), getattr(tokenizer, "added_tokens", dict)())
+    end = tokenizer.decode(list(prompt[-LAST:]), skip_special_tokens=False) if ways.thoughts or ways.channels else ""
+    found = marks(ways, end)
+    return found and {**found, "shown": shown_tokens(tokenizer, ways.tags(False))}
+
+
+def _template(tokenizer: Any) -> str:
+    found = getattr(tokenizer, "chat_template", None) or ""
+    return found if isinstance(found, str) else str(found.get("default", ""))
+
+
+def encode(
+    tokenizer: Any,
+    text: str,
+    chat: bool = False,
+    shown: tuple[Any, Sequence[Any]] = (None, ()),
+    think: bool | None = None,
+) -> list[int]:
     """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters.
 
     shown: a model, and the pictures that it is shown with the text.
@@ -112,7 +139,8 @@ def encode(tokenizer: Any, text: str, chat: bool = False, shown: tuple[Any, Sequ
     check_characters(text)
     if shown[1]:
         return _with_pictures(tokenizer, text, chat, *shown)
-    ids = encode_messages(tokenizer, [{"role": "user", "content": text}]) if chat else tokenizer(text)["input_ids"]
+    said = [{"role": "user", "content": text}]
+    ids = encode_messages(tokenizer, said, think=think) if chat else tokenizer(text)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
@@ -137,7 +165,10 @@ def spelled_by(tokenizer: Any) -> Any:
 
 
 def encode_messages(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], shown: tuple[Any, Sequence[Any]] = (None, ())
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    shown: tuple[Any, Sequence[Any]] = (None, ()),
+    think: bool | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template and
     half characters, DamagedError where the template refuses the messages.
@@ -150,6 +181,12 @@ def encode_messages(
         content = message["content"]
         for part in [content] if isinstance(content, str) else [p["text"] for p in content if "text" in p]:
             check_characters(part)
+    if think is False and not shown[1]:
+        template = _template(tokenizer)
+        how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "return_dict": False}
+        text = tokenizer.apply_chat_template(messages, **how, **switches(template, think, None))
+        text = ways_of(template, getattr(tokenizer, "added_tokens", dict)()).begun(text, think)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not shown[1]:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
     from lowq_cli.engine.sight import sight_of

@@ -93,7 +93,9 @@ class Generation:
         self.texts = ["" for _ in prompts]
         self.finish_reasons = ["interrupted" for _ in prompts]
         self._open = set(range(len(prompts)))
-        self._text = [Detokenizer(tokenizer, p) for p in prompts]
+        self.marks: dict[str, Any] | None = how.get("marks")  # of a conversation's thoughts (`prompts.marks_of`)
+        shown = self.marks["shown"] if self.marks else {}
+        self._text = [Detokenizer(tokenizer, p, shown) for p in prompts]
         self._stoppers = [Stopper(how["stop"]) for _ in prompts]
         self.ttft_s = self.prefill_s = self.decode_s = 0.0
         self.steps = 0

@@ -71,16 +71,13 @@ class _WithinMeans:
 
     def __call__(self, conversation: Any, *args: Any, **how: Any) -> Any:
         tokenizer = self.tokenizer
-        if (
-            args
-            or how.keys() != {"add_generation_prompt", "tokenize", "return_dict"}
-            or not how["tokenize"]
-            or how["return_dict"]
-        ):
+        ours = {"add_generation_prompt", "tokenize", "return_dict"}
+        if args or not ours <= how.keys() or how["return_dict"]:
             return type(tokenizer).apply_chat_template(tokenizer, conversation, *args, **how)
+        more = {name: value for name, value in how.items() if name not in ours}
         facts = tokenizer.special_tokens_map
-        text = render(tokenizer.get_chat_template(), conversation, how["add_generation_prompt"], facts)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = render(tokenizer.get_chat_template(), conversation, how["add_generation_prompt"], facts, **more)
+        return tokenizer(text, add_special_tokens=False)["input_ids"] if how["tokenize"] else text
 
 
 def _has_tokenizer(source: Source) -> bool:

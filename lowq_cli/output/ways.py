@@ -8,7 +8,7 @@ from typing import Protocol
 from lowq_cli.output import bare, braces, elements, harmony, headed, pairs, python_calls, tagged_json
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait
-from lowq_cli.output.thoughts import Thoughts, section_of
+from lowq_cli.output.thoughts import SECTIONS, Thoughts, section_of
 
 
 class Calls(Protocol):
@@ -82,6 +82,20 @@ def switches(template: str, think: bool | None, effort: str | None) -> dict[str,
     if think is not None:
         found |= {name: think for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)}
     return found | ({"reasoning_effort": effort} if effort and "reasoning_effort" in template else {})
+
+
+def ways_by(mark: str) -> Ways:
+    """The ways of a model whose thoughts are marked so: how `marks` names them."""
+    if mark == harmony.CHANNEL:
+        return Ways(harmony.HARMONY, None)
+    return Ways(None, next(s for s in SECTIONS if s.open == mark))
+
+
+def marks(ways: Ways, prompt: str) -> dict[str, object] | None:
+    """How thoughts are marked in an answer to this prompt, as data; None for a model that has none apart."""
+    if ways.channels:
+        return {"by": harmony.CHANNEL, "inside": False}
+    return None if ways.thoughts is None else {"by": ways.thoughts.open, "inside": ways.inside(prompt)}
 
 
 MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # all of which a template holds -> its calls

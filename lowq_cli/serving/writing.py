@@ -1,6 +1,8 @@
 """An answer's text from its engine's events, as `generate` writes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from lowq_cli.engine.detokenize import Detokenizer
@@ -19,13 +21,19 @@ class Answer:
 
 
 class TextWriter:
-    """Makes a text of an answer's tokens."""
+    """Makes a text of an answer's tokens. shown: special tokens that have a text, with that."""
 
     def __init__(
-        self, tokenizer: Any, prompt: list[int], stops: tuple[str, ...], stop_ids: frozenset[int], limited_by: str
+        self,
+        tokenizer: Any,
+        prompt: list[int],
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        limited_by: str,
+        shown: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.answer, self.limited_by, self.stop_ids = Answer(), limited_by, stop_ids
-        self.detokenizer, self.stopper = Detokenizer(tokenizer, prompt), Stopper(stops)
+        self.detokenizer, self.stopper = Detokenizer(tokenizer, prompt, shown), Stopper(stops)
 
     def take(self, event: Event) -> bool:
         """Note an event; whether the text has ended with it. What comes after that is nothing any more."""

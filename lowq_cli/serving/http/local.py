@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lowq_cli.engine.generation_config import DEFAULTS, settled
-from lowq_cli.engine.prompts import encode, encode_messages
+from lowq_cli.engine.prompts import encode, encode_messages, marks_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.running import model_path
@@ -97,13 +97,18 @@ class Local:
         Sampling(**drawn)
         stops, wanted, template = check(body["stop"]), body["max_new_tokens"], bool(model.tokenizer.chat_template)
 
-        def work() -> list[int]:
-            said = body["prompt"]
-            if isinstance(said, list):
-                return encode_messages(model.tokenizer, said)
-            return encode(model.tokenizer, said, template if body["chat"] is None else body["chat"])
+        chat = isinstance(body["prompt"], list) or (template if body["chat"] is None else bool(body["chat"]))
 
-        ids = await asyncio.to_thread(work)
+        def work() -> tuple[list[int], dict[str, Any] | None]:
+            said, think = body["prompt"], body.get("think")
+            if isinstance(said, list):
+                ids = encode_messages(model.tokenizer, said, think=think)
+            else:
+                ids = encode(model.tokenizer, said, chat, think=think)
+            return ids, marks_of(model.tokenizer, ids) if chat else None
+
+        ids, marks = await asyncio.to_thread(work)
+        shown = marks.pop("shown") if marks else {}
         limit = model.facts.context
         if limit is not None and len(ids) >= limit:
             raise UsageError(f"the prompt has {len(ids)} tokens and the model's context ends at {limit}; shorten the prompt")
@@ -111,10 +116,12 @@ class Local:
         if len(ids) + room > model.engine.limits.longest:
             raise Refusal(404, f"its cache holds texts of up to {model.engine.limits.longest} tokens")
         draw = Draw(**{f.name: drawn[f.name] for f in fields(Sampling) if f.name in drawn}, seed=body["seed"])
-        writer = TextWriter(model.tokenizer, ids, stops, model.stop_ids, "length" if room == wanted else "context")
+        writer = TextWriter(model.tokenizer, ids, stops, model.stop_ids, "length" if room == wanted else "context", shown)
         live = model.hub.submit([Request(tuple(ids), room, model.stop_ids, draw)] if room else [])
         told = {"process": os.getpid(), "prompt_tokens": len(ids), "sampling": drawn, "sampling_from": origins}
-        return Lines(live, writer, told | {"decoder": model.engine.name, "template": template, "seed": body["seed"]})
+        return Lines(
+            live, writer, told | {"decoder": model.engine.name, "template": template, "seed": body["seed"], "marks": marks}
+        )
 
 
 class Lines(Response):

@@ -1,0 +1,43 @@
+"""Answers on a terminal, a model's thoughts in a paler colour; elsewhere its thoughts go to stderr, its answer to stdout."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lowq_cli import console
+from lowq_cli.output.parts import Offered, Part
+from lowq_cli.output.read import Reader
+from lowq_cli.output.ways import ways_by
+
+
+def parts(pieces: Iterable[str], marks: Any) -> Iterator[Part]:
+    """Pieces of an answer as thoughts and text. marks: of `output.ways.marks`, None for a model that has no thoughts apart."""
+    if marks is None:
+        yield from (Part("text", piece) for piece in pieces)
+        return
+    reader = Reader(ways_by(marks["by"]), Offered(), marks["inside"])
+    for piece in pieces:
+        yield from reader.push(piece)
+    yield from reader.push("", ended=True)
+
+
+def split(text: str, marks: Any) -> tuple[str, str]:
+    """(thoughts, answer) of a whole text."""
+    found = {"thought": "", "text": ""}
+    for part in parts([text], marks):
+        found[part.kind] += part.text
+    return found["thought"], found["text"]
+
+
+def write(pieces: Iterable[str], marks: Any) -> bool:
+    """Write an answer as it comes; whether Ctrl-C ended it."""
+    interrupted, terminal, before = False, sys.stdout.isatty(), ""
+    try:
+        for part in parts(pieces, marks):
+            if before == "thought" and part.kind == "text":
+                console.thought("\n\n" if terminal else "\n", terminal)
+            before = part.kind
+            console.thought(part.text, terminal) if part.kind == "thought" else console.out(part.text, end="")
+    except KeyboardInterrupt:
+        interrupted = True
+    return interrupted

@@ -1,0 +1,84 @@
+"""Thoughts on a terminal and beside it: pale, on stderr, in fields of their own; a model that is told not to think."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lowq_cli import thinking
+from lowq_cli.engine.conversation import Conversation
+from lowq_cli.engine.prompts import encode, marks_of
+from lowq_cli.engine.ready import ready
+from lowq_cli.files.source import DEMO
+from lowq_cli.output.ways import marks, ways_by, ways_of
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled model with a template that opens thoughts, which it never closes."""
+    folder = tmp_path_factory.mktemp("models") / "thinks"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def run(*args, **how):
+    command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **how)
+
+
+@pytest.mark.parametrize("mark", ["<think>", "[THINK]", "<|channel>thought", "<|channel|>"])
+def test_marks_go_to_another_process_as_data(mark):
+    ways = ways_by(mark)
+    assert marks(ways, "x")["by"] == mark
+    assert json.loads(json.dumps(marks(ways, f"x{mark}"))) == marks(ways, f"x{mark}")
+    assert marks(ways_of("plain", {}), "x") is None
+
+
+def test_a_terminal_shows_thoughts_pale_and_a_pipe_on_stderr(capsys, monkeypatch):
+    pieces = ["<thi", "nk>\nhm\n</th", "ink>\n\nYes."]
+    found = {"by": "<think>", "inside": False}
+    thinking.write(pieces, found)
+    out, err = capsys.readouterr()
+    assert (out, err.strip()) == ("Yes.", "hm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    thinking.write(pieces, found)
+    out, err = capsys.readouterr()
+    assert (out.replace("\x1b[2m", "").replace("\x1b[22m", ""), err) == ("hm\n\nYes.", "")
+    assert "\x1b[2mhm" in out
+    assert thinking.split("".join(pieces), found) == ("hm", "Yes.")
+    assert thinking.split("<think>x", None) == ("", "<think>x")
+
+
+def test_a_prompt_that_is_not_to_be_thought_about(folder):
+    _, tokenizer = ready(folder, "cpu")
+    thinks, answers = (encode(tokenizer, "Hi", chat=True, think=think) for think in (None, False))
+    assert tokenizer.decode(answers[len(thinks) :]).strip() == "</think>"
+    assert [marks_of(tokenizer, ids)["inside"] for ids in (thinks, answers)] == [True, False]
+    talk = Conversation(tokenizer, think=False)
+    assert talk.prompt("Hi") == answers
+    talk.add("Hi", "Yes.")
+    talk.think_of("hm")
+    assert talk.messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize("think", [True, False])
+def test_the_commands(folder, think):
+    """A model that never closes its thoughts says nothing but those, or its answer at once."""
+    how = ["--device", "cpu", *([] if think else ["--no-think"])]
+    asked = ["generate", folder, "--prompt", "Once upon a time", "--chat", "--max-new-tokens", "8", *how]
+    whole = run(*asked, "--json")
+    assert whole.returncode == 0, whole.stderr
+    found = json.loads(whole.stdout)
+    assert bool(found["thoughts"]) == think
+    assert bool(found["text"]) != think
+    streamed = run(*asked)
+    said = streamed.stderr if think else streamed.stdout
+    assert (found["thoughts"] or found["text"]).strip() in said
+    talked = run("chat", folder, "--max-new-tokens", "5", "--temperature", "0", *how, input="Once upon a time\n")
+    assert talked.returncode == 0, talked.stderr
+    assert bool(talked.stdout.strip()) != think
