@@ -34,6 +34,7 @@ from vllm_speed import USERS, make
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.ready import ready
+from lowq_cli.evaluate.eight_bits import apply_act
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Draw, Event, Request, Words
 
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--requests", type=float, default=1.0, help="share of USERS' requests that are answered")
     parser.add_argument("--lines", type=int, default=LINES)
     parser.add_argument("--running", type=int)
+    parser.add_argument("--act", default="none", help="how layers round what prompts' products take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings", help="as serve_schedule.py takes"
@@ -207,6 +209,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat("T", "seconds"),
         "shape": args.shape,
         "set": args.settings,
+        "act": args.act,
     }
     found |= {p: version(p) for p in ("lowq", "torch")}
 
@@ -226,6 +229,7 @@ def main() -> None:
         make(folder, args.shape, 4, device)
     began = time.perf_counter()
     model, tokenizer = ready(str(folder), device)
+    apply_act(model, tokenizer, args.act)
     found["load_s"] = round(time.perf_counter() - began, 2)
     V = model.get_output_embeddings().weight.shape[0]
     how: Row = {"running": args.running} if args.running else {}
