@@ -2,7 +2,7 @@
 
     python benchmarks/act_quality.py --models DIR,DIR --texts FILE,FILE --out FILE.json [--bits 8,4,3,2]
 
-Each model is quantized to each width (lsq, groups of 64), and its predictions in windows of 512 tokens are compared with its own
+Each model is quantized to each width (lsq, groups of 64), and its predictions in windows of 512 tokens are compared with those
 of 16-bit activations: perplexity, KL divergence, agreement. Modes: int8, fp8, either but for the down projections, and what
 `--act auto` takes. On CPUs rounding is the definition's.
 """

@@ -37,6 +37,7 @@ from lowq_cli.engine.ready import ready
 from lowq_cli.evaluate.eight_bits import apply_act
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Draw, Event, Request, Words
+from lowq_cli.serving.token_budget import PREFER
 
 PARTS = ("start", "same", "load", "deterministic", "prompts")
 LINES = 1000
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--requests", type=float, default=1.0, help="share of USERS' requests that are answered")
     parser.add_argument("--lines", type=int, default=LINES)
     parser.add_argument("--running", type=int)
+    parser.add_argument("--prefer", default=PREFER[0], choices=PREFER)
     parser.add_argument("--act", default="none", help="how layers round what prompts' products take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -210,6 +212,7 @@ def main() -> None:
         "shape": args.shape,
         "set": args.settings,
         "act": args.act,
+        "prefer": args.prefer,
     }
     found |= {p: version(p) for p in ("lowq", "torch")}
 
@@ -232,7 +235,7 @@ def main() -> None:
     apply_act(model, tokenizer, args.act)
     found["load_s"] = round(time.perf_counter() - began, 2)
     V = model.get_output_embeddings().weight.shape[0]
-    how: Row = {"running": args.running} if args.running else {}
+    how: Row = {"prefer": args.prefer} | ({"running": args.running} if args.running else {})
     # not all there is: the decoder of `same` and `prompts` needs a cache, too
     engine = Engine(model, cache_tokens=100 * (LONGEST_PROMPT + LONGEST_NEW), **how)
     e = engine.engine

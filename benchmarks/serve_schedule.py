@@ -55,7 +55,7 @@ class Clock:
     pair: float = 0.0
 
     def seconds(self, b: int, M: int, slots: int, tokens: int, pairs: int = 0) -> float:
-        riding = b and tokens  # where nobody steps, `empty` was measured with the work of prompts
+        riding = tokens and (b or self.pair)  # an H200's `empty` was measured with the work of prompts, where nobody steps
         more = self.mixed + self.token * tokens if riding else 0.0
         return self.alone(b == M, M) + self.slot * slots + more + self.pair * pairs
 
@@ -106,28 +106,25 @@ def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
     return clock, shown
 
 
-# An H100 beside an H200, of what it measured on 2026-11-26: its steps read the same weights at 3.35 TB/s for 4.8, its prompts
-# of 3,200 tokens took 95 ms; a slot is 131 KB of an 8B's keys and values; pairs by prompts of 32,000 tokens (1.2 s).
-H100_READING_S = 0.43e-3
-H100_PROMPTS = 1.07
-H100_SLOT = 44e-9
-PAIR = 1.2e-9
+# What an H100's passes take beyond those with an empty cache, by serve_own.py's loads (h100/serve_8b.json): seconds of a slot
+# that a step attends to (131 KB of an 8B's keys and values), of a prompt's token, and of a pair of one and a token before it.
+SLOT, TOKEN, PAIR = 46e-9, 3e-6, 1.2e-9
 
 
-def h100(clock: Clock) -> Clock:
-    """An H100's clock from an H200's."""
-    empty = {(s, M): t + H100_READING_S if M <= 256 else t * H100_PROMPTS for (s, M), t in clock.empty.items()}
-    return Clock(empty, H100_SLOT, clock.mixed, 0.0, PAIR)
+def h100(measured: Row) -> Clock:
+    """An H100's clock: sizes that nobody measured lie between those that were."""
+    empty = {(b == M, M): ms / 1e3 for b, M, ms in measured["start"]["pass_ms"] if b in (M, 0) or M > RECORDED}
+    return Clock(empty, SLOT, 0.0, TOKEN, PAIR)
 
 
 class Simulation:
     """ContinuousEngine's thread on a GPU, without one."""
 
-    def __init__(self, clock: Clock, users: list[User], gap: float = 0.0) -> None:
+    def __init__(self, clock: Clock, users: list[User], gap: float = 0.0, prefer: str = token_budget.PREFER[0]) -> None:
         p = self.passes = ModelRunner.__new__(ModelRunner)
         most = MOST["cuda"]
         p.padded, p.fixed, p.most, p.sizes, p.totals = True, False, most, list(buckets(most)), TOTALS
-        p.token_budget = token_budget.TokenBudget(TOTALS)
+        p.token_budget = token_budget.TokenBudget(TOTALS, prefer)
         for s in p.sizes:
             p.token_budget.note(s, s, clock.alone(True, s))
         for b in {0, *map(p.riding, p.sizes)}:
@@ -228,6 +225,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--users", default="1,16,64,128")
     ask.add_argument("--loads", default=",".join(LOADS))
+    ask.add_argument("--prefer", default=token_budget.PREFER[0], choices=token_budget.PREFER)
     ask.add_argument("--gap", type=float, default=0.0, help="ms between the users' first requests")
     ask.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings")
     ask.add_argument("--out", type=Path, default=RESULTS / "serve_schedule.json")
@@ -236,15 +234,17 @@ def main() -> None:
     measured = json.loads((RESULTS / "h200" / "serve_8b.json").read_text())
     clock, fitted = fit(measured, measured_clock(measured))
     found: Row = {"date": datetime.now(UTC).isoformat("T", "seconds"), "of": "h200/serve_8b.json"}
-    found |= {name: getattr(token_budget, name) for name in ("SLACK", "ADVANCE", "LONGEST_S")}
+    found |= {name: getattr(token_budget, name) for name in ("SLACK", "SPREAD", "PACE", "ADVANCE", "LONGEST_S", "PAUSE_S")}
+    found["prefer"] = args.prefer
     found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
     found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
     trials = {
-        f"users_{n}": (Simulation(clock, plain(n, requests(V, SEED + n)), args.gap / 1e3), COUNTS[n])
+        f"users_{n}": (Simulation(clock, plain(n, requests(V, SEED + n)), args.gap / 1e3, args.prefer), COUNTS[n])
         for n in map(int, filter(None, args.users.split(",")))
     }
+    loaded = h100(json.loads((RESULTS / "h100" / "serve_8b.json").read_text()))
     for name in filter(None, args.loads.split(",")):
-        trials[name] = Simulation(h100(clock), users_of(LOADS[name], V), args.gap / 1e3), LOADS[name].count
+        trials[name] = Simulation(loaded, users_of(LOADS[name], V), args.gap / 1e3, args.prefer), LOADS[name].count
     for name, (trial, count) in trials.items():
         row = found[name] = trial.run(count)
         t, b = row["ttft_ms"], row["between_ms"]

@@ -13,6 +13,7 @@ import typer
 
 from lowq_cli import completion, console
 from lowq_cli.commands import Activations, Device, KvCache
+from lowq_cli.serving.token_budget import PREFER
 from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ EXAMPLES = """Examples:
   lowq serve --models /srv/models --memory 40GB --keep-alive 30m   (every model there, by its name)
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
-OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv, --act"
+OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv"
+OWN += ", --act, --prefer"
 LAST_LINE_S = 2.0  # that a log may take for its last lines
 ENGINES = ("auto", "own", "vllm")
 SHOWN = 8  # names of other models
@@ -90,6 +92,13 @@ def serve(
     ] = None,
     kv: KvCache = "16",
     act: Activations = None,
+    prefer: Annotated[
+        str,
+        typer.Option(
+            help="smooth: no token comes much later than others; first-token: prompts are read as soon as can be, others wait.",
+            autocompletion=completion.words(*PREFER),
+        ),
+    ] = PREFER[0],
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whoever else is there: the same kernels always, slower.")
     ] = False,
@@ -109,6 +118,8 @@ def serve(
     """Serve a checkpoint to OpenAI's clients and a browser: by lowq's own engine, or through vLLM."""
     from lowq_cli import state
 
+    if prefer not in PREFER:
+        raise UsageError(f"--prefer {prefer} must be one of {', '.join(PREFER)}")
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine} must be one of {', '.join(ENGINES)}")
     for_vllm = (tp, pp) != (1, 1) or native is not None or args != ""
@@ -117,11 +128,13 @@ def serve(
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     if through_vllm:
         many = models or config or memory or keep_alive
-        if host != "127.0.0.1" or api_key or name or many or max_batch or cache_tokens or deterministic or act or kv != "16":
+        own = (host != "127.0.0.1", api_key, name, max_batch, cache_tokens, deterministic, act, kv != "16", prefer != PREFER[0])
+        if many or any(own):
             raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
-        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv, "act": act}
+        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
+        how |= {"act": act, "prefer": prefer}
         asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
         _serve(asked, None if local else (host, port), api_key, strict, device, how, grace, dry_run, as_json)
 

@@ -30,6 +30,7 @@ from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, 
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
+from lowq_cli.serving.token_budget import PREFER
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
@@ -101,6 +102,7 @@ class ContinuousEngine:
         kv: what keys and values are held in (`decode.kv.KINDS`).
         reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
             texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
+        prefer: even streams, or early first tokens (`token_budget.PREFER`).
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING.
     """
 
@@ -116,6 +118,7 @@ class ContinuousEngine:
         kv: str = PLAIN,
         reads: int | None = None,
         cache_bytes: int | None = None,
+        prefer: str = PREFER[0],
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -125,6 +128,7 @@ class ContinuousEngine:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
         cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads, cache_bytes)
         self.passes, rows = cache.passes, cache.passes.rows
+        self.passes.token_budget.prefer = prefer
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
         manager = CacheManager(list(cache.groups), cache.blocks, *held, shared=not deterministic)

@@ -1,18 +1,21 @@
 """How long passes take, as measured, and how many prompt tokens one may carry so that no stream stalls and no prompt starves.
 
-Most passes with prompt tokens take at most `slack` times a step. That is SLACK where prompts are read as fast as they come, and
-grows while some are left over after each pass: then every token comes a little later, none much later than the others. A few
-passes may take longer, up to LONGEST_S: a burst of prompts is read in large ones, most of them without a step, so that a text
-under way waits once for several. `benchmarks/serve_schedule.py` tries such numbers on measured times.
+Most passes with prompt tokens take at most `slack` times a step. That is SLACK where prompts are read as fast as they come.
+While some are left over after each pass it grows, as far as SPREAD times what texts usually wait for a token: then every token
+comes a little later, none much later than the others. A few passes may take longer, up to LONGEST_S: a burst of prompts is read
+in large ones, most of them without a step, so that a text under way waits once for several. Where first tokens are preferred,
+all passes may. `benchmarks/serve_schedule.py` tries such numbers on measured times.
 """
 
 from collections.abc import Sequence
 
+PREFER = ("smooth", "first-token")  # streams in which no token is much later than others; prompts as soon as can be
 # Times a step: what a pass with prompt tokens may take at least. By 2.75 p99 between tokens is over 3 times the median, by 2.4
 # first tokens come later than vLLM's (benchmarks/notes/serving.md).
 SLACK = 2.6
-PACE = 0.02  # by how much of itself `slack` changes in a pass at most
-ADVANCE = 1  # tokens of a text that may come after a longer wait: with 0.6, the last of 16 prompts waits 150 ms, not 131
+SPREAD = 2.6  # times the usual wait for a token: what a pass may take at most. By 2.8 p99 is over 3 times the median
+PACE = 0.02  # by how much of themselves `slack` grows and `usual` moves in a pass at most; `slack` shrinks by half of it
+ADVANCE = 0.6  # tokens of a text that may come after a longer wait: 1 in 200 of an answer of 120
 LONGEST_S = 0.1  # of a pass: an 8B on an H200 reads 4,096 tokens in 0.08
 PAUSE_S = 0.4  # of a text between two tokens, while a burst is read without it
 NEWEST = 0.2  # weight of the newest pass in what is learnt
@@ -23,21 +26,22 @@ class TokenBudget:
     """Seconds of passes by (rows that step, all rows): equal where no prompt tokens ride along.
 
     Args:
-        totals: rows of the passes that carry prompt tokens, ascending.
+        totals: rows of the passes that carry prompt tokens, ascending. prefer: of PREFER.
     Attributes:
         known: the fewest seconds that were seen of each: with little in the cache.
         extra: what passes take beyond that now, whatever their size: attention over the texts that run.
         riding: what those with prompt tokens take beyond both.
         slack: times a step that a pass with prompt tokens may take now.
+        usual: seconds that half of all tokens are waited for at most, lately.
         late: tokens of those that run which came after a longer wait than that.
         unmet, busy: sizes that no text's pass has had yet, and what to multiply their seconds by.
     """
 
-    def __init__(self, totals: Sequence[int]) -> None:
-        self.totals = totals
+    def __init__(self, totals: Sequence[int], prefer: str = PREFER[0]) -> None:
+        self.totals, self.prefer = totals, prefer
         self.known: dict[tuple[int, int], float] = {}
         self.extra = self.riding = self.late = self._paused = 0.0
-        self.slack = SLACK
+        self.slack, self._share = SLACK, 1.0
         self._stepped, self._left, self._running, self._texts = False, False, 0, 0
         self.begin()
 
@@ -48,6 +52,7 @@ class TokenBudget:
         5,081 tokens/s, as passes were launched late and prompts read in small pieces.
         """
         self.unmet, self.busy = set(self.known), 1.0
+        self.usual = self._waited = 0.0
 
     def note(self, steps: int, rows: int, seconds: float) -> None:
         """A pass of so many rows, of which so many step, took so long."""
@@ -64,6 +69,11 @@ class TokenBudget:
             self.riding = max(0.0, self.riding + NEWEST * (more - self.extra - self.riding))
         self._stepped = steps == rows
         self.extra = max(0.0, self.extra + NEWEST * (more - mixed * self.riding - self.extra))
+        self._waited += seconds
+        if steps:
+            self.usual = self.usual or self._waited
+            self.usual *= 1 + PACE * self._share * (1 if self._waited > self.usual else -1)
+            self._waited = 0.0
 
     def stepped(self, running: int) -> None:
         """A pass steps so many texts; with those that ended goes their part of `late`."""
@@ -73,8 +83,8 @@ class TokenBudget:
             self.late *= running / self._running
         self._running = running
         if running:
-            of_all = running / max(running, self._texts)  # in a burst few run: what they see is not how things will go on
-            self.slack = max(SLACK, self.slack * (1 + PACE * of_all**2 * (1 if self._left else -1)))
+            self._share = (running / max(running, self._texts)) ** 2  # in a burst few run: it is not how things will go on
+            self.slack = max(SLACK, self.slack * (1 + PACE * self._share * (1 if self._left else -0.5)))
         self._texts, self._left = 0, False
 
     def seconds(self, steps: int, rows: int) -> float:
@@ -125,7 +135,12 @@ class TokenBudget:
     def _rooms(self, step: int, riding: int) -> tuple[int, int]:
         """Prompt tokens that a pass has room for beside `riding` rows, and a longer one."""
         least = self.seconds(step, step)
-        self.slack = min(self.slack, max(SLACK, LONGEST_S / least)) if least else SLACK
+        if not least:
+            self.slack = SLACK
+        elif self.prefer == "first-token":
+            self.slack = max(SLACK, LONGEST_S / least)
+        else:
+            self.slack = max(SLACK, min(self.slack, LONGEST_S / least, SPREAD * (self.usual or LONGEST_S) / least))
         return self._room(riding, self.slack * least), self._room(riding, max(self.slack * least, LONGEST_S))
 
     def _room(self, riding: int, seconds: float) -> int:
