@@ -219,8 +219,8 @@ class _Author:
         window = texts.window_of(self.model)
         if text is not None:
             cut = texts.windows(text.long(), window)[: self.plan.side].tolist()
-            opening = min(OPENINGS[number % len(OPENINGS)], window // 4)  # one length a round, so that texts fill their windows
-            start = [row[:opening] for row in cut]
+            length = min(OPENINGS[number % len(OPENINGS)], window // 4)  # one length a round, so that texts fill their windows
+            start = [row[:length] for row in cut]
         room = max(1, window - max(map(len, start)))
         rows = yield from self._drawn(start, seed, room, before, 0.0 if kind == GREEDY else 1.0)
         ids = torch.tensor([t for s, row in zip(start, rows, strict=True) for t in (*s, *row)], dtype=torch.int32)
