@@ -312,6 +312,8 @@ def _tied_head(
 
 def _why_not_head(source: Source) -> str | None:
     """Why an output head made from the embedding cannot be packed, or None."""
+    if is_head(source.config):
+        return "a draft head without one guesses by that of the model"
     extra = extra_roles(source.config, source.headers)
     if known_roles(source.config, {n: h for n, h in source.headers.items() if n not in extra}) is not None:
         return None

@@ -74,7 +74,7 @@ class HeadDrafter:
             return torch.cat((drafts[0][:, None], self._at_once(pos, held, K - 1)), 1)
         while len(drafts) < K:
             pos = pos + 1
-            batch = Batch(plan.ops, drafts[-1], len(pos), pos, self.angles, drafted=True)
+            batch = Batch(plan.ops, drafts[-1], len(pos), pos, self.angles)  # a row of each sequence: one kernel attends
             y, x = plan.guess(drafts[-1], x, batch, held)
             drafts.append(plan.ids(plan.logits(y).argmax(-1)))
         return torch.stack(drafts, 1)
