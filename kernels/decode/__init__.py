@@ -6,7 +6,8 @@
     attend_prompt   the same for many tokens of each sequence
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
     gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate); softcapped: logits
-    normed     any family's norm; add: the update of the residual stream; update_norm: both in one
+    normed     any family's norm; beside: two rows, each normed, side by side, for draft heads
+    add        the update of the residual stream; update_norm: both in one
     prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
     delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
@@ -33,7 +34,7 @@ from lowq_kernels.decode import reference
 from lowq_kernels.decode.activation import activated, opened, opened_by, softcapped
 from lowq_kernels.decode.latent import DEFINITION as LATENT
 from lowq_kernels.decode.latent import Forms
-from lowq_kernels.decode.norms import add, normed, update_norm
+from lowq_kernels.decode.norms import add, beside, normed, update_norm
 from lowq_kernels.decode.prepare import prepare as prepared
 from lowq_kernels.decode.recurrent import Mixer, dispatched
 from lowq_kernels.decode.recurrent.delta import DEFINITION as DELTA
@@ -87,6 +88,7 @@ class Ops:
     opened_by: Callable[..., torch.Tensor] = opened_by
     softcapped: Callable[..., torch.Tensor] = softcapped
     normed: Callable[..., torch.Tensor] = normed
+    beside: Callable[..., torch.Tensor] = beside
     add: Callable[..., None] = add
     update_norm: Callable[..., torch.Tensor] = update_norm
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepared
@@ -125,5 +127,5 @@ def ops(device_type: str) -> Ops:
         latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed), **mixers,
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
-    rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
+    rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "beside")}
     return replace(made, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)

@@ -51,6 +51,12 @@ def normed(
     return in_fp32(x, weight, eps, kind, bias, groups).to(x.dtype)
 
 
+def beside(a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None = None, b_norm: Norm | None = None) -> torch.Tensor:
+    """(M, 2 H): rows of a and of b (M, H) side by side, each normed where there is a norm of it."""
+    parts = (x if norm is None else normed(x, *norm) for x, norm in ((a, a_norm), (b, b_norm)))
+    return torch.cat([*parts], -1)
+
+
 def add(
     x: torch.Tensor,
     delta: torch.Tensor,

@@ -172,11 +172,11 @@ class Beside(Step):
         e, h = f.kept["embedding"], f.x
         if self.zero_first:
             e = e.masked_fill((f.batch.positions == 0)[:, None], 0.0)
-        e = e if self.embedding is None else f.ops.normed(e, *self.embedding)
-        h = h if self.hidden is None else f.ops.normed(h, *self.hidden)
-        f.y = torch.cat((h, e) if self.hidden_first else (e, h), -1)
+        pair = (h, e, self.hidden, self.embedding) if self.hidden_first else (e, h, self.embedding, self.hidden)
+        f.y = f.ops.beside(*pair)
         if self.replaces:
-            f.x = h
+            H = h.shape[-1]
+            f.x = (f.y[:, :H] if self.hidden_first else f.y[:, H:]).contiguous()
 
 
 @dataclass(frozen=True, eq=False)

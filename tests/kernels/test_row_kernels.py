@@ -132,6 +132,27 @@ def test_update_norm(name, dtype):
     assert torch.equal(ours, x) == (update is None)
 
 
+BESIDE = {  # the norms of two rows that are put side by side
+    "both": ({}, {}),
+    "neither": (None, None),
+    "one alone": ({}, None),
+    "another kind": ({}, {"kind": "layer"}),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside(name, dtype):
+    a, b = (randn(3, 72, dtype=dtype) * s for s in (3, 0.7))
+    one, two = (None if facts is None else norm(72, **facts) for facts in BESIDE[name])
+    y = norms_triton.beside(a, b, one, two)
+    assert y.shape == (3, 144)
+    assert error(y, norms.beside(a, b, one, two)) < TOLERANCE[dtype]
+    assert error(y, norms.beside(b, a, one, two)) > 0.1
+    if name == "both":
+        assert error(y, norms.beside(a, b, two, one)) > 10 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40)])
 def test_normed(shape):
     x = randn(*shape)
