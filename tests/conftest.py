@@ -8,6 +8,11 @@ import tempfile
 
 import torch
 
+
+def pytest_addoption(parser):
+    parser.addoption("--hostile-pictures", type=int, default=400, help="Mutated pictures that are read (tests/serving).")
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 _state = tempfile.TemporaryDirectory(prefix="lowq-tests-")

@@ -102,6 +102,9 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whoever else is there: the same kernels always, slower.")
     ] = False,
+    allow_image_urls: Annotated[
+        bool, typer.Option("--allow-image-urls", help="Fetch pictures that requests link to, from public addresses.")
+    ] = False,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish answers in after SIGTERM or Ctrl-C.")] = 10.0,
     tp: Annotated[int, typer.Option("--tp", help="vLLM: GPUs to spread the weights over.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="vLLM: GPUs that take the layers one after another.")] = 1,
@@ -136,7 +139,8 @@ def serve(
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         how |= {"act": act, "prefer": prefer}
         asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
-        _serve(asked, None if local else (host, port), api_key, strict, device, how, grace, dry_run, as_json)
+        address = None if local else (host, port)
+        _serve(asked, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ def _serve(
     loader = Loader(device, how | more)
     first, printer = LoadingModel(offers.models[offers.default], device, how | more, console.quiet), Printer()
     try:
-        from lowq_cli.serving.http.app import Served  # while the model is loaded
+        from lowq_cli.serving.http.app import PICTURE_BODY, Served  # while the model is loaded
         from lowq_cli.serving.http.model_pool import ModelPool
 
         model = first.made()
@@ -246,6 +250,8 @@ def _serve(
         names, url = (run.LOOPBACK, "") if bound is None else (run.names(bound), run.url(bound))
         about = {"url": url, "kept": bound is None}
         served = Served(pool, api_key, names, log=printer.say, failed=_failed, strict=strict, about=about)
+        if model.pictures is not None or not asked.one:
+            served.body_bytes = PICTURE_BODY
         if bound is None:
             served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
         plan = _plan(served, first.loaded, url, how["kv"])

@@ -22,7 +22,7 @@ from lowq_cli.engine.drafts.drafter import DeviceDrafter
 from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.hf_eager import CHUNK
-from lowq_cli.engine.pictures import Shown, in_pass
+from lowq_cli.engine.pictures import Shown, end_of_pass, in_pass
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling
@@ -383,13 +383,6 @@ def passes(
         cuts.append(slice(t, end))
         t = end
     return [(g, cut) for g in groups for cut in cuts]
-
-
-def end_of_pass(first: int, end: int, whole: Sequence[tuple[int, int]]) -> int:
-    """Where tokens from `first` on, up to `end`, have to be cut to leave all of `whole` in one piece."""
-    while inside := [a for a, b in whole if a < end < b and a >= first]:
-        end = min(inside)
-    return end
 
 
 def shared(held: list[int], prompt: list[int]) -> int:

@@ -105,6 +105,13 @@ def _runs(at: Sequence[int]) -> list[tuple[int, int]]:
     return [(at[a], at[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(at)], strict=True)]
 
 
+def end_of_pass(first: int, end: int, whole: Sequence[tuple[int, int]]) -> int:
+    """Where tokens from `first` on, up to `end`, have to be cut to leave all of `whole` in one piece."""
+    while inside := [a for a, b in whole if a < end < b and a >= first]:
+        end = min(inside)
+    return end
+
+
 def in_pass(
     images: Images, pieces: Sequence[tuple[Shown | None, int, int]], device: torch.device, steps: torch.Tensor | None = None
 ) -> Pictures:

@@ -4,6 +4,7 @@ What a header says is checked before anything is decoded. Turned as its EXIF say
 """
 
 import os
+import warnings
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -57,6 +58,7 @@ def _pil() -> Any:
         from PIL import Image, ImageOps
     except ImportError:
         raise UnsupportedError("pictures are read by Pillow, which is not installed: pip install pillow") from None
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # they are refused
     return Image, ImageOps
 
 

@@ -5,6 +5,7 @@ What stands in a text for a picture depends on how many rows of features it make
 for videos that nobody shows, and a second tokenizer.
 """
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,6 +49,28 @@ class Picture:
             h.update(f"{key} {t.dtype} {tuple(t.shape)} ".encode())
             h.update(t.contiguous().view(torch.uint8).numpy().data)
         return h.digest()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A picture on its way to another process: its name and rows, and what `packed` made of its inputs."""
+
+    name: bytes
+    rows: int
+    grid: tuple[int, ...]
+    tiles: tuple[int, ...]
+    data: bytes
+
+
+def packed(picture: Picture) -> Packed:
+    """A picture as bytes."""
+    data = pickle.dumps({k: t.numpy() for k, t in picture.inputs.items()})
+    return Packed(picture.name, picture.rows, picture.grid, picture.tiles, data)
+
+
+def unpacked(given: Packed) -> Picture:
+    """The picture that was packed, in a process of ours."""
+    return Picture({k: torch.from_numpy(t) for k, t in pickle.loads(given.data).items()}, given.rows, given.grid)
 
 
 class Processor:
@@ -134,7 +157,7 @@ def framed(images: Images, spelled: Spelled) -> str:
     return _text(spelled, images.begin) + own + _text(spelled, images.end) if images.form == "run" and images.begin else own
 
 
-def written(images: Images, picture: Picture, spelled: Spelled) -> str:
+def written(images: Images, picture: Picture | Packed, spelled: Spelled) -> str:
     """What stands in a prompt for a picture, at its `place`."""
     token = _text(spelled, images.token)
     if images.form == "run":
@@ -151,7 +174,7 @@ def written(images: Images, picture: Picture, spelled: Spelled) -> str:
     return begin + (row * h if h * w > 1 else "") + "<|image|>" + each + end
 
 
-def expanded(text: str, pictures: Sequence[Picture], images: Images, spelled: Spelled) -> str:
+def expanded(text: str, pictures: Sequence[Picture | Packed], images: Images, spelled: Spelled) -> str:
     """A text with its pictures written at their places. Raises UsageError where there are more places or fewer."""
     own = place(images, spelled)
     parts = text.split(own)

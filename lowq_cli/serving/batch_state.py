@@ -24,42 +24,43 @@ class BatchState:
         target (R,) int32: the row itself where a step draws for it, else the null row.
         order (R,) int32: the rows, those of the longest texts first.
         slot (R,) int32: the slot of its text's recurrent state, 0 for none.
+        shift (R,) int32: what is added to the positions by which its text's steps turn, of one with pictures.
         tables: of each page group (R, width) int32, the blocks of its text; block 0 wherever it has none.
     """
 
     def __init__(self, count: int, widths: Sequence[int], device: torch.device) -> None:
         R = count + 1
         self.null_row, self.device = count, device
-        self._host = np.zeros(R * (7 + sum(widths)), np.int32)  # seeds first: they are 64 bits wide
+        self._host = np.zeros(R * (8 + sum(widths)), np.int32)  # seeds first: they are 64 bits wide
         flat = torch.from_numpy(self._host)
         self._flat = flat.to(device) if device.type == "cuda" else flat
-        ends = np.cumsum([2 * R, R, R, R, R, R, *(width * R for width in widths)])
+        ends = np.cumsum([2 * R, R, R, R, R, R, R, *(width * R for width in widths)])
         parts, copies = (np.split(self._host, ends[:-1]), torch.tensor_split(self._flat, ends[:-1].tolist()))
         self._seeds, self._temperatures = parts[0].view(np.int64), parts[1].view(np.float32)
-        self._pos, self._targets, self._order, self._slots = parts[2:6]
-        self._tables = [part.reshape(R, -1) for part in parts[6:]]
+        self._pos, self._targets, self._order, self._slots, self._shifts = parts[2:7]
+        self._tables = [part.reshape(R, -1) for part in parts[7:]]
         self.seed, self.temperature = copies[0].view(torch.int64), copies[1].view(torch.float32)
-        self.pos, self.target, self.order, self.slot = copies[2:6]
-        self.tables = [copy.view(R, -1) for copy in copies[6:]]
+        self.pos, self.target, self.order, self.slot, self.shift = copies[2:7]
+        self.tables = [copy.view(R, -1) for copy in copies[7:]]
         self.token = torch.zeros(R, dtype=torch.int64, device=device)
         self._starts = [0, *ends[:-1].tolist()]
         self._changed: list[np.ndarray] = []
         self._targets[:], self._order[:] = count, np.arange(R)
         self._note(3, 0, 2 * R)
 
-    def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool) -> None:
+    def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool, shift: int = 0) -> None:
         """A text's place and way of drawing; `drawn`: whether steps draw for it."""
-        self._seeds[row], self._temperatures[row], self._pos[row] = seed, temperature, pos
+        self._seeds[row], self._temperatures[row], self._pos[row], self._shifts[row] = seed, temperature, pos, shift
         self._targets[row] = row if drawn else self.null_row
         self._note(0, 2 * row, 2)
-        for part in (1, 2, 3):
+        for part in (1, 2, 3, 6):
             self._note(part, row, 1)
 
     def set_table(self, group: int, row: int, blocks: Sequence[int], first: int = 0) -> None:
         """The blocks of a row from its `first` on, in the table of a page group."""
         table = self._tables[group]
         table[row, first : first + len(blocks)] = blocks
-        self._note(6 + group, row * table.shape[1] + first, len(blocks))
+        self._note(7 + group, row * table.shape[1] + first, len(blocks))
 
     def set_slot(self, row: int, slot: int) -> None:
         """The slot of a row's recurrent state."""
@@ -71,9 +72,13 @@ class BatchState:
         for group, table in enumerate(self._tables):
             used = np.flatnonzero(table[row])
             table[row] = 0
-            self._note(6 + group, row * table.shape[1], int(used[-1]) + 1 if len(used) else 0)
+            self._note(7 + group, row * table.shape[1], int(used[-1]) + 1 if len(used) else 0)
         self.set_slot(row, 0)
         self.place(row, 0, 0.0, 0, drawn=False)
+
+    def shifted(self, n: int) -> bool:
+        """Whether a text of the first n rows turns by other positions than its slots."""
+        return bool(self._shifts[:n].any())
 
     def move(self, source: int, target: int) -> None:
         """The newest token from one row to another; the rest is the caller's to place."""

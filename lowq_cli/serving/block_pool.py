@@ -16,8 +16,12 @@ START: Name = b""  # the name before a text's first block
 
 
 def name_after(before: Name, tokens: Sequence[int]) -> Name:
-    """The name of a block of these tokens after `before`: a digest of 256 bits, of which no two equal ones are known."""
-    return blake2b(before + array("i", tokens).tobytes(), digest_size=32).digest()
+    """The name of a block of these tokens after `before`: a digest of 256 bits, of which no two equal ones are known.
+
+    Tokens of pictures are numbers below zero, of any size (`engine.pictures`).
+    """
+    own = repr(list(tokens)).encode() if min(tokens) < 0 else array("i", tokens).tobytes()
+    return blake2b(before + own, digest_size=32).digest()
 
 
 class BlockPool:

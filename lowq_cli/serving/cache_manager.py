@@ -171,7 +171,7 @@ class CacheManager:
         assert self.states is not None or not seq.marks
         while seq.marks and self.states is not None and self.states.find(self._name_of(seq, seq.marks[0] // self.size)):
             seq.marks.pop(0)  # another text has taken it meanwhile
-        return min([end, *seq.marks[:1], *(len(t.blocks) * self.size for t in seq.tables)])
+        return seq.whole_end(min([end, *seq.marks[:1], *(len(t.blocks) * self.size for t in seq.tables)]))
 
     def snapshot(self, seq: Sequence, running: bool) -> int:
         """The slot that a text's state is to be copied to after the pass that computes its tokens so far, or 0."""
@@ -264,5 +264,5 @@ class CacheManager:
         names = seq.names
         while len(names) < n:
             at = len(names) * self.size
-            names.append(name_after(names[-1] if names else START, seq.tokens[at : at + self.size]))
+            names.append(name_after(names[-1] if names else START, seq.spelled(at, at + self.size)))
         return names[n - 1]

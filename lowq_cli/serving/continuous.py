@@ -28,6 +28,7 @@ from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.reads import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
+from lowq_cli.serving.seeing import Seeing
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
 from lowq_cli.serving.token_budget import PREFER
@@ -138,6 +139,8 @@ class ContinuousEngine:
         self._incoming: list[Sequence] = []
         self._cancelled: set[int] = set()
         self._texts: dict[int, Sequence] = {}
+        self._unseen: set[int] = set()  # of them those whose pictures have not been seen yet
+        self._seeing = Seeing(model, self._seen)
         self._number, self.closed, self._ending = 0, "the server has not started yet", False
         self._reader, self._to_read = PromptReader(model, kv), deque[Sequence]()
         self._flights: deque[Flight] = deque()
@@ -164,13 +167,28 @@ class ContinuousEngine:
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)
-            if len(self._incoming) + len(self.scheduler.waiting) >= self.limits.waiting:
+            if len(self._incoming) + len(self.scheduler.waiting) + len(self._unseen) >= self.limits.waiting:
                 raise Busy(f"{self.limits.waiting} requests wait already; try again later")
+            if request.pictures:
+                self._seeing.sight()
             self._number += 1
             text = self._texts[self._number] = Sequence(self._number, request)
-            self._incoming.append(text)
-            self._changed.notify()
+            if request.pictures:
+                self._unseen.add(text.number)
+                self._seeing.add(text)
+            else:
+                self._incoming.append(text)
+                self._changed.notify()
             return text.number
+
+    def _seen(self, text: Sequence, why: Exception | None) -> None:
+        """The pictures of a text have been seen, or cannot be; told by the thread that shows them."""
+        text.failed = why
+        with self._changed:
+            self._unseen.discard(text.number)
+            if text.number in self._texts:
+                self._incoming.append(text)
+            self._changed.notify()
 
     def cancel(self, number: int) -> None:
         """End a request before its next token."""
@@ -228,7 +246,7 @@ class ContinuousEngine:
     def _take(self) -> bool:
         """What came in since the last turn; waits where there is nothing to do. False at the end."""
         with self._changed:
-            while not (self._incoming or self._cancelled or self._flights or self._texts):
+            while not (self._incoming or self._cancelled or self._flights or len(self._texts) > len(self._unseen)):
                 if self._ending:
                     return False
                 self._changed.wait()
@@ -236,10 +254,14 @@ class ContinuousEngine:
                 self._changed.wait(left)
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
+        unseen = [t for t in incoming if t.failed is not None]
+        incoming = [t for t in incoming if t.failed is None and not t.done]
         self._to_read.extend(t for t in incoming if t.request.read is not None)
         self.scheduler.add(t for t in incoming if t.request.read is None)
         self._prompt_tokens += sum(t.prompt for t in incoming)
-        events = []
+        events = [(t.number, failed(t.failed)) for t in unseen if t.failed is not None and not t.done]
+        for one in (t for t in unseen if not t.done):
+            self._end(one)
         for number in sorted(cancelled):
             text = self._texts.get(number)
             if text is not None and not text.done:
@@ -331,7 +353,8 @@ class ContinuousEngine:
 
     def _place(self, text: Sequence, pos: int) -> None:
         d = text.request.draw
-        self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special)
+        shift = text.shown.shift if text.shown is not None else 0
+        self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special, shift=shift)
 
     def _launch(self, plan: StepPlan) -> Flight:
         """The pass of a plan, and the draws that are apart from it."""
@@ -341,7 +364,7 @@ class ContinuousEngine:
             drawn[text.row] = null if text.request.special else text.row
         for text, row, first, end in plan.pieces:
             own = null if text.request.special else text.row
-            pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1, text.slot))
+            pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1, text.slot, text.shown))
         flight = Flight(self.device)
         logits = self.passes.run(n, pieces, drawn)
         riding = self.passes.riding(n)
@@ -399,4 +422,5 @@ class ContinuousEngine:
         self.scheduler.end(text)
         with self._changed:
             self._texts.pop(text.number, None)
+            self._unseen.discard(text.number)
             self._changed.notify_all()

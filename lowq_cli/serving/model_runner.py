@@ -9,7 +9,7 @@ start; on a CPU each is as large as it has to be.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.pictures import Shown, in_pass
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState, upload
@@ -43,7 +44,7 @@ class Piece:
     """Tokens of a prompt.
 
     row: of its block tables. first: the position of the first. target: the row that draws after them, or -1. slot: of its
-    recurrent state.
+    recurrent state. shown: the pictures of its text.
     """
 
     row: int
@@ -51,6 +52,12 @@ class Piece:
     tokens: Sequence[int]
     target: int
     slot: int = 0
+    shown: Shown | None = None
+
+    @property
+    def end(self) -> int:
+        """One more than the position of the last."""
+        return self.first + len(self.tokens)
 
 
 class ModelRunner:
@@ -85,6 +92,7 @@ class ModelRunner:
         self.by_text = latents or bool(self.recurrent)
         self.most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
+        self.turned: dict[int, Captured] = {}  # steps of so many rows, of which some turn by places of three parts
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
         self.reason = ""  # why passes are not recorded that should be
@@ -116,12 +124,37 @@ class ModelRunner:
         None where there is nothing to draw for.
         """
         b, M = self.size(n, pieces)
+        if any(p.shown for p in pieces) or self.rows.shifted(n):
+            return self._with_pictures(b, M, pieces, drawn)
         if not pieces:
             with self.teams[b] if self.device.type == "cpu" else nullcontext():
                 return self._go(b, M, None)
         assert drawn is not None or not b
         runs = self._runs(pieces)
         return self._go(b, M, *self._describe(b, M - b, pieces, drawn, runs), runs)
+
+    def _with_pictures(self, b: int, M: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> torch.Tensor | None:
+        """`run` of a pass in which some text has pictures: of such, steps alone are recorded."""
+        if not pieces and b in self.turned:
+            self.turned[b].replay()
+            return self.turned[b].logits
+        runs = self._runs(pieces)
+        chunk, n = (None, 0) if not pieces else self._describe(b, M - b, pieces, drawn, runs)
+        given = [(p.shown, p.first, p.end) for p in pieces]
+        if fill := M - b - sum(len(p.tokens) for p in pieces):
+            given.append((None, 0, fill))
+        return self.forward(b, M, None if chunk is None else upload(chunk, self.device), n, runs, given)
+
+    def _record_turned(self) -> None:
+        """Record steps that turn by positions of their own, of a model whose pictures ask for that."""
+        images = self.plan.model.images
+        for b in self.sizes if images is not None and images.sections else ():
+            made: list[torch.Tensor | None] = [self.forward(b, b, None, 0, (), [])]  # its kernels are compiled
+            with suppress(RuntimeError):  # slower, and as right
+                found = capture(lambda: made.append(self.forward(b, b, None, 0, (), [])), self.pool)  # noqa: B023
+                assert made[-1] is not None
+                found.logits = made[-1]
+                self.turned[b] = found
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
         """The prompt tokens of a pass by text."""
@@ -186,8 +219,19 @@ class ModelRunner:
         """Runs, and tiles of runs, that a padded pass with recurrent layers has at most."""
         return (self.ends(C), -(-C // CHUNK) + self.ends(C)) if self.padded and self.recurrent else (0, 0)
 
-    def forward(self, b: int, M: int, chunk: torch.Tensor | None, n: int, runs: Sequence[Run] = ()) -> torch.Tensor | None:
-        """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out."""
+    def forward(
+        self,
+        b: int,
+        M: int,
+        chunk: torch.Tensor | None,
+        n: int,
+        runs: Sequence[Run] = (),
+        shown: Sequence[tuple[Shown | None, int, int]] | None = None,
+    ) -> torch.Tensor | None:
+        """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out.
+
+        shown: of a pass with pictures, those of each piece, its first token and its end.
+        """
         r, C = self.rows, M - b
         packed, own, tokens, take, target = None, None, r.token[:b], None, r.target[:b]
         if chunk is not None:
@@ -200,7 +244,10 @@ class ModelRunner:
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids
         slots = r.slot[:b].long() if self.recurrent and b else None
-        batch = Batch(self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own)
+        pictures = None
+        if shown is not None and self.plan.model.images is not None:
+            pictures = in_pass(self.plan.model.images, shown, self.device, r.pos[:b] + r.shift[:b])
+        batch = Batch(self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own, pictures=pictures)
         x = self.plan.hidden(self.plan.embed(tokens), batch, self.state)
         if take is not None:
             if not take.shape[0]:
@@ -251,6 +298,7 @@ class ModelRunner:
             if b in (M, most.get(M)):
                 self.measure(b, M)
             done(i + 1, len(keys))
+        self._record_turned()
 
     def record_when_met(self) -> None:
         """Record each size the second time that it comes: the first has launched its kernels. For few texts, once."""

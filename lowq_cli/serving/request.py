@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.ranges import Range
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.hf.pictures import Packed
 from lowq_packers.errors import LowqError, UsageError, one_line
 
 MOST_LOGPROBS = 20  # alternatives a token, as OpenAI has it
@@ -108,6 +109,7 @@ class Request:
         mask: what a grammar allows, or None.
         client: who asks, "" for nobody in particular; it matters where requests wait (`turns`).
         read: what is asked of the prompt alone: its one event says that, and no token is drawn.
+        pictures: those that the prompt has tokens of, in order.
     """
 
     prompt: tuple[int, ...]
@@ -117,6 +119,7 @@ class Request:
     mask: Mask | None = None
     client: str = ""
     read: Read | None = None
+    pictures: tuple[Packed, ...] = ()
 
     @cached_property
     def special(self) -> bool:

@@ -294,6 +294,8 @@ class Scheduler:
             if budget <= 0:
                 break
             first, end = seq.computed, self.cache.piece_end(seq, min(len(seq.tokens), seq.computed + budget))
+            if end - first > budget and plan.pieces:
+                break  # a picture that is read in one piece: in the next pass, as the first
             plan.pieces.append((seq, seq.row, first, end))
             budget -= end - first
             self.read += end - first

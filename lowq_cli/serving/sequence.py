@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lowq_cli.engine.pictures import Shown, end_of_pass
 from lowq_cli.serving.block_pool import Name
 from lowq_cli.serving.request import Request
 
@@ -57,6 +58,7 @@ class Sequence:
         started, done: whether its first token has gone out, and whether it has ended.
         failed: why it cannot go on, where it alone cannot.
         since, waited, first: its place in time, as `turns` has it.
+        shown: the prompt's pictures, None for none.
         drawn_before: tokens that were drawn before it was put back to its prompt.
         rank: prompt tokens that the engine had read when its turn came, and its own: the least is read next; 0: none yet.
     """
@@ -75,7 +77,21 @@ class Sequence:
         self.slot_sent = self.drafting = self.started = self.done = False
         self.since, self.waited, self.first = 0, 0, False
         self.failed: Exception | None = None
+        self.shown: Shown | None = None
         self.drawn_before: list[int] = []
+
+    def spelled(self, first: int, end: int) -> list[int]:
+        """Tokens first .. end by what they are: those of pictures have numbers of their own."""
+        if self.shown is None:
+            return self.tokens[first:end]
+        n = len(self.shown.names)
+        return self.shown.names[first:end] + self.tokens[max(first, n) : max(end, n)]
+
+    def whole_end(self, end: int) -> int:
+        """Where a piece that could go to `end` ends: a picture that is seen whole is not cut, even if it goes on longer."""
+        runs = self.shown.runs if self.shown is not None else []
+        cut = end_of_pass(self.computed, end, runs)
+        return cut if cut > self.computed else min((b for _, b in runs if b > self.computed), default=end)
 
     @property
     def repeated(self) -> int | None:

@@ -71,6 +71,8 @@ class SequentialEngine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number."""
         check(request, self.limits.longest, self.vocabulary)
+        if request.pictures:
+            raise UnsupportedError(f"pictures need lowq's own decoder, which does not take this model: {self.reason}")
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)

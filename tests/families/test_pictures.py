@@ -4,7 +4,9 @@ A control for each fact of its description: swapped pictures, places of one part
 alone give other logits.
 """
 
+import queue
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +15,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pictured
+from described import model as random_model
 from native import off, planned, texts
 
 from lowq_cli.engine import weights
 from lowq_cli.engine.native import NativeDecoder, passes
+from lowq_cli.engine.owned import owned
 from lowq_cli.engine.pictures import Shown
+from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.sight import Sight
 from lowq_cli.files.source import open_source
+from lowq_cli.hf.pictures import packed
 from lowq_cli.hf.tower import Tower, load_tower
+from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.request import Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 5e-6
@@ -166,3 +175,95 @@ def test_tokens_and_pictures_that_do_not_fit_are_refused_in_one_line():
         Shown(both.images, [*ids, pictured.TOKEN], pictures)
     with pytest.raises(UnsupportedError, match="longer than the 4 tokens"):
         passes(1, 0, 20, 4, [(3, 9)])
+
+
+def served(model, asked, n, **how):
+    """The greedy tokens of texts with pictures that are asked for at once; the engine's statistics; pictures seen."""
+    engine, events, ended, numbers = ContinuousEngine(model, 64, **how), {}, threading.Event(), []
+
+    def sink(batch):
+        for number, e in batch:
+            events.setdefault(number, []).append(e)
+        if len(numbers) == len(asked) and all(events.get(i) and events[i][-1].finish_reason for i in numbers):
+            ended.set()
+
+    engine.start(sink)
+    numbers += [engine.submit(Request(tuple(ids), n, pictures=tuple(map(packed, pictures)))) for ids, pictures in asked]
+    sink([])
+    assert ended.wait(120)
+    stats = engine.stats()
+    engine.stop(1)
+    assert {events[i][-1].finish_reason for i in numbers} == {"length"}, events[numbers[0]][-1]
+    return [[e.token for e in events[i]] for i in numbers], stats
+
+
+def seeing(name):
+    """A planned model whose tower is there already."""
+    model, tower = planned(pictured.model(name)), Tower(pictured.model(name))
+    images = plan_of(model).model.images
+    owned(model).sight = sight = Sight(Path(), images, model.device, model.dtype)
+    sight._tower = tower
+    return model, sight
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_served_side_by_side_they_are_as_alone(name):
+    """With pictures and without, the same picture twice, long ones, in a cache that is too small for all."""
+    both, (a, b) = Both(name), (pictured.picture(name, 1, 4, 5), pictured.picture(name, 2))
+    long, short = texts(pictured.VOCAB, 70, 5)
+    asked = [*some(name), pictured.text(long, a, short), pictured.text(long, a, short, b), (short, [])]
+    asked.append(pictured.text(long, b, short))
+    wanted = []
+    for ids, pictures in asked:
+        both.decoder._make_room(1, 160)
+        made = [int(both.decoder.start([ids], Sampling(), 8, shown=[both.shown(ids, pictures)])[0])]
+        wanted.append(made + [int(both.decoder.step()[0]) for _ in range(7)])
+    model, sight = seeing(name)
+    found, _ = served(model, asked, 8, running=8)
+    assert found == wanted
+    assert sight.computed == len({p.name for _, pictures in asked for p in pictures})
+    assert served(model, asked, 8, running=3, cache_tokens=320)[0] == wanted
+    assert sight.computed == len({p.name for _, pictures in asked for p in pictures})
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "mistral3"])
+def test_blocks_of_a_picture_are_found_by_its_name_alone(name):
+    a, b = pictured.picture(name, 1, 4, 5), pictured.picture(name, 2, 4, 5)
+    long, more = texts(pictured.VOCAB, 70, 60)
+    first, other = pictured.text(a, long, more), pictured.text(b, long, more)
+    model, _ = seeing(name)
+    engine, heard = ContinuousEngine(model, 8, cache_tokens=2000), queue.SimpleQueue()
+    engine.start(lambda batch: [heard.put(e) for _, e in batch])
+
+    def cached(ids, pictures):
+        engine.submit(Request(tuple(ids), 1, pictures=tuple(map(packed, pictures))))
+        return heard.get(timeout=60).cached
+
+    assert [cached(*first), cached(*first), cached(*other), cached(*other), cached(*first)] == [0, 128, 0, 128, 128]
+    engine.stop(1)
+
+
+def test_a_picture_that_cannot_be_seen_ends_its_own_text_alone():
+    model, sight = seeing("qwen3_vl")
+    a = pictured.picture("qwen3_vl", 1)
+    ids, pictures = pictured.text(texts(pictured.VOCAB, 5)[0], a)
+    engine, heard = ContinuousEngine(model, 8), queue.SimpleQueue()
+    engine.start(lambda batch: [heard.put(pair) for pair in batch])
+    wrong = engine.submit(Request((*ids, pictured.TOKEN), 2, pictures=(packed(a),)))
+    number, event = heard.get(timeout=60)
+    assert (number, event.finish_reason) == (wrong, "refused")
+    assert "tokens of pictures" in event.message
+    right = engine.submit(Request(tuple(ids), 1, pictures=tuple(map(packed, pictures))))
+    number, event = heard.get(timeout=60)
+    assert (number, event.finish_reason) == (right, "length")
+    engine.stop(1)
+    assert sight.computed == 1
+
+
+def test_a_model_without_a_tower_refuses_pictures_when_they_are_asked_for():
+    model = planned(random_model("llama"))
+    engine = ContinuousEngine(model, 8)
+    engine.start(lambda batch: None)
+    with pytest.raises(UnsupportedError, match="llama takes no pictures"):
+        engine.submit(Request((1, 2, 3), 1, pictures=(packed(pictured.picture("qwen3_vl", 1)),)))
+    engine.stop(1)

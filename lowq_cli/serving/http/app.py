@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
+from lowq_cli.hf.pictures import Packed, expanded
 from lowq_cli.output.read import Reader
 from lowq_cli.output.ways import Ways
 from lowq_cli.serving.dialects import embeddings, ollama, rerank, tokens
@@ -35,6 +36,7 @@ from lowq_cli.serving.http.guard import Guard
 from lowq_cli.serving.http.local import Local
 from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
 from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.pictures import take
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
 from lowq_cli.serving.http.rules import rules_of
@@ -46,6 +48,7 @@ from lowq_packers.errors import LowqError
 COMPLETION_TOKENS = 16  # of /v1/completions where the request names no number, as OpenAI has it
 READ_AT_ONCE = 64  # prompts of one request that wait to be read: the queue is everybody's
 LONG = 16384  # characters from which a text is encoded beside the event loop, not in it
+PICTURE_BODY = 32 << 20  # bytes of the longest body where a model takes pictures: one of 20 MB is 27 as base64
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -129,6 +132,16 @@ def make_app(served: Served) -> ASGIApp:
     return Guard(
         Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), served.api_key, served.hosts, served.log
     )
+
+
+async def _pictures(model: ServedModel, asked: fields.Asked) -> tuple[fields.Asked, tuple[Packed, ...]]:
+    """A request with places for its pictures, and those. Raises Refusal."""
+    if not asked.chat:
+        return asked, ()
+    asked, given = take(asked)
+    if given and model.pictures is None:
+        raise refusal.wrong(given[0][0], "this model takes no pictures")
+    return asked, await model.pictures.read(given) if model.pictures is not None else ()
 
 
 async def _refused(_: HttpRequest, why: Exception) -> Response:
@@ -345,7 +358,8 @@ class Endpoints:
             raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
         texts = asked.get("stop", ())
         ending = stop_tokens(texts, model.added)
-        prompts, place = await self._prompts(model, asked, offered)
+        asked, pictures = await _pictures(model, asked)
+        prompts, place = await self._prompts(model, asked, offered, pictures)
         mask = await self._form(model, asked, offered, place)
         self._check_lengths(model, prompts, "messages" if chat else "prompt")
         ending |= frozenset(asked.get("stop_token_ids", ()))
@@ -361,7 +375,7 @@ class Endpoints:
             room, most = limits.longest - len(ids), asked.max_tokens
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
-            requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client))
+            requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures))
             reader = Reader(place.ways, offered.offered, place.inside) if chat else None
             special = asked.get("skip_special_tokens") is False
             writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
@@ -422,7 +436,7 @@ class Endpoints:
         return await asyncio.to_thread(tools.form, asked, offered, place, model.grammars)
 
     async def _prompts(
-        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools
+        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools, pictures: tuple[Packed, ...]
     ) -> tuple[list[list[int]], tools.Place]:
         """Token ids of every prompt, and where an answer to it begins.
 
@@ -439,6 +453,8 @@ class Endpoints:
                 template = template_of(model.tokenizer, bool(offered.given))
                 ways = model.ways(template)
                 text = prompt_text(model.tokenizer, asked, offered.given, ways)
+                if pictures and model.pictures is not None:
+                    text = expanded(text, pictures, model.pictures.images, model.tokenizer.spelling)
                 ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
                 return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), asked.think)
             return _encoded(model, asked.get("prompt")), tools.Place(Ways(None, None), "", model.added)

@@ -84,16 +84,19 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     return {"role": ROLES[role], "content": "" if content is None else _content(f"{name}.content", content), **found}
 
 
-def _content(name: str, content: Any) -> str:
+def _content(name: str, content: Any) -> str | list[dict[str, str]]:
+    """A text; or parts, where there are places of pictures among them (`pictures.take`)."""
     if not isinstance(content, list):
         return text(name, content)
-    parts = []
+    parts: list[dict[str, str]] = []
     for i, given in enumerate(content):
         part = table(f"{name}[{i}]", given)
-        if part.get("type") not in ("text", "refusal"):
-            raise wrong(f"{name}[{i}].type", f"{shown(part.get('type'))} is not supported; this server takes text alone")
-        parts.append(text(f"{name}[{i}].{part['type']}", part.get(part["type"])))
-    return "".join(parts)
+        kind = part.get("type")
+        if kind not in ("text", "refusal", "image"):
+            raise wrong(f"{name}[{i}].type", f"{shown(kind)} is not supported; this server takes texts and pictures")
+        own = {} if kind == "image" else {"text": text(f"{name}[{i}].{kind}", part.get(kind))}
+        parts.append({"type": "text" if own else "image", **own})
+    return parts if any(p["type"] == "image" for p in parts) else "".join(p["text"] for p in parts)
 
 
 def _call(name: str, given: Any) -> dict[str, Any]:

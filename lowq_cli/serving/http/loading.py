@@ -16,6 +16,7 @@ from lowq_packers.regular import MAX_CONFIG, read_regular
 if TYPE_CHECKING:
     from lowq_cli.engine.tokenizer import LoadedTokenizer
     from lowq_cli.serving.http.served_model import Facts, ServedModel
+    from lowq_packers.arch.parts import Images
 
 MODULES = (  # what a process that is to load a model imports before it is told which
     *("lowq_cli.engine.ready", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
@@ -28,7 +29,8 @@ SHARE = 0.25  # of the memory for all models that the cache of one may take, whe
 class Loaded:
     """What the engine's process tells of a model.
 
-    device_bytes: all that its GPU has, None on a CPU.
+    device_bytes: all that its GPU has, None on a CPU. folder, images: where its processor is, and how it takes pictures; None
+    where it does not.
     """
 
     tokenizer: "LoadedTokenizer"
@@ -36,6 +38,8 @@ class Loaded:
     roofline: Roofline
     facts: "Facts"
     device_bytes: int | None
+    folder: str = ""
+    images: "Images | None" = None
 
 
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
@@ -50,6 +54,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         import torch
 
         from lowq_cli.engine.generation_config import checked, published
+        from lowq_cli.engine.owned import owned
+        from lowq_cli.engine.plan import plan_of, why_not
         from lowq_cli.engine.prompts import context_limit, stop_ids
         from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
@@ -73,7 +79,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
     facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model))
-    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total))
+    own, images = owned(loaded), plan_of(loaded).model.images if why_not(loaded) is None else None
+    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, own.folder, images))
 
 
 def pooling_of(model: str) -> str:
@@ -129,23 +136,27 @@ class LoadingModel:
     """A model on its way into a process of its own.
 
     Args:
-        offer: the model. device, how: as `load` takes them, for all models of the server.
+        offer: the model. device, how: as `load` takes them, for all models of the server; and `urls`: whether pictures that
+            requests link to are fetched.
     """
 
     def __init__(self, offer: Offer, device: str, how: Mapping[str, Any], quiet: bool, standby: Standby | None = None) -> None:
-        self.offer = offer
-        self.engine = ApartEngine(load, offer.path, device, {**how, **offer.how}, quiet, standby=standby)
+        self.offer, how = offer, {**how, **offer.how}
+        self.urls = bool(how.pop("urls", False))
+        self.engine = ApartEngine(load, offer.path, device, how, quiet, standby=standby)
         self.loaded: Loaded | None = None
 
     def made(self) -> "ServedModel":
         """The model, its engine not started yet. Raises what loading raises."""
-        from lowq_cli.serving.http.served_model import ServedModel  # while the model is loaded
+        from lowq_cli.serving.http.pictures import PictureReader  # while the model is loaded
+        from lowq_cli.serving.http.served_model import ServedModel
 
         try:
             self.loaded = loaded = self.engine.made()
             draw = {**loaded.facts.published, **self.offer.draw}
             given = (self.engine, loaded.tokenizer, self.offer.name, loaded.stop_ids, draw, loaded.roofline)
-            return ServedModel(*given, facts=loaded.facts)
+            pictures = PictureReader(loaded.folder, loaded.images, self.urls) if loaded.images else None
+            return ServedModel(*given, facts=loaded.facts, pictures=pictures)
         except BaseException:
             self.stop()
             raise

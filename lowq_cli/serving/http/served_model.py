@@ -9,6 +9,7 @@ from lowq_cli.output.ways import ways_of
 from lowq_cli.serving.http.grammar import Grammars
 from lowq_cli.serving.http.hub import Hub
 from lowq_cli.serving.http.metrics import Roofline
+from lowq_cli.serving.http.pictures import PictureReader
 from lowq_cli.serving.http.text import Names
 from lowq_cli.serving.request import Engine
 
@@ -38,6 +39,7 @@ class ServedModel:
     Args:
         engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
         draw: settings of `Draw` where a request leaves them out. roofline: what `Metrics` takes. facts: what more is known.
+        pictures: what reads those of requests, None where it takes none.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class ServedModel:
         draw: dict[str, Any] | None = None,
         roofline: Roofline | None = None,
         facts: Facts | None = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.name, self.stop_ids = engine, tokenizer, name, stop_ids
         self.draw, self.roofline, self.facts = draw or {}, roofline or Roofline(), facts or Facts()
-        self.hub = Hub(engine)
+        self.hub, self.pictures = Hub(engine), pictures
         self.names, self.added = Names(tokenizer), tokenizer.added_tokens()
         self.ways = lru_cache(lambda template: ways_of(template, self.added))  # how it writes, by the template in use
         self.grammars = Grammars(tokenizer, stop_ids, engine.vocabulary)
@@ -69,5 +72,6 @@ class ServedModel:
         features = ["completions", *["chat"] * bool(template), *["tools"] * ("tools" in template)]
         ways = self.ways(template)
         features += ["thinking"] * (ways.thoughts is not None or ways.channels)
+        features += ["images"] * (self.pictures is not None)
         more = {"max_model_len": self.engine.limits.longest, "chat": bool(template), "features": features}
         return {**more, "sampling": self.draw, "engine": self.engine.name}

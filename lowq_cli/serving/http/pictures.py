@@ -1,0 +1,296 @@
+"""Pictures of a request: found among its messages, fetched, and read by a process that may die of them.
+
+A picture comes as a data URL. One of http or https is fetched only where the server was started with --allow-image-urls, from
+an address that anybody can reach, which is checked and then connected to; so is where it redirects to.
+"""
+
+import asyncio
+import base64
+import binascii
+import http.client
+import ipaddress
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import socket
+import ssl
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from lowq_cli.files.picture_file import MOST_BYTES
+from lowq_cli.hf.pictures import Packed
+from lowq_cli.serving.http.fields import Asked, known, shown, table, text
+from lowq_cli.serving.http.refusal import wrong
+from lowq_packers.arch.parts import Images
+from lowq_packers.errors import LowqError, UsageError, one_line
+
+MOST = 16  # pictures of a request
+DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+READERS = 2  # processes that read pictures: one of 1,024 x 1,024 takes 60 ms
+READ_S = 30.0  # that a process may take for one
+FETCH_S, REDIRECTS = 10.0, 3
+KEPT_BYTES = 1 << 28  # of pictures that were read: those of a conversation come again with each turn
+MORE_MEMORY = 2 << 30  # bytes that a process may take for a picture beyond what it has once it can read
+OTHERS = {"input_audio": "sound", "audio_url": "sound", "video_url": "videos", "video": "videos", "file": "files"}
+
+
+def take(asked: Asked) -> tuple[Asked, list[tuple[str, str]]]:
+    """The request with a place for each picture, and the pictures: field and URL. Raises Refusal.
+
+    A message that has pictures has parts {"type": "image"} and {"type": "text"} afterwards, others stay as they are.
+    """
+    found: list[tuple[str, str]] = []
+    messages = []
+    for i, message in enumerate(asked.get("messages")):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            parts = [_part(f"messages[{i}].content[{j}]", part, found) for j, part in enumerate(content)]
+            message = {**message, "content": parts}
+        messages.append(message)
+    if len(found) > MOST:
+        raise wrong("messages", f"have {len(found)} pictures; a request may have {MOST}")
+    return (replace(asked, given={**asked.given, "messages": messages}), found) if found else (asked, found)
+
+
+def _part(name: str, given: Any, found: list[tuple[str, str]]) -> Any:
+    part = table(name, given)
+    kind = part.get("type")
+    if kind in OTHERS:
+        raise wrong(f"{name}.type", f"{shown(kind)} is not taken: this server takes texts and pictures, no {OTHERS[kind]}")
+    if kind != "image_url":
+        if kind == "image":  # which is how we write the place of one
+            raise wrong(f"{name}.type", '"image" is not supported; send a picture as "image_url"')
+        return part
+    inside = part.get("image_url")
+    if not isinstance(inside, str):
+        inside = table(f"{name}.image_url", inside)
+        known(f"{name}.image_url", inside, {"url", "detail"})  # how much of it is looked at is the processor's
+        inside = inside.get("url")
+    found.append((f"{name}.image_url", text(f"{name}.image_url.url", inside)))
+    return {"type": "image"}
+
+
+class PictureReader:
+    """What reads the pictures of a model's requests.
+
+    Args:
+        folder, images: the model's. urls: whether those of http and https are fetched.
+    """
+
+    def __init__(self, folder: str, images: Images, urls: bool = False) -> None:
+        self.folder, self.images, self.urls = folder, images, urls
+        self._free = queue.SimpleQueue[_Process | None]()
+        for _ in range(READERS):
+            self._free.put(None)
+        self._kept = OrderedDict[bytes, Packed]()
+
+    async def read(self, given: list[tuple[str, str]]) -> tuple[Packed, ...]:
+        """Pictures by field and URL. Raises Refusal, naming the field."""
+        return tuple([await self._read(name, url) for name, url in given])
+
+    async def _read(self, name: str, url: str) -> Packed:
+        data = await asyncio.to_thread(self._bytes, name, url)
+        key = sha256(data).digest()
+        if (found := self._kept.pop(key, None)) is None:
+            try:
+                found = await asyncio.to_thread(self._ask, data)
+            except LowqError as e:
+                raise wrong(name, str(e)) from None
+        self._kept[key] = found
+        while len(self._kept) > 1 and sum(len(p.data) for p in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found
+
+    def _bytes(self, name: str, url: str) -> bytes:
+        if match := DATA.match(url):
+            encoded = url[match.end() :]
+            if len(encoded) > MOST_BYTES * 4 // 3 + 4:
+                raise wrong(name, f"has more than {MOST_BYTES >> 20} MB; make the picture smaller")
+            try:
+                return base64.b64decode(encoded, validate=True)
+            except (binascii.Error, ValueError):
+                raise wrong(name, "is a data URL that is not base64") from None
+        if not url.startswith(("http://", "https://")):
+            raise wrong(name, f"must be data:image/...;base64,..., not {shown(url)}")
+        if not self.urls:
+            raise wrong(name, "is a link, which this server does not fetch; send a data URL, or serve with --allow-image-urls")
+        try:
+            return fetch(url)
+        except UsageError as e:
+            raise wrong(name, str(e)) from None
+
+    def _ask(self, data: bytes) -> Packed:
+        """One of the processes reads it; one that ends of it, or takes too long, is replaced. Raises LowqError."""
+        process = self._free.get()
+        try:
+            if process is None:
+                process = _Process(self.folder, self.images)
+            return process.ask(data)
+        except _Ended as e:
+            process = None
+            raise UsageError(str(e)) from None
+        finally:
+            self._free.put(process)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for _ in range(READERS):
+            if (process := self._free.get()) is not None:
+                process.kill()
+
+
+class _Ended(Exception):  # no error of the model: the picture is refused
+    """The process that read a picture is no more."""
+
+
+class _Process:
+    """A process that reads pictures, one after the other."""
+
+    def __init__(self, folder: str, images: Images) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, folder, images), name="lowq-pictures", daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, data: bytes) -> Packed:
+        """What it makes of a picture. Raises what that raises, and _Ended."""
+        try:
+            self.pipe.send_bytes(data)
+            if not self.pipe.poll(READ_S):
+                self.kill()
+                raise _Ended(f"the picture takes longer than {READ_S:.0f} s to read; make it smaller")
+            found = self.pipe.recv()
+        except (EOFError, OSError):
+            self.kill()
+            raise _Ended("the picture ended the process that read it; it is damaged or too large") from None
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, Packed)
+        return found
+
+    def kill(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(pipe: Any, folder: str, images: Images) -> None:
+    """What the process does: a picture's bytes in, what the tower is given out."""
+    from lowq_cli.files.picture_file import decode
+    from lowq_cli.hf.pictures import Processor, packed
+
+    processor: Processor | None = None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's
+    while True:
+        try:
+            data = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            if processor is None:
+                processor = Processor(Path(folder), images)
+                _bounded()
+            found: Any = packed(processor(decode(data)))
+        except LowqError as e:
+            found = e
+        except MemoryError:
+            found = UsageError("the picture does not fit into memory; make it smaller")
+        except Exception as e:
+            found = UsageError(f"the picture cannot be read: {one_line(e)}")
+        pipe.send(found)
+
+
+def _bounded() -> None:
+    """Let the process take MORE_MEMORY beyond what it has, where the system can be told."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as f:
+            most = int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MORE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+def fetch(url: str) -> bytes:
+    """The bytes that a link leads to. Raises UsageError for a private address, too many bytes, seconds or redirects."""
+    until = time.monotonic() + FETCH_S
+    for _ in range(REDIRECTS + 1):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+            raise UsageError(f"{shown(url)} is no link to a picture")
+        found = _get(parts, until)
+        if isinstance(found, bytes):
+            return found
+        url = urljoin(url, found)
+    raise UsageError(f"the link redirects more than {REDIRECTS} times")
+
+
+def _get(parts: Any, until: float) -> bytes | str:
+    """The answer's bytes, or where it redirects to."""
+    secure = parts.scheme == "https"
+    try:
+        port = parts.port or (443 if secure else 80)
+        address = next(addresses(parts.hostname, port))
+        left = max(0.1, until - time.monotonic())
+        with socket.create_connection((address, port), timeout=left) as plain:
+            own = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname) if secure else plain
+            connection = http.client.HTTPConnection(parts.hostname, port, timeout=left)
+            connection.sock = own
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "lowq", "Host": parts.netloc})
+            answer = connection.getresponse()
+            if answer.status in (301, 302, 303, 307, 308):
+                return answer.getheader("Location") or ""
+            if answer.status != 200:
+                raise UsageError(f"the link answers {answer.status}")
+            return b"".join(_bounded_body(answer, until))
+    except UsageError:
+        raise
+    except (OSError, ValueError, http.client.HTTPException) as e:
+        raise UsageError(f"the link cannot be fetched: {one_line(e)}") from None
+
+
+def _bounded_body(answer: http.client.HTTPResponse, until: float) -> Iterator[bytes]:
+    """An answer's bytes. Raises UsageError where they are too many, or take too long."""
+    total = 0
+    while piece := answer.read1(1 << 16):
+        total += len(piece)
+        if total > MOST_BYTES:
+            raise UsageError(f"the link leads to more than {MOST_BYTES >> 20} MB")
+        if time.monotonic() > until:
+            raise UsageError(f"the link takes longer than {FETCH_S:.0f} s")
+        yield piece
+
+
+def addresses(host: str, port: int) -> Iterator[str]:
+    """The addresses of a host, to be connected to as they are. Raises UsageError where one is not anybody's to reach."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        raise UsageError(f"the link's host {shown(host)} is not known") from None
+    for address in found:
+        if not _anybodys(address):
+            raise UsageError(f"the link leads to {address}, an address inside a network, from which nothing is fetched")
+    yield from sorted(found)
+
+
+def _anybodys(address: str) -> bool:
+    """Whether an address is one of the public internet, also as an IPv4 address that IPv6 wraps."""
+    own = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(own, ipaddress.IPv6Address):
+        inner = own.ipv4_mapped or own.sixtofour or (own.teredo[1] if own.teredo else None)
+        if inner is not None:
+            return inner.is_global and not inner.is_multicast
+        if own in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+            return _anybodys(str(ipaddress.IPv4Address(int(own) & 0xFFFFFFFF)))
+    return own.is_global and not own.is_multicast

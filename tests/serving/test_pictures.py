@@ -1,0 +1,265 @@
+"""Pictures over HTTP: OpenAI's client, what is refused, what strangers send, addresses that are not fetched from."""
+
+import base64
+import http.server
+import io
+import json
+import random
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
+import sighted
+from mutated import mutants
+
+from lowq_cli.files import picture_file
+from lowq_cli.files.picture_file import MOST_PIXELS, decode
+from lowq_cli.serving.http import pictures
+from lowq_packers.errors import LowqError, UsageError
+
+QUESTION = "What is this?"
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory):
+    return sighted.write("qwen3_vl", tmp_path_factory.mktemp("sees"))
+
+
+@pytest.fixture
+def seeing(start_on, sees):
+    return start_on(sees, "--name", "sees").wait_ready()
+
+
+def url(image, kind="PNG"):
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(sighted.encoded(image, kind)).decode()
+
+
+def message(*images, text=QUESTION):
+    parts = [{"type": "image_url", "image_url": {"url": i, "detail": "auto"}} for i in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def test_openai_s_client_shows_pictures(seeing, sees):
+    """One, several, streamed; the same question without; a conversation; the answer is generate's."""
+    import lowq
+    from lowq_cli.engine.ready import ready
+
+    client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none")
+    a, b = sighted.drawing(1), sighted.drawing(2, (30, 50))
+    how = {"model": "sees", "temperature": 0, "max_tokens": 8}
+    one = client.chat.completions.create(messages=[message(url(a))], **how)
+    two = client.chat.completions.create(messages=[message(url(a), url(b, "JPEG"))], **how)
+    none = client.chat.completions.create(messages=[message()], **how)
+    assert none.usage.prompt_tokens + 30 < one.usage.prompt_tokens < two.usage.prompt_tokens - 20
+    model, tokenizer = ready(str(sees), "cpu")
+    for answer, images in ((one, [a]), (two, [a, sighted.encoded(b, "JPEG")])):
+        ours = lowq.stream(model, tokenizer, QUESTION, 8, chat=True, images=images)
+        assert answer.choices[0].message.content == "".join(ours)
+        assert answer.usage.prompt_tokens == len(ours.prompts[0])
+    streamed = client.chat.completions.create(messages=[message(url(a))], stream=True, **how)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == one.choices[0].message.content
+    turns = [message(url(a)), {"role": "assistant", "content": "A."}, message(url(b), text="And this?")]
+    again = client.chat.completions.create(messages=turns, **how)
+    assert again.usage.prompt_tokens > one.usage.prompt_tokens + 20
+    assert again.usage.prompt_tokens_details.cached_tokens in (0, 64)
+    assert "images" in client.models.retrieve("sees").model_dump()["features"]
+
+
+REFUSED = [
+    ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "serve with --allow-image-urls"),
+    ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "must be data:image"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}}, "not base64"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "no PNG, JPEG, WebP or GIF"),
+    ({"type": "image_url", "image_url": {"link": "x"}}, "unknown field"),
+    ({"type": "image_url", "image_url": 7}, "must be an object"),
+    ({"type": "image"}, "send a picture as"),
+    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "no videos"),
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "no sound"),
+    ({"type": "hologram"}, "takes texts and pictures"),
+]
+
+
+def test_what_is_not_taken_is_refused_by_name(seeing):
+    for part, why in REFUSED:
+        answer = seeing.post("chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
+        assert answer.status_code == 400, (part, answer.text)
+        assert why in answer.json()["error"]["message"], (part, answer.text)
+    many = seeing.post("chat/completions", {"messages": [message(*[url(sighted.drawing(1))] * 17)], "max_tokens": 2})
+    assert "a request may have 16" in many.json()["error"]["message"]
+    typed = message(url(sighted.drawing(1)), text="<|image_pad|>?")
+    assert "leave <|image_pad|> out" in seeing.post("chat/completions", {"messages": [typed]}).json()["error"]["message"]
+    fine = seeing.post("chat/completions", {"messages": [message(url(sighted.drawing(1)))], "max_tokens": 2})
+    assert fine.status_code == 200
+
+
+def test_a_model_without_a_tower_refuses_pictures(server):
+    answer = server.post("chat/completions", {"messages": [message(url(sighted.drawing(1)))], "max_tokens": 2})
+    assert answer.status_code == 400
+    assert "takes no pictures" in answer.json()["error"]["message"]
+
+
+def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, monkeypatch):
+    """As a decoder would that a picture breaks: here the process is killed while it reads."""
+    from lowq_packers.arch.config import read_config
+
+    images = read_config(json.loads((sees / "config.json").read_text()))[1].images
+    reader = pictures.PictureReader(str(sees), images)
+    whole = sighted.encoded(sighted.drawing(1))
+    first = reader._ask(whole)
+    held = [reader._free.get() for _ in range(pictures.READERS)]
+    started = next(p for p in held if p is not None)
+    started.process.kill()
+    started.process.join()
+    for p in sorted(held, key=lambda p: p is None):
+        reader._free.put(p)
+    with pytest.raises(LowqError, match="ended the process"):
+        reader._ask(whole)
+    assert reader._ask(whole) == first
+    reader.stop()
+
+
+def test_pictures_of_all_kinds_are_read_right_or_refused():
+    """EXIF turns, CMYK, 16 bits, palettes, alpha, one bit; animated ones, bombs, slivers and what is cut off are refused."""
+    a = sighted.drawing(3, (40, 30))
+    turned = Image.Exif()
+    turned[0x0112] = 6  # turn by 90 degrees to see it upright
+    seen = decode(sighted.encoded(a, "JPEG", exif=turned, quality=95))
+    assert seen.size == (30, 40)
+    assert near(seen.rotate(90, expand=True), a, 40)
+    assert near(decode(sighted.encoded(a.convert("CMYK"), "JPEG", quality=95)), a, 60)
+    grey = Image.new("I;16", (8, 8))
+    grey.putdata([i * 1000 for i in range(64)])
+    found = decode(sighted.encoded(grey))
+    assert [found.getpixel((i % 8, i // 8))[0] for i in (0, 10, 63)] == [0, 10000 // 257, 63000 // 257]
+    assert near(decode(sighted.encoded(a.convert("P", palette=Image.Palette.ADAPTIVE))), a, 40)
+    clear = Image.new("RGBA", (6, 6), (255, 0, 0, 0))
+    assert decode(sighted.encoded(clear)).getpixel((2, 2)) == (255, 255, 255)
+    assert decode(sighted.encoded(Image.new("1", (6, 6), 1))).getpixel((1, 1)) == (255, 255, 255)
+    for kind in ("PNG", "WEBP", "GIF"):
+        assert near(decode(sighted.encoded(a, kind)), a, 60)
+        moving = sighted.encoded(a, kind, save_all=True, append_images=[sighted.drawing(4, (40, 30))])
+        with pytest.raises(UsageError, match="is animated"):
+            decode(moving)
+    for size in ((1, 60000), (60000, 1), (400, 2)):
+        with pytest.raises(UsageError, match=r"a side may be at most 150 times"):
+            decode(sighted.encoded(Image.new("L", size)))
+    bomb = io.BytesIO()
+    Image.new("1", (20000, 20000)).save(bomb, "PNG")  # 50 kB of file, 1.2 GB of pixels
+    with pytest.raises(UsageError, match="decompression bomb"):
+        decode(bomb.getvalue())
+    with pytest.raises(UsageError, match=r"9000 x 8000 pixels; at most 64 million"):
+        decode(sighted.encoded(Image.new("1", (9000, 8000))))
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        data = sighted.encoded(sighted.drawing(5, (200, 200)), kind)
+        with pytest.raises(UsageError, match="cannot be read"):
+            decode(data[: len(data) // 2])
+    with pytest.raises(UsageError, match="at most 20 MB"):
+        decode(b"\x89PNG\r\n\x1a\n" + bytes(21 << 20))
+    with pytest.raises(UsageError, match="no PNG, JPEG, WebP or GIF"):
+        decode(sighted.encoded(a, "TIFF"))
+    assert picture_file.MOST_PIXELS == MOST_PIXELS == 1 << 26
+
+
+def near(found, wanted, most):
+    """Whether two pictures are alike, at most so different a pixel on the average."""
+    from PIL import ImageChops, ImageStat
+
+    return found.size == wanted.size and sum(ImageStat.Stat(ImageChops.difference(found, wanted.convert("RGB"))).mean) < most
+
+
+def test_hostile_pictures_are_read_or_refused_in_one_line(pytestconfig):
+    """A few hundred by default; 10,000 with --hostile-pictures 10000."""
+    lines, read = [], 0
+    for name, data in mutants(pytestconfig.getoption("hostile_pictures"), seed=7):
+        try:
+            image = decode(data)
+        except UsageError as e:
+            lines.append((name, str(e)))
+            continue
+        assert image.mode == "RGB", name
+        assert 0 < image.width * image.height <= MOST_PIXELS, name
+        read += 1
+    assert not [pair for pair in lines if "\n" in pair[1] or len(pair[1]) > 500]
+    assert len(lines) > 20
+    assert read > 20
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "0.0.0.0", "::1", "fe80::1", "fc00::1",
+     "224.0.0.1", "::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::", "100.64.0.1", "255.255.255.255"],
+)  # fmt: skip
+def test_private_addresses_are_not_fetched_from(address):
+    host = f"[{address}]" if ":" in address else address
+    with pytest.raises(UsageError, match="inside a network"):
+        pictures.fetch(f"http://{host}:1/a.png")
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"])
+def test_public_addresses_are(address):
+    assert list(pictures.addresses(address, 80)) == [address]
+
+
+class Web(http.server.BaseHTTPRequestHandler):
+    """A picture, a link to it, one to this machine, one without end, one too large."""
+
+    picture = b""
+
+    def do_GET(self):
+        where = {"/hop": "/a.png", "/home": "http://127.0.0.1:1/a.png", "/round": "/round"}.get(self.path)
+        if where:
+            self.send_response(302)
+            self.send_header("Location", where)
+            self.end_headers()
+            return
+        self.send_response(404 if self.path == "/none" else 200)
+        self.end_headers()
+        self.wfile.write(self.picture if self.path == "/a.png" else b"\x89PNG\r\n\x1a\n" + bytes(21 << 20))
+
+    def log_message(self, *_):
+        pass
+
+
+def test_links_are_fetched_from_the_address_that_was_checked(monkeypatch):
+    """A name that leads to a public address when it is asked for, and to this machine for whoever asks a second time."""
+    Web.picture = sighted.encoded(sighted.drawing(1))
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    port, asked, connect = web.server_port, [], socket.create_connection
+
+    def getaddrinfo(host, port, *_, **__):
+        asked.append(host)
+        address = "93.184.216.34" if host == "pictures.example" else host
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    def create_connection(address, **how):
+        assert address[0] == "93.184.216.34"  # the checked one: not the name, which could lead elsewhere now
+        return connect(("127.0.0.1", address[1]), **how)
+
+    monkeypatch.setattr(pictures.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(pictures.socket, "create_connection", create_connection)
+    base = f"http://pictures.example:{port}"
+    assert pictures.fetch(f"{base}/a.png") == pictures.fetch(f"{base}/hop") == Web.picture
+    for path, why in (
+        ("home", "inside a network"),
+        ("round", "redirects more than"),
+        ("none", "answers 404"),
+        ("big", "20 MB"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            pictures.fetch(f"{base}/{path}")
+    assert set(asked) == {"pictures.example", "127.0.0.1"}
+    web.shutdown()
+
+
+def test_mutants_are_of_all_kinds():
+    names = {name.split()[0] for name, _ in mutants(200, seed=1)}
+    assert names == {"PNG", "JPEG", "WEBP", "GIF"}
+    assert len({data for _, data in mutants(200, seed=1)}) > 150
+    assert random.Random(1).random() != random.Random(2).random()
