@@ -154,6 +154,7 @@ def answer(
     if prompt == "-" and not text:
         raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
     folder, seed = state.checkpoint_or_last(checkpoint), seed_or_random(seed)
+    here = here or ("pictures are shown to a model here" if settings.get("images") else "")
     if not here:
         here = _answered_by_a_server(folder, text, settings, seed, default, device, as_json, keep_alive)
         if not here:

@@ -197,7 +197,7 @@ WRONG_CHAT = [
     ({"messages": ["hi"]}, "messages[0]: must be an object"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: must be one of"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: is needed"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "takes text alone"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url: must be an object"),
     ({"top_logprobs": 2}, "needs logprobs: true"),
     ({"functions": [{}]}, "functions: "),
     ({}, "messages: is needed"),

@@ -263,3 +263,31 @@ def test_mutants_are_of_all_kinds():
     assert names == {"PNG", "JPEG", "WEBP", "GIF"}
     assert len({data for _, data in mutants(200, seed=1)}) > 150
     assert random.Random(1).random() != random.Random(2).random()
+
+
+def test_the_other_dialects_show_pictures_too(seeing):
+    """Anthropic's, ollama's, OpenAI's responses: the answer and the tokens are those of chat completions."""
+    import httpx
+
+    data = base64.b64encode(sighted.encoded(sighted.drawing(1))).decode()
+    wanted = seeing.post(
+        "chat/completions", {"messages": [message(url(sighted.drawing(1)))], "max_tokens": 6, "temperature": 0}
+    )
+    answer, usage = wanted.json()["choices"][0]["message"]["content"], wanted.json()["usage"]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
+    body = {"model": "sees", "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
+    anthropic = seeing.post("messages", body).json()
+    assert "".join(part.get("text", "") for part in anthropic["content"]) == answer
+    counted = seeing.post("messages/count_tokens", {k: body[k] for k in ("model", "messages")}).json()
+    assert counted["input_tokens"] == usage["prompt_tokens"]
+    said = {"role": "user", "content": QUESTION, "images": [data]}
+    options = {"temperature": 0, "num_predict": 6}
+    ollama = httpx.post(
+        f"{seeing.url}/api/chat", json={"model": "sees", "messages": [said], "stream": False, "options": options}
+    )
+    assert ollama.json()["message"]["content"] == answer
+    parts = [{"type": "input_image", "image_url": url(sighted.drawing(1))}, {"type": "input_text", "text": QUESTION}]
+    how = {"model": "sees", "max_output_tokens": 6, "temperature": 0, "store": False}
+    responses = seeing.post("responses", {**how, "input": [{"role": "user", "content": parts}]}).json()
+    assert responses["output"][-1]["content"][0]["text"] == answer

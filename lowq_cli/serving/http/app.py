@@ -290,7 +290,7 @@ class Endpoints:
         async def count(body: dict[str, Any]) -> dict[str, Any]:
             asked = dialect.read(body)
             async with self.served.models.lease(asked.get("model"), request.receive) as model:
-                prompts, _ = await self._prompts(model, asked, tools.read(asked))
+                prompts, *_ = await self._prompts(model, asked, tools.read(asked))
             return {"input_tokens": len(prompts[0])}
 
         return await self._reply(request, dialect, count)
@@ -358,8 +358,7 @@ class Endpoints:
             raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
         texts = asked.get("stop", ())
         ending = stop_tokens(texts, model.added)
-        asked, pictures = await _pictures(model, asked)
-        prompts, place = await self._prompts(model, asked, offered, pictures)
+        prompts, place, pictures = await self._prompts(model, asked, offered)
         mask = await self._form(model, asked, offered, place)
         self._check_lengths(model, prompts, "messages" if chat else "prompt")
         ending |= frozenset(asked.get("stop_token_ids", ()))
@@ -436,12 +435,13 @@ class Endpoints:
         return await asyncio.to_thread(tools.form, asked, offered, place, model.grammars)
 
     async def _prompts(
-        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools, pictures: tuple[Packed, ...]
-    ) -> tuple[list[list[int]], tools.Place]:
-        """Token ids of every prompt, and where an answer to it begins.
+        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools
+    ) -> tuple[list[list[int]], tools.Place, tuple[Packed, ...]]:
+        """Token ids of every prompt, where an answer to it begins, and the pictures.
 
         Templates are rendered and long texts encoded in a thread: other answers go on.
         """
+        asked, pictures = await _pictures(model, asked)
         texts = [str(asked.get("messages"))] if asked.chat else [p for p in asked.get("prompt") if isinstance(p, str)]
         characters = max(map(len, texts), default=0)
         if characters > model.most_characters:
@@ -459,7 +459,8 @@ class Endpoints:
                 return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), asked.think)
             return _encoded(model, asked.get("prompt")), tools.Place(Ways(None, None), "", model.added)
 
-        return await asyncio.to_thread(work) if asked.chat or sum(map(len, texts)) > LONG else work()
+        aside = asked.chat or sum(map(len, texts)) > LONG
+        return *(await asyncio.to_thread(work) if aside else work()), pictures
 
 
 def _encoded(model: ServedModel, texts: Sequence[str | list[int]]) -> list[list[int]]:

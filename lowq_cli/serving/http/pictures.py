@@ -33,7 +33,7 @@ from lowq_packers.arch.parts import Images
 from lowq_packers.errors import LowqError, UsageError, one_line
 
 MOST = 16  # pictures of a request
-DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+DATA = re.compile(r"data:image(/[\w.+-]+)?;base64,", re.ASCII)
 READERS = 2  # processes that read pictures: one of 1,024 x 1,024 takes 60 ms
 READ_S = 30.0  # that a process may take for one
 FETCH_S, REDIRECTS = 10.0, 3
