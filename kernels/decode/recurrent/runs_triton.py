@@ -286,6 +286,7 @@ def _scanned(
     found = _scan(how.keys, kind, gpu.here(x.device.index).smem_block)
     assert found is not None
     BLOCK_V, stages, warps = found
+    warps = 4 if BLOCK_K < 128 else warps  # tiles of fewer keys are too small for more
     _scan_kernel[(triton.cdiv(how.values, BLOCK_V), how.heads, runs.table.shape[0])](
         x, mixed, None if isinstance(f, Delta) else f.d, states["S"], runs.table, solved, inside, factors, y, x.shape[1], C,
         how.q_first, how.k_first, how.v_first, *how.strides, by_z, **sizes, VD=how.values, GATE=how.gate, BLOCK_V=BLOCK_V,
