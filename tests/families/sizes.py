@@ -67,6 +67,11 @@ E2B = sizes(262144, 1536, 6144, 35, 8, 1, **GEMMA4) | {
     "sliding_window": 512, "num_kv_shared_layers": 20, "hidden_size_per_layer_input": 256, "use_double_wide_mlp": True,
     "vocab_size_per_layer_input": 262144, "layer_types": [S, S, S, S, F] * 7, "use_bidirectional_attention": None,
 }  # fmt: skip
+MISTRAL4_ROPE = {
+    "rope_type": "yarn", "type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 0.5, "max_position_embeddings": 1048576,
+}  # fmt: skip
 QWEN25 = sizes(
     152064, 3584, 18944, 28, 28, 4, rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=32768,
     sliding_window=131072, use_sliding_window=False, max_window_layers=28,
@@ -177,7 +182,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kimi_k2": K2,
     "kimi_k25": {"text_config": K2 | {"model_type": "deepseek_v3"}, "tie_word_embeddings": False},
     "mistral4": sizes(131072, 4096, 12288, 36, 32, 32, **moe(128, 4, 2048, "n_routed_experts"), rms_norm_eps=1e-6)
-    | latent(1024, 256, 64, 64, 128),
+    | latent(1024, 256, 64, 64, 128)
+    | {"rope_parameters": MISTRAL4_ROPE},
     "glm4": sizes(151552, 4096, 13696, 40, 32, 2, head_dim=128, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
     | {"attention_bias": True, "rope_theta": 10000.0, "max_position_embeddings": 32768},
     "glm4_moe": sizes(151552, 4096, 10944, 46, 96, 8, head_dim=128, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
