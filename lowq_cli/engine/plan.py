@@ -4,6 +4,7 @@
 Folding, compiling ahead, `--explain` and the timeline are walks over the list.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from lowq_cli.engine.compiling import Compiler, Weights
 from lowq_cli.engine.owned import owned
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
-from lowq_cli.hf.experts import QuantExperts
+from lowq_cli.hf.experts import FEW_ROWS, QuantExperts
 from lowq_kernels.decode import Ops, ops
 from lowq_kernels.decode.prepare import unrotated
 from lowq_kernels.decode.reference import tile_rows
@@ -69,6 +70,13 @@ class Plan:
         """Whether some layer's experts are grouped by the host where tokens are many: such a pass cannot be recorded."""
         routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
         return not all(isinstance(experts, QuantExperts) and experts.grouped(self.dtype) for experts in routed)
+
+    @property
+    def most_recorded(self) -> float:
+        """Rows of the largest step worth recording: a graph holds copies of the experts of each row that no kernel takes."""
+        routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
+        alone = [e.top_k for e in routed if e.fused(self.dtype, e.top_k) is None]
+        return max(1, FEW_ROWS // max(alone)) if alone else math.inf
 
     def program(self, M: int) -> Sequence[s.Step]:
         """The steps for M rows, those done by products folded into them."""

@@ -24,6 +24,7 @@ from lowq_packers.scheme import Scheme
 
 LEAVES = ("", "_scale", "_zero", "_table")  # what follows a stack's name in those of its tensors
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
+COPIED = 256 << 20  # bytes of experts that are copied at once there
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
 FUSED = (*ACTS.values(), "clamped_swiglu")  # gates that kernels have
@@ -252,9 +253,13 @@ def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torc
 
 
 def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """The same by a product per row, on a copy of its expert's packed weight. Never waits, so a CUDA graph can hold it."""
-    chosen = stack.take(experts)
-    return torch.cat([chosen.product(x[s : s + 1], s) for s in range(x.shape[0])])
+    """The same by a product per row, on a copy of its expert's weight. Never waits, so a CUDA graph can hold it."""
+    at_once, made = max(1, COPIED // stack.words[0].nbytes), list[torch.Tensor]()
+    for first in range(0, x.shape[0], at_once):
+        rows = x[first : first + at_once]
+        chosen = stack.take(experts[first : first + at_once])
+        made += [chosen.product(rows[s : s + 1], s) for s in range(rows.shape[0])]
+    return torch.cat(made)
 
 
 @torch.library.custom_op("lowq::experts_linear", mutates_args=())

@@ -278,9 +278,10 @@ class ModelRunner:
 
     def recorded(self) -> Iterator[tuple[int, int]]:
         """(rows that step, all rows) of every pass that is recorded, those that are needed first first."""
-        yield from ((s, s) for s in self.sizes)
+        largest = self.plan.most_recorded
+        yield from ((s, s) for s in self.sizes if s <= largest)
         riding = (0,) if self.fixed else sorted({self.riding(s) for s in (0, *self.sizes)})
-        yield from ((b, M) for M in self.totals for b in riding if b < M <= self.most_recorded)
+        yield from ((b, M) for M in self.totals for b in riding if b < M <= min(self.most_recorded, largest))
 
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record what `recorded` names, and measure it. Nothing may be on its way, and no row be anybody's.

@@ -1,6 +1,7 @@
 """Decoding on a GPU: recorded steps and Triton kernels give transformers' tokens, and keep giving them."""
 
 import copy
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,14 +9,16 @@ import pytest
 import torch
 
 from lowq_cli import demo
-from lowq_cli.engine import stream
+from lowq_cli.engine import native_loader, stream
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.source import open_source
 from lowq_cli.hf.expert_kinds import Kind
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.many import answer_all
+from lowq_cli.serving.request import Request
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts import pack
@@ -173,3 +176,41 @@ def test_packed_mixtures(kind, bits):
         list(g.pieces())
         assert decoder.reason == ""
         assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_that_is_not_quantized_is_read_recorded_and_served(family, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **sizes, moe_intermediate_size=64, max_position_embeddings=512, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    for p in model.parameters():
+        p.data.normal_(0, p.shape[-1] ** -0.5) if p.dim() > 1 else p.data.fill_(1.0)
+    model.save_pretrained(tmp_path / "m")
+    with open_source(str(tmp_path / "m")) as source:
+        ours = native_loader.read(source, torch.device("cuda"))
+    prompt = list(range(5, 35))
+    ids = torch.tensor([prompt], device="cuda")
+    wanted = model.cuda()(ids).logits.float()
+    assert float((ours(ids).logits.float() - wanted).norm() / wanted.norm()) < 2e-2
+    decoder = NativeDecoder(ours)
+    alone = [int(decoder.start([prompt], Sampling(), 12)[0]), *(int(decoder.step()[0]) for _ in range(11))]
+    assert decoder.reason == ""
+    engine, events, ended = ContinuousEngine(ours, 64, running=32, cache_tokens=4096), [], threading.Event()
+
+    def sink(found):
+        events.extend(e for _, e in found)
+        if sum(e.finish_reason is not None for e in events) == 20:
+            ended.set()
+
+    engine.start(sink)
+    assert engine.reason == ""
+    for _ in range(20):
+        engine.submit(Request(tuple(prompt), 12))
+    assert ended.wait(60)
+    engine.stop(1)
+    assert {e.finish_reason for e in events} == {None, "length"}
+    assert sum(e.token == alone[0] for e in events) >= 20
