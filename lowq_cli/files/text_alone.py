@@ -8,6 +8,7 @@ from lowq_packers.errors import UnsupportedError
 
 TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_?modal\w*|mm_\w+|embed_vision|embed_audio)\.")
 PROJECTORS = re.compile(r"merger|projector|(^|\.)(mm_\w+|embed_vision|embed_audio)\.")
+WHOLE = ("gemma4", "gemma4_unified")  # whose own class does without towers, and so has text alone by the whole model's names
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 OF_THE_FILES = ("quantization_config", "transformers_version")
 
@@ -17,7 +18,8 @@ def text_alone(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     text, called = config.get("text_config"), config.get("architectures")
     if not isinstance(text, Mapping) or "model_type" not in text or not isinstance(called, list):
         return config
-    if any(map(TOWERS.search, names)):
+    whole = config.get("model_type") in WHOLE
+    if any(TOWERS.search(name) or (whole and "language_model." in name) for name in names):
         return config
     more = {k: config[k] for k in OF_THE_WHOLE if k in config and text.get(k) is None}
     more |= {k: config[k] for k in OF_THE_FILES if k in config}

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import open_source
+from lowq_cli.files.text_alone import PROJECTORS, TOWERS
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.hf.load import load_model
 from lowq_cli.run.pipeline import quantize
@@ -67,14 +68,16 @@ class Verdict:
 
 
 def linear_weights(model: PreTrainedModel) -> dict[str, int]:
-    """Parameter -> elements, of every matrix but the head and what routes tokens to experts."""
+    """Parameter -> elements, of every matrix but the head, what routes tokens to experts, and towers for pictures and sound."""
     head = model.get_output_embeddings()
     found = {}
     for name, p in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        router = "router" in type(module).__name__.lower() or ROUTERS.search(".".join(path.split(".")[-2:]))
-        if module is not head and not router and is_matrix(module, leaf, p):
+        around = (type(model.get_submodule(path.rsplit(".", n)[0])).__name__.lower() for n in range(3))
+        router = any("router" in kind for kind in around) or ROUTERS.search(".".join(path.split(".")[-2:]))
+        tower = TOWERS.search(name) or PROJECTORS.search(name)
+        if module is not head and not router and not tower and is_matrix(module, leaf, p):
             found[name] = p.numel()
     return found
 

@@ -74,6 +74,11 @@ def without_vision(folder):
     facts(folder, vision_config=None)
 
 
+def without_towers(w):
+    for name in [n for n in w if "vision" in n]:
+        del w[name]
+
+
 def shared_heads(folder):
     """Gemma 4's last layers share keys and values with others, and have some of their own in the file all the same."""
 
@@ -110,6 +115,7 @@ SAME = {  # number in the list, what -> (family, what is done to its folder)
     "20 two names of the number of experts": ("qwen3-moe", lambda f: facts(f, num_local_experts=4)),
     "21 a vision_config without a type": ("qwen3-vl", lambda f: facts(f, vision_config={k: v for k, v in json.loads((f / "config.json").read_text())["vision_config"].items() if k != "model_type"})),
     "23 text alone under a class of images": ("qwen3.5", without_vision),
+    "23 text alone, of a class that does without a tower": ("gemma-4", lambda f: (weights(f, without_towers), facts(f, vision_config=None))),
     "30 one large file and no index": ("qwen3-moe", lambda f: weights(f, lambda w: None)),
     "31 a class that transformers 4 lacks": ("qwen3", lambda f: facts(f, "tokenizer_config.json", tokenizer_class="TokenizersBackend")),
     "32 nothing but eos and a length": ("qwen3", lambda f: (f / "generation_config.json").write_text(json.dumps({"max_length": 99, "eos_token_id": json.loads((f / "generation_config.json").read_text())["eos_token_id"]}))),
