@@ -18,10 +18,12 @@ from lowq_packers.atomic import scratch
 
 
 def known_type(config: Mapping[str, Any]) -> Any:
-    """A config.json's model_type as transformers has it: Kimi K2's own code is a copy of DeepSeek V3's, and says so."""
+    """A config.json's model_type as transformers has it: Kimi K2's own code is a copy of DeepSeek V3's, and says so; MiMo's is
+    Qwen 2's."""
     found = config.get("model_type")
-    copied = found == "kimi_k2" and config.get("architectures") == ["DeepseekV3ForCausalLM"]
-    return "deepseek_v3" if copied else found
+    if found == "kimi_k2" and config.get("architectures") == ["DeepseekV3ForCausalLM"]:
+        return "deepseek_v3"
+    return "qwen2" if found == "mimo" else found
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Qwen 2 and 2.5: biases of q, k and v; a window in the later layers, where it is switched on; mixtures; with a tower."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lowq_packers.arch import Family
@@ -25,6 +26,11 @@ def qwen2(c: Any) -> Model:
         return pre_norm(c, p, attention(c, p, bias=True, window=window(c, i)), mlp(c, f"{p}.mlp"))
 
     return model(c, layer)
+
+
+def mimo(c: Any) -> Model:
+    """Xiaomi's MiMo-7B: Qwen 2, and a head that predicts further tokens."""
+    return replace(qwen2(c), extra=("model.mtp_layers.",))
 
 
 def sparse(c: Any, i: int) -> bool:
@@ -75,6 +81,7 @@ vl = wrapper(qwen2, "model.visual.", "visual.", files=FILES, images=three_part(1
 FAMILIES = (
     Family("qwen2", qwen2, DEFAULTS | WINDOW, gguf="qwen2", gguf_class="Qwen2ForCausalLM", mlx=True, layer_types=layer_types,
         sizes=(151936, 4096, 22016, 32, 32, 32768, 1e-6)),
+    Family("mimo", mimo, DEFAULTS | WINDOW, layer_types=layer_types, sizes=(151936, 4096, 22016, 32, 32, 32768, 1e-6)),
     Family("qwen2_moe", qwen2_moe, DEFAULTS | WINDOW | MOE, mlx=True, layer_types=layer_types_moe,
         sizes=(151936, 2048, 5632, 24, 16, 32768, 1e-6)),
     Family("qwen2_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types, sizes=(152064, 8192, 29568, 80, 64, 32768, 1e-5)),

@@ -1,7 +1,7 @@
 """MTP layers, which publishers put beside a model's own: one more decoder layer that reads a token and a hidden state.
 
-Qwen3-Next and Qwen 3.5 (`mtp.`), DeepSeek V3, GLM-4.5 and kin (a layer past the last). Their layer is one of the model's own
-kind; embedding and output head are the model's, but where a layer past the last has copies.
+Qwen3-Next and Qwen 3.5 (`mtp.`), DeepSeek V3, GLM-4.5 and kin (a layer past the last), MiMo. Their layer is one of the model's
+own kind; embedding and output head are the model's, but where a layer past the last has copies.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,15 @@ NEXTN = Style(
     "model.layers.{n}.", f"{LAYER}.", tuple(f"{LAYER}.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),  # type: ignore[arg-type]
     zero_first=True,
 )  # fmt: skip
+MIMO = Style(
+    "model.mtp_layers.0.", f"{LAYER}.",
+    tuple(f"{LAYER}.{n}" for n in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),  # type: ignore[arg-type]
+    hidden_first=True, zero_first=True,
+)  # fmt: skip
 STYLES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe", "glm4_moe_lite"), NEXTN),
+    "mimo": MIMO,
 }
 EMBED, HEAD = f"{LAYER}.embed_tokens", f"{LAYER}.shared_head.head"
 

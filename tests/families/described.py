@@ -86,6 +86,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "phi": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
     "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 4, "original_max_position_embeddings": 256},
     "qwen2": WINDOW,
+    "mimo": WINDOW,
     "qwen2_moe": QWEN_MOE | SHARED | WINDOW,
     "qwen3": WINDOW,
     "qwen3_moe": QWEN_MOE | {"decoder_sparse_step": 2},
@@ -141,6 +142,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "gpt_neox/one_after_the_other": {"use_parallel_residual": False, "rotary_pct": 1.0},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8, "use_bias": True},
 }
+COPIES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}  # model types of their own for another's class in transformers
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 WRAPPERS = {  # -> the text part above whose fields it has
     "gemma3": "gemma3_text", "mistral3": "mistral", "mistral3/ministral3": "ministral3", "mistral3/mistral4": "mistral4",
@@ -158,8 +160,7 @@ NAMES = (*TEXTS, *WRAPPERS)
 def config(name: str, outer: dict[str, Any] | None = None, **more: Any) -> Any:
     """transformers' config of a name; `more` wins over it, and `outer` over what a wrapper says beside its text's config."""
     model_type = name.partition("/")[0]
-    if model_type == "kimi_k2":  # a model_type of its own for DeepSeek V3's class
-        model_type = "deepseek_v3"
+    model_type = COPIES.get(model_type, model_type)
     if name not in WRAPPERS:
         return CONFIG_MAPPING[model_type](**deepcopy({**BASE, **TEXTS[name], **more}))  # which they write into
     cls = CONFIG_MAPPING[model_type]

@@ -122,6 +122,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": sizes(32064, 3072, 8192, 32, 32, 32, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=2047)
     | {"max_position_embeddings": 4096},
     "qwen2": QWEN25,
+    "mimo": sizes(151680, 4096, 11008, 36, 32, 8, rms_norm_eps=1e-5, rope_theta=640000, max_position_embeddings=32768)
+    | {"use_sliding_window": False, "num_nextn_predict_layers": 1, "tie_word_embeddings": False},
     "qwen2_moe": sizes(151936, 2048, 5632, 24, 16, 16, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=8192)
     | moe(60, 4, 1408, shared_expert_intermediate_size=5632, norm_topk_prob=False, decoder_sparse_step=1)
     | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
@@ -247,7 +249,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 BILLIONS = {
     "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "mixtral": 46.7, "minimax_m2": 229,
-    "phi": 2.78, "phi3": 3.82, "qwen2": 7.62, "qwen2_moe": 14.3, "qwen2_vl": 7.62, "qwen2_5_vl": 7.62, "qwen3": 8.19,
+    "phi": 2.78, "phi3": 3.82, "qwen2": 7.62, "mimo": 7.62, "qwen2_moe": 14.3, "qwen2_vl": 7.62, "qwen2_5_vl": 7.62,
+    "qwen3": 8.19,
     "qwen3_moe": 30.5, "qwen3_vl": 8.19, "qwen3_vl_moe": 30.5, "qwen3_next": 79.7, "qwen3_5_text": 8.95, "qwen3_5": 26.9,
     "qwen3_5_moe": 34.7, "gemma": 8.54, "gemma2": 9.24, "gemma3_text": 1.0, "gemma3": 27.0, "gemma4": 30.7,
     "gemma4/26b-a4b": 25.2, "gemma4/e2b": 4.63, "gemma4_text": 4.63, "gpt_oss": 20.9, "deepseek_v2": 15.7, "deepseek_v3": 671,

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 sys.path.insert(0, str(Path(__file__).parent))
-from described import NAMES, auto, config, model
+from described import COPIES, NAMES, auto, config, model
 from sizes import BILLIONS, CONFIGS
 
 from lowq_cli.engine.rope import by_kind
@@ -44,7 +44,7 @@ def family_of(name):
 
 
 def class_of(model_type):
-    return CONFIG_MAPPING["deepseek_v3" if model_type == "kimi_k2" else model_type]
+    return CONFIG_MAPPING[COPIES.get(model_type, model_type)]
 
 
 def on_meta(c):
@@ -112,7 +112,7 @@ def test_files_hold_what_the_description_says_and_each_tensor_is_what_it_says(na
     assert {f"{part.name}.weight" for r in theirs.values() for part in r.parts} <= split
 
 
-@pytest.mark.parametrize("name", [n for n, f in families().items() if n in CONFIG_MAPPING or n == "kimi_k2"])
+@pytest.mark.parametrize("name", [n for n, f in families().items() if n in CONFIG_MAPPING or n in COPIES])
 def test_defaults_are_those_of_transformers(name):
     family, cls = families()[name], class_of(name)
     made_of = {"global_head_dim", "num_global_key_value_heads"} if name == "gemma4_text" else set()  # of per_layer_config

@@ -120,6 +120,10 @@ def target(folder, name="llama", **more):
     """A random model's folder, in fp32, and the transformers model."""
     made = random_model(name, **({"num_hidden_layers": LAYERS} if name == "llama" else {}), **more)
     made.save_pretrained(folder)
+    if name == "mimo":  # which transformers has by another name
+        config = json.loads((folder / "config.json").read_text())
+        own = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config | own))
     return made
 
 
@@ -135,6 +139,14 @@ def qwen_mtp(tensors):
         f"mtp.{n}.weight": (H,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     }
     return layer | drawn(own)
+
+
+def mimo_mtp(tensors):
+    """MiMo's own: a layer below model.mtp_layers.0, two norms, a product that takes the hidden state first, a last norm."""
+    p = "model.mtp_layers.0."
+    layer = {p + n.partition("layers.3.")[2]: other(t) for n, t in tensors.items() if "layers.3." in n}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    return layer | drawn({f"{p}input_proj.weight": (H, 2 * H)} | {f"{p}{n}.weight": (H,) for n in norms})
 
 
 def nextn(tensors, n):

@@ -221,12 +221,15 @@ def test_rounds_of_a_drafter_are_those_of_the_reference(llama, tmp_path):
 
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 NEXTN = tuple(f"model.layers.4.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+MIMO = tuple(f"model.mtp_layers.0.{n}" for n in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"))
+OWN = {pub.qwen_mtp: {"one": True}, pub.nextn: {"zero_first": True}, pub.mimo_mtp: {"zero_first": True, "hidden_first": True}}
 WITH_MTP = {  # family -> (its tensors, names of what joins them, config)
     "qwen3_5_text": (pub.qwen_mtp, QWEN, {"linear_value_head_dim": 16, "mtp_num_hidden_layers": 1}),
     "qwen3_5_moe_text": (pub.qwen_mtp, QWEN, {"mtp_num_hidden_layers": 1}),
     "qwen3_next": (pub.qwen_mtp, QWEN, {}),
     "deepseek_v3": (pub.nextn, NEXTN, {"num_nextn_predict_layers": 1}),
     "glm4_moe": (pub.nextn, NEXTN, {"num_nextn_predict_layers": 1}),
+    "mimo": (pub.mimo_mtp, MIMO, {"use_sliding_window": False}),
 }
 
 
@@ -255,7 +258,7 @@ def mtp(request, tmp_path_factory):
     layer = copy.deepcopy(model.model.layers[3])
     for t in layer.state_dict().values():
         t.copy_(pub.other(t))
-    eps, own = model.config.rms_norm_eps, {"one": True} if make is pub.qwen_mtp else {"zero_first": True}
+    eps, own = model.config.rms_norm_eps, OWN[make]
     embed, lm_head = (m.weight.detach() for m in (model.model.embed_tokens, model.lm_head))
     return request.param, folder, native(folder), Mtp(tensors, names, eps, layer, called(model), embed, lm_head, **own), model
 
@@ -283,7 +286,7 @@ def _beside(read, change):
 
 
 WRONG_MTP = {
-    "the hidden state first": lambda r: _beside(r, lambda b: {"hidden_first": True}),
+    "the hidden state first, or last": lambda r: _beside(r, lambda b: {"hidden_first": not b.hidden_first}),
     "the norms exchanged": lambda r: _beside(r, lambda b: {"embedding": b.hidden, "hidden": b.embedding}),
     "1 + w of a norm": lambda r: _beside(r, lambda b: {"hidden": replace(b.hidden, add_one=not b.hidden.add_one)}),
     "position 0 the other way": lambda r: _beside(r, lambda b: {"zero_first": not b.zero_first}),
@@ -353,16 +356,13 @@ def test_a_kind_that_is_not_run_is_refused_by_name(kind, llama, tmp_path):
 def test_a_checkpoint_that_promises_an_mtp_layer_and_has_none_is_refused(mtp, tmp_path):
     family, folder, ours, _, _ = mtp
     tensors = load_file(folder / "model.safetensors")
-    prefix = "mtp." if "qwen" in family else "model.layers.4."
+    prefix = {"mimo": "model.mtp_layers.", "qwen": "mtp."}.get(family[:4], "model.layers.4.")
     config = json.loads((folder / "config.json").read_text())
     pub.written(tmp_path / "none", config, {n: t for n, t in tensors.items() if not n.startswith(prefix)})
     with pytest.raises(UnsupportedError, match="are not in its files"):
         inside(tmp_path / "none", ours)
-    pub.written(
-        tmp_path / "half",
-        config,
-        {n: t for n, t in tensors.items() if not n.startswith(f"{prefix}layers.0.self_attn") and ".4.self_attn" not in n},
-    )
+    half = {n: t for n, t in tensors.items() if not (n.startswith(prefix) and "attn" in n)}
+    pub.written(tmp_path / "half", config, half)
     with pytest.raises(DamagedError, match="not whole"):
         inside(tmp_path / "half", ours)
 
