@@ -206,7 +206,8 @@ class Generation:
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
         """As `_steps` after the first token, of one text. Plain steps run ahead; a step with drafts waits for all before it."""
         decoder, made, waiting = self.decoder, 1, None
-        drafting.extend([*self.prompts[0], *tokens])
+        drafting.begin(self.prompts[0])
+        drafting.extend(tokens)
         yield [tokens]
         while made < self.room:
             began = time.perf_counter()

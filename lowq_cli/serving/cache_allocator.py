@@ -33,6 +33,7 @@ BESIDE = 1 << 30  # bytes of a GPU: what recorded passes and libraries take besi
 LITTLE = 0.25  # of a GPU's free memory: a cache that takes no more leaves room for any pass, which then is not tried
 LEAST = 2  # blocks, the null block among them
 SNAPSHOTS = 2  # of recurrent states, for each text that runs at once: one of its prompt and one of its answer
+COPIES = 32  # of recurrent states, for rows of drafts: two texts' longest drafts in a pass
 PIECE = TOTALS[-1]  # tokens of one text that a pass computes at most
 
 
@@ -77,8 +78,8 @@ class Sizes:
 class Cache:
     """What passes use.
 
-    blocks: of each page group, the null block among them. slots, snapshots: of recurrent states. longest: tokens of a text.
-    tokens: that are held at most. bytes: of it all.
+    blocks: of each page group, the null block among them. slots, snapshots, copies: of recurrent states. longest: tokens of a
+    text. tokens: that are held at most. bytes: of it all.
     """
 
     passes: ModelRunner
@@ -86,6 +87,7 @@ class Cache:
     blocks: list[int]
     slots: int
     snapshots: int
+    copies: int
     longest: int
     tokens: int
     bytes: int
@@ -101,15 +103,17 @@ def make_cache(
     fixed: bool,
     reads: int | None = None,
     most_bytes: int | None = None,
+    drafts: bool = False,
 ) -> Cache:
     """A cache for `most` texts at once, of at most `tokens` tokens and `most_bytes`, held as `kind` says; of prompts of `reads`
-    in all.
+    in all. drafts: whether passes check drafts.
 
     Raises DoesNotFitError.
     """
     device, sizes, longest = plan.device, Sizes.of(plan, kind), context_limit(model) or NO_LIMIT
     slots, snapshots = (most, 0 if fixed else SNAPSHOTS * most) if sizes.state_bytes else (0, 0)
-    states = sizes.state_bytes * (slots + snapshots + 1)
+    copies = COPIES if drafts and sizes.state_bytes and not fixed else 0
+    states = sizes.state_bytes * (slots + snapshots + copies + 1)
     n = 1 + -(-min(tokens or most * longest, most * longest) // BLOCK)
     try:
         token_budget, room = None, memory.available_memory()
@@ -125,13 +129,13 @@ def make_cache(
         blocks = sizes.blocks(n, most, longest)
         paged = [g for g in sizes.groups if not g.recurrent]
         longest = min([longest, *(g.longest(b, BLOCK, longest) for g, b in zip(paged, blocks, strict=True))])
-        passes = _runner(plan, kind, most, longest, blocks, slots + snapshots, fixed)
+        passes = _runner(plan, kind, most, longest, blocks, slots + snapshots + copies, fixed)
         passes.token_budget = token_budget or passes.token_budget
         if little:
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
         held = states + sizes.bytes(blocks)
-        return Cache(passes, sizes.groups, blocks, slots, snapshots, longest, (n - 1) * BLOCK, held)
+        return Cache(passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 

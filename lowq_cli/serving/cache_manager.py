@@ -40,7 +40,8 @@ class CacheManager:
     Args:
         groups: kinds of layers, at most one of them recurrent. blocks: of the pool of each group that has pages, in order, the
             null block among them. size: tokens of a block. piece: tokens of one text that a pass computes at most.
-        slots: texts that have a recurrent state at once. snapshots: slots beyond those that hold snapshots.
+        slots: texts that have a recurrent state at once. snapshots: slots beyond those that hold snapshots. copies: slots for
+            states after rows of drafts.
         shared: whether texts share what begins alike; without it nothing has a name, and no snapshot is taken.
     Attributes:
         zero: slots to fill with zeros before the next pass. copies: slots (from, to) to copy before it; no slot is in both.
@@ -55,13 +56,14 @@ class CacheManager:
         slots: int = 0,
         snapshots: int = 0,
         shared: bool = True,
+        copies: int = 0,
     ) -> None:
         paged, recurrent = [g for g in groups if not g.recurrent], sum(g.recurrent for g in groups)
         if len(paged) != len(blocks) or recurrent > 1 or bool(slots) != bool(recurrent):
             raise ValueError(f"{groups} need a number of blocks each, or slots, not {blocks} and {slots}")
         self.size, self.shared = size, shared
         self.pages = [PageGroup(g, n, size, piece) for g, n in zip(paged, blocks, strict=True)]
-        self.states = StateSlots(slots, snapshots if shared else 0) if recurrent else None
+        self.states = StateSlots(slots, snapshots if shared else 0, copies) if recurrent else None
         self.zero: list[int] = []
         self.copies: list[tuple[int, int]] = []
 
@@ -206,6 +208,10 @@ class CacheManager:
             seq.snapshot = name if tokens > seq.prompt else seq.snapshot
             self.states.name(snapshot, name)
 
+    def most_drafts(self, n: int) -> int:
+        """Of n rows of a draft, those for whose recurrent states there are slots that no snapshot has to give up."""
+        return n if self.states is None else min(n, self.states.free_copies)
+
     def draft(self, seq: Sequence, n: int) -> list[int] | None:
         """Room for n rows of a text after those that are computed. The slots for its recurrent state after all of its rows in
         this pass but the last; None where there is no room."""
@@ -213,11 +219,11 @@ class CacheManager:
             return None
         slots: list[int] = []
         if self.states is not None:
-            while len(slots) < n and (slot := self.states.reserve()):
+            while len(slots) < n and (slot := self.states.copy()):
                 slots.append(slot)
             if len(slots) < n:
                 for slot in slots:
-                    self.states.drop(slot)
+                    self.states.drop_copy(slot)
                 return None
             while seq.pending and seq.pending[-1][0] >= seq.computed:  # after the pass its state is that after the draft
                 self.states.drop(seq.pending.pop()[1])
@@ -241,10 +247,11 @@ class CacheManager:
         if length < seq.computed:
             self.copies.append((restored[0], seq.slot))
         for tokens, slot in seq.drafts:
-            if tokens <= length and tokens % (SNAPSHOT_BLOCKS * self.size) == 0:
+            at_end = tokens <= length and tokens % (SNAPSHOT_BLOCKS * self.size) == 0
+            if at_end and self.states.keep_copy(slot):
                 seq.pending.append((tokens, slot))
             else:
-                self.states.drop(slot)
+                self.states.drop_copy(slot)
         seq.drafts, seq.computed = [], length
 
     def release(self, seq: Sequence) -> None:
@@ -252,8 +259,10 @@ class CacheManager:
         for group, table in zip(self.pages, seq.tables, strict=bool(seq.tables)):
             group.pool.give_back(table.blocks)
         if self.states is not None and seq.slot:
-            for _, snapshot in [*seq.pending, *seq.drafts]:
+            for _, snapshot in seq.pending:
                 self.states.drop(snapshot)
+            for _, copy in seq.drafts:
+                self.states.drop_copy(copy)
             self.copies = [copy for copy in self.copies if copy[1] != seq.slot]
             self.states.give_back(seq.slot)
         seq.tables, seq.slot, seq.computed, seq.named = [], 0, 0, 0

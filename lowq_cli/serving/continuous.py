@@ -10,6 +10,7 @@ prompt too, shares nothing, and so always takes the same kernels; a text that ha
 its prompt on, not read as one.
 """
 
+import statistics
 import threading
 import time
 from collections import deque
@@ -20,10 +21,13 @@ import numpy as np
 import torch
 
 from lowq_cli.engine import plan as plans
+from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.draft_passes import Checked, DraftPasses
+from lowq_cli.serving.drafting import Answers, choose
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.reads import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
@@ -34,11 +38,17 @@ from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
 from lowq_cli.serving.token_budget import PREFER
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind
+from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
 MOST_RUNNING = 1024
 LOOK = 16  # steps of a GPU from one look at all logits to the next: NaN stays in its text's keys, so none is missed for long
+GAP_S = 4e-4  # from the end of a pass until one with drafts is launched, until it is known
+LIKELY = 0.3  # chance of a guess below which it is not looked at: of 64 texts that would take the host a pass's time
+ROW = 0.4  # of a plain pass, that one with twice the rows takes longer, until it is known
+SLOPES = 15  # of the last passes with drafts on a CPU, whose median counts: other processes take their time of single ones
+NEWEST = 0.1  # weight of the newest in averages
 AHEAD = 1  # passes that are launched before the oldest is read
 EARLY_S = 0.0015  # before the end of a pass the next is launched: prompts that come until then ride in it
 SURE = 0.9  # of the seconds that a pass is expected to take: one that ends sooner would leave the device idle
@@ -56,6 +66,7 @@ class Flight:
 
     def __init__(self, device: torch.device) -> None:
         self.began = self._now(device)
+        self.rows: list[int] = []  # of each text, of a pass with drafts
 
     def launched(
         self,
@@ -101,6 +112,7 @@ class ContinuousEngine:
         cache_tokens: tokens whose keys and values are held at most; None: as memory allows. cache_bytes: of them all.
         deterministic: see above.
         kv: what keys and values are held in (`decode.kv.KINDS`).
+        draft: "ngram" has passes check what texts are guessed to go on with; "auto" is that, "none" nothing.
         reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
             texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
         prefer: even streams, or early first tokens (`token_budget.PREFER`).
@@ -120,6 +132,7 @@ class ContinuousEngine:
         reads: int | None = None,
         cache_bytes: int | None = None,
         prefer: str = PREFER[0],
+        draft: str = "none",
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -127,13 +140,21 @@ class ContinuousEngine:
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
-        cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads, cache_bytes)
+        cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads, cache_bytes, draft != "none")
         self.passes, rows = cache.passes, cache.passes.rows
         self.passes.token_budget.prefer = prefer
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
-        manager = CacheManager(list(cache.groups), cache.blocks, *held, shared=not deterministic)
+        manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
+        drafts = DraftPasses(self.passes) if draft != "none" and not self._brief else None
+        self.drafts = None if drafts is None or drafts.reason else drafts
+        self.why_no_drafts = "as asked" if drafts is None else drafts.reason
+        self._answers = Answers()
+        self.drafter: Callable[[], NGram] = lambda: NGram(self._answers)  # of a text that begins
+        self._gap_s = GAP_S if self.device.type == "cuda" else 0.0
+        self._slopes = deque([ROW] * 3, maxlen=SLOPES)
+        self._drafted = self._accepted = 0
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
@@ -156,6 +177,11 @@ class ContinuousEngine:
                 self.rows.flush()
                 self.passes.record_when_met() if self._brief else self.passes.record(done)
                 self.reason = self.passes.reason
+                if self.drafts is not None and not self.reason:
+                    self.drafts.record()
+                    self.why_no_drafts = self.drafts.reason
+                if self.reason or self.why_no_drafts:
+                    self.drafts = None
         self.passes.token_budget.begin()
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
@@ -164,6 +190,9 @@ class ContinuousEngine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number."""
         check(request, self.limits.longest, self.vocabulary)
+        drafter = self.drafter() if self.drafts is not None and not request.special else None
+        if drafter is not None:
+            drafter.begin(request.prompt)  # here, not where passes wait for it
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)
@@ -173,6 +202,7 @@ class ContinuousEngine:
                 self._seeing.sight()
             self._number += 1
             text = self._texts[self._number] = Sequence(self._number, request)
+            text.drafter = drafter
             if request.pictures:
                 self._unseen.add(text.number)
                 self._seeing.add(text)
@@ -210,6 +240,8 @@ class ContinuousEngine:
             prefix_hits=s.prefix_hits,
             preemptions=s.preemptions,
             steps=self._steps,
+            drafted=self._drafted,
+            accepted=self._accepted,
             busy_s=self._busy_s,
         )
 
@@ -296,18 +328,26 @@ class ContinuousEngine:
 
     def _turn(self) -> None:
         """One pass more, and what the one before it drew."""
-        if any(t.request.mask is not None for t in self.scheduler.active):
-            self._land(0)  # a grammar has to know the last token
+        if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
+            self._land(0)  # a grammar has to know the last token, and who has drafts under way what came of them
+        asked = self._asked()
+        if asked and self._flights:
+            self._land(0)  # guesses go on from the newest token
+            asked = self._asked()
+        began = time.perf_counter()
         plan = self.scheduler.plan(self._budget, self._pauses)
         if plan is None:
             self._land(0)
             return
+        drafts = {} if plan.pieces else self._draft(plan, asked)
         self._write(plan)
         launched = bool(plan.steps or plan.pieces)
         self.passes.zero(plan.zero)
         self.passes.copy(plan.copies)
         if launched:
-            self._flights.append(self._launch(plan))
+            self._flights.append(self._check(plan, drafts) if drafts else self._launch(plan))
+            if drafts and self._ahead:
+                self._gap_s += NEWEST * (time.perf_counter() - began - self._gap_s)
             self.passes.copy(plan.snapshots)
             self.passes.token_budget.stepped(len(plan.steps))
             self._steps += 1
@@ -316,6 +356,77 @@ class ContinuousEngine:
                 self.rows.set_table(group, text.row, table.blocks)
             self.rows.set_slot(text.row, text.slot)
         self._land(self._ahead if launched else 0)
+
+    def _asked(self) -> dict[int, int]:
+        """Drafts of texts by number, as many as make the next pass bring the most tokens a second."""
+        s = self.scheduler
+        if self.drafts is None or s.reading or s.waiting:  # prompts are read by passes without drafts
+            return {}
+        texts = [t for t in s.running if t is not None and t.remaining > 0]
+        if any(t.request.pictures for t in texts):  # whose tokens may turn by other places than their positions
+            return {}
+        likely = [t for t in texts if t.drafter is not None and t.remaining > 1 and t.drafter.chance >= LIKELY]
+        n, apart = len(texts), self._gap_s
+        plain = self.passes.token_budget.seconds(self.passes.bucket(n), self.passes.bucket(n))
+        if not likely or not plain:
+            return {}
+        guesses = ((t.number, t.drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t in likely)  # type: ignore[union-attr]
+        return choose(guesses, n, self.drafts.sizes, lambda rows: self._seconds(rows, n, plain) + apart, plain)
+
+    def _seconds(self, rows: int, texts: int, plain: float) -> float:
+        """What a pass of so many rows with drafts takes."""
+        assert self.drafts is not None
+        if rows in self.drafts.seconds:
+            return self.drafts.seconds[rows] + self.passes.token_budget.extra
+        return plain * (1 + statistics.median(self._slopes) * (rows / texts - 1))
+
+    def _draft(self, plan: StepPlan, asked: dict[int, int]) -> dict[int, tuple[list[int], list[int]]]:
+        """By number, the drafts of texts that step in this plan, and the slots for their recurrent states after each row."""
+        found = {}
+        for text in plan.steps:
+            n = asked.get(text.number, 0)
+            n = self.scheduler.cache.most_drafts(n)
+            tokens = list(text.drafter.guess(n).tokens) if n and text.drafter is not None else []
+            slots = self.scheduler.draft(plan, text, len(tokens)) if tokens else None
+            if slots is not None:
+                found[text.number] = tokens, slots
+        return found
+
+    def _check(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]]) -> Flight:
+        """A pass in which some texts check drafts; the others step in it."""
+        assert self.drafts is not None
+        null, texts = self.rows.null_row, list[Checked]()
+        for text in plan.steps:
+            tokens, slots = drafts.get(text.number, ([], []))
+            target = null if text.request.special else text.row
+            texts.append(Checked(text.row, len(text.tokens) - 1, target, [text.tokens[-1], *tokens], text.slot, slots))
+        flight = Flight(self.device)
+        result, logits = self.drafts.run(texts)
+        firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
+        places = list(zip(firsts, plan.steps, strict=False))
+        special = [(i, t) for i, t in places if t.request.special]
+        logs = self.special.draw(logits, special) if special else []
+        looks = self.device.type == "cpu" or not self._steps % LOOK
+        flight.rows = [len(t.tokens) for t in texts]
+        newest = torch.cat((result, self.rows.token))
+        return flight.launched(places, newest, logs, drawable(logits) if looks else None, (0, firsts[-1]))
+
+    def _checked(self, flight: Flight, found: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
+        """The texts of a pass with drafts and what each goes on with: what was drawn after its rows that were right."""
+        assert self.drafts is not None
+        M, told = self.drafts.size(flight.size[1]), []
+        for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
+            if text.done:
+                continue
+            accepted = found[M + i]
+            if rows > 1:
+                self.scheduler.rewind(text, len(text.tokens) + accepted)
+                text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted
+                self._drafted, self._accepted = self._drafted + rows - 1, self._accepted + accepted
+            if sound is not None and not all(sound[first : first + accepted + 1]):
+                text.failed = not_finite(self.passes.plan.dtype)
+            told.append((text, [found[2 * M + row]] if text.request.special else found[first : first + accepted + 1]))
+        return told
 
     def _budget(self, high: int, waiting: int) -> int:
         return self.passes.token_budget.prompt_tokens(*self._load(high, waiting))
@@ -387,15 +498,28 @@ class ContinuousEngine:
                 expected = self.passes.token_budget.seconds(*self._flights[0].size)
                 self._due = 0.0 if behind else time.monotonic() + SURE * expected
             logs = {number: found for part in flight.logs for number, found in part.read().items()}
-            self.passes.token_budget.note(*flight.size, seconds)
             sound = None if flight.sound is None else flight.sound.tolist()
-            for text, row, place in flight.drew:
-                if sound is not None and not sound[place]:
-                    text.failed = not_finite(self.passes.plan.dtype)
-                if not text.done and (event := self._event(text, tokens[row], logs)) is not None:
-                    events.append((text.number, event))
+            if flight.rows:
+                self._note(len(flight.rows), sum(flight.rows), seconds)
+                told = self._checked(flight, tokens, sound)
+            else:
+                self.passes.token_budget.note(*flight.size, seconds)
+                told = [(text, [tokens[row]]) for text, row, _ in flight.drew]
+                for text, _, place in flight.drew:
+                    if sound is not None and not sound[place]:
+                        text.failed = not_finite(self.passes.plan.dtype)
+            for text, drawn in told:
+                for token in drawn:
+                    if not text.done and (event := self._event(text, token, logs)) is not None:
+                        events.append((text.number, event))
             if events:
                 self._sink(events)
+
+    def _note(self, texts: int, rows: int, seconds: float) -> None:
+        """A pass of so many texts in so many rows took so long."""
+        plain = self.passes.token_budget.seconds(texts, texts)
+        if plain and not self.passes.padded:
+            self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
     def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
         """What a token means for its text; None where it was drawn before."""
@@ -409,14 +533,19 @@ class ContinuousEngine:
             self._end(text)
             return failed(text.failed)
         finish = self.scheduler.on_token(text, token)
+        if text.drafter is not None:
+            text.drafter.extend((token,))
         if again:
             return None
         self._new_tokens += 1
         logprob, top = logs.get(text.number, (None, ())) if logs else (None, ())
         cached, text.started = (0 if text.started else text.cached), True
-        if finish:
-            self._end(text)
-        return Event(token, logprob, top, finish, cached=cached)
+        if not finish:
+            return Event(token, logprob, top, cached=cached)
+        if text.drafter is not None:
+            self._answers.add(text.tokens[text.prompt :])
+        self._end(text)
+        return Event(token, logprob, top, finish, cached=cached, drafted=(text.accepted, text.drafted - text.accepted))
 
     def _end(self, text: Sequence) -> None:
         self.scheduler.end(text)

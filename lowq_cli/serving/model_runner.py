@@ -333,15 +333,19 @@ class ModelRunner:
         nobodys = [Run(i, min(i + most, M - b), 0, 0, null) for i in range(0, M - b, most)] if self.by_text else []
         nobodys = nobodys[: self.ends(M - b)]
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None, nobodys)
-        for _ in range(2):
-            self._wait()
-            began = time.perf_counter()
-            self._go(b, M, chunk, n, nobodys)
-            self._wait()
-        seconds = time.perf_counter() - began
+        seconds = self.timed(lambda: self._go(b, M, chunk, n, nobodys))
         for steps, rows in {(b, M), *self.captured}:
             if rows == M and (steps == M) == (b == M):
                 self.token_budget.note(steps, rows, seconds)
+
+    def timed(self, launch: Callable[[], object]) -> float:
+        """Seconds of what is launched, the second time of two."""
+        for _ in range(2):
+            self._wait()
+            began = time.perf_counter()
+            launch()
+            self._wait()
+        return time.perf_counter() - began
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -147,7 +147,8 @@ class Event:
 
     finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled", "refused" (its own mask cannot go
     on) or "error", with what is wrong in one line, `message`; with the last three there is no token. cached: in a request's
-    first event, prompt tokens that were not computed. read: what was asked of the prompt.
+    first event, prompt tokens that were not computed. read: what was asked of the prompt. drafted: in its last, its drafts that
+    were right, and that were wrong.
     """
 
     token: int | None = None
@@ -157,6 +158,7 @@ class Event:
     message: str = ""
     cached: int = 0
     read: Any = None
+    drafted: tuple[int, int] = (0, 0)
 
 
 def failed(why: Exception) -> Event:
@@ -196,6 +198,8 @@ class Stats:
     prefix_hits: int = 0  # prompt tokens that were found in the cache
     preemptions: int = 0  # requests put back into the queue for want of blocks
     steps: int = 0
+    drafted: int = 0  # tokens that were guessed and checked
+    accepted: int = 0  # of those, that were right
     busy_s: float = 0.0
     stalled: str = ""  # why nothing comes from it now, though it has not ended
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.pictures import Shown, end_of_pass
 from lowq_cli.serving.block_pool import Name
 from lowq_cli.serving.request import Request
@@ -52,6 +53,7 @@ class Sequence:
         marks: numbers of prompt tokens after which a snapshot is to be taken. pending: snapshots (tokens, snapshot's slot) of
             which the host has not seen all tokens. drafts: (tokens, snapshot's slot) after each row of a draft but the last.
         drafting: whether a draft of it is on its way, until `rewind` says how much of it was right.
+        drafter: what guesses its next tokens, or None. drafted, accepted: its drafts that were checked, those that were right.
         snapshot: name of the last snapshot that was taken while it ran.
         row: where its state stands on the device; while it is read, the row of its tables alone. -1: it waits.
         cached: tokens that were found in the cache when it was admitted first.
@@ -73,6 +75,8 @@ class Sequence:
         self.marks: list[int] = []
         self.pending: list[tuple[int, int]] = []
         self.drafts: list[tuple[int, int]] = []
+        self.drafter: NGram | None = None
+        self.drafted = self.accepted = 0
         self.snapshot: Name | None = None
         self.slot_sent = self.drafting = self.started = self.done = False
         self.since, self.waited, self.first = 0, 0, False

@@ -11,10 +11,12 @@ from lowq_cli.serving.block_pool import Name
 
 
 class StateSlots:
-    """The host's record of slots 1 .. `texts` for texts and `snapshots` slots more for snapshots."""
+    """The host's record of slots 1 .. `texts` for texts, `snapshots` slots more for snapshots, and `copies` more for states
+    after rows of drafts, so that these take no snapshot's place."""
 
-    def __init__(self, texts: int, snapshots: int) -> None:
-        self.texts, self.snapshots = texts, snapshots
+    def __init__(self, texts: int, snapshots: int, copies: int = 0) -> None:
+        self.texts, self.snapshots, self.copies = texts, snapshots, copies
+        self._spare = deque(range(texts + snapshots + 1, texts + snapshots + copies + 1))
         self._free = deque(range(1, texts + 1))
         self._blank = deque(range(texts + 1, texts + snapshots + 1))
         self._named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
@@ -50,6 +52,28 @@ class StateSlots:
         if self._blank:
             return self._blank.popleft()
         return self._named.popitem(last=False)[1] if self._named else 0
+
+    @property
+    def free_copies(self) -> int:
+        """Slots that `copy` could give without taking a snapshot's place."""
+        return len(self._spare)
+
+    def copy(self) -> int:
+        """A slot for the state after a row of a draft: a spare one, else one for snapshots; 0 where there is none."""
+        return self._spare.popleft() if self._spare else self.reserve()
+
+    def drop_copy(self, slot: int) -> None:
+        """A state after a row of a draft is of no use any more."""
+        (self._spare if len(self._spare) < self.copies else self._blank).append(slot)
+
+    def keep_copy(self, slot: int) -> bool:
+        """Whether a slot of a draft's row can stay, as a reserved snapshot: another one takes its place among the spare."""
+        if len(self._spare) < self.copies:
+            other = self.reserve()
+            if not other:
+                return False
+            self._spare.append(other)
+        return True
 
     def name(self, snapshot: int, name: Name) -> None:
         """Name a reserved snapshot. Where another one has this state already, that one keeps the name."""

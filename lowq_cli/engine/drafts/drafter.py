@@ -21,8 +21,12 @@ class HostDrafter(Protocol):
 
     name: str
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The text begins with these, at least one."""
+        ...
+
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these: first its prompt, then what was drawn."""
+        """The model goes on with these."""
         ...
 
     def guess(self, most: int) -> Guess:

@@ -69,8 +69,12 @@ class FromHost(Drafting):
         self.host = drafter
         self.apart = GAP_S / _step_s(decoder.linears, len(decoder.plan.states)) if decoder.ahead else 0.0
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The text begins with these."""
+        self.host.begin(prompt)
+
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
+        """The model goes on with these."""
         self.host.extend(tokens)
 
     def wants(self, left: int) -> bool:

@@ -28,6 +28,7 @@ class Verification:
         self.pos, self.rows = self.offsets.clone(), self.offsets.clone()
         self.result = torch.zeros(T + 1, dtype=torch.int64, device=self.device)  # where the host reads both
         self.accepted, self.drawn, self.first = self.result[:1], self.result[1:], empty[:1].clone()
+        self.given = torch.zeros(T - 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")  # drafts on the host
         self.count = torch.full((1,), T, dtype=torch.int64, device=self.device)
         self.state = [self._of_rows(one) for one in decoder.state]
         slots = torch.arange(1, T + 1, device=self.device)  # of recurrent states: the text's, then those after each row
@@ -48,9 +49,9 @@ class Verification:
     @torch.inference_mode()
     def step(self, drafts: Sequence[int]) -> None:
         """Check drafts, up to T - 1; fewer are filled up with the last one. With a drafter on the device none are given."""
-        if drafts:
-            given = torch.tensor([*drafts, *[drafts[-1]] * (self.T - 1 - len(drafts))], dtype=torch.int64)
-            self.ids[1:].copy_(given.pin_memory() if self.device.type == "cuda" else given, non_blocking=True)
+        if drafts:  # those of the step before have been sent: its result was read
+            self.given.numpy()[:] = [*drafts, *[drafts[-1]] * (self.T - 1 - len(drafts))]
+            self.ids[1:].copy_(self.given, non_blocking=True)
         d = self.decoder
         run = self._graph() if d.graphs else None
         if run is None:

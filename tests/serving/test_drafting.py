@@ -1,0 +1,284 @@
+"""Drafts in the server: whatever is guessed, each answer is the one without, alone or among others.
+
+A drafter that knows the answer guesses it up to a random depth, then something else, and now and then nothing: rejections at
+every depth, steps with drafts and without them in turn, each text its own number.
+"""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+from asking import TOKENIZER, Client, build, prompts
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.serving.drafting import REMEMBERED, RUN, Answers, choose
+from lowq_cli.serving.request import Draw, Request
+
+KINDS = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
+
+
+class Knowing:
+    """Guesses what the text's answer is known to be, wrong from a random depth on."""
+
+    name = "knowing"
+
+    def __init__(self, answers, rng):
+        self.answers, self.rng, self.made = answers, rng, 0
+
+    def begin(self, prompt):
+        self.answer = self.answers[tuple(prompt)]
+        self._next()
+
+    def extend(self, tokens):
+        self.made += len(tokens)
+        self._next()
+
+    def _next(self):
+        self.depth, self.chance = self.rng.randrange(16), self.rng.choice([0.0, 0.9, 0.9])
+
+    def guess(self, most):
+        if not self.chance:
+            return Guess()
+        made = list(self.answer[self.made : self.made + most])
+        made += [3] * (most - len(made))
+        if self.depth < most:
+            made[self.depth] = (made[self.depth] + 1) % 320
+        return Guess(made, [0.95] * most)
+
+
+def knowing(client, answers, seed=0):
+    """The client's engine with drafters that know the answers, and rows that cost nothing."""
+    engine, rng = client.engine, random.Random(seed)
+    engine.drafter = lambda: Knowing(answers, rng)
+    engine._slopes = deque([0.0], maxlen=1)
+    engine._note = lambda *_: None
+    return client
+
+
+def alone(model, prompt, n):
+    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=decoder_of(model), draft="none")
+    list(g)
+    return g.tokens[0]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    return build(request.param, **KINDS[request.param])
+
+
+@pytest.fixture
+def client(model):
+    made = []
+
+    def make(answers, seed=0, **how):
+        made.append(knowing(Client(model, draft="ngram", **how), answers, seed))
+        return made[-1]
+
+    yield make
+    for c in made:
+        c.engine.stop(0)
+
+
+def counted(c):
+    """Drafts were checked, and right ones among them; nothing is held any more."""
+    s = c.engine.stats()
+    assert 0 < s.accepted < s.drafted
+    assert (s.running, s.waiting, s.blocks_used) == (0, 0, 0)
+    return s
+
+
+LENGTHS = (3, 130, 64, 65, 1, 200, 17, 63, 128, 40)
+
+
+def test_answers_are_those_alone_and_come_in_fewer_passes(model, client):
+    asked = prompts(*LENGTHS)
+    wanted = {tuple(p): alone(model, p, 60 + i) for i, p in enumerate(asked)}
+    for running in (1, 4):
+        c = client(wanted, running=running)
+        numbers = [c.ask(p, 60 + i) for i, p in enumerate(asked)]
+        assert c.tokens(*numbers) == list(wanted.values())
+        s = counted(c)
+        assert s.steps < sum(map(len, wanted.values()))
+        ends = [c.heard[n][-1] for n in numbers]
+        assert {e.finish_reason for e in ends} == {"length"}
+        right, wrong = map(sum, zip(*(e.drafted for e in ends), strict=True))
+        assert (right, right + wrong) == (s.accepted, s.drafted)
+
+
+def test_thirty_two_at_once(model, client):
+    asked = prompts(*(5 + 3 * i for i in range(32)), seed=9)
+    wanted = {tuple(p): alone(model, p, 40) for p in asked}
+    c = client(wanted, running=32)
+    assert c.tokens(*[c.ask(p, 40) for p in asked]) == list(wanted.values())
+    counted(c)
+
+
+def test_a_beginning_from_the_cache_goes_on_as_one_that_was_computed(model, client):
+    """Also one that a draft crossed, and the next turn of a conversation, over and over (snapshots at blocks' ends)."""
+    prompt = prompts(100, seed=4)[0]
+    answer = alone(model, prompt, 320)
+    more = prompt + answer[:290] + [5, 6, 7]
+    wanted = {tuple(prompt): answer, tuple(more): alone(model, more, 30)}
+    for seed in range(3):
+        c = client(wanted, seed, running=3)
+        for _ in range(3):
+            assert c.tokens(c.ask(prompt, 320)) == [answer]
+            assert c.tokens(c.ask(more, 30)) == [wanted[tuple(more)]]
+        assert c.engine.stats().prefix_hits > 0
+        counted(c)
+
+
+def test_a_cache_too_small_for_all(model, client):
+    asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
+    wanted = {tuple(p): alone(model, p, 90) for p in asked}
+    for seed in range(3):
+        c = client(wanted, seed, running=6, cache_tokens=448)
+        assert c.tokens(*[c.ask(p, 90) for p in asked]) == list(wanted.values())
+        counted(c)
+
+
+def test_cancellations_are_not_noticed_by_the_others(model, client):
+    asked = prompts(*(20 + i for i in range(9)))
+    wanted = {tuple(p): alone(model, p, 60) for p in asked}
+    c = client(wanted, running=4)
+    numbers = [c.ask(p, 60) for p in asked]
+    for i in (1, 4, 7):
+        while len(c.heard.get(numbers[i], ())) < 2 + i:
+            c.hear()
+        c.engine.cancel(numbers[i])
+    for i, got in enumerate(c.tokens(*numbers)):
+        want = wanted[tuple(asked[i])]
+        assert got == want[: len(got)]
+        assert i in (1, 4, 7) or len(got) == 60
+    counted(c)
+
+
+def test_a_text_ends_at_its_stop_wherever_it_stands_in_a_step(model, client):
+    prompt = prompts(50, seed=8)[0]
+    answer = alone(model, prompt, 60)
+    firsts = [i for i, t in enumerate(answer) if t not in answer[:i]]
+    c = client({tuple(prompt): answer}, running=2)
+    for i in firsts[:: max(1, len(firsts) // 12)]:
+        events = c.follow(c.ask(prompt, 60, stop=[answer[i]]))[0]
+        assert [e.token for e in events] == answer[: i + 1]
+        assert [e.finish_reason for e in events] == [None] * i + ["stop"]
+    counted(c)
+
+
+def test_drawn_texts_are_those_of_their_seed(model, client):
+    asked = prompts(40, 9, 100, 33)
+    plain = Client(model, running=4)
+    how = [{"temperature": 0.8, "seed": 11 + i} for i in range(4)]
+    wanted = {tuple(p): plain.tokens(plain.ask(p, 50, **h))[0] for p, h in zip(asked, how, strict=True)}
+    plain.engine.stop(0)
+    c = client(wanted, running=4)
+    assert c.tokens(*[c.ask(p, 50, **h) for p, h in zip(asked, how, strict=True)]) == list(wanted.values())
+    counted(c)
+
+
+class Even:
+    """A grammar of even tokens, which counts what it was told."""
+
+    recipe = ""
+
+    def __init__(self):
+        self.seen = []
+
+    def fill(self, words):
+        words[:] |= 0x55555555
+
+    def accept(self, token):
+        assert token % 2 == 0
+        self.seen.append(token)
+
+
+OPTIONS = (
+    {"logprobs": 2},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.4},
+    {"logit_bias": {7: -100, 9: 5}},
+    {"temperature": 1.0, "top_k": 5, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.7, "min_p": 0.05, "seed": 4},
+)
+
+
+def test_what_requests_ask_for_besides_holds_beside_those_with_drafts(model, client):
+    """Each option, a grammar, and texts that draft, in the same passes: as each is without drafts."""
+    asked = prompts(*(30 + i for i in range(len(OPTIONS) + 3)), seed=6)
+    n = len(OPTIONS)
+    plain = Client(model, running=9)
+    told = [plain.follow(plain.ask(p, 40, **how))[0] for p, how in zip(asked, OPTIONS, strict=False)]
+    plain.engine.stop(0)
+    wanted = {tuple(p): alone(model, p, 40) for p in asked[n:]}
+    c, mask = client(wanted, running=9), Even()
+    with_mask = c.engine.submit(Request(tuple(asked[0]), 40, frozenset(), Draw(), mask))
+    numbers = [c.ask(p, 40, **how) for p, how in zip(asked, OPTIONS, strict=False)] + [c.ask(p, 40) for p in asked[n:]]
+    found = c.follow(*numbers)
+    assert c.tokens(*numbers[n:]) == list(wanted.values())
+    for ours, theirs in zip(found, told, strict=False):
+        assert [e.token for e in ours] == [e.token for e in theirs]
+        assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(ours, theirs, strict=True))
+    assert c.tokens(with_mask) == [mask.seen]
+    assert len(mask.seen) == 40
+    counted(c)
+
+
+def test_guesses_of_n_grams_and_of_earlier_answers(model):
+    prompt = prompts(30, seed=12)[0]
+    c = Client(model, draft="ngram", running=2)
+    c.engine._slopes, c.engine._note = deque([0.0], maxlen=1), lambda *_: None
+    wanted = alone(model, prompt, 120)
+    assert c.tokens(c.ask(prompt, 120)) == [wanted]
+    first = c.engine.stats()
+    assert c.tokens(c.ask(prompt, 120)) == [wanted]
+    second = c.engine.stats()
+    c.engine.stop(0)
+    assert second.accepted - first.accepted >= first.accepted
+    assert second.steps - first.steps < first.steps
+
+
+def test_without_drafts_and_where_there_are_none(model):
+    for how, why in (({}, "as asked"), ({"draft": "ngram", "deterministic": True}, "the same kernels")):
+        c = Client(model, **how)
+        assert c.engine.drafts is None
+        assert why in c.engine.why_no_drafts
+        c.tokens(c.ask(prompts(5)[0], 5))
+        assert c.engine.stats().drafted == 0
+        c.engine.stop(0)
+
+
+def test_the_pass_that_brings_the_most_is_chosen():
+    sizes = [2, 4, 8, 16, 32]
+    flat, steep = (lambda rows: 1.0 + 0.01 * rows), (lambda rows: float(rows))
+    sure, doubtful = [0.95] * 15, [0.4] * 15
+    assert choose([(1, sure)], 1, sizes, flat, 1.01) == {1: 15}
+    assert choose([(1, sure)], 1, sizes, steep, 1.0) == {}
+    assert choose([(1, sure), (2, doubtful)], 2, [4, 8], flat, 1.02) == {1: 6}
+    assert choose([(1, sure), (2, sure)], 2, [4, 8], flat, 1.02) == {1: 3, 2: 3}
+    assert choose([(1, doubtful)], 8, sizes, flat, 1.08) == {}
+    assert choose([], 3, sizes, flat, 1.0) == {}
+
+
+def test_earlier_answers_are_remembered_and_the_oldest_forgotten():
+    answers, rng = Answers(), np.random.default_rng(0)
+    texts = [rng.integers(0, 1000, 4000).tolist() for _ in range(40)]
+    for text in texts:
+        answers.add(text)
+        text, place = answers.find(tuple(text[100 : 100 + RUN]))
+        assert text[place] == text[100 + RUN]
+    assert answers.tokens <= REMEMBERED
+    assert len(answers.places) <= REMEMBERED
+    assert answers.find(tuple(texts[0][100 : 100 + RUN])) is None
+    assert answers.find(tuple(texts[-1][:2])) is None
+    answers.add([1, 2])
