@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console
-from lowq_cli.commands import Activations, Device, KvCache
+from lowq_cli.commands import Activations, Device, Draft, KvCache
 from lowq_cli.serving.token_budget import PREFER
 from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
 
@@ -91,6 +91,7 @@ def serve(
         typer.Option("--cache-tokens", min=1, help="Tokens held for all requests together.  [default: as memory allows]"),
     ] = None,
     kv: KvCache = "16",
+    draft: Draft = "auto",
     act: Activations = None,
     prefer: Annotated[
         str,
@@ -137,7 +138,7 @@ def serve(
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
-        how |= {"act": act, "prefer": prefer}
+        how |= {"act": act, "prefer": prefer, "draft": draft}
         asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
         address = None if local else (host, port)
         _serve(asked, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
@@ -343,6 +344,7 @@ def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, An
         "cache_tokens": limits.cache_tokens,
         "cache_bytes": limits.cache_bytes,
         "kv": kv,
+        "drafts": loaded.facts.drafts,
         "url": url,
         "local": bool(served.hosts),
         "chat_template": bool(model.tokenizer.chat_template),
@@ -361,6 +363,7 @@ def _show_plan(plan: dict[str, Any]) -> None:
         f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
         f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
     )
+    console.say(f"drafts: {plan['drafts']}")
     if others := [m for m in plan["models"] if m != plan["model"]]:
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
         console.say(f"loaded when they are asked for: {some}")

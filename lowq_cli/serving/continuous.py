@@ -44,6 +44,7 @@ from lowq_packers.errors import UnsupportedError, UsageError, one_line
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
 MOST_RUNNING = 1024
 LOOK = 16  # steps of a GPU from one look at all logits to the next: NaN stays in its text's keys, so none is missed for long
+SERVED_DRAFTS = ("auto", "ngram", "none")
 GAP_S = 4e-4  # from the end of a pass until one with drafts is launched, until it is known
 LIKELY = 0.3  # chance of a guess below which it is not looked at: of 64 texts that would take the host a pass's time
 ROW = 0.4  # of a plain pass, that one with twice the rows takes longer, until it is known
@@ -147,6 +148,8 @@ class ContinuousEngine:
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
         manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
+        if draft not in SERVED_DRAFTS:
+            raise UnsupportedError(f"the server drafts by {' or '.join(SERVED_DRAFTS)}, not by {draft}; generate and chat do")
         drafts = DraftPasses(self.passes) if draft != "none" and not self._brief else None
         self.drafts = None if drafts is None or drafts.reason else drafts
         self.why_no_drafts = "as asked" if drafts is None else drafts.reason
@@ -244,6 +247,11 @@ class ContinuousEngine:
             accepted=self._accepted,
             busy_s=self._busy_s,
         )
+
+    @property
+    def drafts_by(self) -> str:
+        """What drafts, or why nothing does."""
+        return "ngram" if self.drafts is not None else f"none ({self.why_no_drafts})"
 
     def stop(self, seconds: float) -> None:
         """Finish what there is within `seconds`, cancel the rest."""

@@ -34,10 +34,10 @@ from lowq_packers.regular import MAX_CONFIG, read_given, read_text
 
 OFFERED = ("checkpoint", "run", "import", "refined")  # kinds of holdings; exports are the same models once more
 DRAWING = ("temperature", "top_p", "top_k", "repetition_penalty")
-ENGINE = {"max_batch": "running", "cache_tokens": "cache_tokens", "kv": "kv", "deterministic": "deterministic"}
+ENGINE = {"max_batch": "running"} | {n: n for n in ("cache_tokens", "kv", "deterministic", "draft")}
 TYPES: dict[str, tuple[type, ...]] = {
     **{"path": (str,), "pin": (bool,), "keep_alive": (str, int, float), "max_batch": (int,), "cache_tokens": (int,)},
-    **{"kv": (str, int), "deterministic": (bool,)},
+    **{"kv": (str, int), "deterministic": (bool,), "draft": (str,)},
     **dict.fromkeys(DRAWING, (int, float)),
 }
 TOP: dict[str, tuple[type, ...]] = {

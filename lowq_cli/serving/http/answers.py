@@ -68,10 +68,12 @@ class Answer:
         """Tokens in and out so far, as OpenAI has them."""
         made, cached = sum(w.tokens for w in self.writers), sum(w.cached for w in self.writers)
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
+        right, wrong = (sum(w.drafted[i] for w in self.writers) for i in (0, 1))
+        drafted = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong} if right or wrong else {}
         return {
             **counts,
             "prompt_tokens_details": {"cached_tokens": min(cached, self.prompt_tokens)},
-            "completion_tokens_details": {"reasoning_tokens": sum(w.thinking for w in self.writers)},
+            "completion_tokens_details": {"reasoning_tokens": sum(w.thinking for w in self.writers), **drafted},
         }
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:

@@ -78,7 +78,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
-    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model))
+    drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
+    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model), drafts)
     own, images = owned(loaded), plan_of(loaded).model.images if why_not(loaded) is None else None
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, own.folder, images))
 

@@ -130,6 +130,8 @@ COUNTERS = (
     ("prefix_hits", "lowq_prefix_cache_hit_tokens", "Prompt tokens found in the cache"),
     ("preemptions", "lowq_preemptions", "Requests put back into the queue for want of cache"),
     ("steps", "lowq_steps", "Steps of the engine"),
+    ("drafted", "lowq_draft_tokens", "Tokens that were guessed and checked"),
+    ("accepted", "lowq_draft_tokens_accepted", "Of those, tokens that were right"),
     ("busy_s", "lowq_busy_seconds", "Seconds in which the engine computed"),
 )  # of Stats
 GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (

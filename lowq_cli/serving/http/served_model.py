@@ -22,7 +22,7 @@ class Facts:
 
     weight_bytes: held by it. device: where it computes. kv: what keys and values are held in. context: tokens of a text, as the
     model's config says, None where it names no limit. published: how its generation_config.json has it drawn. pooling: how the
-    hidden states of a text become one vector, of POOLINGS.
+    hidden states of a text become one vector, of POOLINGS. drafts: what guesses tokens, or why nothing does.
     """
 
     weight_bytes: int = 0
@@ -31,6 +31,7 @@ class Facts:
     context: int | None = None
     published: dict[str, Any] = field(default_factory=dict)
     pooling: str = "last"
+    drafts: str = "none"
 
 
 class ServedModel:

@@ -45,6 +45,7 @@ class Writer:
         special: whether special tokens have a text, too.
     Attributes:
         tokens, cached: of the answer so far, and of its prompt those that were in the cache. thinking: tokens of thoughts.
+        drafted: of its drafts, those that were right and wrong, once it has ended.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Writer:
         shown = shown_tokens(tokenizer, tags) if tags else {}
         self.detokenizer, self.stopper, self.stop_ids = Detokenizer(tokenizer, list(prompt), shown), Stopper(stops), stop_ids
         self.tokens = self.cached = self.characters = self.thinking = 0
+        self.drafted = (0, 0)
 
     @property
     def stopped(self) -> str:
@@ -77,6 +79,7 @@ class Writer:
             last = part[-1]
             piece.finish_reason, piece.error = "stop" if cut else last.finish_reason, last.message
             made = sum(e.token is not None for e in part)
+            self.drafted = last.drafted if last.finish_reason else self.drafted
             self.tokens, self.cached = self.tokens + made, self.cached + sum(e.cached for e in part)
             if last.logprob is not None and last.token is not None:
                 piece.logprobs.append((last.token, last.logprob, last.top, at))
