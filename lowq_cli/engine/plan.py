@@ -74,8 +74,9 @@ class Plan:
     @property
     def most_recorded(self) -> float:
         """Rows of the largest step worth recording: a graph holds copies of the experts of each row that no kernel takes."""
+        chosen = [step.facts.top_k for step in self.steps if isinstance(step, s.Route)]  # one before each of these
         routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
-        alone = [e.top_k for e in routed if e.fused(self.dtype, e.top_k) is None]
+        alone = [k for k, e in zip(chosen, routed, strict=True) if e.fused(self.dtype, k) is None]
         return max(1, FEW_ROWS // max(alone)) if alone else math.inf
 
     def program(self, M: int) -> Sequence[s.Step]:

@@ -23,10 +23,12 @@ from lowq_cli.engine.batch import States
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.hf import experts
 from lowq_cli.serving.cache_allocator import trial_runner
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.request import Request
+from lowq_kernels.modules.stack import Stack
 from lowq_packers.arch.parts import Attention, Router, walk
 
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 4e-6 but for gated delta's 4e-5
@@ -202,3 +204,21 @@ def test_dense_experts_of_transformers_are_called_as_they_take_it(name):
     (ids,) = texts(VOCAB, 21)
     found = NativeDecoder(ours).logits(torch.tensor([ids]))[0]
     assert off(found, logits_of(theirs, ids)) < CLOSE
+
+
+def test_of_experts_without_a_kernel_only_small_steps_are_recorded():
+    """A graph holds copies of the experts of every row: two of each here, of which 32 are few."""
+    for name, largest in (("qwen3_moe", 16), ("llama", 128)):
+        runner = trial_runner(plan_of(planned(random_model(name))), "16", 128, 64, False)
+        assert max(rows for _, rows in runner.recorded() if name == "qwen3_moe" or rows <= 128) == largest
+
+
+def test_copies_of_experts_are_bounded(monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(11, 24, generator=g), torch.randn(5, 16, 24, generator=g)
+    ids, stack = torch.randint(0, 5, (11,), generator=g), Stack(weights, None, None, None, None, 16, 24, "rowstream")
+    monkeypatch.setattr(experts, "COPIED", 3 * weights[0].nbytes)
+    taken, take = [], Stack.take
+    monkeypatch.setattr(Stack, "take", lambda self, chosen: taken.append(len(chosen)) or take(self, chosen))
+    assert off(experts.row_by_row(x, ids, stack), torch.einsum("sk,snk->sn", x, weights[ids])) < 1e-6
+    assert taken == [3, 3, 3, 2]
