@@ -101,7 +101,7 @@ import sizes  # noqa: E402
 # published models, of all layers or so many: their text config, whatever they are wrapped in
 WHOLE = {"qwen3_5": 0, "qwen3_5_moe": 0, "gemma4": 12, "gemma4/26b-a4b": 12, "deepseek_v3": 5, "nemotron_h": 0}
 NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
-NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2", "gemma4/26b-a4b")  # whose layers are no multiple of 128 wide: groups of 64
+NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2", "whole:gemma4/26b-a4b", "whole:nemotron_h")  # whose layers are no multiple of 128 wide: groups of 64
 STEPS, PROMPT = 200, 1000
 
 
@@ -118,7 +118,7 @@ def model_of(family: str, device: str, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
-    variant = "4g64" if name in NARROW else "4g128"
+    variant = "4g64" if family in NARROW else "4g128"
     model = quantized_model(model, variant, dtype, device)
     for name, b in list(model.named_buffers()):
         if b.is_meta:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 CLAMPED = "clamped_swiglu"  # gpt-oss's, of gate and up together
 LIMIT, STEEPNESS = 7.0, 1.702  # its constants
+UNGATED = "ungated "  # before an activation's name: that of experts without a gate, act(up) alone
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

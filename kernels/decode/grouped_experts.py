@@ -2,7 +2,7 @@
 
     count, place    where each slot (token, expert) goes among rows sorted by expert, each expert's padded to whole tiles
     gather          their x
-    two products    cuda/tile_wgmma, grouped; between them act(gate) * up
+    two products    cuda/tile_wgmma, grouped; between them act(gate) * up, or act(up)
     weigh           each token's slots, summed in fp32
 An expert's rows come in any order: a row's sums do not depend on its neighbours.
 """
@@ -15,13 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.decode.elementwise import gated
+from lowq_kernels.decode.activation import UNGATED
+from lowq_kernels.decode.elementwise import activated, gated
 from lowq_kernels.decode.mixture import many_slots
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
 
-ACTS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTS = ("silu", "gelu_tanh", "clamped_swiglu", *(UNGATED + act for act in ("relu2", "silu", "gelu", "gelu_tanh", "relu")))
 BLOCK = 256  # slots or features of a program
 
 
@@ -106,13 +107,17 @@ def _refuse(call: ExpertsCall) -> str | None:
     return None
 
 
-@register("cuda/grouped_experts", op="experts", rank=20, prefer=many_slots, refuse=_refuse)
+def _prefers(call: ExpertsCall) -> bool:
+    return many_slots(call) or call.act.startswith(UNGATED)  # which experts.cu does not take
+
+
+@register("cuda/grouped_experts", op="experts", rank=20, prefer=_prefers, refuse=_refuse)
 def grouped_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
 ) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
 
-    act: one of ACTS. The products and act(gate) * up are rounded to x's dtype, the sum once.
+    act: one of ACTS. The products and what is between them are rounded to x's dtype, the sum once.
     """
     (M, H), (experts, top_k) = x.shape, (gate_up.words.shape[0], ids.shape[1])
     y = torch.empty_like(x)
@@ -126,6 +131,8 @@ def grouped_experts(
     def product(x: torch.Tensor, s: Stack) -> torch.Tensor:
         return tile_wgmma_grouped.grouped(x, s.side_by_side(), s.bias, s.N, rows, of_tile, valid)
 
-    out = product(gated(product(sorted_x, gate_up), act), down)
+    h = product(sorted_x, gate_up)
+    h = activated(h, act.removeprefix(UNGATED)) if act.startswith(UNGATED) else gated(h, act)
+    out = product(h, down)
     _weigh_kernel[(M, math.ceil(H / BLOCK))](out, row, weights.float().contiguous(), y, H, TOP_K=top_k, BLOCK=BLOCK)
     return y

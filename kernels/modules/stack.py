@@ -75,7 +75,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. act: as `activation.gated` has it.
+    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. act: as `activation.gated` has it,
+    or UNGATED and what `activated` has.
 
     Its kernels are launch(x, ids, weights, gate_up, down, act, config) -> y: for each row of x (M, H) the sum over its experts
     ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x), biases of stacks added.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
+from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.mixture import mixture, takes_any_number
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice, find
@@ -27,6 +28,7 @@ FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the dev
 COPIED = 256 << 20  # bytes of experts that are copied at once there
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
+ALONE = ACTS | {"ReLUSquaredActivation": "relu2", "ReLU": "relu", "GELUActivation": "gelu"}  # of experts without a gate
 FUSED = (*ACTS.values(), "clamped_swiglu")  # gates that kernels have
 
 
@@ -170,10 +172,14 @@ class QuantExperts(nn.Module):
 
     @property
     def act(self) -> str:
-        """The activation between gate and up, as the kernels call it; "" where the gating is not the usual one."""
+        """What is between both products, as the kernels call it; "" where that is not what they know."""
         gating: Any = self.__dict__["gating"]
-        if described := getattr(gating, "act", ""):  # by `native_loader`
-            return described if gating.has_gate and described in FUSED else ""
+        described = getattr(gating, "act", "")  # by `native_loader`
+        if not getattr(gating, "has_gate", True):
+            alone = described or ALONE.get(type(gating.act_fn).__name__, "")
+            return UNGATED + alone if alone and self.kind == Kind(self.kind.first) else ""
+        if described:
+            return described if described in FUSED else ""
         if self.kind.interleaved and self.kind.first not in self.schemes:
             return ""
         if type(gating).__name__ == "GptOssExperts" and (gating.alpha, gating.limit) == (1.702, 7.0):

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import experts_speed
 
 import simt
-from lowq_kernels.decode import experts, grouped_experts, reference
+from lowq_kernels.decode import activation, experts, grouped_experts, reference
 from lowq_kernels.products.cuda import tile_wgmma, tile_wgmma_grouped
 
 CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero, dtype, rows of a tile
@@ -31,6 +31,7 @@ CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero,
     (9, 4, 2, 48, 96, 4, 32, "e2m1/e8m0", torch.bfloat16, 16),
     (40, 3, 2, 32, 112, 4, 16, "e2m1/e4m3", torch.float16, 32),
     (70, 2, 1, 32, 64, 4, 32, "fitted", torch.float16, 64),
+    (7, 5, 2, 64, 128, 4, 32, "float", torch.bfloat16, 16, "ungated relu2"),
 ]
 
 
@@ -43,9 +44,9 @@ def gpu():
 
 def made(case):
     """(arguments of a layer, what it is to be in fp32)."""
-    T, E, top_k, width, H, bits, group, zero, dtype, _ = case
-    act = "clamped_swiglu" if zero == "e2m1/e8m0" else "silu"
-    up, of_up = emulation.stack(E, 2 * width, H, bits, group, zero, dtype, tables=2)
+    T, E, top_k, width, H, bits, group, zero, dtype, _, *acts = case
+    act = acts[0] if acts else "clamped_swiglu" if zero == "e2m1/e8m0" else "silu"
+    up, of_up = emulation.stack(E, width if acts else 2 * width, H, bits, group, zero, dtype, tables=2)
     down, of_down = emulation.stack(E, H, width, bits, 16 if width % (group or 16) else group, zero, dtype)
     g = torch.Generator().manual_seed(T)
     x = torch.randn(T, H, generator=g).to(dtype)
@@ -54,14 +55,15 @@ def made(case):
     for t in range(T):
         for w, e in zip(weights[t], ids[t].tolist(), strict=True):
             both = x[t].float() @ of_up[e].T + (0 if up.bias is None else up.bias[e].float())
-            y = reference.gated(both, act) @ of_down[e].T
+            h = activation.activated(both, act.removeprefix("ungated ")) if acts else reference.gated(both, act)
+            y = h @ of_down[e].T
             wanted[t] += w * (y + (0 if down.bias is None else down.bias[e].float()))
     return (x, ids, weights, up, down, act, {}), wanted
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer(case):
-    T, E, top_k, *_, dtype, rows = case
+    (T, E, top_k), (dtype, rows) = case[:3], case[8:10]
     layer, wanted = made(case)
     assert tile_wgmma_grouped.block(rows * E if rows > 64 else T * top_k, E) in tile_wgmma_grouped.CONFIGS
     found = []
