@@ -101,7 +101,8 @@ import sizes  # noqa: E402
 # published models, of all layers or so many: their text config, whatever they are wrapped in
 WHOLE = {"qwen3_5": 0, "qwen3_5_moe": 0, "gemma4": 12, "gemma4/26b-a4b": 12, "deepseek_v3": 5, "nemotron_h": 0}
 NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
-NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2", "whole:gemma4/26b-a4b", "whole:nemotron_h")  # whose layers are no multiple of 128 wide: groups of 64
+# whose layers are no multiple of 128 wide: groups of 64
+NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2", "whole:gemma4/26b-a4b", "whole:nemotron_h")
 STEPS, PROMPT = 200, 1000
 
 
