@@ -260,31 +260,35 @@ class Teacher:
         self.whole = of.guesses == of.vocab
         self.state = static_state(plan, side, window, "16")
         self.angles = plan.angles(window, plan.device)
-        self.mask = plan.embed(torch.tensor([of.mask], device=plan.device))[0]
+        self.mask = plan.embed(torch.tensor([of.mask], device=plan.device))[0].clone()
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of windows (B, L) on the device: embeddings of the tokens after each row's, features, logits among `ids`, best.
 
         Shapes (B, L - 1, H), (B, L - J, 3 H), (B, L - 1, Vd), (B, L - 1).
         """
+        found = self._read(ids)
+        return tuple(t.clone() for t in found)  # type: ignore[return-value]  # what autograd may hold, as it may not theirs
+
+    @torch.inference_mode()
+    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         plan, (B, L) = self.plan, ids.shape
-        with torch.no_grad():
-            for t in tensors_of(self.state):
-                t.zero_()
-            plan.tap(self.of.taps)
-            there = Rectangle(slice(0, B), 0, L, [L] * B, self.side)
-            flat = ids.reshape(-1)
-            places = torch.arange(1, B + 1, device=plan.device)
-            pos = torch.zeros(B, dtype=torch.int32, device=plan.device)
-            batch = Batch(plan.ops, flat, 0, pos, self.angles, places, rectangle=there, tile=plan.tile)
-            taps: list[torch.Tensor] = []
-            embedded = plan.embed(flat)
-            y = plan.hidden(embedded.clone(), batch, self.state, taps).reshape(B, L, -1)[:, 1:]
-            logits = plan.capped(plan.logits(y.flatten(0, 1))).reshape(B, L - 1, -1)
-            best = logits.argmax(-1)
-            logits = logits if self.whole else logits[..., self.ids]
-            features = torch.cat([t.reshape(B, L, -1) for t in taps], -1)[:, : L - self.of.in_a_row]
-            return embedded.reshape(B, L, -1)[:, 1:], features, logits, best
+        for t in tensors_of(self.state):
+            t.zero_()
+        plan.tap(self.of.taps)
+        there = Rectangle(slice(0, B), 0, L, [L] * B, self.side)
+        flat = ids.reshape(-1)
+        places = torch.arange(1, B + 1, device=plan.device)
+        pos = torch.zeros(B, dtype=torch.int32, device=plan.device)
+        batch = Batch(plan.ops, flat, 0, pos, self.angles, places, rectangle=there, tile=plan.tile)
+        taps: list[torch.Tensor] = []
+        embedded = plan.embed(flat)
+        y = plan.hidden(embedded.clone(), batch, self.state, taps).reshape(B, L, -1)[:, 1:]
+        logits = plan.capped(plan.logits(y.flatten(0, 1))).reshape(B, L - 1, -1)
+        best = logits.argmax(-1)
+        logits = logits if self.whole else logits[..., self.ids]
+        features = torch.cat([t.reshape(B, L, -1) for t in taps], -1)[:, : L - self.of.in_a_row]
+        return embedded.reshape(B, L, -1)[:, 1:], features, logits, best
 
 
 def _autocast(device: torch.device) -> Any:

@@ -17,7 +17,8 @@ import publishing as pub
 from plain_torch import Eagle3, PEagle
 from torch.nn import functional as F
 
-from lowq_cli.engine import native_loader
+import lowq
+from lowq_cli.engine import native_loader, stream
 from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.source import DEMO, open_source
@@ -185,3 +186,14 @@ def test_a_model_writes_what_its_head_learns_from_half_of_it_greedily(folder, tm
     assert result.steps == of.steps
     again = training._text(of, model, tokenizer)
     assert done(again)[1].tolist() == greedy.tolist()
+
+
+@pytest.mark.parametrize("embedding", [None, 8])
+def test_a_head_learns_from_a_packed_checkpoint_as_it_decodes(embedding, folder, tmp_path):
+    lowq.quantize(folder, out=tmp_path / "packed", bits=4, group=16, method="rtn", embedding=embedding, lm_head=8)
+    of, packed, tokenizer = planned(tmp_path / "packed", tmp_path / "head")
+    assert done(training.train(of, packed, tokenizer)).loss > 0
+    texts = [stream(packed, tokenizer, [5, 9, 4], max_new_tokens=12, draft=d) for d in ("none", str(tmp_path / "head"))]
+    assert all([*text.pieces()] for text in texts)
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[1].drafting.steps > 0
