@@ -2,7 +2,9 @@
 
 from pages import RESULTS, Row, part, read, table
 
-EAGLE3 = "4 to 5"  # tokens a round that EAGLE-3's authors give for their heads of 8B models, drafted as a tree (arXiv:2503.01840)
+EAGLE3 = (
+    "4 to 5"  # tokens a round that EAGLE-3's authors give for their heads of 8B models, drafted as a tree (arXiv:2503.01840)
+)
 
 
 @part
