@@ -1,13 +1,11 @@
 """A config of a model with images or sound: of files that hold its text part alone, as derivatives do, the text's own."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lowq_packers.arch.towers import TOWERS
 from lowq_packers.errors import UnsupportedError
 
-TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_?modal\w*|mm_\w+|embed_vision|embed_audio)\.")
-PROJECTORS = re.compile(r"merger|projector|(^|\.)(mm_\w+|embed_vision|embed_audio)\.")
 WHOLE = ("gemma4", "gemma4_unified")  # whose own class does without towers, and so has text alone by the whole model's names
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 OF_THE_FILES = ("quantization_config", "transformers_version")

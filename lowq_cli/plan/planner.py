@@ -15,12 +15,12 @@ from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import WHOLE, Cut, Source, shard_name
-from lowq_cli.files.text_alone import PROJECTORS, TOWERS
 from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import Group, Keep, matches
 from lowq_cli.state import as_argument
+from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.heads import is_head
 from lowq_packers.layouts import DISK, stored

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowq_packers import bitstream, layouts
+from lowq_packers.arch.towers import TOWERS, anywhere
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
 from lowq_packers.formats import FUSED, Config, Header, Headers, Tensors, WriteWords
 from lowq_packers.formats._rules import Rules
@@ -273,12 +274,19 @@ def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
 
 def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:
     """Linear modules that stay dense: `kept` without tables that are looked up, and the head, stored or tied."""
-    found = [n for n in kept if not GATHERED.search(n)]
+    found = [of_tower(n) for n in kept if not GATHERED.search(n)]
     return found if "lm_head" in schemes or "lm_head" in found else [*found, "lm_head"]
+
+
+def of_tower(name: str) -> str:
+    """A module's name as lists of compressed-tensors have it: one of a tower as a pattern."""
+    return f"re:{anywhere(name)}" if TOWERS.search(name) else name
 
 
 def exactly(name: str) -> str:
     """A regular expression that matches one module, by its own name or that of the fused one that vLLM makes of it."""
+    if TOWERS.search(name):
+        return f"^{anywhere(name)}"
     stem, dot, leaf = name.rpartition(".")
     own = f"({re.escape(leaf)}|{FUSED[leaf]})" if leaf in FUSED else re.escape(leaf)
     return f"^{re.escape(stem + dot)}{own}$"

@@ -334,8 +334,8 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     largest = max(alike, key=lambda said: len(alike[said]))
     groups = {
         f"group_{i}": {
-            "targets": ["Linear"] if said == largest else alike[said], "weights": dict(said), "input_activations": None,
-            "output_activations": None, "format": forms[said],
+            "targets": ["Linear"] if said == largest else [c.of_tower(n) for n in alike[said]], "weights": dict(said),
+            "input_activations": None, "output_activations": None, "format": forms[said],
         }
         for i, said in enumerate([*(said for said in alike if said != largest), largest])
     }  # fmt: skip

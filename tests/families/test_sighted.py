@@ -17,13 +17,16 @@ import sighted
 
 import lowq
 from lowq_cli import main
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import spelled_by
 from lowq_cli.engine.ready import ready
 from lowq_cli.engine.sight import sight_of
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import Picture, written
+from lowq_cli.hf.tower import Tower
 from lowq_packers.arch.config import read_config
 from lowq_packers.arch.parts import Images
+from lowq_packers.arch.towers import TOWERS
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 
 QUESTION = "What is on these?"
@@ -263,3 +266,33 @@ def test_pixels_are_those_of_their_processor(folders):
     assert isinstance(image, Image.Image)
     with open_source(folders("mistral3")) as source:
         assert source.folder is not None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "mistral3", "qwen2_5_vl"])
+def test_exports_keep_the_tower_where_their_readers_look_for_it(name, tmp_path):
+    """compressed-tensors: transformers loads the whole class and sees the same; GPTQ and MLX hold all tensors of the tower."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForImageTextToText
+
+    folder = sighted.write(name, tmp_path / "model", torch.bfloat16)
+    lowq.quantize(str(folder), out=str(tmp_path / "lowq"), bits=4, group=32, zero="none", lm_head="keep")
+    model, tokenizer = ready(str(tmp_path / "lowq"), "cpu")
+    answer = lowq.stream(model, tokenizer, QUESTION, 1, chat=True, images=[sighted.drawing(1)])
+    "".join(answer)
+    (picture,), ids = answer.shown[0].pictures, answer.prompts[0]
+    lowq.export(str(tmp_path / "lowq"), "compressed-tensors", out=str(tmp_path / "ct"))
+    theirs = AutoModelForImageTextToText.from_pretrained(str(tmp_path / "ct"), dtype=torch.bfloat16).eval()
+    rows, _ = Tower(theirs)(picture.inputs)
+    assert pictured_off(answer.shown[0].features[0].float(), rows.float()) < 0.02
+    wanted = pictured.logits_of(theirs, ids, [picture])[-1]
+    assert pictured_off(decoder_of(model).logits(torch.tensor([ids]), answer.shown)[0, -1].float(), wanted) < 0.1
+    again, tokenizer = ready(str(tmp_path / "ct"), "cpu")  # and by lowq
+    back = lowq.stream(again, tokenizer, QUESTION, 1, chat=True, images=[sighted.drawing(1)])
+    "".join(back)
+    assert torch.equal(back.shown[0].features[0], answer.shown[0].features[0])
+    with open_source(folder) as source:
+        tower = {n for n in source.headers if TOWERS.search(n)}
+    for form in ("gptq", "mlx"):
+        lowq.export(str(tmp_path / "lowq"), form, out=str(tmp_path / form))
+        with open_source(tmp_path / form) as source:
+            assert tower <= set(source.headers), form

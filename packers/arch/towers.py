@@ -1,0 +1,14 @@
+"""Names of the parts of a model that are not its text part: towers of pictures and sound, and what projects their features."""
+
+import re
+
+TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_?modal\w*|mm_\w+|embed_vision|embed_audio)\.")
+PROJECTORS = re.compile(r"merger|projector|(^|\.)(mm_\w+|embed_vision|embed_audio)\.")
+
+
+def anywhere(name: str) -> str:
+    """A regular expression of a tower's module wherever its reader puts the tower: files have it as visual, transformers as
+    model.visual."""
+    found = TOWERS.search(name)
+    assert found, name
+    return rf"(.*\.)?{re.escape(name[found.start(2) :])}$"
