@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowq_cli import state
 from lowq_cli.files.folder import BusyError, discard, held, left
-from lowq_cli.files.source import CONFIG
+from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, SINGLE
 from lowq_cli.run import output_folder
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
@@ -116,6 +116,16 @@ def named(names: list[str], cached: bool) -> list[Holding]:
     return found
 
 
+def _remove_head(folder: Path) -> None:
+    """Delete a draft head that was trained beside a checkpoint; what others have put there stays."""
+    if folder.is_symlink() or not ((folder / HEAD_NOTES).is_file() or (folder / HEAD_STATE).is_file()):
+        return
+    for name in (CONFIG, SINGLE, HEAD_NOTES, HEAD_STATE):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def remove(holding: Holding) -> list[str]:
     """Delete what lowq wrote of it. Returns the names of what others have put there, which stays, in its folder.
 
@@ -126,6 +136,7 @@ def remove(holding: Holding) -> list[str]:
             with held(holding.path):
                 discard(holding.path)
         elif not holding.cached:
+            _remove_head(holding.path / HEAD)
             return output_folder.remove(holding.path)
         elif holding.path.is_dir():
             shutil.rmtree(holding.path)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
 MODELOPT = "hf_quant_config.json"  # ModelOpt's, of what its older config.json files do not say
+HEAD, HEAD_NOTES, HEAD_STATE = "draft", "lowq_draft.json", "lowq-draft-state.safetensors"  # a draft head: its folder, and in it
 JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
 STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
 PARTIAL = ".partial"  # + a name: the file until it is whole

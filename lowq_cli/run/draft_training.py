@@ -25,7 +25,7 @@ from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
 from lowq_cli.files.atomic import writing
-from lowq_cli.files.source import CONFIG, SINGLE, open_source
+from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, SINGLE, open_source
 from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import own_text
@@ -45,7 +45,6 @@ MOST_WINDOWS = {"cuda": 32, "cpu": 4}  # of a step
 HELD_OUT = 16  # windows of each half that are not learnt from
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's rate of a head so wide (wider ones learn as much slower), and steps up to it
 SAVE = 60.0  # seconds between two of what is learnt so far
-STATE, MADE_BY = "lowq-draft-state.safetensors", "lowq_draft.json"
 TRAINING = 3.0  # operations of a step forward and backward, of those forward
 FLOPS = 0.35  # of what a product reaches, by a whole step
 BIG = {
@@ -172,7 +171,7 @@ def _held_out(windows: int) -> int:
 
 def _default_out(model: str) -> Path:
     folder = Path(model).expanduser()
-    return folder / "draft" if folder.is_dir() else Path(f"{Path(model).name}-draft")
+    return folder / HEAD if folder.is_dir() else Path(f"{Path(model).name}-draft")
 
 
 def _seconds(of: Sizes, params: float, tokens: int, rate: float) -> float:
@@ -192,7 +191,7 @@ def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Tra
     began = time.monotonic()
     if (found := _made(of)) is not None:
         return found
-    if of.out.exists() and any(of.out.iterdir()) and not (of.out / STATE).exists():
+    if of.out.exists() and any(of.out.iterdir()) and not (of.out / HEAD_STATE).exists():
         raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
     plain, greedy = yield from _text(of, model, tokenizer)
     ids = _counted(torch.cat([plain, greedy]).flatten(), of.of)
@@ -355,9 +354,10 @@ def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
     for (n, _), p in zip(learner.weights.items(), learner.weights.values(), strict=True):
         held |= {f"{k}/{n}": adam.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
     of.out.mkdir(parents=True, exist_ok=True)
-    with writing(of.out / STATE):
+    with writing(of.out / HEAD_STATE):
         write_whole(
-            of.out / STATE, save({n: t.contiguous().cpu() for n, t in held.items()}, {"run": _facts(of), "step": str(step)})
+            of.out / HEAD_STATE,
+            save({n: t.contiguous().cpu() for n, t in held.items()}, {"run": _facts(of), "step": str(step)}),
         )
 
 
@@ -365,7 +365,7 @@ def _resumed(of: Training, learner: Learner, adam: Any) -> int:
     """Steps that an earlier run of the same command did, its state put back."""
     from safetensors import safe_open
 
-    path = of.out / STATE
+    path = of.out / HEAD_STATE
     if not path.is_file():
         return 0
     with safe_open(path, framework="pt") as file:
@@ -393,14 +393,14 @@ def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -
         (of.out / f"{SINGLE}.partial").replace(of.out / SINGLE)
         write_whole(of.out / CONFIG, json.dumps(of.of.config(), indent=2).encode())
         notes = {"run": _facts(of), "model": of.model, "text": of.text, "seed": of.seed, **asdict(result)}
-        write_whole(of.out / MADE_BY, json.dumps(notes, indent=2).encode())
-        (of.out / STATE).unlink(missing_ok=True)
+        write_whole(of.out / HEAD_NOTES, json.dumps(notes, indent=2).encode())
+        (of.out / HEAD_STATE).unlink(missing_ok=True)
 
 
 def _made(of: Training) -> Trained | None:
     """What the same command made before, where it is whole."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        notes = json.loads((of.out / MADE_BY).read_text())
+        notes = json.loads((of.out / HEAD_NOTES).read_text())
         if notes.pop("run") == _facts(of) and (of.out / SINGLE).is_file():
             names = Trained.__dataclass_fields__
             return Trained(**{n: notes[n] for n in names if n != "already_done"}, already_done=True)

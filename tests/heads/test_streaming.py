@@ -10,10 +10,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import publishing as pub
 from test_blocks import made as block
-from test_heads import WITH_MTP, eagle, native
+from test_heads import TEXT, WITH_MTP, eagle, native, states_of
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.owned import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.run import draft_training as training
@@ -120,3 +122,33 @@ def test_a_folder_beside_the_checkpoint_is_taken_by_itself(tmp_path):
     model = native(tmp_path)
     tuned_by(model, str(tmp_path))
     assert said(model, PROMPTS[0], "auto")[1].drafter.name == "EAGLE-3"
+
+
+def test_texts_side_by_side_guess_what_each_guesses_alone(llama, tmp_path):
+    texts, ends = (TEXT, TEXT.flip(0)), (9, 6)
+    for folder in kinds(tmp_path):
+        drafter = load(str(folder), llama)
+        K, states = min(4, drafter.most), [states_of(llama, drafter.layers, text) for text in texts]
+
+        def rows(places, ids=drafter.layers, states=states):
+            """Of some texts: what was drawn after their last rows, hidden states, where they stand, the last right one."""
+            drawn = torch.cat([texts[p][ends[p] - 1 : ends[p] + 2] for p in places])
+            hidden = {i: torch.cat([states[p][n][ends[p] - 2 : ends[p] + 1] for p in places]) for n, i in enumerate(ids)}
+            pos = torch.cat([torch.arange(ends[p] - 2, ends[p] + 1, dtype=torch.int32) for p in places])
+            there = torch.tensor(places).repeat_interleave(3)
+            return drawn, hidden, DraftRows(pos, there, 3), torch.arange(len(places)) * 3 + 1
+
+        def fresh(drafter=drafter, states=states):
+            drafter.make_room(2, 64)
+            for p, text in enumerate(texts):
+                t, place = ends[p], torch.full((ends[p],), p, dtype=torch.int64)
+                hidden = {i: states[p][n][:t] for n, i in enumerate(drafter.layers)}
+                drafter.read(text[1 : t + 1], hidden, DraftRows(torch.arange(t, dtype=torch.int32), place, t))
+
+        fresh()
+        both = drafter.draft(*rows([0, 1]), K).tolist()
+        alone = []
+        for p in range(2):
+            fresh()
+            alone += drafter.draft(*rows([p]), K).tolist()
+        assert both == alone, folder.name

@@ -21,7 +21,7 @@ import lowq
 from lowq_cli.engine import native_loader, stream
 from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.plan import plan_of
-from lowq_cli.files.source import DEMO, open_source
+from lowq_cli.files.source import DEMO, HEAD_STATE, open_source
 from lowq_cli.main import app
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import GUESSES, Learner, attended, loss_of, right, sizes
@@ -128,11 +128,11 @@ def test_what_was_killed_goes_on_to_the_same_bytes(folder, tmp_path, monkeypatch
     run = training.train(*planned(folder, tmp_path / "killed"))
     list(islice(run, 2))
     run.close()
-    assert (tmp_path / "killed" / training.STATE).is_file()
+    assert (tmp_path / "killed" / HEAD_STATE).is_file()
     again = done(training.train(*planned(folder, tmp_path / "killed")))
     assert (tmp_path / "killed" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert again.accepted == whole.accepted
-    assert not (tmp_path / "killed" / training.STATE).exists()
+    assert not (tmp_path / "killed" / HEAD_STATE).exists()
     assert done(training.train(*planned(folder, tmp_path / "killed"))).already_done
     other = done(training.train(*planned(folder, tmp_path / "other", seed=4)))
     assert other.loss != whole.loss
@@ -197,3 +197,20 @@ def test_a_head_learns_from_a_packed_checkpoint_as_it_decodes(embedding, folder,
     assert all([*text.pieces()] for text in texts)
     assert texts[0].tokens == texts[1].tokens
     assert texts[1].drafting.steps > 0
+
+
+def test_what_was_trained_beside_a_checkpoint_goes_with_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["quantize", str(folder), "--bits", "8", "--group", "16", "--out", "packed"]).exit_code == 0
+    of, model, tokenizer = planned("packed", tmp_path / "packed" / "draft")
+    done(training.train(of, model, tokenizer))
+    (tmp_path / "packed" / "draft" / "mine.txt").write_text("mine")
+    line = ["rm", "packed", "--yes"]
+    shown = CliRunner().invoke(app, line)
+    assert shown.exit_code == 0, shown.output
+    assert [p.relative_to(tmp_path).as_posix() for p in (tmp_path / "packed").rglob("*")] == [
+        "packed/draft",
+        "packed/draft/mine.txt",
+    ]
+    (tmp_path / "packed" / "draft" / "mine.txt").unlink()
