@@ -6,10 +6,12 @@
 another, and as long as the host waits where it reads each before the next. `same`: greedy texts with drafts beside those
 without: tokens until the first that differs, and by how much its logit was the largest there. `speed`: prompts whose answers
 copy from them (a passage that is written again with a word changed, its first sentences, code), and prompts that do not.
+`serve`: such prompts by users of the server's engine in a closed loop, with drafts and without.
 """
 
 import argparse
 import json
+import queue
 import statistics
 import time
 from datetime import UTC, datetime
@@ -148,6 +150,51 @@ def _tokens(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) ->
     return g.tokens[0]
 
 
+def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[int], each: int) -> list[Row]:
+    """Tokens per second, and the longest waits between a text's tokens, of `each` requests a user."""
+    from lowq_cli.serving.engines import engine_of
+    from lowq_cli.serving.request import Request
+
+    loads = {"copying": [p for kind in ("edit", "summary", "code") for p in asked[kind]], "free": asked["free"]}
+    found = []
+    for many in users:
+        for load, some in loads.items():
+            for draft in ("none", "ngram"):
+                engine = engine_of(model, 4096, running=max(users), cache_tokens=1024 * max(users), draft=draft)
+                events: Any = queue.SimpleQueue()
+                engine.start(events.put)
+                for turn in range(2):  # the first is not counted
+                    row = _loop(engine, events, some, many, each if turn else 1, Request)
+                stats, by = engine.stats(), getattr(engine, "drafts_by", "none")
+                engine.stop(0)
+                found.append({"part": "serve", "model": name, "load": load, "users": many, "draft": draft, "drafts_by": by}
+                             | row | {"drafted": stats.drafted, "accepted": stats.accepted, "passes": stats.steps})  # fmt: skip
+                print(found[-1], flush=True)
+    return found
+
+
+def _loop(engine: Any, events: Any, prompts: list[list[int]], users: int, each: int, request: Any) -> Row:
+    waiting = [prompts[i % len(prompts)] for i in range(users * each)]
+    last, gaps, tokens, began = dict[int, float](), list[float](), 0, time.perf_counter()
+    for _ in range(users):
+        last[engine.submit(request(tuple(waiting.pop()), NEW))] = time.perf_counter()
+    while last:
+        batch, now = events.get(timeout=120), time.perf_counter()
+        for number, event in batch:
+            if event.message:
+                raise RuntimeError(event.message)
+            tokens += 1
+            gaps.append(now - last[number])
+            last[number] = now
+            if event.finish_reason:
+                del last[number]
+                if waiting:
+                    last[engine.submit(request(tuple(waiting.pop()), NEW))] = time.perf_counter()
+    seconds = time.perf_counter() - began
+    gaps.sort()
+    return {"tokens_per_s": round(tokens / seconds, 1), "p99_ms": round(1e3 * gaps[int(0.99 * len(gaps))], 3)}
+
+
 def main() -> None:
     """Measure what was asked for and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,6 +206,8 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="paragraphs that prompts are made of")
     parser.add_argument("--draft", default="ngram")
     parser.add_argument("--new", type=int, default=250, help="tokens of each text of `same`")
+    parser.add_argument("--users", default="1,16,64")
+    parser.add_argument("--each", type=int, default=4, help="requests of a user of `serve`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -180,6 +229,8 @@ def main() -> None:
             keep([same(own, model, tokenizer, some, args.new, args.draft)])
         if "speed" in parts:
             keep(speed(own, model, tokenizer, asked, args.draft))
+        if "serve" in parts:
+            keep(serve(own, model, asked, list(map(int, args.users.split(","))), args.each))
     if "rows" in parts:
         keep(rows(args.shape, args.variant, list(map(int, args.contexts.split(","))), args.device))
 

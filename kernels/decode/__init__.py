@@ -81,7 +81,7 @@ class Ops:
     choose: Callable[..., None]
     choose_rows: Callable[..., None]
     route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = any_router
-    attend_rows: Callable[..., torch.Tensor] = reference.attend
+    attend_rows: Callable[..., torch.Tensor] = reference.attend_rows
     accept: Callable[..., None] = reference.accept
     activated: Callable[..., torch.Tensor] = activated
     opened: Callable[..., torch.Tensor] = opened
@@ -108,7 +108,9 @@ def ops(device_type: str) -> Ops:
     if device_type == "cpu":
         from lowq_kernels.decode import cpu
 
-        return replace(TORCH, name="cpu", add_norm=cpu.add_norm, attend=cpu.attend, attend_rows=cpu.attend, gated=cpu.gated)
+        return replace(
+            TORCH, name="cpu", add_norm=cpu.add_norm, attend=cpu.attend, attend_rows=cpu.attend_rows, gated=cpu.gated
+        )
     if device_type != "cuda":
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:

@@ -5,6 +5,7 @@ goes to `reference`, which says what each means.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -101,3 +102,8 @@ def attend(
     norms_y = {"q_norm": h.q_norm, "k_norm": h.k_norm, "sinks": h.sinks, "y": y}
     _run(ATTEND, dtype, tensors | norms_y, **sizes, **strides, meta=meta, scale=h.scale, eps=h.eps)
     return y
+
+
+def attend_rows(*operands: Any, groups: object = None) -> torch.Tensor:
+    """As `reference.attend_rows`: step.h writes all keys and values before it reads any."""
+    return attend(*operands)

@@ -401,6 +401,27 @@ def choose_rows(
         choose(one, own, place, seed[row], float(temperature[row]), 1)
 
 
+# which rows of a pass are of one sequence: (n,) int64 its first row, (n,) its rows (0: of none), and how many one has at most
+Groups = tuple[torch.Tensor, torch.Tensor, int]
+
+
+def attend_rows(
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    table: torch.Tensor,
+    order: torch.Tensor | None = None,
+    groups: Groups | None = None,
+) -> torch.Tensor:
+    """As `attend` of rows with a `table`, which may name the same blocks for several: all write before any reads. groups: those
+    that do, for kernels that are faster so; y does not depend on it."""
+    return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, order)
+
+
 MOST_DRAFTS = 15  # tokens that a step supposes after a text's newest one: with it 16 rows, the M of a tensor core's tile
 
 
@@ -418,7 +439,7 @@ def accept(
     up to MOST_DRAFTS that were supposed after it.
 
     ids, drawn (M,) int64: the rows' tokens, and what was drawn after each. A draft is right where it is what was drawn before
-    it, and all drafts before it are right. first, count, rows (n,) int64: rows[i] is where the text's newest token and its
+    it, and all drafts before it are right. first, count, rows (n,): rows[i] is where the text's newest token and its
     position stand in token (R,) int64 and pos (R,) int32: they move on behind the last right one, to what was drawn there.
     accepted (n,) int64: drafts that were right, written.
     """

@@ -86,7 +86,7 @@ def _accept_kernel(
     drawn = tl.load(drawn_ptr + first + offs, mask=offs < drafts, other=0)
     ids = tl.load(ids_ptr + first + 1 + offs, mask=offs < drafts, other=0)
     accepted = tl.min(tl.where((offs < drafts) & (drawn == ids), WIDTH, offs), 0)  # the first that is wrong, or the last row
-    accepted = tl.minimum(accepted, drafts)
+    accepted = tl.maximum(tl.minimum(accepted, drafts), 0)
     row = tl.load(rows_ptr + i)
     tl.store(accepted_ptr + i, accepted)
     tl.store(token_ptr + row, tl.load(drawn_ptr + first + accepted))

@@ -7,7 +7,7 @@ sequence side by side. A static cache has a place for each sequence (decoder); a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -15,7 +15,7 @@ from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
 from lowq_kernels.decode.latent import Latent
-from lowq_kernels.decode.reference import Heads, Packed, attend_packed, attend_prompt
+from lowq_kernels.decode.reference import Groups, Heads, Packed, attend_packed, attend_prompt
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Images, Rope
 
@@ -149,6 +149,7 @@ class Batch:
     given_runs: Runs | None = None
     tile: int = 128
     drafted: bool = False
+    groups: Groups | None = None
     chains: Sequence["Chain"] = ()
     pictures: Pictures | None = None
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # what one layer leaves for later ones
@@ -207,7 +208,7 @@ class Batch:
         assert held.v is not None
         if b:
             own, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
-            attend = self.ops.attend_rows if self.drafted else self.ops.attend
+            attend = partial(self.ops.attend_rows, groups=self.groups) if self.drafted else self.ops.attend
             parts.append(attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
         if self.mixed:
             until = self.pictures.until if whole and self.pictures is not None else None

@@ -16,6 +16,7 @@ from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.serving.batch_state import upload
 from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
 from lowq_kernels import counters
+from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_packers.errors import one_line
 
 MOST_ROWS = 256  # of a pass with drafts: past that products take as long as they have rows
@@ -76,7 +77,7 @@ class DraftPasses:
     def _describe(self, M: int, texts: Sequence[Checked]) -> np.ndarray:
         null = self.passes.rows.null_row
         found = np.zeros((NUMBERS, M), np.int32)
-        found[2], found[4], found[5] = null, 1, null
+        found[2], found[5] = null, null
         first = 0
         for i, t in enumerate(texts):
             n = len(t.tokens)
@@ -103,7 +104,7 @@ class DraftPasses:
         ids, pos, rows, first, count, target = chunk.view(NUMBERS, M)
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
-        batch = Batch(p.ops, ids, M, pos, p.angles, drafted=True, chains=chains)
+        batch = Batch(p.ops, ids, M, pos, p.angles, drafted=True, chains=chains, groups=(first, count, MOST_DRAFTS + 1))
         logits = p.plan.capped(p.plan.logits(p.plan.hidden(p.plan.embed(ids), batch, state))).contiguous()
         drawn, each = (
             torch.zeros(M, dtype=torch.int64, device=self.device),

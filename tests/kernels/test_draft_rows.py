@@ -39,13 +39,20 @@ def one_by_one(qkv, k, v, pos, table, cos, sin, h):
 
 
 CASES = {"one": [(40, 5)], "three": [(0, 3), (31, 16), (63, 1)], "over a block's end": [(14, 4), (47, 2)]}
-FACTS = {"plain": {}, "window": {"window": 20}, "normed": {"norms": True}, "softcap": {"softcap": 3.0}}
+FACTS = {
+    "plain": {},
+    "window": {"window": 20},
+    "normed": {"norms": True},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+}
 
 
 def heads(D, facts, dtype):
     facts = dict(facts)
     norms = tuple(torch.randn(D, device=DEVICE).to(dtype) for _ in range(2)) if facts.pop("norms", False) else (None, None)
-    return Heads(4, 2, D, 0.3, facts.pop("window", 0), 1e-6, *norms, **facts)
+    sinks = torch.randn(4, device=DEVICE) if facts.pop("sinks", False) else None
+    return Heads(4, 2, D, 0.3, facts.pop("window", 0), 1e-6, *norms, sinks, **facts)
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -57,9 +64,12 @@ def test_attention_of_rows_is_that_of_one_row_after_another(case, fact, monkeypa
     h = heads(32, FACTS[fact], torch.float32)
     cos, sin = (f(torch.rand(6 * BLOCK, 16, device=DEVICE).repeat(1, 2)) for f in (torch.cos, torch.sin))
     wanted = one_by_one(qkv, k.clone(), v.clone(), pos, table, cos, sin, h)
-    caches = k.clone(), v.clone()
-    found = attend_rows.attend_rows(qkv, *caches, pos, cos, sin, h, table)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    counts = [n for _, n in CASES[case]] + [0]  # of no sequence: what fills up
+    first = torch.tensor([sum(counts[:i]) for i in range(len(counts) - 1)] + [0], device=DEVICE)
+    for groups in (None, (first, torch.tensor(counts, device=DEVICE), 16)):
+        caches = k.clone(), v.clone()
+        found = attend_rows.attend_rows(qkv, *caches, pos, cos, sin, h, table, groups=groups)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -100,7 +100,15 @@ class Verification:
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         d = self.decoder
         batch = Batch(
-            d.ops, self.ids, self.T, self.pos, d.angles, drafted=True, chains=[self.chain], pictures=d.turned(self.pos)
+            d.ops,
+            self.ids,
+            self.T,
+            self.pos,
+            d.angles,
+            drafted=True,
+            chains=[self.chain],
+            groups=(self.first, self.count, self.T),
+            pictures=d.turned(self.pos),
         )
         if d.attached is None:
             return d.plan.logits(d.plan.hidden(x, batch, self.state))
