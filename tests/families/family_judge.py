@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import open_source
-from lowq_cli.files.text_alone import PROJECTORS, TOWERS
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.hf.load import load_model
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.layouts import unpack
 
 IDS = torch.randint(3, 150, (1, 24), generator=torch.Generator().manual_seed(1))

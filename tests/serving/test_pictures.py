@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import browser
 import openai
 import pytest
 from PIL import Image
@@ -291,3 +292,47 @@ def test_the_other_dialects_show_pictures_too(seeing):
     how = {"model": "sees", "max_output_tokens": 6, "temperature": 0, "store": False}
     responses = seeing.post("responses", {**how, "input": [{"role": "user", "content": parts}]}).json()
     assert responses["output"][-1]["content"][0]["text"] == answer
+
+
+@pytest.fixture
+def page(seeing, tmp_path):
+    if browser.found() is None:
+        pytest.skip(f"no browser here: one of {', '.join(browser.NAMES)} (Debian: apt install chromium)")
+    found = browser.Browser(tmp_path / "profile")
+    found.look(900, 900)
+    found.open(seeing.url)
+    found.wait("document.querySelector('#model').value === 'sees'")
+    yield found
+    found.close()
+
+
+HOW = "{ %s: data, bubbles: true, cancelable: true }"
+PASTE = f"document.querySelector('#said').dispatchEvent(new ClipboardEvent('paste', {HOW % 'clipboardData'}))"
+DROP = f"document.body.dispatchEvent(new DragEvent('drop', {HOW % 'dataTransfer'}))"
+CHOOSE = "{ const f = document.querySelector('#files'); f.files = data.files; f.dispatchEvent(new Event('change')); }"
+
+
+def test_the_page_takes_pictures_by_button_paste_and_drop(page, seeing, tmp_path):
+    """They are shown, sent, kept; the answer is that of the same request."""
+    assert page.run("document.querySelector('#add').hidden") is False
+    made = "(window.made = document.createElement('canvas')).width = 60; made.height = 44; "
+    made += "{ const p = made.getContext('2d'); p.fillStyle = '#c33'; p.fillRect(9, 9, 30, 20); }"
+    page.run(made)
+    for n, how in enumerate((PASTE, DROP, CHOOSE), 1):
+        file = "data.items.add(new File([blob], 'a.png', { type: 'image/png' }))"
+        page.run(f"made.toBlob(blob => {{ const data = new DataTransfer(); {file}; {how} }})")
+        page.wait(f"document.querySelectorAll('#pictures img').length === {n}")
+    page.run("document.querySelectorAll('#pictures button')[2].click()")
+    page.wait("document.querySelectorAll('#pictures img').length === 2")
+    page.run("tokens.value = 6; temperature.value = 0; document.querySelector('#said').focus()")
+    page.type(QUESTION)
+    page.press("Enter", 13)
+    page.wait("document.querySelector('#go').textContent === 'Send' && document.querySelector('.assistant small').textContent")
+    assert page.run("document.querySelectorAll('.user .seen img').length") == 2
+    assert page.run("[...document.querySelectorAll('.seen img')].every(i => i.complete && i.naturalWidth === 60)")
+    assert page.run("document.querySelectorAll('#pictures img').length") == 0
+    urls = page.run("now.turns[0].images")
+    body = {"messages": [message(*urls)], "temperature": 0, "max_tokens": 6}
+    whole = seeing.post("chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert page.run("document.querySelector('.assistant div').textContent").strip() == whole.strip()
+    assert not page.complaints()
