@@ -85,6 +85,19 @@ def dispatched(x: torch.Tensor, f: Facts, states: States, places: Places) -> tor
     return spec.launch(x, f, states, places, config)
 
 
+def taken(state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """States (B, ...) of slots in fp32, for `put`: on a CPU one of them where it stands, a third of a step's passes less."""
+    if state.is_cpu and state.dtype == torch.float32 and slots.shape[0] == 1:
+        return state.narrow(0, int(slots[0]), 1)
+    return state[slots].float()
+
+
+def put(state: torch.Tensor, slots: torch.Tensor, changed: torch.Tensor) -> None:
+    """What was `taken` is the state of its slots."""
+    if not (state.is_cpu and changed.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()):
+        state[slots] = changed.to(state.dtype)
+
+
 def chunked(x: torch.Tensor, size: int) -> torch.Tensor:
     """(T, heads, ...) -> (heads, chunks, size, ...), zeros after the last token."""
     pad = -x.shape[0] % size

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lowq_kernels.decode import norms
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.recurrent import SEGMENT, Mixer, States, chunked, conv, decays, unchunked
+from lowq_kernels.decode.recurrent import SEGMENT, Mixer, States, chunked, conv, decays, put, taken, unchunked
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register
 
 EPS = 1e-6  # of the lengths of q and k
@@ -67,10 +67,10 @@ def step(x: torch.Tensor, f: Delta, states: States, slots: torch.Tensor) -> torc
     """As the folder says."""
     mixed, z, beta, g = _parted(x, f)
     q, k, v = _heads(conv.step(mixed, f.weight, f.bias, states["conv"], slots), f)
-    S = states["S"][slots].float().mul_(g.exp()[..., None, None])
+    S = taken(states["S"], slots).mul_(g.exp()[..., None, None])
     written = (v[..., None, :] - k[..., None, :] @ S) * beta[..., None, None]
     S.addcmul_(k[..., None], written)
-    states["S"][slots] = S.to(states["S"].dtype)
+    put(states["S"], slots, S)
     return _out((q[..., None, :] @ S)[..., 0, :], z, f, x.dtype)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lowq_kernels.decode import norms
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.recurrent import CHUNK, SEGMENT, Mixer, States, chunked, conv, decays, unchunked
+from lowq_kernels.decode.recurrent import CHUNK, SEGMENT, Mixer, States, chunked, conv, decays, put, taken, unchunked
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register
 
 
@@ -69,8 +69,8 @@ def step(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor) -> tor
     z, mixed, dt, g = _parted(x, f)
     u, B, C = _heads(conv.step(mixed, _weight(f), f.bias, states["conv"], slots), f)
     B, C = (t.repeat_interleave(f.heads // f.groups, 1)[..., None, :] for t in (B, C))
-    S = states["S"][slots].float().mul_(g.exp()[..., None, None]).addcmul_((dt[..., None] * u)[..., None], B)
-    states["S"][slots] = S.to(states["S"].dtype)
+    S = taken(states["S"], slots).mul_(g.exp()[..., None, None]).addcmul_((dt[..., None] * u)[..., None], B)
+    put(states["S"], slots, S)
     return _out((S * C).sum(-1), u, z, f, x.dtype)
 
 
