@@ -41,9 +41,10 @@ FULL_VOCABULARY, REDUCED = (
 TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # of text; story's and base's heads gain little past them
 PASSES = 3
 ROWS = 1 << 27  # logits of a step at most: 0.5 GB in fp32, of which a step holds about 3 for each guess in a row
-MOST_WINDOWS = {"cuda": 32, "cpu": 4}  # of a step
+MOST_WINDOWS = {"cuda": 32, "cpu": 1}  # of a step
 HELD_OUT = 16  # windows of each half that are not learnt from
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's rate of a head so wide (wider ones learn as much slower), and steps up to it
+MOST_RATE = 2e-3
 SAVE = 60.0  # seconds between two of what is learnt so far
 TRAINING = 3.0  # operations of a step forward and backward, of those forward
 FLOPS = 0.35  # of what a product reaches, by a whole step
@@ -298,7 +299,7 @@ def _learn(
     of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, tokenizer: Any
 ) -> Generator[Step, None, float]:
     """All steps that are left; the mean loss of the last hundred, for one guess."""
-    rate = RATE * min(1.0, WIDTH / of.of.hidden)
+    rate = min(MOST_RATE, RATE * WIDTH / of.of.hidden)
     adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     done, saved = _resumed(of, learner, adam), time.monotonic()
     each, losses = max(1, len(windows) // of.windows), list[torch.Tensor]()
