@@ -16,6 +16,7 @@ from lowq_cli.engine.plan import Plan
 from lowq_packers.arch.parts import Attention, Mlp, mixers
 from lowq_packers.errors import UnsupportedError
 
+TURNED = 1024  # positions that windows of text reach, and guesses past them
 LATER = 0.8  # weight of a guess's loss, of the one's before it: EAGLE-3's
 KINDS = ("eagle3", "peagle")
 GUESSES = {"eagle3": 5, "peagle": 7}  # in a row that a head learns: the latter's cost little more than one
@@ -124,7 +125,7 @@ class Learner(nn.Module):
                 drawn = torch.randn(shape, generator=g)
                 t = torch.ones(shape) if len(shape) == 1 else drawn if len(shape) == 3 else drawn * 0.5 * shape[-1] ** -0.5
             self.weights[name.replace(".", "/")] = nn.Parameter(t.float().to(device).clone())
-        at = torch.arange(of.positions + 16, device=device)[:, None]
+        at = torch.arange(TURNED, device=device)[:, None]
         angles = at * of.theta ** (-torch.arange(0, of.dim, 2, device=device) / of.dim)
         self.cos, self.sin = angles.cos(), angles.sin()
 
