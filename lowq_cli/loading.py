@@ -11,7 +11,10 @@ from lowq_cli.interop.importer import runnable
 
 
 def load(
-    model: str | os.PathLike[str], device: str | torch.device = "auto", dtype: torch.dtype | str | None = None
+    model: str | os.PathLike[str],
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | str | None = None,
+    lora: str | os.PathLike[str] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model ready for `generate`, and its tokenizer.
 
@@ -21,8 +24,15 @@ def load(
         device: "auto" is the GPU where there is one, otherwise the CPU.
         dtype: of activations, scales and dense weights. None is the checkpoint's own; packed weights on a CPU get
             bfloat16, the only dtype that its 4-bit kernel takes.
+        lora: the folder of an adapter that PEFT wrote: the model computes with it, its packed weights stay as they are.
     Raises:
         NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
     """
     with open_source(runnable(model)) as source:
-        return load_model(source, device, dtype), load_tokenizer(source)
+        made, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
+    if lora is not None:
+        from lowq_cli.engine.lora import attach
+        from lowq_cli.files.adapter import read_adapter
+
+        attach(made, [read_adapter(os.fspath(lora))])
+    return made, tokenizer

@@ -69,6 +69,7 @@ def generate(
     top_k: TopK = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens seen before become less likely.")] = None,
     no_think: NoThink = False,
+    lora: Annotated[str | None, typer.Option(metavar="DIR", help="Compute with this LoRA adapter (PEFT's folder).")] = None,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
@@ -116,13 +117,14 @@ def generate(
         "kv": kv,
         "act": act,
         "draft": draft,
+        "lora": lora,
         "stop": [unescaped(s) for s in stop or ()],
         "images": image or [],
     }
     here = f"{'--explain' if explain else '--profile'} shows this process at work" if explain or profile else ""
     here = here or ("several texts are computed here" if prompts is not None or (batch or 1) > 1 else "")
-    own = threads is not None or draft != "auto" or bool(image)
-    here = here or ("--threads, --draft and pictures are of this process" if own else "")
+    own = threads is not None or draft != "auto" or bool(image) or lora is not None
+    here = here or ("--threads, --draft, --lora and pictures are of this process" if own else "")
     answer(checkpoint, prompt, prompts, settings, seed, "greedy", batch, device, explain, profile, as_json, keep_alive, here)
 
 
@@ -172,6 +174,11 @@ def answer(
     Sampling(**given)  # out of range: said before anything is loaded
     _check_pictures(settings.get("images", ()))
     check_there(folder)
+    adapter = None
+    if (lora := settings.pop("lora", None)) is not None:
+        from lowq_cli.files.adapter import read_adapter
+
+        adapter = read_adapter(lora)
     if settings["chat"] is None:
         settings["chat"] = has_template(state.user_path(folder))
     wake(device)
@@ -188,6 +195,10 @@ def answer(
             from lowq_cli.evaluate.eight_bits import apply_act
 
             apply_act(model, tokenizer, act, console.say)
+        if adapter is not None:
+            from lowq_cli.engine.lora import attach
+
+            attach(model, [adapter])
         drawn, origins = settle(model, given, DEFAULTS[default])
     asked = {n: v for n, v in settings.items() if n not in NAMES}
     settings = {"kv": "16", "draft": "auto", "stop": []} | asked | drawn | {"seed": seed}

@@ -62,6 +62,10 @@ def serve(
         str | None,
         typer.Option(metavar="TIME", help="Unload a model that nobody asks for so long, such as 10m.  [default: never]"),
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="A LoRA adapter (PEFT's folder) to ask for by this name; repeatable."),
+    ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="Only for lowq's own commands of this user: no port; ends when it is idle.")
     ] = False,
@@ -139,9 +143,19 @@ def serve(
     else:
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         how |= {"act": act, "prefer": prefer, "draft": draft}
-        asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name)
+        asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt))
         address = None if local else (host, port)
         _serve(asked, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
+
+
+def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
+    """NAME=DIR as names and folders. Raises UsageError."""
+    found = dict(one.partition("=")[::2] for one in given)
+    if given and ckpt is None:
+        raise UsageError("--lora is of one model; name it, or give adapters in a --config FILE.toml (lora = {name = dir})")
+    if wrong := next((one for one in given if not all(one.partition("=")[::2])), None):
+        raise UsageError(f"--lora {wrong}: write NAME=DIR, such as german=./german-lora")
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,7 @@ class _Asked:
     memory: str | None
     keep_alive: str | None
     name: str | None
+    lora: dict[str, str]
 
     @property
     def one(self) -> bool:
@@ -169,7 +184,8 @@ class _Asked:
         first = None
         if self.ckpt is not None:
             check_there(self.ckpt)
-            first = offers.Offer(self.name or offers.given_name(self.ckpt), self.ckpt, pin=self.one)
+            how = {"lora": self.lora} if self.lora else {}
+            first = offers.Offer(self.name or offers.given_name(self.ckpt), self.ckpt, how, pin=self.one)
         elif self.name:
             raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
         found = {first.name: first} if first and self.one else offers.gather(file, self.models, first)

@@ -133,6 +133,7 @@ class Batch:
     each row of state; a step writes there. angles: cos, sin of each kind of rotation; of a head dim, tables that turn nothing.
     slots (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None.
     rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers. pictures: those of its texts.
+    adapters (M,) int32: the LoRA adapter of each row, 0 for none; None: what the plan has all rows take.
     drafted: several steps may be of one sequence, its newest token and drafts of the next ones, side by side; the tables of the
     state are those of the rows, and `chains` are the rows by sequence.
     """
@@ -148,6 +149,7 @@ class Batch:
     given: Packed | None = None
     given_runs: Runs | None = None
     tile: int = 128
+    adapters: torch.Tensor | None = None
     drafted: bool = False
     groups: Groups | None = None
     chains: Sequence["Chain"] = ()

@@ -100,7 +100,7 @@ class Compiler:
     def _product(self, part: p.Linear, role: str) -> None:
         layer = self.weights.linear(part)
         self.products[-1][role if role not in self.products[-1] else f"{role}_{len(self.products[-1])}"] = layer
-        self._emit(s.Product(layer, role))
+        self._emit(s.Product(layer, role, part))
 
     def norm(self, part: p.Norm) -> Norm:
         """A norm's tensors."""

@@ -5,7 +5,7 @@ Folding, compiling ahead, `--explain` and the timeline are walks over the list.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class Plan:
                 self.read_as[token] = other
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
+        self.adapters: Any = None  # `lora.Adapters`, where it has any
         self.tuned = ""  # as in `owned.Owned`
         self._folded: dict[int, list[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # fp32, of so many rows: recorded steps hold them
@@ -109,6 +110,14 @@ class Plan:
         """Take these steps; those that only pictures need are left to passes with pictures."""
         self.of_pictures, self.steps = steps, [step for step in steps if not isinstance(step, s.AddFeatures)]
 
+    def rewrite(self, step_of: Callable[[s.Step], s.Step]) -> None:
+        """Put other steps in the place of some, for good."""
+        taps, self._untapped = self.taps, [step_of(step) for step in self._untapped]
+        self.taps = ()
+        self._set(self._untapped)
+        self._folded.clear()
+        self.tap(taps)
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """Have passes note the residual stream entering these layers (one past the last: what leaves that), in their order.
 
@@ -119,7 +128,7 @@ class Plan:
         steps, self.taps = list(self._untapped), layers
         for layer in sorted(set(layers), reverse=True):
             at = self._entered[layer]
-            steps.insert(at + (at < len(steps) and isinstance(steps[at], s.Product)), s.Tap(layer))
+            steps.insert(at + (at < len(steps) and steps[at].what == "product"), s.Tap(layer))
         self._set(steps)
         self._folded.clear()
 

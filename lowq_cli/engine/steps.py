@@ -20,7 +20,7 @@ from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.decode.router import RouterFacts
-from lowq_packers.arch.parts import Rope
+from lowq_packers.arch.parts import Linear, Rope
 
 
 @dataclass
@@ -215,10 +215,11 @@ class Take(Step):
 
 @dataclass(frozen=True, eq=False)
 class Product(Step):
-    """y = layer(y). role: which product of the layer it is."""
+    """y = layer(y). role: which product of the layer it is. part: its modules by the description's names."""
 
     layer: nn.Module
     role: str
+    part: Linear | None = None
     what = "product"
 
     def width(self, before: int) -> int:

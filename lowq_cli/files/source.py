@@ -349,7 +349,7 @@ def _weight_files(folder: Path) -> list[str]:
     if found:
         raise DamagedError(f"{folder} holds {len(found)} safetensors files and no {INDEX} that says which belong together")
     if (folder / "adapter_config.json").is_file():
-        raise UnsupportedError(f"{folder} is a LoRA adapter; merge it into its base model (peft: merge_and_unload) first")
+        raise UnsupportedError(f"{folder} is a LoRA adapter; give its base model, and the adapter by --lora")
     for pattern in PICKLES:
         for path in sorted(folder.glob(pattern)):
             raise UnsupportedError(_pickle_message(path))

@@ -108,7 +108,7 @@ class ApartEngine:
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number."""
-        check(request, self.limits.longest, self.vocabulary)
+        check(request, self.limits.longest, self.vocabulary, request.adapter)  # how many there are the engine knows
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)

@@ -25,23 +25,24 @@ class BatchState:
         order (R,) int32: the rows, those of the longest texts first.
         slot (R,) int32: the slot of its text's recurrent state, 0 for none.
         shift (R,) int32: what is added to the positions by which its text's steps turn, of one with pictures.
+        adapter (R,) int32: its text's LoRA adapter, 0 for none.
         tables: of each page group (R, width) int32, the blocks of its text; block 0 wherever it has none.
     """
 
     def __init__(self, count: int, widths: Sequence[int], device: torch.device) -> None:
         R = count + 1
         self.null_row, self.device = count, device
-        self._host = np.zeros(R * (8 + sum(widths)), np.int32)  # seeds first: they are 64 bits wide
+        self._host = np.zeros(R * (9 + sum(widths)), np.int32)  # seeds first: they are 64 bits wide
         flat = torch.from_numpy(self._host)
         self._flat = flat.to(device) if device.type == "cuda" else flat
-        ends = np.cumsum([2 * R, R, R, R, R, R, R, *(width * R for width in widths)])
+        ends = np.cumsum([2 * R, R, R, R, R, R, R, R, *(width * R for width in widths)])
         parts, copies = (np.split(self._host, ends[:-1]), torch.tensor_split(self._flat, ends[:-1].tolist()))
         self._seeds, self._temperatures = parts[0].view(np.int64), parts[1].view(np.float32)
-        self._pos, self._targets, self._order, self._slots, self._shifts = parts[2:7]
-        self._tables = [part.reshape(R, -1) for part in parts[7:]]
+        self._pos, self._targets, self._order, self._slots, self._shifts, self._adapters = parts[2:8]
+        self._tables = [part.reshape(R, -1) for part in parts[8:]]
         self.seed, self.temperature = copies[0].view(torch.int64), copies[1].view(torch.float32)
-        self.pos, self.target, self.order, self.slot, self.shift = copies[2:7]
-        self.tables = [copy.view(R, -1) for copy in copies[7:]]
+        self.pos, self.target, self.order, self.slot, self.shift, self.adapter = copies[2:8]
+        self.tables = [copy.view(R, -1) for copy in copies[8:]]
         self.token = torch.zeros(R, dtype=torch.int64, device=device)
         self._starts = [0, *ends[:-1].tolist()]
         self._changed: list[np.ndarray] = []
@@ -60,7 +61,13 @@ class BatchState:
         """The blocks of a row from its `first` on, in the table of a page group."""
         table = self._tables[group]
         table[row, first : first + len(blocks)] = blocks
-        self._note(7 + group, row * table.shape[1] + first, len(blocks))
+        self._note(8 + group, row * table.shape[1] + first, len(blocks))
+
+    def set_adapter(self, row: int, adapter: int) -> None:
+        """The LoRA adapter of a row's text."""
+        if self._adapters[row] != adapter:
+            self._adapters[row] = adapter
+            self._note(7, row, 1)
 
     def set_slot(self, row: int, slot: int) -> None:
         """The slot of a row's recurrent state."""
@@ -72,8 +79,9 @@ class BatchState:
         for group, table in enumerate(self._tables):
             used = np.flatnonzero(table[row])
             table[row] = 0
-            self._note(7 + group, row * table.shape[1], int(used[-1]) + 1 if len(used) else 0)
+            self._note(8 + group, row * table.shape[1], int(used[-1]) + 1 if len(used) else 0)
         self.set_slot(row, 0)
+        self.set_adapter(row, 0)
         self.place(row, 0, 0.0, 0, drawn=False)
 
     def shifted(self, n: int) -> bool:

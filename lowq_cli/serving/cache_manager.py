@@ -11,7 +11,7 @@ a text runs after every SNAPSHOT_BLOCKS blocks of it.
 
 from dataclasses import dataclass
 
-from lowq_cli.serving.block_pool import START, Name, name_after
+from lowq_cli.serving.block_pool import Name, name_after
 from lowq_cli.serving.cache_groups import REWIND, Group, PageGroup
 from lowq_cli.serving.sequence import Sequence, Table
 from lowq_cli.serving.state_slots import StateSlots
@@ -273,5 +273,5 @@ class CacheManager:
         names = seq.names
         while len(names) < n:
             at = len(names) * self.size
-            names.append(name_after(names[-1] if names else START, seq.spelled(at, at + self.size)))
+            names.append(name_after(names[-1] if names else seq.start, seq.spelled(at, at + self.size)))
         return names[n - 1]

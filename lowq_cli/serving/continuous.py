@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from lowq_cli.engine import plan as plans
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.block_pool import START
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.draft_passes import Checked, DraftPasses
@@ -143,6 +145,8 @@ class ContinuousEngine:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
         cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads, cache_bytes, draft != "none")
         self.passes, rows = cache.passes, cache.passes.rows
+        self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
+        self._everywhere = 0 if plan.adapters is None else plan.adapters.all
         self.passes.token_budget.prefer = prefer
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
@@ -192,7 +196,9 @@ class ContinuousEngine:
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number."""
-        check(request, self.limits.longest, self.vocabulary)
+        check(request, self.limits.longest, self.vocabulary, len(self._digests))
+        if self._everywhere and not request.adapter:
+            request = replace(request, adapter=self._everywhere)
         drafter = self.drafter() if self.drafts is not None and not request.special else None
         if drafter is not None:
             drafter.begin(request.prompt)  # here, not where passes wait for it
@@ -204,7 +210,8 @@ class ContinuousEngine:
             if request.pictures:
                 self._seeing.sight()
             self._number += 1
-            text = self._texts[self._number] = Sequence(self._number, request)
+            start = self._digests[request.adapter - 1] if request.adapter else START
+            text = self._texts[self._number] = Sequence(self._number, request, start)
             text.drafter = drafter
             if request.pictures:
                 self._unseen.add(text.number)
@@ -319,7 +326,7 @@ class ContinuousEngine:
         if not text.done:
             assert text.request.read is not None
             try:
-                event = Event(finish_reason="stop", read=self._reader(text.tokens, text.request.read))
+                event = Event(finish_reason="stop", read=self._reader(text.tokens, text.request.read, text.request.adapter))
             except Exception as e:  # this prompt's: there may be no room for it
                 event = failed(e)
             self._end(text)
@@ -463,6 +470,8 @@ class ContinuousEngine:
             rows.set_table(group, row, held, first)
         for row, slot in plan.slots:
             rows.set_slot(row, slot)
+        for text, row, _, _ in plan.pieces:
+            rows.set_adapter(row, text.request.adapter)
         for text in plan.finishing:
             self._place(text, len(text.tokens) - 1)  # which the draw moves on
             if text.request.special:
@@ -473,6 +482,7 @@ class ContinuousEngine:
     def _place(self, text: Sequence, pos: int) -> None:
         d = text.request.draw
         shift = text.shown.shift if text.shown is not None else 0
+        self.rows.set_adapter(text.row, text.request.adapter)
         self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special, shift=shift)
 
     def _launch(self, plan: StepPlan) -> Flight:

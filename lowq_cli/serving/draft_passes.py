@@ -104,7 +104,9 @@ class DraftPasses:
         ids, pos, rows, first, count, target = chunk.view(NUMBERS, M)
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
-        batch = Batch(p.ops, ids, M, pos, p.angles, drafted=True, chains=chains, groups=(first, count, MOST_DRAFTS + 1))
+        adapters = None if p.plan.adapters is None else r.adapter.index_select(0, rows)
+        groups = (first, count, MOST_DRAFTS + 1)
+        batch = Batch(p.ops, ids, M, pos, p.angles, adapters=adapters, drafted=True, chains=chains, groups=groups)
         logits = p.plan.capped(p.plan.logits(p.plan.hidden(p.plan.embed(ids), batch, state))).contiguous()
         drawn, each = (
             torch.zeros(M, dtype=torch.int64, device=self.device),

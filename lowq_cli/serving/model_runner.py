@@ -247,7 +247,13 @@ class ModelRunner:
         pictures = None
         if shown is not None and self.plan.model.images is not None:
             pictures = in_pass(self.plan.model.images, shown, self.device, r.pos[:b] + r.shift[:b])
-        batch = Batch(self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own, pictures=pictures)
+        adapters = None
+        if self.plan.adapters is not None:
+            adapters = r.adapter[:b] if chunk is None else torch.cat([r.adapter[:b], r.adapter.index_select(0, rows)])
+        batch = Batch(
+            self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own, pictures=pictures,
+            adapters=adapters,
+        )  # fmt: skip
         x = self.plan.hidden(self.plan.embed(tokens), batch, self.state)
         if take is not None:
             if not take.shape[0]:

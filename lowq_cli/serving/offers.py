@@ -13,6 +13,7 @@ From three places, of which the later wins a name: what lowq wrote on this disk 
     max_batch = 16
     cache_tokens = 65536
     kv = "fp8"
+    lora = {german = "/srv/adapters/german"}  # adapters over it, each with a name of its own
     temperature = 0.6           # where a request names none; top_p, top_k, repetition_penalty too
 """
 
@@ -37,7 +38,7 @@ DRAWING = ("temperature", "top_p", "top_k", "repetition_penalty")
 ENGINE = {"max_batch": "running"} | {n: n for n in ("cache_tokens", "kv", "deterministic", "draft")}
 TYPES: dict[str, tuple[type, ...]] = {
     **{"path": (str,), "pin": (bool,), "keep_alive": (str, int, float), "max_batch": (int,), "cache_tokens": (int,)},
-    **{"kv": (str, int), "deterministic": (bool,), "draft": (str,)},
+    **{"kv": (str, int), "deterministic": (bool,), "draft": (str,), "lora": (dict,)},
     **dict.fromkeys(DRAWING, (int, float)),
 }
 TOP: dict[str, tuple[type, ...]] = {
@@ -61,6 +62,12 @@ class Offer:
     pin: bool = False
     keep_alive: float | None = None
     draw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lora(self) -> Mapping[str, str]:
+        """Its adapters' folders, by the names under which they can be asked for."""
+        found: Mapping[str, str] = self.how.get("lora") or {}
+        return found
 
     @property
     def folder(self) -> Path:
@@ -140,6 +147,8 @@ def _offer(name: str, given: Mapping[str, Any], where: str, beside: Path) -> Off
     for number in ("running", "cache_tokens"):
         if how.get(number, 1) < 1:
             raise UsageError(f"{where}: {number} = {how[number]} must be at least 1")
+    if "lora" in given:
+        how["lora"] = {n: str(_beside(beside, str(d))) for n, d in given["lora"].items()}
     draw = {n: given[n] for n in DRAWING if n in given}
     try:
         Sampling(**draw)

@@ -10,6 +10,7 @@ import torch
 
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import check_finite
 from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE
 from lowq_cli.serving.request import Likelihood, Read
@@ -22,7 +23,18 @@ class PromptReader:
         self.model, self.kv = model, kv
         self._decoder: Any = None
 
-    def __call__(self, ids: Sequence[int], asked: Read) -> list[Likelihood] | list[float]:
+    def __call__(self, ids: Sequence[int], asked: Read, adapter: int = 0) -> list[Likelihood] | list[float]:
+        """What is asked of a prompt, computed with one of the model's adapters."""
+        if not adapter:
+            return self._read(ids, asked)
+        adapters = plan_of(self.model).adapters
+        adapters.all = adapter
+        try:
+            return self._read(ids, asked)
+        finally:
+            adapters.all = 0
+
+    def _read(self, ids: Sequence[int], asked: Read) -> list[Likelihood] | list[float]:
         """Of each token but the first how likely it is after those before; of the next what it may be; the vector of all."""
         prompt = torch.tensor([list(ids)], device=self.model.device)
         if asked.kind == "likelihoods":

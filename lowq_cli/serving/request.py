@@ -110,6 +110,7 @@ class Request:
         client: who asks, "" for nobody in particular; it matters where requests wait (`turns`).
         read: what is asked of the prompt alone: its one event says that, and no token is drawn.
         pictures: those that the prompt has tokens of, in order.
+        adapter: number of the LoRA adapter that computes it, 0 for none.
     """
 
     prompt: tuple[int, ...]
@@ -120,6 +121,7 @@ class Request:
     client: str = ""
     read: Read | None = None
     pictures: tuple[Packed, ...] = ()
+    adapter: int = 0
 
     @cached_property
     def special(self) -> bool:
@@ -131,8 +133,10 @@ class Request:
         return d != plain or self.mask is not None
 
 
-def check(request: Request, longest: int, vocabulary: int) -> None:
-    """Raise UsageError for a request that can never be answered: too long, or with tokens that the model has not."""
+def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) -> None:
+    """Raise UsageError for a request that can never be answered: too long, with tokens or an adapter that the model has not."""
+    if not 0 <= request.adapter <= adapters:
+        raise UsageError(f"adapter={request.adapter}; this model has {adapters}")
     tokens = len(request.prompt)
     if not tokens or request.max_tokens < 1:
         raise UsageError(f"{tokens} prompt tokens and {request.max_tokens} new ones; both must be at least 1")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.pictures import Shown, end_of_pass
-from lowq_cli.serving.block_pool import Name
+from lowq_cli.serving.block_pool import START, Name
 from lowq_cli.serving.request import Request
 
 
@@ -49,6 +49,7 @@ class Sequence:
         ahead: tokens that are being drawn, which the host has not seen.
         tables: its blocks, by page group. names: of its blocks of tokens, as far as they were asked for; those of the first
             `named` blocks have been given to them.
+        start: the name before its first block: what an adapter computes is no other's.
         slot: of the recurrent state, 0 while it has none. slot_sent: whether it stands in the row on the device.
         marks: numbers of prompt tokens after which a snapshot is to be taken. pending: snapshots (tokens, snapshot's slot) of
             which the host has not seen all tokens. drafts: (tokens, snapshot's slot) after each row of a draft but the last.
@@ -65,11 +66,11 @@ class Sequence:
         rank: prompt tokens that the engine had read when its turn came, and its own: the least is read next; 0: none yet.
     """
 
-    def __init__(self, number: int, request: Request) -> None:
+    def __init__(self, number: int, request: Request, start: Name = START) -> None:
         self.number, self.request = number, request
         self.tokens, self.prompt = list(request.prompt), len(request.prompt)
         self.tables: list[Table] = []
-        self.names: list[Name] = []
+        self.names, self.start = list[Name](), start
         self.computed = self.ahead = self.named = self.slot = self.rank = 0
         self.row = self.cached = -1
         self.marks: list[int] = []

@@ -247,7 +247,8 @@ class Endpoints:
                 ids = await asyncio.to_thread(_encoded, model, wanted.texts)
                 self._check_lengths(model, ids, "input")
                 read = Read("hidden", pooling=wanted.pooling or model.facts.pooling)
-                told = await self._read(model, [Request(tuple(p), 1, read=read) for p in ids], request)
+                adapter, _ = model.adapter(None, body.get("model"))
+                told = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
             made = await asyncio.to_thread(embeddings.vectors, told, wanted)
             n = sum(map(len, ids))
             if ours:
@@ -265,7 +266,8 @@ class Endpoints:
                 ids = [(await self._prompts(model, wanted.chat(d), tools.Tools()))[0][0] for d in wanted.documents]
                 self._check_lengths(model, ids, "documents")
                 read = Read("next", MOST_LOGPROBS)
-                told = await self._read(model, [Request(tuple(p), 1, read=read) for p in ids], request)
+                adapter, _ = model.adapter(None, body.get("model"))
+                told = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
                 scores = [rerank.score(one[0], lambda t: model.names.of(t)[0]) for one in told]
             return rerank.whole(model.name, scores, wanted, sum(map(len, ids)))
 
@@ -352,6 +354,7 @@ class Endpoints:
     async def _queue(self, model: ServedModel, asked: fields.Asked, request: HttpRequest) -> Answer:
         """Queue what a body asks of a model. Raises Refusal, LowqError, ClientDisconnect."""
         limits, chat, client = model.engine.limits, asked.chat, request.client.host if request.client else ""
+        adapter, name = model.adapter(asked.get("lora"), asked.get("model"))
         offered = tools.read(asked) if chat else tools.Tools()
         n = (1 if chat else len(asked.get("prompt"))) * asked.n
         if n > fields.MOST_CHOICES:
@@ -374,7 +377,7 @@ class Endpoints:
             room, most = limits.longest - len(ids), asked.max_tokens
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
-            requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures))
+            requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures, adapter=adapter))
             reader = Reader(place.ways, offered.offered, place.inside) if chat else None
             special = asked.get("skip_special_tokens") is False
             writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
@@ -382,11 +385,12 @@ class Endpoints:
         echoed = []
         if asked.get("echo") and asked.logprobs is not None:
             read = Read("likelihoods", asked.logprobs)
-            found = await self._read(model, [Request(tuple(p), 1, client=client, read=read) for p in prompts], request)
+            reads = [Request(tuple(p), 1, client=client, read=read, adapter=adapter) for p in prompts]
+            found = await self._read(model, reads, request)
             each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, found, strict=True)]
             echoed = [each[i // asked.n] for i in range(n)]
         live = model.hub.submit(requests if asked.max_tokens != 0 else [])
-        return Answer(asked, live, writers, sum(map(len, prompts)), model.names, model.name, echoes, echoed)
+        return Answer(asked, live, writers, sum(map(len, prompts)), model.names, name, echoes, echoed)
 
     @staticmethod
     def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], param: str) -> None:

@@ -156,7 +156,7 @@ COMMON: dict[str, Check] = SAMPLING | {
     **{"model": text, "n": inside(Range(1, MOST_CHOICES, whole=True)), "stop": stops, "ignore_eos": boolean},
     **{"min_tokens": inside(Range(0, INT64, whole=True)), "stop_token_ids": tokens, "skip_special_tokens": boolean},
     "response_format": table,
-    **{"stream": boolean, "stream_options": stream_options, "user": anything},
+    **{"lora": text, "stream": boolean, "stream_options": stream_options, "user": anything},
 }
 COMPLETION = COMMON | {
     **{"prompt": prompts, "max_tokens": inside(Range(0, INT64, whole=True)), "logprobs": LOGPROBS},

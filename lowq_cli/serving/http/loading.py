@@ -74,14 +74,30 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         draw = checked(published(loaded))
         share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
+        adapters = _adapted(loaded, how.get("lora") or {})
         engine = engines.engine_of(loaded, **_bounded(how, total))
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
-    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model), drafts)
+    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model), drafts, adapters)
     own, images = owned(loaded), plan_of(loaded).model.images if why_not(loaded) is None else None
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, own.folder, images))
+
+
+def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
+    """Give a model its LoRA adapters; their names. Raises what reading them raises, UnsupportedError."""
+    if not folders:
+        return ()
+    from lowq_cli.engine import plan as plans
+    from lowq_cli.engine.lora import adapt
+    from lowq_cli.files.adapter import read_adapter
+    from lowq_packers.errors import UnsupportedError
+
+    if reason := plans.why_not(model):
+        raise UnsupportedError(f"adapters need lowq's own decoder, which does not take this model: {reason}")
+    adapt(plans.plan_of(model), [read_adapter(folder, name) for name, folder in folders.items()])
+    return tuple(folders)
 
 
 def pooling_of(model: str) -> str:
@@ -99,6 +115,7 @@ def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
     """What the engine takes; `memory` as a bound of its cache, where it is given and the cache has no other."""
     found = {name: value for name, value in how.items() if name != "act"}
     memory = found.pop("memory", None)
+    found.pop("lora", None)
     if memory is not None and (memory or total) and found.get("cache_tokens") is None:
         found["cache_bytes"] = int(SHARE * (memory or total or 0))
     return found

@@ -209,15 +209,21 @@ class ModelPool:
             place.settled()
 
     async def _place(self, name: str | None) -> Place:
-        place = self.places.get(self.default if name is None else name)
+        place = self._named(name)
         if place is None:
             self.update(await asyncio.to_thread(self.refresh))
-            place = self.places.get(self.default if name is None else name)
+            place = self._named(name)
         if place is None or place.gone:
             has = ", ".join(map(shown, list(self._offered())[:8])) + (", ..." if len(self.places) > 8 else "")
             line = f"the model {shown(name)} is not served here; this server has {has}"
             raise Refusal(404, line, param="model", code="model_not_found")
         return place
+
+    def _named(self, name: str | None) -> Place | None:
+        """The model of a name, or that which has an adapter of it."""
+        if (place := self.places.get(self.default if name is None else name)) is not None:
+            return place
+        return next((p for p in self.places.values() if name in p.offer.lora and not p.gone), None)
 
     async def _wait(self, place: Place, receive: Receive | None) -> ServedModel:
         """The model once it is ready, with its place in `beginning`."""
@@ -421,12 +427,17 @@ class ModelPool:
 
     async def shown(self, name: str) -> dict[str, Any]:
         """What /v1/models tells of one. Raises Refusal."""
-        return self._shown(await self._place(name))
+        place = await self._place(name)
+        return next(one for one in self._with_adapters(place) if one["id"] == name)
 
     def all_shown(self) -> list[dict[str, Any]]:
         """What /v1/models tells of all, the default first."""
         names = sorted(self._offered(), key=lambda n: n != self.default)
-        return [self._shown(self.places[n]) for n in names]
+        return [one for n in names for one in self._with_adapters(self.places[n])]
+
+    def _with_adapters(self, place: Place) -> list[dict[str, Any]]:
+        own = self._shown(place)
+        return [own, *({**own, "id": name, "parent": own["id"]} for name in place.offer.lora)]
 
     def _shown(self, place: Place) -> dict[str, Any]:
         known = place.model.shown() if place.model is not None else place.known or place.offer.published()

@@ -6,10 +6,12 @@ from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.output.ways import ways_of
+from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.grammar import Grammars
 from lowq_cli.serving.http.hub import Hub
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.http.pictures import PictureReader
+from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names
 from lowq_cli.serving.request import Engine
 
@@ -22,7 +24,8 @@ class Facts:
 
     weight_bytes: held by it. device: where it computes. kv: what keys and values are held in. context: tokens of a text, as the
     model's config says, None where it names no limit. published: how its generation_config.json has it drawn. pooling: how the
-    hidden states of a text become one vector, of POOLINGS. drafts: what guesses tokens, or why nothing does.
+    hidden states of a text become one vector, of POOLINGS. drafts: what guesses tokens, or why nothing does. adapters: names
+    of its LoRA adapters, in their order.
     """
 
     weight_bytes: int = 0
@@ -32,6 +35,7 @@ class Facts:
     published: dict[str, Any] = field(default_factory=dict)
     pooling: str = "last"
     drafts: str = "none"
+    adapters: tuple[str, ...] = ()
 
 
 class ServedModel:
@@ -66,6 +70,18 @@ class ServedModel:
         """A longer text cannot be short enough, whatever its tokens are."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return SHRINKS * longest * self.engine.limits.longest
+
+    def adapter(self, asked: str | None, model: str | None) -> tuple[int, str]:
+        """(the number of the adapter that a request asks for, by its own field or as its model, 0 for none; its name).
+
+        Raises Refusal.
+        """
+        names = self.facts.adapters
+        if asked is not None and asked not in names:
+            has = f"there are {', '.join(map(shown, names))}" if names else "it has none"
+            raise Refusal(404, f"lora: {shown(asked)} is no adapter of this model; {has}", param="lora", code="model_not_found")
+        name = asked or (model if model in names else None)
+        return (0, self.name) if name is None else (names.index(name) + 1, name)
 
     def shown(self) -> dict[str, Any]:
         """What /v1/models tells of it."""

@@ -1,0 +1,131 @@
+"""LoRA adapters over a plan: every product that one of them changes adds its rows' own low-rank factors.
+
+The packed weights stay as they are, and one plan has any number of adapters: which a row takes is told with the rows
+(`Batch.adapters`), or for all of them (`Adapters.all`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine import steps as s
+from lowq_cli.engine.plan import Plan
+from lowq_cli.files.adapter import Adapter
+from lowq_kernels.decode.low_rank import add_low_rank
+from lowq_packers.arch.parts import Linear
+from lowq_packers.errors import UnsupportedError
+
+LEAST_RANK = 16  # that factors are filled up to: what a tensor core multiplies
+
+
+@dataclass
+class Adapters:
+    """Those of a plan. names: in their order, the first is number 1. all: the number that rows take where none is told."""
+
+    names: list[str] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    all: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LoraProduct(s.Step):
+    """y = layer(y) + what the rows' adapters add: A (S, R, K), B (S, N, R), number 0 nothing."""
+
+    layer: nn.Module
+    role: str
+    A: torch.Tensor
+    B: torch.Tensor
+    adapters: Adapters
+    what = "product"
+
+    def width(self, before: int) -> int:
+        return int(self.layer.out_features)  # type: ignore[arg-type]
+
+    def run(self, f: s.Frame) -> None:
+        x, rows, one = f.y, f.batch.adapters, self.adapters.all
+        y = self.layer.forward(x)  # without the hooks that a transformers model's own forward takes its adapter from
+        if rows is not None:
+            y = add_low_rank(y, x, self.A, self.B, rows)
+        elif one:
+            y = y + (x @ self.A[one].T) @ self.B[one].T
+        f.y = y
+
+
+def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
+    """Give a plan its adapters. Raises UnsupportedError for one that changes what is no product of the plan."""
+    found = Adapters([a.name for a in given], [a.digest for a in given])
+    used: list[set[str]] = [set() for _ in given]
+
+    def step_of(step: s.Step) -> s.Step:
+        if not isinstance(step, s.Product) or step.part is None:
+            return step
+        stack = _stack(step.part, given, used, plan)
+        return step if stack is None else LoraProduct(step.layer, step.role, *stack, found)
+
+    plan.rewrite(step_of)
+    for adapter, own in zip(given, used, strict=True):
+        if left := sorted(set(adapter.factors) - own):
+            line = f"the adapter {adapter.name} changes {left[0]}, which this model has not as a product of its own"
+            raise UnsupportedError(f"{line}; merge it into its base model (peft: merge_and_unload)")
+    plan.adapters = found
+    return found
+
+
+def _stack(
+    part: Linear, given: Sequence[Adapter], used: list[set[str]], plan: Plan
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """All adapters' factors of a product, those of its parts side by side; None where none changes it.
+
+    Raises UnsupportedError for factors of another shape.
+    """
+    each: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
+    for adapter, own in zip(given, used, strict=True):
+        rows, first = [], 0
+        for name, N in zip(part.parts, part.rows, strict=True):
+            module = next((m for m in adapter.factors if m == name or m.endswith(f".{name}")), None)
+            if module is not None:
+                A, B = adapter.factors[module]
+                if (B.shape[0], A.shape[1]) != (N, part.columns):
+                    line = f"the adapter {adapter.name} is of another model: {module} is {N} x {part.columns} in this one"
+                    raise UnsupportedError(f"{line}, not {B.shape[0]} x {A.shape[1]}")
+                own.add(module)
+                rows.append((first, A, B))
+            first += N
+        each.append(rows)
+    most = max(sum(A.shape[0] for _, A, _ in rows) for rows in each) if each else 0
+    if not most:
+        return None
+    R = max(LEAST_RANK, 1 << (most - 1).bit_length())
+    A_all = torch.zeros(len(given) + 1, R, part.columns)
+    B_all = torch.zeros(len(given) + 1, sum(part.rows), R)
+    for number, rows in enumerate(each, 1):
+        at = 0
+        for first, A, B in rows:
+            r = A.shape[0]
+            A_all[number, at : at + r], B_all[number, first : first + B.shape[0], at : at + r] = A, B
+            at += r
+    return A_all.to(plan.device, plan.dtype), B_all.to(plan.device, plan.dtype)
+
+
+def attach(model: Any, given: Sequence[Adapter]) -> None:
+    """Have a loaded model compute with an adapter, from `engine.stream` as from its own forward.
+
+    Raises UnsupportedError for a model that the native decoder does not take.
+    """
+    from lowq_cli.engine import plan as plans
+
+    if reason := plans.why_not(model):
+        raise UnsupportedError(f"adapters need lowq's own decoder, which does not take this model: {reason}")
+    adapt(plans.plan_of(model), given).all = 1
+    for name, module in model.named_modules():
+        for adapter in given[:1]:
+            if (own := next((m for m in adapter.factors if name and (m == name or m.endswith(f".{name}"))), None)) is not None:
+                _hook(module, *adapter.factors[own], model)
+
+
+def _hook(module: nn.Module, A: torch.Tensor, B: torch.Tensor, model: Any) -> None:
+    A, B = (t.to(model.device, model.dtype) for t in (A, B))
+    module.register_forward_hook(lambda _, given, out: out + (given[0] @ A.T) @ B.T)

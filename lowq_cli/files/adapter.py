@@ -1,0 +1,103 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli.files.safetensors_io import as_tensor, read_bytes, read_header, read_json
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+from lowq_packers.regular import MAX_CONFIG, open_bounded
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT's wrappers around a model
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+LARGEST = 1 << 34  # bytes of a file of weights
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Factors by the module's whole name in the model: A (r, K), B (N, r), the scale in B, both fp32.
+
+    name: for messages. digest: of its files, by which caches tell it from others.
+    """
+
+    name: str
+    factors: Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
+    digest: bytes
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules'."""
+        return max(A.shape[0] for A, _ in self.factors.values())
+
+
+def read_adapter(folder: str | Path, name: str = "") -> Adapter:
+    """The adapter in a folder. Raises NotFoundError, DamagedError, UnsupportedError."""
+    path = Path(folder).expanduser()
+    if not (path / CONFIG).is_file():
+        raise NotFoundError(f"{path} holds no {CONFIG}; give the folder that PEFT's save_pretrained wrote")
+    config = read_json(path / CONFIG, MAX_CONFIG)
+    _check(config, path)
+    if not (path / WEIGHTS).is_file():
+        raise NotFoundError(f"{path} holds no {WEIGHTS}; save the adapter as safetensors")
+    header = read_header(path / WEIGHTS)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    digest = hashlib.blake2b(repr(sorted(config.items(), key=str)).encode(), digest_size=32)
+    with open(open_bounded(path / WEIGHTS, LARGEST), "rb") as file:
+        for tensor, facts in header.tensors.items():
+            parts = FACTOR.fullmatch(tensor)
+            if parts is None:
+                raise UnsupportedError(f"{path} holds {tensor}; lowq takes adapters of linear layers alone (lora_A, lora_B)")
+            raw = read_bytes(file.fileno(), facts.offset, facts.nbytes, str(path / WEIGHTS))
+            digest.update(raw)
+            module = parts["module"].removeprefix(PREFIX)
+            found.setdefault(module, {})[parts["which"]] = as_tensor(raw, facts.dtype, facts.shape).float()
+    if not found:
+        raise DamagedError(f"{path / WEIGHTS} holds no factors")
+    factors = {module: _factors(module, pair, config, path) for module, pair in found.items()}
+    return Adapter(name or path.resolve().name, factors, digest.digest())
+
+
+def _check(config: Mapping[str, Any], path: Path) -> None:
+    """Raise UnsupportedError for what is no plain LoRA."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedError(f"{path} is an adapter of the kind {kind}; lowq takes LORA")
+    unplain = {
+        "use_dora": config.get("use_dora"),
+        "bias": config.get("bias") not in (None, "none"),
+        "modules_to_save": config.get("modules_to_save"),
+        "lora_bias": config.get("lora_bias"),
+        "trainable_token_indices": config.get("trainable_token_indices"),
+        "layer_replication": config.get("layer_replication"),
+    }
+    if named := next((name for name, given in unplain.items() if given), None):
+        raise UnsupportedError(f"{path}: {named} is more than low-rank factors; merge it into its base (merge_and_unload)")
+
+
+def _factors(
+    module: str, pair: Mapping[str, "torch.Tensor"], config: Mapping[str, Any], path: Path
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    if pair.keys() != {"A", "B"} or pair["A"].dim() != 2 or pair["B"].dim() != 2 or pair["A"].shape[0] != pair["B"].shape[1]:
+        raise DamagedError(f"{path / WEIGHTS}: {module} has not the two factors A (r, K) and B (N, r)")
+    if not all(bool(t.isfinite().all()) for t in pair.values()):
+        raise DamagedError(f"{path / WEIGHTS}: {module} holds numbers that are not finite")
+    rank, alpha = pair["A"].shape[0], _alpha(module, config)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return pair["A"], pair["B"] * scale
+
+
+def _alpha(module: str, config: Mapping[str, Any]) -> float:
+    """lora_alpha, or what alpha_pattern says of this module, by a pattern for the end of its name as PEFT has it."""
+    patterns = config.get("alpha_pattern") or {}
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return float(value)
+    return float(config.get("lora_alpha") or config.get("r") or 8)

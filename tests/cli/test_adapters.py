@@ -1,0 +1,184 @@
+"""Adapters in PEFT's format over a packed base: the texts of the merged model, alone and many at once; what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import lowq
+from lowq_cli.engine import stream
+from lowq_cli.engine.lora import adapt, attach
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.ready import ready
+from lowq_cli.files.adapter import read_adapter
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+
+TARGETS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+TEXT, N = "Once upon a time there was a", 12
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "packed"
+    lowq.quantize("demo", out=folder, bits=4, group=64, method="rtn", device="cpu")
+    return folder
+
+
+def write(folder, seed, rank=4, targets=TARGETS, size=1.0, layers=None, **config):
+    """An adapter of random factors for the bundled model."""
+    model = lowq.load("demo", device="cpu", dtype=torch.float32)[0]
+    g, tensors = torch.Generator().manual_seed(seed), {}
+    for name, module in model.named_modules():
+        if name.endswith(targets) and (layers is None or name.split(".")[2] in layers):
+            n, k = module.weight.shape
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, k, generator=g) / k**0.5
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(n, rank, generator=g) * size * 0.1
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"} | config)
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Four, of other ranks and layers."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [write(root / f"a{i}", i, rank=(4, 9, 1, 16)[i], layers=None if i else ("0",)) for i in range(4)]
+
+
+def text_of(model, tokenizer, prompt=TEXT, n=N):
+    g = stream(model, tokenizer, prompt, max_new_tokens=n)
+    list(g)
+    return g.tokens[0]
+
+
+def merged(packed, adapter):
+    """The base's own weights, dense, with an adapter added to them in fp32."""
+    model = lowq.load(packed, device="cpu", dtype=torch.float32)[0].dequantize()
+    found = read_adapter(adapter)
+    for name, (A, B) in found.factors.items():
+        model.get_submodule(name).weight.data += B @ A
+    return model
+
+
+@pytest.fixture(scope="module")
+def wanted(packed, adapters):
+    """The text of each merged model, and of the base."""
+    _, tokenizer = ready(packed, "cpu")
+    plain = lowq.load(packed, device="cpu", dtype=torch.float32)[0].dequantize()
+    return [text_of(m, tokenizer) for m in (plain, *(merged(packed, a) for a in adapters))]
+
+
+def test_adapters_change_the_text(wanted):
+    assert len({tuple(w) for w in wanted}) == len(wanted)
+
+
+def test_the_text_is_that_of_the_merged_model(packed, adapters, wanted):
+    for i, folder in enumerate(adapters):
+        model, tokenizer = lowq.load(packed, device="cpu", dtype=torch.float32)
+        attach(model, [read_adapter(folder)])
+        assert text_of(model, tokenizer) == wanted[i + 1]
+
+
+def test_the_commands_model_computes_it_in_its_own_precision(packed, adapters):
+    """That is 16 bits: the logits of a text are those of the merged model but for rounding, and another adapter's are not."""
+    model, tokenizer = ready(packed, "cpu")
+    attach(model, [read_adapter(adapters[3])])
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.inference_mode():
+        mine = model(input_ids=ids).logits.float()
+        theirs, other = (merged(packed, adapters[i])(input_ids=ids).logits for i in (3, 1))
+    assert float((mine - theirs).norm() / theirs.norm()) < 0.03 < float((mine - other).norm() / other.norm())
+
+
+def test_an_own_forward_is_that_of_the_merged_model(packed, adapters):
+    model, tokenizer = lowq.load(packed, device="cpu", dtype=torch.float32, lora=adapters[1])
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.inference_mode():
+        mine, theirs = model(input_ids=ids).logits, merged(packed, adapters[1])(input_ids=ids).logits
+    assert float((mine - theirs).norm() / theirs.norm()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["x"]}, "modules_to_save"),
+    ],
+    ids=str,
+)
+def test_what_is_no_plain_lora_is_refused(tmp_path, config, line):
+    folder = write(tmp_path / "a", 1, layers=("0",), **config)
+    with pytest.raises(UnsupportedError, match=line):
+        read_adapter(folder)
+
+
+def test_folders_that_hold_no_adapter(tmp_path, packed):
+    with pytest.raises(NotFoundError, match=r"adapter_config\.json"):
+        read_adapter(packed)
+    folder = write(tmp_path / "a", 1, layers=("0",))
+    tensors = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(DamagedError, match="two factors"):
+        read_adapter(folder)
+    save_file({"base_model.model.lm_head.weight": torch.ones(2, 3)}, folder / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"lm_head\.weight"):
+        read_adapter(folder)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path, packed):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    for shape, where, line in (
+        ((3, 2), name, "of another model"),
+        ((3, 2), name.replace("layers.0", "layers.99"), "layers.99"),
+    ):
+        save_file(
+            {f"{where}.lora_A.weight": torch.ones(2, 5), f"{where}.lora_B.weight": torch.ones(shape)},
+            folder / "adapter_model.safetensors",
+        )
+        model, _ = ready(packed, "cpu")
+        with pytest.raises(UnsupportedError, match=line):
+            adapt(plan_of(model), [read_adapter(folder)])
+
+
+def test_scales_are_pefts(tmp_path):
+    plain = read_adapter(write(tmp_path / "a", 1, rank=4, layers=("0",)))
+    root = read_adapter(write(tmp_path / "b", 1, rank=4, layers=("0",), use_rslora=True))
+    own = read_adapter(write(tmp_path / "c", 1, rank=4, layers=("0",), alpha_pattern={"q_proj": 4}))
+    q, v = (next(m for m in plain.factors if m.endswith(n)) for n in ("q_proj", "v_proj"))
+    assert torch.allclose(root.factors[q][1], plain.factors[q][1] * 2)  # 8 / sqrt(4), not 8 / 4
+    assert torch.allclose(own.factors[q][1], plain.factors[q][1] / 2)
+    assert torch.allclose(own.factors[v][1], plain.factors[v][1])
+    assert len({plain.digest, root.digest, own.digest}) == 3
+
+
+def test_the_command_computes_with_an_adapter(packed, adapters, tmp_path):
+    """One prompt, and many of a file."""
+    import subprocess
+    import sys
+
+    def run(*args):
+        command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "generate", packed, *args]
+        done = subprocess.run(
+            list(map(str, [*command, "--device", "cpu", "--max-new-tokens", 6, "--json"])),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+    (tmp_path / "p.jsonl").write_text(json.dumps(TEXT) + "\n" + json.dumps(TEXT) + "\n")
+    plain, own = run("--prompt", TEXT), run("--prompt", TEXT, "--lora", adapters[0])
+    assert own["tokens"] != plain["tokens"]
+    assert [r["tokens"] for r in run("--prompts", tmp_path / "p.jsonl", "--lora", adapters[0])["results"]] == [
+        own["tokens"]
+    ] * 2
+    assert "adapter_config.json" in run("--prompt", TEXT, "--lora", packed)

@@ -1,0 +1,155 @@
+"""Adapters in the server: many at once over one base, each text that of its adapter alone; by name, field and file."""
+
+import json
+import random
+
+import pytest
+import torch
+from asking import Client, build, prompts
+from safetensors.torch import save_file
+from saying import byte_tokenizer, posts
+
+from lowq_cli.engine.lora import adapt
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.files.adapter import read_adapter
+from lowq_cli.serving.engines import engine_of
+from lowq_cli.serving.http.app import Served
+from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.served_model import Facts, ServedModel
+from lowq_cli.serving.offers import read_config
+from lowq_cli.serving.request import Request
+from lowq_packers.errors import UsageError
+
+MANY, TARGETS = 32, ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write(folder, model, seed, rank):
+    """An adapter of random factors for some of a model's layers."""
+    rng, tensors = random.Random(seed), {}
+    g = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if name.endswith(TARGETS) and rng.random() < 0.7:
+            n, k = module.weight.shape
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, k, generator=g) / k**0.5
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(n, rank, generator=g)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root, model = tmp_path_factory.mktemp("adapters"), build("llama")
+    return [write(root / f"a{i}", model, i, rank=1 + i % 9) for i in range(MANY)]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """A prompt for each, some of which begin alike."""
+    begin = prompts(140)[0]
+    return [begin + p if i % 2 else p for i, p in enumerate(prompts(*(range(5, 5 + MANY)), seed=9))]
+
+
+@pytest.fixture(scope="module")
+def wanted(folders, asked):
+    """The text of each merged model, alone, of its prompt."""
+    found = []
+    for folder, prompt in zip(folders, asked, strict=True):
+        model = build("llama")
+        for name, (A, B) in read_adapter(folder).factors.items():
+            model.get_submodule(name).weight.data += B @ A
+        client = Client(model, running=1)
+        found.append(client.tokens(client.ask(prompt, 8))[0])
+        client.engine.stop(0)
+    return found
+
+
+def adapted(folders):
+    model = build("llama")
+    adapt(plan_of(model), [read_adapter(f, f.name) for f in folders])
+    return model
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"running": 32},
+        {"running": 5, "cache_tokens": 1280},
+        {"running": 4, "deterministic": True},
+        {"running": 8, "draft": "ngram"},
+    ],
+    ids=str,
+)
+def test_many_adapters_at_once_are_those_alone(folders, asked, wanted, how):
+    """And the base beside them; prompts that begin alike share nothing but with their own adapter."""
+    client = Client(adapted(folders), **how)
+    base = Client(build("llama"), running=1)
+    order = list(range(MANY)) * 2
+    random.Random(1).shuffle(order)
+    numbers = [client.engine.submit(Request(tuple(asked[i]), 8, adapter=i + 1)) for i in order]
+    plain = [client.engine.submit(Request(tuple(p), 8)) for p in asked[:4]]
+    assert client.tokens(*numbers) == [wanted[i] for i in order]
+    assert client.tokens(*plain) == base.tokens(*(base.ask(p, 8) for p in asked[:4]))
+    again = client.engine.submit(Request(tuple(asked[1]), 8, adapter=2))
+    assert client.tokens(again) == [wanted[1]]
+    with pytest.raises(UsageError, match="adapter=33"):
+        client.engine.submit(Request((1, 2), 8, adapter=33))
+    client.engine.stop(0)
+    base.engine.stop(0)
+
+
+def test_adapters_differ(wanted, asked):
+    client = Client(build("llama"), running=1)
+    plain = [client.tokens(client.ask(p, 8))[0] for p in asked[:8]]
+    assert all(a != b for a, b in zip(plain, wanted[:8], strict=True))
+    client.engine.stop(0)
+
+
+def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked):
+    names, tokenizer = tuple(f.name for f in folders), byte_tokenizer()
+    model = ServedModel(engine_of(adapted(folders), 64), tokenizer, "base", frozenset(), facts=Facts(adapters=names))
+    pool = ModelPool.of_one(model)
+    place = pool.places["base"]
+    place.offer = place.offer.__class__(
+        "base", place.offer.path, {"lora": {n: str(f) for n, f in zip(names, folders, strict=True)}}
+    )
+    body = {"prompt": asked[2], "max_tokens": 8, "temperature": 0, "skip_special_tokens": False}
+    found = posts(
+        Served(pool),
+        *(
+            ("completions", body | more)
+            for more in ({"model": "a2"}, {"model": "base", "lora": "a2"}, {"model": "base"}, {"lora": "x"}, {"model": "x"})
+        ),
+        ("embeddings", {"input": "x", "model": "a2"}),
+        ("embeddings", {"input": "x", "model": "base"}),
+    )
+    text = tokenizer.decode(wanted[2])
+    assert [a["choices"][0]["text"] == text for _, a in found[:3]] == [True, True, False]
+    assert [a["model"] for _, a in found[:3]] == ["a2", "a2", "base"]
+    assert [status for status, _ in found] == [200, 200, 200, 404, 404, 200, 200]
+    assert found[5][1]["data"] != found[6][1]["data"]
+    listed = {m["id"]: m.get("parent") for m in pool.all_shown()}
+    assert listed == {"base": None, **dict.fromkeys(names, "base")}
+    model.engine.stop(0)
+
+
+def test_a_file_names_adapters(tmp_path):
+    (tmp_path / "c.toml").write_text('[models.m]\npath = "demo"\nlora = {a = "x"}\n')
+    assert read_config(tmp_path / "c.toml").models["m"].lora == {"a": str(tmp_path / "x")}
+
+
+def test_the_command_serves_adapters(start_on, tmp_path):
+    import httpx
+
+    import lowq
+
+    folder = write(tmp_path / "own", lowq.load("demo", device="cpu")[0], 3, 4)
+    server = start_on("demo", "--lora", f"own={folder}")
+    texts = []
+    for name in ("own", "demo"):
+        body = {"model": name, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["model"] == name
+        texts.append(answer["choices"][0]["text"])
+    assert texts[0] != texts[1]
