@@ -28,7 +28,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("ranks", "console", "devices", "workers", "memory", "drawing"),
         *("state", "running", "sessions", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
-        *("loading", "output", "engine", "evaluate", "run", "holdings", "tuning", "serving"),
+        *("output", "engine", "loading", "evaluate", "run", "holdings", "tuning", "serving"),
         *("checkup", "vllm_plugin", "telling", "thinking", "typing_in", "completion", "commands", "main"),
     ),
 }
