@@ -121,7 +121,7 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
     from lowq_cli.run.events import LayerDone, MatrixDone, PassDone
 
     told: set[str] = set()
-    events = _follow_text(events)
+    events = _follow_curvature(_follow_text(events))
     with console.progress("calibrate", STEPS) as advance:
         for event in events:
             if isinstance(event, MatrixDone):
@@ -145,6 +145,19 @@ def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
         with console.progress("write", first.total) as advance:
             while isinstance(first, TextStep):
                 advance(first.tokens, f"{first.tokens:,} of {first.total:,} tokens of its own text")
+                first = next(events, None)
+    return events if first is None else chain([first], events)
+
+
+def _follow_curvature(events: "Iterator[Event]") -> "Iterator[Event]":
+    """The events behind the measuring of what errors of outputs cost, which is shown as it goes."""
+    from lowq_cli.run.events import CurvatureDone
+
+    first = next(events, None)
+    if isinstance(first, CurvatureDone):
+        with console.progress("measure", first.total) as advance:
+            while isinstance(first, CurvatureDone):
+                advance(first.index, f"{first.index:,} of {first.total:,}: what errors of each layer's outputs cost")
                 first = next(events, None)
     return events if first is None else chain([first], events)
 

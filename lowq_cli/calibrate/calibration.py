@@ -18,11 +18,21 @@ import torch
 from safetensors.torch import save
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate import scaling, texts
+from lowq_cli.calibrate import curvature, scaling, texts
 from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
 from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
 from lowq_cli.calibrate.learn import EPOCHS, learn
-from lowq_cli.calibrate.need import ALONE_TOKENS, UNSEEN, LayerDone, MatrixDone, PassDone
+from lowq_cli.calibrate.need import (
+    ALONE_TOKENS,
+    CURVED_TOKENS,
+    UNSEEN,
+    CurvatureDone,
+    LayerDone,
+    MatrixDone,
+    PassDone,
+    learns_alone,
+    rounds_both_sides,
+)
 from lowq_cli.calibrate.walk import Hidden, Layer
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.folder import staged
@@ -62,8 +72,9 @@ def operations(plan: Plan) -> float:
 
     Both streams go through each layer, and again up to each of about four stages: 9 operations a weight and token. Moments are
     two products a stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING products by (K, K).
-    Learning runs a layer once forwards and once, as long as twice, backwards for each epoch, and before and after; all layers
-    together once more forwards, with the tables; a step is as slow as LEARNING times its products.
+    What errors of outputs cost takes one pass forwards and, as long as two, backwards. Learning runs a layer once forwards and
+    once, as long as twice, backwards for each epoch, and before and after; all layers together once more forwards, with the
+    tables; a step is as slow as LEARNING times its products.
     """
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
     tokens = plan.recipe.tokens
@@ -72,11 +83,14 @@ def operations(plan: Plan) -> float:
     work = 9.0 * tokens * sum(i.params for i in items)
     work += 4.0 * tokens * layers * (3 * widths[0] ** 2 + widths[-1] ** 2)
     work += ROUNDING * sum(2.0 * i.params * i.shape[1] for i in items)
+    tables = sum(i.params for i in plan.items if i.kind in ("embedding", "head"))
+    if any(rounds_both_sides(i) for i in items):
+        work += LEARNING * 6.0 * min(tokens, CURVED_TOKENS) * (sum(i.params for i in items) + tables)
     if learning := [i.params for i in items if quantizers.needs_learning(str(i.method))]:
         read = tokens * (UNSEEN + 1) / UNSEEN
-        tables = sum(i.params for i in plan.items if i.kind in ("embedding", "head"))
         distills = any(quantizers.needs_distilling(str(i.method)) for i in items)
-        work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * sum(learning)
+        alone = sum(i.params for i in items if learns_alone(i))
+        work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
             work += LEARNING * read * (8 * PASSES + 4) * (sum(learning) + tables)
     return work
@@ -125,7 +139,7 @@ class Calibration:
         self.rounded = 0  # matrices
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
 
-    def run(self) -> Iterator[MatrixDone | LayerDone | PassDone]:
+    def run(self) -> Iterator[CurvatureDone | MatrixDone | LayerDone | PassDone]:
         """Quantize every layer that is not done yet, in order."""
         blocks = self.blocks
         for old in staged(self.folder.parent):
@@ -135,12 +149,13 @@ class Calibration:
             raise UsageError(f"{self.folder} is a link, and lowq writes through none; remove it")
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
+        self.outputs = yield from self._curvature()
         x_ref, others = blocks.start(self.ids, texts.BATCH)
         tables = self._tables()
         x_quant = blocks.start(self.ids, texts.BATCH, tables)[0] if tables else [x.clone() for x in x_ref]
         for number in range(len(blocks)):
             began = time.monotonic()
-            path = self.folder / f"layer-{number:05d}.safetensors"
+            path = self._file(number)
             mine = {n: s for n, s in blocks.linears(number).items() if n in self.items}
             kept = {p: n for p, n in blocks.kept(number).items() if n in self.stored}
             self.layer_of |= dict.fromkeys([*mine, *kept.values()], path)
@@ -163,6 +178,25 @@ class Calibration:
         if self.distills:
             del x_quant
             yield from self._together(x_ref, others, tables)
+
+    def _file(self, number: int) -> Path:
+        """Where a finished layer lies."""
+        return self.folder / f"layer-{number:05d}.safetensors"
+
+    def _curvature(self) -> Generator[CurvatureDone, None, curvature.Sides]:
+        """What `yaqa` rounds by, for the layers that are not finished; measured on the text without the random windows."""
+        left = [i for i in range(len(self.blocks)) if not self._file(i).is_file()]
+        names = {n for i in left for n in self.blocks.linears(i) if n in self.items and rounds_both_sides(self.items[n])}
+        if not names:
+            return {}
+        text = self.ids[: self.tokens // self.ids.shape[1]]
+        return (yield from curvature.output_moments(self.blocks, text, texts.BATCH, names))
+
+    def _sides(self, names: list[str], rows: list[int]) -> dict[str, list[torch.Tensor]]:
+        """What a method gets besides for matrices laid under one another; rows: of each."""
+        if not any(n in self.outputs for n in names):
+            return {}
+        return {"outputs": [H for n, k in zip(names, rows, strict=True) for H in self.outputs.get(n) or [torch.eye(k)]]}
 
     def _together(self, wanted: Hidden, others: list[Any], tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
         """All layers learn together, from what each has learnt alone. wanted: the last layer's outputs in the original."""
@@ -227,7 +261,8 @@ class Calibration:
                 elif given := self._given(names):
                     q = better_codes(W, given, stage.moments)
                 else:
-                    q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
+                    sides = self._sides(names, [len(p) for p in parts])
+                    q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments, **sides)
                 at = 0
                 for name, part in zip(names, parts, strict=True):
                     rows, at = q.rows(at, at + len(part)), at + len(part)
@@ -235,7 +270,7 @@ class Calibration:
                     errors.append(_output_error(part, restored, stage.moments.second))
                     results |= save_item(rows, name, dtype)
                     layer.set(name, restored)
-                    if quantizers.needs_learning(str(item.method)):
+                    if learns_alone(item):
                         learning[name] = rows
                     self.rounded += 1
                     yield MatrixDone(name, self.rounded, len(self.items))

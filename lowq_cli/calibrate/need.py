@@ -14,11 +14,19 @@ UNSEEN = 8
 
 # Width -> Adam's rates where all layers learn together: of the scales' logarithms and of the zeros (in codes); of the norms; of
 # the codes. 0: they stay. Base g64, own text, WikiText-2 / mix. 2 bits, 524,288 tokens: (1e-3, 0, 0) 40.10 / 47.94, these
-# 39.25 / 47.42. 3 bits, these: 36.43 / 42.01. 4 bits, 262,144 tokens, these: 35.54 / 41.15.
-TOGETHER = {1: (2e-3, 5e-4, 3e-3), 2: (2e-3, 5e-4, 3e-3), 3: (1e-3, 2e-4, 0.0)}
+# 39.25 / 47.42. 3 and 4 bits: see BOTH_SIDES; codes at 1e-3 and 2e-3 did not move in 288 steps.
+TOGETHER = {1: (2e-3, 5e-4, 3e-3), 2: (2e-3, 5e-4, 3e-3), 3: (1e-3, 2e-4, 1e-2), 4: (1e-3, 2e-4, 1e-2)}
 WIDER = (1e-3, 0.0, 0.0)
+# Widths at which all layers start from codes that `yaqa` rounded, none having learnt alone, and codes move. Base g64, 262,144
+# tokens of its own text, KL on WikiText-2 / mix: 3 bits 0.115 / 0.133; without yaqa 0.126 / 0.141, and without moving codes
+# 0.128 / 0.143; as learn leaves them, codes fixed, 0.139 / 0.157. 4 bits 0.0314 / 0.0355, and 0.0338 / 0.0375. Not measured
+# at 2 bits and 1.
+BOTH_SIDES = (3, 4)
 MOST_CODES = 2 * 10**9  # weights whose codes learn together: 12 bytes each of memory, and of disk after each pass
 ALONE_TOKENS = 131072  # that a layer learns from alone, where all learn together from more
+
+CURVED_TOKENS = 262144  # from which the curvature is measured, at most: as many as for base, whose widest matrix has 1,408 rows
+HELD_BYTES = 1 << 32  # of hidden states that one pass of that may leave for its way back
 
 MOST_TOKENS, COST = 524288, 5e14  # where all layers learn together on a GPU, and the most weights times tokens
 
@@ -37,6 +45,14 @@ class LayerDone:
     resumed: bool
     notes: dict[str, str] = field(default_factory=dict)
     unscaled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CurvatureDone:
+    """One more layer of some windows of the text is measured for `yaqa`, the `index`-th of `total`."""
+
+    index: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,20 @@ def tokens_for(plan: Plan) -> int:
     """How many tokens all layers of a plan learn from on a GPU where nobody says: a power of two."""
     weights = sum(i.params for i in plan.items if i.scheme)
     return min(MOST_TOKENS, max(CALIB_TOKENS, 1 << int(COST / max(weights, 1)).bit_length() - 1))
+
+
+def learns_alone(item: Item) -> bool:
+    """Whether a matrix learns with its layer alone (calibrate/learn.py)."""
+    method = str(item.method)
+    return quantizers.needs_learning(method) and not (quantizers.needs_curvature(method) and rounds_both_sides(item))
+
+
+def rounds_both_sides(item: Item) -> bool:
+    """Whether a matrix is rounded by the curvature of its outputs, too (calibrate/curvature.py); experts have none."""
+    method = str(item.method)
+    if not quantizers.needs_curvature(method) or item.kind == "expert":
+        return False
+    return not quantizers.needs_learning(method) or bool(item.scheme and item.scheme.bits in BOTH_SIDES)
 
 
 def is_calibrated(plan: Plan) -> bool:
@@ -100,6 +130,9 @@ def working_bytes(plan: Plan) -> int:
         inputs += 8 * max(layers.values()) + texts.BATCH * texts.WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
     slab = min(quantizers.GPTQ_SLAB, max(i.params for i in items))
     alone = 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * slab)
+    if any(rounds_both_sides(i) for i in items):
+        left = min(HELD_BYTES, 4 * min(plan.recipe.tokens, CURVED_TOKENS) * hidden * (len(layers) + 2))
+        alone = max(alone, 4 * (2 * max(layers.values()) + inputs + texts.BATCH * texts.WINDOW * 16 * widest) + left)
     distills = any(quantizers.needs_distilling(str(i.method)) for i in items)
     return max(alone, _together(plan, items, layers, 4 * streams)) if distills else alone
 

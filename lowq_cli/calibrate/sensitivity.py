@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_cli.calibrate.gradients import backward, by_outputs, entered
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.layers import DecoderLayers, Spot, run
@@ -86,15 +87,11 @@ class Sensitivities:
 
         Raises UnsupportedError for a model whose layers cannot be run one by one, or whose embedding is projected.
         """
-        hidden, others = self.blocks.start(ids, batch)
+        inputs, others = entered(self.blocks, ids, batch)
         for name, c in self.candidates.items():
-            if c.kind == "embedding" and c.shape[1] != hidden[0].shape[-1]:  # OPT-350m: no gradient here is by its rows
+            if c.kind == "embedding" and c.shape[1] != inputs[0][0].shape[-1]:  # OPT-350m: no gradient here is by its rows
                 raise UnsupportedError(f"{name} is projected before the first layer, so what its rows cost is not measured")
-        entered = [hidden]
-        for number in range(len(self.blocks)):
-            with torch.no_grad(), self.blocks.layer(number) as module:
-                entered.append([run(module, h, others[number]) for h in entered[-1]])
-        errors, grads = self._head(ids, batch, entered.pop())
+        errors, grads = self._head(ids, inputs.pop())
         if watch:
             watch(0, len(self.blocks))
         tokens = ids.numel()
@@ -104,8 +101,8 @@ class Sensitivities:
                 places = {s.module: _Place() for s in spots.values()}
                 with _hooked(module, places):
                     grads = [
-                        _backward(lambda h: run(module, h, others[number]), h, g)  # noqa: B023  (called here)
-                        for h, g in zip(entered.pop(), grads, strict=True)
+                        backward(lambda h: run(module, h, others[number]), h, g)  # noqa: B023  (called here)
+                        for h, g in zip(inputs.pop(), grads, strict=True)
                     ]
                 for name, spot in spots.items():
                     errors[name] = self._linear(name, spot, places[spot.module], tokens)
@@ -117,22 +114,15 @@ class Sensitivities:
                 errors[name] = {s: e + errors.get(name, {}).get(s, 0.0) for s, e in table.items()}
         return errors
 
-    def _head(self, ids: torch.Tensor, batch: int, last: list[torch.Tensor]) -> tuple[Errors, list[torch.Tensor]]:
+    def _head(self, ids: torch.Tensor, last: list[torch.Tensor]) -> tuple[Errors, list[torch.Tensor]]:
         """The head's errors (under the embedding's name where that is the head), and gradients by the last hidden states."""
         head = self.blocks.model.get_output_embeddings()
         name = next((n for n, c in self.candidates.items() if c.kind == "head"), None)
         tied = name is None and self.blocks.skeleton.tied
         name = next((n for n, c in self.candidates.items() if c.kind == "embedding"), None) if tied else name
         place = _Place()
-        g = torch.Generator().manual_seed(0)
-        grads = []
-        with self.blocks.tail() as logits, _hooked(head, {"": place} if name else {}):
-            for number, hidden in enumerate(last):
-                parts = []
-                for i, h in enumerate(hidden):  # a window at a time: logits are large
-                    window = ids[number * batch + i].unsqueeze(0)
-                    parts.append(_backward(lambda h, w=window: _drawn(logits(w, h), g), h.unsqueeze(0), None))  # type: ignore[misc]
-                grads.append(torch.cat(parts))
+        with _hooked(head, {"": place} if name else {}):
+            grads = by_outputs(self.blocks, ids, last, torch.Generator().manual_seed(0))
         if name is None:
             return {}, grads
         return {name: self._linear(name, Spot(""), place, ids.numel())}, grads
@@ -187,24 +177,6 @@ def _take(read: Callable[[int, int], torch.Tensor], rows: torch.Tensor) -> torch
 def _relative(W: torch.Tensor, rounded: torch.Tensor) -> float:
     W = W.float()
     return float((W - rounded).square().sum() / W.square().sum().clamp(min=1e-30))
-
-
-def _backward(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, g: torch.Tensor | None) -> torch.Tensor:
-    """The gradient by `hidden`."""
-    with torch.enable_grad():
-        x = hidden.detach().requires_grad_()
-        forward(x).backward(g)
-    assert x.grad is not None
-    return x.grad
-
-
-def _drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The summed log-probability of tokens drawn from the predictions themselves."""
-    log_p = torch.log_softmax(logits.float().reshape(-1, logits.shape[-1]), -1)
-    u = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
-    with torch.no_grad():
-        drawn = torch.searchsorted(log_p.exp().cumsum(-1), u).clamp(max=log_p.shape[1] - 1)
-    return log_p.gather(1, drawn).sum()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Quantizers: one file = one algorithm, `quantize(W, scheme, dtype) -> QuantizedTensor`; this file finds and names them.
 
 The folder is the list: a file `<name>.py` here is the method `<name>`, its docstring's first line the summary that
-`--help` shows, and a line `FACT = True` in it what `calibrate` does for it (TEXT, SCALES, CARRIES, LEARN, DISTILL). All of that
-is read without importing torch. A file whose name starts with _ is a helper.
+`--help` shows, and a line `FACT = True` in it what `calibrate` does for it (TEXT, SCALES, CARRIES, CURVATURE, LEARN, DISTILL).
+All of that is read without importing torch. A file whose name starts with _ is a helper.
 """
 
 import importlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantized without them
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
-TAKE_TABLES = ("lsq", "rtn", "gptq", "learn", "distill")  # methods that choose codes of a table
+TAKE_TABLES = ("lsq", "rtn", "gptq", "yaqa", "learn", "distill")  # methods that choose codes of a table
 Quantize = Callable[..., "QuantizedTensor"]
 
 # Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
@@ -78,6 +78,11 @@ def needs_learning(name: str) -> bool:
 def needs_distilling(name: str) -> bool:
     """Whether all layers learn together behind that (calibrate/end_to_end.py): its file says DISTILL."""
     return _says(name, "DISTILL")
+
+
+def needs_curvature(name: str) -> bool:
+    """Whether its `quantize` takes `outputs`, which `calibrate` measures (calibrate/curvature.py): its file says CURVATURE."""
+    return _says(name, "CURVATURE")
 
 
 def carries_errors(name: str) -> bool:

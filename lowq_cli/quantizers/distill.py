@@ -1,10 +1,11 @@
-"""learn, then all layers and norms follow the KL divergence of the whole model: best, slowest. Needs a calibration text."""
+"""yaqa or learn, then all layers and norms follow the whole model's KL divergence: best, slowest. Needs a calibration text."""
 
-from lowq_cli.quantizers.gptq import quantize
+from lowq_cli.quantizers.yaqa import quantize
 
 __all__ = ["quantize"]
 
 TEXT = True
 CARRIES = True
-LEARN = True  # `calibrate` hands a layer's results to calibrate/learn.py
+CURVATURE = True  # at the widths of calibrate/need.py's BOTH_SIDES
+LEARN = True  # at the others: `calibrate` hands a layer's results to calibrate/learn.py
 DISTILL = True  # and all layers' to calibrate/end_to_end.py

@@ -1,5 +1,6 @@
 """GPTQ: columns are rounded one after the other, and those still to come make up for the error. Needs a calibration text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -68,25 +69,36 @@ def quantize(
         SchemeError: shape or group size that does not fit, moments of another K. DamagedError: NaN or infinite weights.
     Source: GPTQ (arXiv:2210.17323); the drift term GPTAQ (arXiv:2504.02692); the order of groups GAR as in GPTQModel.
     """
-    _, K, G = check_weight(W, scheme)
-    if moments is None:
-        path = _Path.straight(K, W.device)
-    else:
-        if moments.tokens >= ENOUGH * K:
-            moments = replace(moments, tokens=0)
-        W, path = correct_drift(W, moments), _Path.of(damp(moments), G)
-    if grid is not None:
-        table = grid.table
-    elif table is None:
-        table = companion_of(W, scheme)
-    book = Book(scheme, table, W.device, dtype) if scheme.table else None
     if grid is None:
-        return quantize_rows(W, scheme, partial(_solve, path, None, book), dtype, GPTQ_SLAB, table)
+        W, rounded = rounder(W, scheme, dtype, moments, table)
+        return rounded(W)
+    W, path = _corrected(W, scheme, moments)
+    K, book = W.shape[1], Book(scheme, grid.table, W.device, dtype) if scheme.table else None
     step, codes = max(1, GPTQ_SLAB // K), []
     for i in range(0, len(W), step):
         held = grid.rows(i, min(i + step, len(W)))
         codes.append(quantize_rows(W[i : i + step], scheme, partial(_solve, path, held, book), None, W.numel(), held.table).W_q)
     return replace(grid, W_q=torch.cat(codes))
+
+
+def rounder(
+    W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, moments: Moments | None, table: torch.Tensor | None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], QuantizedTensor]]:
+    """W (N, K) corrected for the drift of its inputs, and what rounds rows of it (R, K). Arguments as `quantize` has them."""
+    W, path = _corrected(W, scheme, moments)
+    table = companion_of(W, scheme) if table is None else table
+    book = Book(scheme, table, W.device, dtype) if scheme.table else None
+    return W, lambda rows: quantize_rows(rows, scheme, partial(_solve, path, None, book), dtype, GPTQ_SLAB, table)
+
+
+def _corrected(W: torch.Tensor, scheme: Scheme, moments: Moments | None) -> tuple[torch.Tensor, "_Path"]:
+    """W (N, K) corrected for the drift of its inputs, and the way over its columns."""
+    _, K, G = check_weight(W, scheme)
+    if moments is None:
+        return W, _Path.straight(K, W.device)
+    if moments.tokens >= ENOUGH * K:
+        moments = replace(moments, tokens=0)
+    return correct_drift(W, moments), _Path.of(damp(moments), G)
 
 
 def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:

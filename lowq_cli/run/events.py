@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowq_cli.calibrate.need import LayerDone, MatrixDone, PassDone
+from lowq_cli.calibrate.need import CurvatureDone, LayerDone, MatrixDone, PassDone
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ class Finished:
     result: Result
 
 
-Event = TextStep | MatrixDone | LayerDone | PassDone | TensorDone | ShardDone | Finished
+Event = TextStep | CurvatureDone | MatrixDone | LayerDone | PassDone | TensorDone | ShardDone | Finished

@@ -24,7 +24,7 @@ def quicken(monkeypatch, factor):
 
     def rates(bits, weights):
         scales, norms, codes = need.rates(bits, weights)
-        return factor * scales, factor * norms, 2 * factor * codes
+        return factor * scales, factor * norms, (codes > 0) * factor * 6e-3
 
     monkeypatch.setattr(end_to_end, "rates", rates)
 
@@ -41,7 +41,7 @@ def weights(folder):
     ("family", "bits", "norms"),
     [
         ("llama", 2, 4),
-        ("llama-tied", 4, 0),
+        ("llama-tied", 3, 4),
         ("phi3", 3, 4),
         ("gpt2", 2, 4),
         ("gemma3", 3, 12),
@@ -69,7 +69,7 @@ def test_predictions_come_nearer(family, bits, norms, family_checkpoints, text, 
     learnt = {n for n in changed if n.endswith("norm.weight") or ".ln_" in n}
     assert len(learnt) == norms
     codes = {n for n in changed - learnt if n.endswith(".weight")}
-    assert bool(codes) == (bits == 2)
+    assert codes
     assert changed - learnt - codes
     assert all(n.endswith((".weight_scale", ".weight_zero", ".weight_table")) for n in changed - learnt - codes)
     assert any(n.endswith(".weight_table") for n in changed) == (form == "table")

@@ -85,7 +85,7 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
 
 def test_what_rounds_as_gptq_does_carries_errors():
     """Facts are read from a method's file as they stand there: learn had CARRIES from gptq's, and --bpw did not know."""
-    assert [m for m in quantizers.methods() if quantizers.carries_errors(m)] == ["distill", "gptq", "learn"]
+    assert [m for m in quantizers.methods() if quantizers.carries_errors(m)] == ["distill", "gptq", "learn", "yaqa"]
 
 
 def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, monkeypatch):
