@@ -6,6 +6,7 @@ every depth, steps with drafts and without them in turn, each text its own numbe
 
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.serving.drafting import REMEMBERED, RUN, Answers, choose
-from lowq_cli.serving.request import Draw, Request
+from lowq_cli.serving.http.answers import Answer
+from lowq_cli.serving.http.text import Writer
+from lowq_cli.serving.request import Draw, Event, Request
 
 KINDS = {
     "llama": {},
@@ -26,6 +29,9 @@ KINDS = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
+
+
+TEXTS = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
 
 
 class Knowing:
@@ -130,12 +136,17 @@ def test_a_beginning_from_the_cache_goes_on_as_one_that_was_computed(model, clie
     answer = alone(model, prompt, 320)
     more = prompt + answer[:290] + [5, 6, 7]
     wanted = {tuple(prompt): answer, tuple(more): alone(model, more, 30)}
+    plain = Client(model, running=3)
+    for p, n in ((prompt, 320), (more, 30)) * 3:
+        plain.tokens(plain.ask(p, n))
+    hits = plain.engine.stats().prefix_hits
+    plain.engine.stop(0)
     for seed in range(3):
         c = client(wanted, seed, running=3)
         for _ in range(3):
             assert c.tokens(c.ask(prompt, 320)) == [answer]
             assert c.tokens(c.ask(more, 30)) == [wanted[tuple(more)]]
-        assert c.engine.stats().prefix_hits > 0
+        assert c.engine.stats().prefix_hits == hits > 0
         counted(c)
 
 
@@ -282,3 +293,19 @@ def test_earlier_answers_are_remembered_and_the_oldest_forgotten():
     assert answers.find(tuple(texts[0][100 : 100 + RUN])) is None
     assert answers.find(tuple(texts[-1][:2])) is None
     answers.add([1, 2])
+
+
+def test_usage_tells_drafts_that_were_right_and_wrong():
+    def usage(*drafted):
+        writers = []
+        for one in drafted:
+            writers.append(Writer(TEXTS, (1, 2), (), frozenset()))
+            writers[-1].push([Event(5), Event(6, finish_reason="length", drafted=one)])
+        return Answer(None, None, writers, 2, None, "m", [""] * len(writers)).usage()["completion_tokens_details"]
+
+    assert usage((3, 1), (4, 0)) == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 7,
+        "rejected_prediction_tokens": 1,
+    }
+    assert usage((0, 0)) == {"reasoning_tokens": 0}

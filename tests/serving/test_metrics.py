@@ -32,7 +32,7 @@ def test_the_share_of_the_memorys_speed(monkeypatch, reads):
 
 
 def test_counters_of_a_model_that_is_loaded_again_go_on():
-    all_, stats = metrics.Metrics(), Stats(new_tokens=7, running=2)
+    all_, stats = metrics.Metrics(), Stats(new_tokens=7, running=2, drafted=5, accepted=3)
     for _ in range(2):
         all_.watch("m", SimpleNamespace(stats=lambda: stats), metrics.Roofline())
         assert 'lowq_requests_running{model="m"} 2.0' in all_.text().decode()
@@ -40,6 +40,8 @@ def test_counters_of_a_model_that_is_loaded_again_go_on():
     page = all_.text().decode()
     assert 'lowq_generation_tokens_total{model="m"} 14.0' in page
     assert 'lowq_model_loads_total{model="m"} 2.0' in page
+    assert 'lowq_draft_tokens_total{model="m"} 10.0' in page
+    assert 'lowq_draft_tokens_accepted_total{model="m"} 6.0' in page
     assert 'lowq_requests_running{model="m"}' not in page
 
 
