@@ -166,6 +166,7 @@ def prompt(
     """As `latent.prompt`."""
     if refuse(q, cache, f):
         return definition.prompt(q, latent, cache, start, cos, sin, f)
+    assert isinstance(cache, torch.Tensor)
     (B, T), S, n = q.shape[:2], cache.shape[2], start + q.shape[1]
     turned = _place(q.flatten(0, 1), latent.flatten(0, 1), cache, None, (T, start), cos, sin, f)
     k, v = _up(cache[:, 0, :n, : f.rank], f)
@@ -185,6 +186,7 @@ def packed(
     """As `latent.packed`; runs: the tokens by sequence, as the host knows them."""
     if runs is None or not runs.each or refuse(q, cache, f):
         return definition.packed(q, latent, cache, p, cos, sin, f)
+    assert isinstance(cache, torch.Tensor)
     turned = _place(q, latent, cache, p, (1, 0), cos, sin, f)
     size = cache.shape[2]
     held = torch.cat([_held(cache, p.table[run.row, : -(-run.length // size)], run.length) for run in runs.each])

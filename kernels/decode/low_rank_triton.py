@@ -7,6 +7,9 @@ Grid    (cdiv(M, BLOCK_M), SPLIT_K) and (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)): a 
 Limits  any M, K, N; parts of K are summed in the order in which they lie: the same bits each time
 """
 
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
 import torch
 import triton
 import triton.language as tl

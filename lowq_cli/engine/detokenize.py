@@ -7,6 +7,7 @@ ends in an unfinished character nothing comes out. Now and then it moves on, and
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from lowq_cli.models import Tokenizer
 
@@ -75,6 +76,6 @@ class Detokenizer:
 
 def shown_tokens(tokenizer: Tokenizer, tags: Iterable[str]) -> dict[int, str]:
     """The special tokens that a reader of these tags has to see, and their texts."""
-    added = getattr(tokenizer, "added_tokens", dict)()
+    added: dict[str, Any] = getattr(tokenizer, "added_tokens", dict)()
     wanted = list(tags)
     return {found.token: text for text, found in added.items() if found.special and any(text in tag for tag in wanted)}

@@ -22,6 +22,7 @@ from lowq_cli.files.source import Source, open_source
 from lowq_kernels.decode.norms import Norm
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.arch.names import Tensor, part_tensors
+from lowq_packers.arch.parts import Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.heads import mtp, read_head
 from lowq_packers.heads.parts import MAPS, MASK, Read, Target
@@ -221,7 +222,8 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
     if why := rope.why_not(getattr(read.config, "rope_parameters", None)):
         raise NotPlain(why)
     head, named = read.head, _Names(read, source.headers)
-    m, fuse = head.model, (head.fuse.project,) if head.fuse else ()
+    m = head.model
+    fuse: tuple[Linear, ...] = (head.fuse.project,) if head.fuse else ()
     markov = head.block.markov if head.block else None
     fuse += (markov.out, *markov.join) if markov else ()
     rows = target.vocabulary

@@ -202,7 +202,7 @@ def _stacks(part: Experts, named: Named, headers: Mapping[str, TensorHeader]) ->
     if not part.stacked or f"{named.full(part.files)}.{part.leaves[0]}" not in headers:
         return {}
     E, N, K = part.router.experts, part.inner, part.hidden
-    found = {}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     sizes = {"gate_up_proj" if part.gated else "up_proj": (2 * N if part.gated else N, K), "down_proj": (K, N)}
     for (parameter, (rows, columns)), leaf in zip(sizes.items(), part.leaves, strict=True):
         name = f"{named.full(part.files)}.{leaf}"
@@ -230,7 +230,7 @@ def _dtype(source: Source, known: Named) -> torch.dtype:
         held = (source.headers[n].dtype for n in known.tensors if n in source.headers)
         named = next((torch_dtype(d) for d in held if d in FLOATS), None)
     found = DTYPES.get(named, named) if isinstance(named, str) else named
-    if found not in DTYPES.values():
+    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         raise NotPlain(f"config.json names the dtype {named!r}")
     return found
 

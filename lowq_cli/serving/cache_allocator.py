@@ -121,7 +121,8 @@ def make_cache(
         little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
             room, token_budget = (None, None) if little else _room(plan, kind, most, longest, fixed)
-        rooms = [int(room * SHARE[device.type])] * (room is not None) + [most_bytes] * (most_bytes is not None)
+        rooms = [] if room is None else [int(room * SHARE[device.type])]
+        rooms += [] if most_bytes is None else [most_bytes]
         if rooms:
             n = sizes.most_blocks(min(rooms) - states, n, most, longest)
         if n < LEAST:

@@ -159,7 +159,7 @@ class ModelRunner:
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
         """The prompt tokens of a pass by text."""
         ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist()
-        return [Run(*ends[i : i + 2], p.slot, p.first, p.row) for i, p in enumerate(pieces)]
+        return [Run(ends[i], ends[i + 1], p.slot, p.first, p.row) for i, p in enumerate(pieces)]
 
     def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         if self.met is not None and (b, M) not in self.captured:

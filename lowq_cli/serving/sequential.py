@@ -185,7 +185,8 @@ def _limits(model: Any, waiting: int, kv: str, cache_bytes: int | None) -> Limit
     heads = config.get("num_key_value_heads") or queries
     each = 2 * config.get("num_hidden_layers", 0) * heads * (slot_bytes(kv, size, model.dtype) if size else 0)
     free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else memory.available_memory()
-    rooms = [int(SHARE * free)] * (free is not None) + [cache_bytes] * (cache_bytes is not None)
+    rooms = [] if free is None else [int(SHARE * free)]
+    rooms += [] if cache_bytes is None else [cache_bytes]
     if each and rooms:
         longest = max(1, min(longest, min(rooms) // each))
     return Limits(longest, 1, waiting, longest, longest * each)

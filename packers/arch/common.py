@@ -223,8 +223,8 @@ def wrapper(
         seen = images(c) if images is not None and getattr(c, "vision_config", {}) is not None else None
         ids = {(getattr(c, name, default), read_as(c.text_config)) for name, default in (placeholders or {}).items()}
         known = tuple(sorted(pair for pair in ids if pair[0] is not None and pair[0] < inside.vocab))
-        how = {"tied": tied, "files": files, "extra": extra, "images": seen, "read_as": known}
-        return replace(inside, prefix=prefix, beside=beside, **how)
+        named = replace(inside, prefix=prefix, beside=beside, files=files, extra=extra)
+        return replace(named, tied=tied, images=seen, read_as=known)
 
     return described
 

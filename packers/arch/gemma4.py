@@ -98,8 +98,8 @@ def gemma4_text(c: Any) -> Model:
 
 def images(c: Any) -> Images:
     token, begin, end = (token_of(c, *of) for of in (("image", 258880), ("boi", 255999), ("eoi", 258882)))
-    whole = "windows" if getattr(c.text_config, "use_bidirectional_attention", None) == "vision" else ""
-    return Images(token, "framed", begin, end, whole=whole)
+    both_ways = getattr(c.text_config, "use_bidirectional_attention", None) == "vision"
+    return Images(token, "framed", begin, end, whole="windows" if both_ways else "")
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

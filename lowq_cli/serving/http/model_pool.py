@@ -181,7 +181,9 @@ class ModelPool:
         """End all engines; from any thread, once the event loop has ended."""
         from concurrent.futures import ThreadPoolExecutor
 
-        ends = [partial(p.model.engine.stop, 0) for p in self.places.values() if p.model is not None]
+        ends: list[Callable[[], object]] = [
+            partial(p.model.engine.stop, 0) for p in self.places.values() if p.model is not None
+        ]
         ends += [p.loading.stop for p in self.places.values() if p.loading is not None]
         with ThreadPoolExecutor(max(1, len(ends))) as pool:
             list(pool.map(lambda end: end(), ends))
