@@ -37,7 +37,7 @@ REFUSED = (  # what the system says of a name that it was given
 )
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
-    *("draft", "export", "refine", "serve", "ps", "stop", "push", "ls", "rm", "doctor"),
+    *("draft", "export", "refine", "serve", "batch", "ps", "stop", "push", "ls", "rm", "doctor"),
 )
 
 app = typer.Typer(
@@ -245,9 +245,8 @@ def _in_plain_words(text: str) -> str:
 
 def _first_screen(text: str) -> str:
     """The help of a bare `lowq` without its options, so that a terminal of 24 lines shows all of it and the prompt."""
-    usage, _, rest = text.partition("\n")
-    before, _, after = rest.partition("\nOptions:")
-    lines = f"{before}{after[after.index(chr(10) + 'Commands:') :]}".splitlines()
+    usage = text.partition("\n")[0]
+    lines = text[text.index("\nCommands:") :].splitlines()
     return "\n".join([f"{usage}   (options: lowq -h)", *filter(str.strip, lines)])
 
 

@@ -5,8 +5,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,14 +12,14 @@ import typer
 from lowq_cli import completion, console
 from lowq_cli.commands import Activations, Device, Draft, KvCache
 from lowq_cli.serving.token_budget import PREFER
-from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import socket
 
     from lowq_cli.serving.http.app import Served
     from lowq_cli.serving.http.loading import Loaded
-    from lowq_cli.serving.offers import Offer
+    from lowq_cli.serving.http.opening import Asked
     from lowq_cli.serving.printer import Printer
 
 EXAMPLES = """Examples:
@@ -141,9 +139,11 @@ def serve(
             raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
+        from lowq_cli.serving.http.opening import Asked
+
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         how |= {"act": act, "prefer": prefer, "draft": draft}
-        asked = _Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt))
+        asked = Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt))
         address = None if local else (host, port)
         _serve(asked, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
 
@@ -158,71 +158,8 @@ def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Which models the command line names, and how many may be loaded; fields as `serve` has them."""
-
-    ckpt: str | None
-    models: tuple[str, ...]
-    config: str | None
-    memory: str | None
-    keep_alive: str | None
-    name: str | None
-    lora: dict[str, str]
-
-    @property
-    def one(self) -> bool:
-        """Whether it is a server of one model, which is loaded as long as it runs."""
-        return self.ckpt is not None and not (self.models or self.config)
-
-    def read(self) -> "_Offers":
-        """What is offered. Raises UsageError, NotFoundError."""
-        from lowq_cli.files.source import check_there
-        from lowq_cli.serving import offers
-
-        file = offers.read_config(Path(self.config)) if self.config else offers.Config()
-        first = None
-        if self.ckpt is not None:
-            check_there(self.ckpt)
-            how = {"lora": self.lora} if self.lora else {}
-            first = offers.Offer(self.name or offers.given_name(self.ckpt), self.ckpt, how, pin=self.one)
-        elif self.name:
-            raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
-        found = {first.name: first} if first and self.one else offers.gather(file, self.models, first)
-        default = file.default or (first.name if first else self._last(found))
-        if default not in found:
-            raise NotFoundError(
-                f"default = {default} is none of the models that there are: {', '.join(found)}"
-                if default
-                else "no model here; run: lowq quantize demo, or name a folder of models with --models DIR"
-            )
-        memory = offers.size(self.memory, "--memory") if self.memory else file.memory
-        alive = offers.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
-        return _Offers(found, default, memory, float("inf") if alive is None else alive)
-
-    def _last(self, found: dict[str, "Offer"]) -> str:
-        """The checkpoint that commands take without a name, or else the first one there is."""
-        from lowq_cli import state
-
-        here = {offer.folder.absolute(): name for name, offer in found.items()}
-        known = [k.checkpoint.absolute() for k in state.known() if k.checkpoint.absolute() in here]
-        if not known or self.models or self.config:
-            return next(iter(found), "")
-        return here[Path(state.checkpoint_or_last(None)).absolute()]
-
-
-@dataclass(frozen=True)
-class _Offers:
-    """Models by name, the default's, bytes of all loaded ones (None: what there is), seconds until an idle one is unloaded."""
-
-    models: dict[str, "Offer"]
-    default: str
-    memory: int | None
-    keep_alive: float
-
-
 def _serve(
-    asked: _Asked,
+    asked: "Asked",
     address: tuple[str, int] | None,
     api_key: str,
     strict: bool,
@@ -237,41 +174,26 @@ def _serve(
         raise UsageError(f"--port {address[1]} must be from 0 to 65535")
     from lowq_cli import running
     from lowq_cli.serving.http import run
-    from lowq_cli.serving.http.loading import Loader, LoadingModel
+    from lowq_cli.serving.http.opening import Opening
     from lowq_cli.serving.printer import Printer
 
     offers = asked.read()
     bound, own = None if address is None else run.listen(*address), None if dry_run else running.listen()
     if bound is None and own is None and not dry_run:
         raise UnsupportedError("--local needs a Unix socket in a folder of yours; name one: XDG_STATE_HOME=DIR")
-    more = {} if asked.one else {"memory": offers.memory or 0}
-    loader = Loader(device, how | more)
-    first, printer = LoadingModel(offers.models[offers.default], device, how | more, console.quiet), Printer()
+    opening, printer = Opening(asked, offers, device, how), Printer()
     try:
         from lowq_cli.serving.http.app import PICTURE_BODY, Served  # while the model is loaded
-        from lowq_cli.serving.http.model_pool import ModelPool
 
-        model = first.made()
-        assert first.loaded is not None
-        pool = ModelPool(
-            offers.models,
-            offers.default,
-            loader.begin,
-            None if asked.one else offers.memory or _room(first.loaded),
-            offers.keep_alive,
-            only=asked.one,
-        )
-        pool.adopt(model)
-        pool.say, pool.prepare = printer.say, loader.prepare
-        pool.refresh = dict if asked.one else lambda: asked.read().models
+        pool = opening.pool(printer.say)
         names, url = (run.LOOPBACK, "") if bound is None else (run.names(bound), run.url(bound))
         about = {"url": url, "kept": bound is None}
         served = Served(pool, api_key, names, log=printer.say, failed=_failed, strict=strict, about=about)
-        if model.pictures is not None or not asked.one:
+        if pool.one.pictures is not None or not asked.one:
             served.body_bytes = PICTURE_BODY
         if bound is None:
             served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
-        plan = _plan(served, first.loaded, url, how["kv"])
+        plan = _plan(served, opening.loaded, url, how["kv"])
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
@@ -279,23 +201,12 @@ def _serve(
             _run(served, [s for s in (bound, own) if s is not None], grace, plan, printer, asked)
     finally:
         running.forget()
-        first.stop()
-        loader.stop()
+        opening.stop()
         printer.close(LAST_LINE_S)
 
 
-def _room(loaded: "Loaded") -> int | None:
-    """Bytes that all models together may take where nobody says: most of what the device has."""
-    from lowq_cli import memory
-
-    if loaded.device_bytes is not None:
-        return int(0.95 * loaded.device_bytes)
-    free = memory.available_memory()
-    return None if free is None else int(0.8 * free) + loaded.facts.weight_bytes
-
-
 def _run(
-    served: "Served", bound: "list[socket.socket]", grace: float, plan: dict[str, Any], printer: "Printer", asked: _Asked
+    served: "Served", bound: "list[socket.socket]", grace: float, plan: dict[str, Any], printer: "Printer", asked: "Asked"
 ) -> None:
     """Answer until told to stop, with a live line of the speed on a terminal."""
     from lowq_cli.serving.http import run

@@ -285,3 +285,14 @@ def test_of_two_servers_started_at_once_on_one_port_one_is_told_before_it_loads(
     finally:
         for p in both:
             p.kill()
+
+
+def test_systemd_is_told_when_the_server_is_ready_and_when_it_stops(start, tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(tmp_path / "notify"))
+        told.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        s = start()
+        assert told.recv(100) == b"READY=1"
+        assert s.stop() == 0
+        assert told.recv(100) == b"STOPPING=1"

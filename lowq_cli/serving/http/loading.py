@@ -80,7 +80,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
-    facts = Facts(held, str(loaded.device), how["kv"], context_limit(loaded), draw, pooling_of(model), drafts, adapters)
+    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"))
+    facts = Facts(held, str(loaded.device), how["kv"], *known)
     own, images = owned(loaded), plan_of(loaded).model.images if why_not(loaded) is None else None
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, own.folder, images))
 

@@ -86,6 +86,8 @@ class Local:
             if place.state is State.READY and place.model is not None and model_path(place.offer.path) == body.get("path"):
                 if place.model.facts.kv != body.get("kv"):
                     raise Refusal(404, f"it holds its cache in {place.model.facts.kv}, not {body.get('kv')}")
+                if place.model.facts.act is not None:
+                    raise Refusal(404, f"it takes activations as {place.model.facts.act}")
                 if body.get("device") not in ("auto", place.model.facts.device.partition(":")[0]):
                     raise Refusal(404, f"it computes on {place.model.facts.device}")
                 return place

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import active_children
 from typing import Any
 
@@ -91,6 +92,15 @@ def serve(
             signal.signal(number, handler)
 
 
+def notify(line: str) -> None:
+    """Tell systemd how far the server is, where it started this process and wants to know (sd_notify)."""
+    name = os.environ.get("NOTIFY_SOCKET", "")
+    if name.startswith(("/", "@")):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as talk:
+            talk.connect("\0" + name[1:] if name[0] == "@" else name)
+            talk.sendall(line.encode())
+
+
 def _nothing(*_: object) -> None:
     """A signal that has been heard already."""
 
@@ -132,10 +142,12 @@ class _Server(uvicorn.Server):
             if hasattr(signal, "SIGHUP"):
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
             self.ready()
+            notify("READY=1")
             self.looking = asyncio.create_task(self._look())
 
     async def shutdown(self, sockets: Any = None) -> None:
         """No new requests; a last moment for those there are."""
+        notify("STOPPING=1")
         loop = asyncio.get_running_loop()
         self.served.models.close()
         late = loop.call_later(self.grace_s, self.served.models.cancel_all)

@@ -25,7 +25,7 @@ class Facts:
     weight_bytes: held by it. device: where it computes. kv: what keys and values are held in. context: tokens of a text, as the
     model's config says, None where it names no limit. published: how its generation_config.json has it drawn. pooling: how the
     hidden states of a text become one vector, of POOLINGS. drafts: what guesses tokens, or why nothing does. adapters: names
-    of its LoRA adapters, in their order.
+    of its LoRA adapters, in their order. act: what activations are rounded to, None for nothing.
     """
 
     weight_bytes: int = 0
@@ -36,6 +36,7 @@ class Facts:
     pooling: str = "last"
     drafts: str = "none"
     adapters: tuple[str, ...] = ()
+    act: str | None = None
 
 
 class ServedModel:

@@ -1,0 +1,104 @@
+"""lowq batch: a file of requests in the form of OpenAI's batches -> a file of answers."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowq_cli import console
+from lowq_cli.commands import Device, KvCache, checkpoint_argument, option
+from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.serving.http.batch import Line
+    from lowq_cli.serving.http.opening import Opening
+
+EXAMPLES = """Examples:
+  lowq batch requests.jsonl my-lowq
+  lowq batch requests.jsonl --out answers.jsonl   (each line's model by its name)
+  cat requests.jsonl | lowq batch - my-lowq --out answers.jsonl"""
+DEEP = 2  # requests in the engine for each that it computes side by side: the next one is there when one ends
+
+
+def batch(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Requests, a JSON object a line; - is stdin.")],
+    ckpt: Annotated[str | None, checkpoint_argument("The model of requests that name none, or its own name.")] = None,
+    out: Annotated[str | None, option("Where answers go.  [default: FILE.answers.jsonl]", metavar="FILE")] = None,
+    models: Annotated[list[str] | None, typer.Option("--models", metavar="DIR", help="Models by name; repeatable.")] = None,
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE.toml", help="As of lowq serve.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="All loaded models together, such as 40GB.")] = None,
+    max_batch: Annotated[int | None, typer.Option("--max-batch", min=1, help="Requests computed side by side.")] = None,
+    device: Device = "auto",
+    kv: KvCache = "16",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: how many were answered.")] = False,
+) -> None:
+    """Answer a file of requests as OpenAI's batches have them; given again, it goes on with those that have no answer yet."""
+    from lowq_cli.serving.http import batch as batches
+    from lowq_cli.serving.http.opening import Asked, Opening
+
+    if file == "-" and out is None:
+        raise UsageError("answers to requests from stdin need a file; name it with --out")
+    lines = batches.read(_text(file), file)
+    target = Path(out) if out is not None else Path(f"{file.removesuffix('.jsonl')}.answers.jsonl")
+    left = [line for line in lines if line.custom_id not in (done := batches.answered(target))]
+    if done:
+        console.say(f"{len(lines) - len(left)} of {len(lines)} requests have their answers in {target}")
+    counts = {"answered": 0, "refused": 0}
+    if left:
+        asked = Asked(ckpt, tuple(models or ()), config, memory, None, None)
+        how = {"running": max_batch, "cache_tokens": None, "deterministic": False, "kv": kv, "act": None}
+        opening = Opening(asked, asked.read(), device, how)
+        try:
+            counts = _answer(opening, left, target)
+        finally:
+            opening.stop()
+    if as_json:
+        console.out_json({**counts, "requests": len(lines), "out": str(target)})
+    refused = f", {counts['refused']} refused, as their lines say" if counts["refused"] else ""
+    console.say(f"{counts['answered']} requests answered{refused}; {target}")
+
+
+def _text(file: str) -> str:
+    from lowq_cli.calibrate.texts import read_utf8
+
+    try:
+        return sys.stdin.read() if file == "-" else read_utf8(Path(file), "requests in")
+    except UnicodeDecodeError:
+        raise UsageError("stdin is not UTF-8 text; a batch is JSON, an object a line") from None
+
+
+def _answer(opening: "Opening", lines: "list[Line]", target: Path) -> dict[str, int]:
+    """Answer requests into a file. Raises LowqError where the engine ends."""
+    import asyncio
+
+    from lowq_cli.serving.http.app import PICTURE_BODY, Served, make_app
+    from lowq_cli.serving.http.batch import run
+
+    with console.status("loading"):
+        pool = opening.pool(console.say)
+    served, at_once = Served(pool, body_bytes=PICTURE_BODY, answer_s=float("inf")), DEEP * pool.one.engine.limits.running
+
+    async def work(write: Any) -> dict[str, int]:
+        await pool.start(lambda n, of: None)
+        try:
+            return await run(make_app(served), lines, at_once, write, pool.look)
+        finally:
+            pool.close()
+
+    try:
+        with target.open("ab") as f, console.progress("answer", len(lines)) as advance:
+            done = 0
+
+            def write(row: bytes) -> None:
+                nonlocal done
+                f.write(row)
+                f.flush()
+                done += 1
+                advance(done, "")
+
+            return asyncio.run(work(write))
+    except ExceptionGroup as e:  # of several, the first says why
+        raise e.exceptions[0] from None
+    finally:
+        pool.stop()

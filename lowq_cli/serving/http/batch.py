@@ -1,0 +1,148 @@
+"""A file of requests in the form of OpenAI's batches, answered by the server's application without a server.
+
+Each line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}, for any path that is served;
+each answer is a line with its custom_id, a response of status_code, request_id and body, and an error. Answers are written as
+they come, so what was interrupted goes on with the lines that have none yet.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from lowq_cli.serving.http.answers import encoded
+from lowq_packers.atomic import write_whole
+from lowq_packers.errors import LowqError, UsageError
+
+FIELDS = {"custom_id", "method", "url", "body"}
+AGAIN = (429, 503)  # statuses of a request that may be answered later
+TRIES = 5
+
+
+@dataclass(frozen=True)
+class Line:
+    """A request of the file."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read(text: str, where: str) -> list[Line]:
+    """The requests of a file. Raises UsageError with the number of a line that is none."""
+    found: dict[str, Line] = {}
+    for number, row in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        if not row.strip():
+            continue
+        at = f"line {number} of {where}"
+        try:
+            given = json.loads(row)
+        except (ValueError, RecursionError):
+            raise UsageError(f"{at} is not JSON") from None
+        if not isinstance(given, dict) or set(given) - FIELDS or not isinstance(given.get("body"), dict):
+            raise UsageError(f"{at} must be an object of custom_id, method, url and body, the last one an object too")
+        name, url = given.get("custom_id"), given.get("url")
+        if not isinstance(name, str) or not isinstance(url, str) or given.get("method", "POST") != "POST":
+            raise UsageError(f"{at}: custom_id and url must be texts, and method POST")
+        if name in found:
+            raise UsageError(f"{at} has the custom_id {name!r} of another line")
+        if given["body"].get("stream"):
+            raise UsageError(f"{at} asks for a stream; an answer of a batch is whole")
+        found[name] = Line(name, url, given["body"])
+    if not found:
+        raise UsageError(f"{where} holds no requests")
+    return list(found.values())
+
+
+def answered(out: Path) -> set[str]:
+    """The custom_ids that need no other attempt: answered, or refused for good. What else a file of answers holds is taken out:
+    lines of what may be answered later, and a last one that is not whole.
+
+    Raises UsageError for a file that is no such file.
+    """
+    if not out.exists():
+        return set()
+    raw = out.read_bytes()
+    rows = [row for row in raw.splitlines(keepends=True) if row.endswith(b"\n")]
+    try:
+        found = [json.loads(row) for row in rows]
+        status = [row["response"]["status_code"] for row in found]
+        names = [str(row["custom_id"]) for row in found]
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{out} is there and holds no answers of a batch; name another file with --out") from None
+    kept = [i for i, code in enumerate(status) if code < 500 and code not in AGAIN]
+    if (whole := b"".join(rows[i] for i in kept)) != raw:
+        write_whole(out, whole)
+    return {names[i] for i in kept}
+
+
+async def run(
+    app: ASGIApp, lines: Sequence[Line], at_once: int, write: Callable[[bytes], object], ended: Callable[[], str]
+) -> dict[str, int]:
+    """Answer requests, so many side by side; how many were answered, and how many refused.
+
+    write: takes each line of an answer. ended: why no more can be answered, or "". Raises LowqError with that.
+    """
+    counts, left = {"answered": 0, "refused": 0}, iter(lines)
+
+    async def work(lines: Iterator[Line]) -> None:
+        for line in lines:
+            status, body = await _ask_again(app, line, ended)
+            counts["answered" if status == 200 else "refused"] += 1
+            response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
+            row = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+            write(encoded(row) + b"\n")
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(at_once, len(lines))):
+            group.create_task(work(left))
+    return counts
+
+
+async def _ask_again(app: ASGIApp, line: Line, ended: Callable[[], str]) -> tuple[int, Any]:
+    """One request; where it may be answered later, a few times."""
+    for attempt in range(TRIES):
+        status, retry, raw = await _ask(app, line)
+        if why := ended():
+            raise LowqError(f"{why}; the same command goes on with what is left")
+        if status not in AGAIN or attempt == TRIES - 1:
+            break
+        await asyncio.sleep(retry)
+    return status, json.loads(raw)
+
+
+async def _ask(app: ASGIApp, line: Line) -> tuple[int, float, bytes]:
+    """(status, seconds to wait for another attempt, body) of one request."""
+    raw, head, body, asked = encoded(line.body), Head(), bytearray(), False
+
+    async def receive() -> Message:
+        nonlocal asked
+        if asked:
+            await asyncio.Event().wait()  # nobody leaves
+        asked = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            head.status = message["status"]
+            head.retry = float(dict(message["headers"]).get(b"retry-after", 1))
+        else:
+            body.extend(message.get("body", b""))
+
+    scope = {"type": "http", "method": "POST", "path": line.url, "raw_path": line.url.encode(), "query_string": b""}
+    scope |= {"headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http", "root_path": ""}
+    await app({**scope, "server": ("localhost", 0), "client": None}, receive, send)
+    return head.status, head.retry, bytes(body)
+
+
+@dataclass
+class Head:
+    """The beginning of a response."""
+
+    status: int = 500
+    retry: float = 1.0

@@ -1,0 +1,120 @@
+"""From what a command names to a pool of models whose default one is loaded: for `serve`, and for `batch`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli import console, memory, state
+from lowq_cli.files.source import check_there
+from lowq_cli.serving import offers
+from lowq_cli.serving.http.loading import Loaded, Loader, LoadingModel
+from lowq_cli.serving.offers import Offer
+from lowq_packers.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.serving.http.model_pool import ModelPool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which models the command line names, and how many may be loaded; fields as `serve` has them."""
+
+    ckpt: str | None
+    models: tuple[str, ...]
+    config: str | None
+    memory: str | None
+    keep_alive: str | None
+    name: str | None
+    lora: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def one(self) -> bool:
+        """Whether it is a server of one model, which is loaded as long as it runs."""
+        return self.ckpt is not None and not (self.models or self.config)
+
+    def read(self) -> "Offers":
+        """What is offered. Raises UsageError, NotFoundError."""
+        file = offers.read_config(Path(self.config)) if self.config else offers.Config()
+        first = None
+        if self.ckpt is not None:
+            check_there(self.ckpt)
+            how = {"lora": self.lora} if self.lora else {}
+            first = offers.Offer(self.name or offers.given_name(self.ckpt), self.ckpt, how, pin=self.one)
+        elif self.name:
+            raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
+        found = {first.name: first} if first and self.one else offers.gather(file, self.models, first)
+        default = file.default or (first.name if first else self._last(found))
+        if default not in found:
+            raise NotFoundError(
+                f"default = {default} is none of the models that there are: {', '.join(found)}"
+                if default
+                else "no model here; run: lowq quantize demo, or name a folder of models with --models DIR"
+            )
+        memory = offers.size(self.memory, "--memory") if self.memory else file.memory
+        alive = offers.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
+        return Offers(found, default, memory, float("inf") if alive is None else alive)
+
+    def _last(self, found: dict[str, Offer]) -> str:
+        """The checkpoint that commands take without a name, or else the first one there is."""
+        here = {offer.folder.absolute(): name for name, offer in found.items()}
+        known = [k for k in state.known() if k.checkpoint.absolute() in here]
+        if not known or self.models or self.config:
+            return next(iter(found), "")
+        mine = [k for k in known if k.where == str(Path.cwd())]
+        return here[(mine or known)[-1].checkpoint.absolute()]
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Models by name, the default's, bytes of all loaded ones (None: what there is), seconds until an idle one is unloaded."""
+
+    models: dict[str, Offer]
+    default: str
+    memory: int | None
+    keep_alive: float
+
+
+class Opening:
+    """The default model on its way, and the pool once it is there.
+
+    Args:
+        asked, found: what was named, and what that is. device, how: as `loading.load` takes them.
+    """
+
+    def __init__(self, asked: Asked, found: Offers, device: str, how: Mapping[str, Any]) -> None:
+        self.asked, self.found = asked, found
+        how = {**how} if asked.one else {**how, "memory": found.memory or 0}
+        self.loader = Loader(device, how)
+        self.first = LoadingModel(found.models[found.default], device, how, console.quiet)
+
+    def pool(self, say: Callable[[str], None]) -> "ModelPool":
+        """The pool, its default model loaded and not started yet. Raises what loading raises."""
+        from lowq_cli.serving.http.model_pool import ModelPool  # while the model is loaded
+
+        found, model = self.found, self.first.made()
+        bound = None if self.asked.one else found.memory or _room(self.loaded)
+        pool = ModelPool(found.models, found.default, self.loader.begin, bound, found.keep_alive, only=self.asked.one)
+        pool.adopt(model)
+        pool.say, pool.prepare = say, self.loader.prepare
+        pool.refresh = dict if self.asked.one else lambda: self.asked.read().models
+        return pool
+
+    @property
+    def loaded(self) -> Loaded:
+        """What is known of the default model, once `pool` has been made."""
+        assert self.first.loaded is not None
+        return self.first.loaded
+
+    def stop(self) -> None:
+        """End the processes that were begun here."""
+        self.first.stop()
+        self.loader.stop()
+
+
+def _room(loaded: Loaded) -> int | None:
+    """Bytes that all models together may take where nobody says: most of what the device has."""
+    if loaded.device_bytes is not None:
+        return int(0.95 * loaded.device_bytes)
+    free = memory.available_memory()
+    return None if free is None else int(0.8 * free) + loaded.facts.weight_bytes

@@ -1,0 +1,96 @@
+"""lowq batch: every request of a file is answered once, as a server answers it, however often the command is killed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowq_cli.serving.http.batch import answered, read
+from lowq_packers.errors import UsageError
+
+LOWQ = Path(sys.executable).with_name("lowq")
+
+
+def request(name, body=None, **more):
+    return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body or {"prompt": "x"}, **more})
+
+
+def batch(*args, **how):
+    return subprocess.run([LOWQ, "batch", *map(str, args), "--device", "cpu"], capture_output=True, text=True, **how)
+
+
+def test_answers_are_those_of_the_server_and_a_killed_batch_goes_on(server, talk, tmp_path):
+    file, out = tmp_path / "asked.jsonl", tmp_path / "asked.answers.jsonl"
+    bodies = {f"r{i}": {"prompt": f"Once {i}", "max_tokens": 24, "temperature": 0, "ignore_eos": True} for i in range(60)}
+    lines = [request(name, body) for name, body in bodies.items()]
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "temperature": 0}
+    lines += [request("chat", chat, url="/v1/chat/completions"), request("bad", {"prompt": "x", "max_tokens": -1})]
+    lines += [request("nowhere", {}, url="/v1/nothing"), request("other", {"prompt": "x", "model": "gpt"})]
+    file.write_text("\n".join(lines))
+    one = ("--device", "cpu", "--max-batch", "1")  # side by side, sums would differ in their last bits
+    process = subprocess.Popen([LOWQ, "batch", file, talk, *one], stderr=subprocess.PIPE)
+    until = time.monotonic() + 120
+    while not (out.exists() and out.read_bytes().count(b"\n") > 5):
+        assert time.monotonic() < until
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    with out.open("ab") as f:
+        f.write(b'{"id": "half')  # as it may be where a disk was full
+    done = batch(file, talk, "--json", "--max-batch", 1)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(row) for row in out.read_text().splitlines()]
+    found = {row["custom_id"]: row["response"] for row in rows}
+    assert len(rows) == len(found) == len(lines)
+    for name, body in list(bodies.items())[::7]:
+        wanted = server.post("completions", body).json()["choices"][0]["text"]
+        assert found[name]["body"]["choices"][0]["text"] == wanted
+    assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    refused = {name: row["status_code"] for name, row in found.items() if row["status_code"] != 200}
+    assert refused == {"bad": 400, "nowhere": 404, "other": 404}
+    again = json.loads(batch(file, talk, "--json").stdout)
+    assert (again["answered"], again["refused"], again["requests"]) == (0, 0, len(lines))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("nonsense", "is not JSON"),
+        ("[1]", "must be an object of custom_id"),
+        (request("a", other=1), "must be an object of custom_id"),
+        (request(1), "must be texts"),
+        (request("a", method="GET"), "must be texts, and method POST"),
+        (request("a") + "\n" + request("a"), "line 2 of f has the custom_id 'a' of another line"),
+        (request("a", {"prompt": "x", "stream": True}), "asks for a stream"),
+        ("", "holds no requests"),
+    ],
+)
+def test_lines_that_are_none(line, why):
+    with pytest.raises(UsageError, match=why):
+        read(line, "f")
+
+
+def test_what_is_asked_again_and_what_is_no_file_of_answers(tmp_path):
+    def row(name, status):
+        return json.dumps({"custom_id": name, "response": {"status_code": status, "body": {}}}).encode() + b"\n"
+
+    out = tmp_path / "a.jsonl"
+    assert answered(out) == set()
+    out.write_bytes(row("a", 200) + row("b", 503) + row("c", 400) + row("d", 429) + b'{"custom')
+    assert answered(out) == {"a", "c"}
+    assert out.read_bytes() == row("a", 200) + row("c", 400)
+    out.write_text("my diary\n")
+    with pytest.raises(UsageError, match="holds no answers"):
+        answered(out)
+    assert out.read_text() == "my diary\n"
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
+    (tmp_path / "f.jsonl").write_text(request("a"))
+    done = batch(tmp_path / "f.jsonl", tmp_path / "none")
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
