@@ -10,16 +10,11 @@ from lowq_cli.engine import weights
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.owned import owned
 from lowq_cli.engine.plan import Plan
-from lowq_cli.hf.expert_kinds import Kind, kind_of
-from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.arch.parts import Model
 
 
 def planned(model: Any, described: Model | None = None) -> Any:
-    """The model with a plan of it, its experts held as lowq holds them (here unquantized)."""
-    for path, module in list(model.named_modules()):
-        if path.endswith("experts") and isinstance(kind_of(module), Kind):
-            model.set_submodule(path, QuantExperts(module, {}, model.dtype))
+    """The model with a plan of it."""
     described = described or weights.describe(model.config)[0]
     own = weights.ModelWeights(model, described)
     plan = Plan(described, model.config.get_text_config(), own, model.device, model.dtype)

@@ -195,17 +195,6 @@ def test_every_fact_of_a_description_shows(name):
         assert off(changed, wanted) > SEEN, f"{kind}.{fact}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_dense_experts_of_transformers_are_called_as_they_take_it(name):
-    """A model of transformers' on the CPU keeps its own experts: those of Llama 4 are given every token."""
-    theirs, ours = random_model(name), random_model(name)
-    if weights.why_not(ours) is not None or not any("experts" in n for n, _ in ours.named_modules()):
-        pytest.skip("without experts")
-    (ids,) = texts(VOCAB, 21)
-    found = NativeDecoder(ours).logits(torch.tensor([ids]))[0]
-    assert off(found, logits_of(theirs, ids)) < CLOSE
-
-
 def test_of_experts_without_a_kernel_only_small_steps_are_recorded():
     """A graph holds copies of the experts of every row: two of each here, of which 32 are few."""
     for name, largest in (("qwen3_moe", 16), ("llama", 128)):
