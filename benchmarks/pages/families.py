@@ -97,6 +97,29 @@ def speed() -> str:
 
 
 @part
+def prompts() -> str:
+    """The same after prompts of recurrent layers and latents had kernels, and published models whole or cut, in other runs."""
+    told, head = "", ("family", ">layers", ">us a step", ">of reading", ">tokens/s of 8", ">first token, ms")
+    for name in ("prompts", "whole"):
+        found = read(f"h100/families_speed_{name}.json")
+        cells = [
+            (
+                f"`{row['family'].removeprefix('whole:')}`" + (", published" if row["family"].startswith("whole:") else ""),
+                row["layers"],
+                f"{row['step_us']:,.0f}",
+                f"{row['share']:.0%}",
+                f"{row['tokens_per_s_8']:,}",
+                f"{row['first_token_ms']:.1f}",
+            )
+            for row in found["rows"]
+            if "step_us" in row
+        ]
+        told += f"{found['gpu']}, torch {found['torch']}, transformers {found['transformers']}, {found['date'][:10]}, one run. "
+        told += f"Memory reads {found['gbs']:,} GB/s.\n\n" + table(head, cells) + "\n"
+    return told
+
+
+@part
 def families() -> str:
     """How many come through, and the rows of all."""
     sys.path.insert(0, str(ROOT / "tests" / "families"))

@@ -1,5 +1,6 @@
-"""One token of each of many sequences through gated delta, Mamba2 and short convolutions, states in place; or rows of one
-sequence, a token and drafts of the next ones, with a copy of the state after each of them.
+"""One token of each of many sequences, or a few of one, through gated delta, Mamba2 and short convolutions, states in place.
+
+Several rows of one sequence are a token and drafts of the next ones: after each the state is copied to a slot of its own.
 
     conv   as `conv_triton`: gated delta and Mamba2 read what it writes, in fp32; of a short convolution it is all
     delta  (B, v_heads): a head's state, read and written once; norm and gate included
