@@ -1,4 +1,4 @@
-"""docs/fp8.md: quantizer, products, 8-bit activations, accuracy. Result: h100/fp8.json (fp8.py)."""
+"""docs/fp8.md: quantizer, products, 8-bit activations, accuracy. Results in h100/: fp8.json (fp8.py), act_*.json (act_*.py)."""
 
 from statistics import geometric_mean
 
@@ -97,3 +97,55 @@ def fp8_perplexity() -> str:
         lines.append((r["format"], *cells))
     found = table(("weights", ">activations 16 bits", ">int8", ">fp8"), lines)
     return found + f"\nAll {tokens:,} tokens of {run['text']}, on the {run['gpu']}.\n"
+
+
+@part
+def act_products() -> str:
+    """Products at prompts' rows beside cuBLAS."""
+    run = read("h100/act_products.json")
+    names = {"none": "16-bit x", "int8": "int8 x", "fp8": "fp8 x", "rounding fp8": "rounding alone"}
+    names |= {"cublas fp16": "cuBLAS fp16", "cublas fp8": "cuBLAS fp8"}
+    lines = []
+    for r in sorted(run["rows"], key=lambda r: (-r["bits"], -r["N"] * r["K"], -r["N"], r["M"])):
+        if r["M"] == 4096:
+            us, best = r["us"], min(r["us"].get(act, 1e9) for act in ("int8", "fp8"))
+            lines.append(
+                (f"{r['N']} x {r['K']}", r["bits"], *(shown(us.get(n)) for n in names), f"{us['cublas fp16'] / best:.2f}")
+            )
+    columns = ("N x K", ">bits", *(f">{n}" for n in names.values()), ">over cuBLAS fp16")
+    return table(columns, lines) + f"\n{run['device']}, {run['date']}.\n"
+
+
+@part
+def act_quality() -> str:
+    """What rounding costs in predictions, by width and mode."""
+    run, lines = read("h100/act_quality.json"), []
+    modes = ("int8", "int8, down in 16 bits", "fp8", "fp8, down in 16 bits", "auto")
+    texts = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
+    for r in sorted(run["rows"], key=lambda r: (r["model"], -r["bits"])):
+        for name, text in texts.items():
+            found = r[name]
+            plain = found["none"]["ppl"]
+            costs = [
+                f"{100 * (found[m]['ppl'] / plain - 1):+.2f}% / {found[m]['kl']:.4f}" if "kl" in found[m] else "" for m in modes
+            ]
+            took = f"{r['auto']['act']}, {r['auto']['share']:.0%}"
+            lines.append((r["model"], r["bits"], text, f"{plain:.2f}", *costs, took))
+    columns = ("model", ">bits", "text", ">perplexity, 16 bits", *(f">{m}" for m in modes), "auto took")
+    told = f"Perplexity against 16-bit activations and KL divergence, nats a token; {run['device']}, {run['date']}."
+    return table(columns, lines) + f"\n{told}\n"
+
+
+@part
+def act_engine() -> str:
+    """An 8B's steps and prompts by mode."""
+    lines = []
+    for act in ("none", "int8", "fp8"):
+        run = read(f"h100/serve_8b_act_{act}.json")
+        long = {(r["prompts"], r["tokens"]): f"{1e3 * r['seconds']:,.0f}" for r in run["long"]}
+        rag = run["rag-16"]
+        of_one = f"{run['users_1']['tokens_per_s']:,.0f}", f"{run['users_1']['between_ms']['p50']:.2f}"
+        of_many = f"{rag['tokens_per_s']:,.0f}", f"{rag['ttft_ms']['p50']:.0f} / {rag['ttft_ms']['p99']:,.0f}"
+        lines.append((act, *of_one, *long.values(), *of_many))
+    columns = ("`--act`", ">tokens/s, 1 user", ">ms between tokens", ">prompt of 4,400, ms", ">8 x 4,400", ">32,000")
+    return table((*columns, ">documents for 16 users, tokens/s", ">first token p50 / p99, ms"), lines)

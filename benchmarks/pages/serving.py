@@ -1,8 +1,33 @@
-"""docs/serving.md: the soaks. Results: cpu/serve_soak*.json, of tests/fuzz/soak.py."""
+"""docs/serving.md: the soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py), and loads without HTTP (serve_own.py)."""
 
-from pages import part, read
+from pages import part, read, table
 
 BAD = ("json", "types", "large", "long", "utf8", "half", "slow")
+
+LOADS = {
+    "rag-1": "documents, 1 user",
+    "rag-16": "documents, 16 users",
+    "rag-64": "documents, 64 users",
+    "agents-16": "agents, 16 users",
+    "agents-64": "agents, 64 users",
+    "chats-128": "short chats, 128 users",
+}
+SCHEDULES = {"serve_8b_before": "before", "serve_8b": "smooth", "serve_8b_first": "first-token"}
+
+
+@part
+def own_loads() -> str:
+    """Loads of serve_load.LOADS by the engine alone: the schedule before, and both of now."""
+    runs, lines = {told: read(f"h100/{file}.json") for file, told in SCHEDULES.items()}, []
+    for name, users in LOADS.items():
+        for told, run in runs.items():
+            if (r := run.get(name)) is None:
+                continue
+            t, b = r["ttft_ms"], r["between_ms"]
+            seen = f"{r['tokens_per_s']:,.0f}", f"{t['p50']:.0f} / {t['p99']:,.0f}", f"{b['p50']:.1f} / {b['p99']:.1f}"
+            lines.append((users, told, *seen, f"{b['p99'] / b['p50']:.1f}"))
+    columns = ("load", "schedule", ">tokens/s", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms", ">p99 over p50")
+    return table(columns, lines)
 
 
 @part

@@ -113,7 +113,7 @@ def shadow(engine):
         setattr(rows, name, getattr(rows, name).clone())
     rows.tables = [table.clone() for table in rows.tables]
     parts = {2: (rows.pos, rows._pos), 3: (rows.target, rows._targets), 4: (rows.order, rows._order)}
-    parts[6] = rows.tables[0], rows._tables[0]
+    parts[len(rows._starts) - len(rows.tables)] = rows.tables[0], rows._tables[0]
 
     def flush():
         if rows._changed:

@@ -6,7 +6,8 @@
 //             of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
 //             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
-// Launch  one block of 256 threads a row, which it reads twice, the second time out of L1
+// Launch  one block of 256 threads a row. act_rows holds it in registers meanwhile where it has at most 16 * 256 * ROUNDS values (0:
+//         it is read twice, as by round_rows, the second time out of L1)
 // Source  own.
 #include "tile.cuh"
 
@@ -40,17 +41,16 @@ __device__ __forceinline__ void load8(const u16* row, int k, int K, u32 (&v)[4])
 }
 
 template <int T>
-__device__ __forceinline__ float largest(const u16* row, int K, float (&maxima)[8]) {  // of a row, at least what a scale is made of
-    float most = 0.f;
-    for (int k = threadIdx.x * 8; k < K; k += 2048) {
-        u32 v[4];
-        load8(row, k, K, v);
+__device__ __forceinline__ float largest(float most, const u32 (&v)[4]) {  // of so far, and of eight more
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 f = to_floats<T>(v[i] & 0x7fff7fffu);
-            most = larger(most, f.x), most = larger(most, f.y);
-        }
+    for (int i = 0; i < 4; i++) {
+        const float2 f = to_floats<T>(v[i] & 0x7fff7fffu);
+        most = larger(most, f.x), most = larger(most, f.y);
     }
+    return most;
+}
+
+__device__ __forceinline__ float of_block(float most, float (&maxima)[8]) {  // the largest, at least what a scale is made of
 #pragma unroll
     for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, d));
     if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = most;
@@ -59,6 +59,17 @@ __device__ __forceinline__ float largest(const u16* row, int K, float (&maxima)[
 #pragma unroll
     for (int i = 0; i < 8; i++) most = larger(most, maxima[i]);
     return most;
+}
+
+template <int T>
+__device__ __forceinline__ float largest(const u16* row, int K, float (&maxima)[8]) {  // of a row
+    float most = 0.f;
+    for (int k = threadIdx.x * 8; k < K; k += 2048) {
+        u32 v[4];
+        load8(row, k, K, v);
+        most = largest<T>(most, v);
+    }
+    return of_block(most, maxima);
 }
 
 template <int T, bool INT8>
@@ -89,7 +100,7 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
     }
 }
 
-template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG>
+template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS>
 __global__ void __launch_bounds__(256)
 act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps, int sums_stride) {
     __shared__ float maxima[8];
@@ -98,18 +109,26 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
     next_grid_launch();
     previous_grid_wait();
     constexpr float LIMIT = INT8 ? 127.f : 448.f;
-    const float most = largest<T>(from, K, maxima), inverse = LIMIT / most;
-    if (threadIdx.x == 0) scales[row] = most / LIMIT;
-
-    const int rounds = (units + 255) / 256;
-    for (int i = 0; i < rounds; i++) {
-        const int unit = i * 256 + threadIdx.x;
+    auto read = [&](int unit, u32 (&v)[2][4]) {  // the 16 values of a unit
         constexpr int PER = CHUNK / 16;  // units of a chunk
         const int chunk = unit / PER, j = unit % PER / 2, h = unit % 2;
         const int f0 = INTERLEAVED ? 2 * j : j, f1 = INTERLEAVED ? 2 * j + 1 : j + CHUNK / 32;
-        u32 v[2][4];
         load8(from, chunk * CHUNK + 16 * f0 + 8 * h, K, v[0]);
         load8(from, chunk * CHUNK + 16 * f1 + 8 * h, K, v[1]);
+    };
+    u32 held[ROUNDS ? ROUNDS : 1][2][4];
+    float most = 0.f;
+    if constexpr (ROUNDS > 0) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) read(i * 256 + threadIdx.x, held[i]);
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) most = largest<T>(largest<T>(most, held[i][0]), held[i][1]);
+        most = of_block(most, maxima);
+    } else most = largest<T>(from, K, maxima);
+    const float inverse = LIMIT / most;
+    if (threadIdx.x == 0) scales[row] = most / LIMIT;
+
+    auto write = [&](int unit, const u32 (&v)[2][4]) {
         u32 out[4];
         float sum = 0.f;
 #pragma unroll
@@ -127,6 +146,16 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
         if (unit < units) {
             *(uint4*)(x8 + ((size_t)row * units + unit) * 4) = make_uint4(out[0], out[1], out[2], out[3]);
             if (unit % (SG / 16) == 0) sums[(size_t)row * sums_stride + unit / (SG / 16)] = (u16)from_floats<T>(sum, 0.f);
+        }
+    };
+    if constexpr (ROUNDS > 0) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) write(i * 256 + threadIdx.x, held[i]);
+    } else {
+        const int rounds = (units + 255) / 256;
+        for (int i = 0; i < rounds; i++) {
+            read(i * 256 + threadIdx.x, held[0]);
+            write(i * 256 + threadIdx.x, held[0]);
         }
     }
 }

@@ -28,6 +28,7 @@ ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
 BLOCK_K = 128  # k of a stage
 BAND = 8192  # rows of W whose tiles run side by side
 MAX_STAGES = 8
+MOST_HELD = 7  # times 4,096 values of a row of x that act_rows holds: 8 registers a thread each
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
 
 
@@ -91,12 +92,14 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 @cache
 def _prepared(
-    bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], device: int
+    bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], steps: int, device: int
 ) -> tuple[Kernel, Kernel, int]:
     """Both kernels of a config and the second one's shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, named)[1]
-    rounding = f"act_rows<{T}, {str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}, {sum_span(group)}>"
+    rounds = math.ceil(steps * BLOCK_K / 4096)
+    held = rounds if rounds <= MOST_HELD else 0
+    rounding = f"act_rows<{T}, {str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}, {sum_span(group)}, {held}>"
     rows = Kernel("act_rows.cu", rounding, device, 256, ROUND_PARAMETERS, serialize=True)
     instance = expression(bits, T, int8, group, zeros, named)
     return rows, Kernel("tile_wgmma8.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT_K"], serialize=True), smem
@@ -110,11 +113,11 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
         return y
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
+    steps, span = math.ceil(K / BLOCK_K), sum_span(group)
     rows, kernel, smem = _prepared(
-        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), device.index
+        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), steps, device.index
     )
     x = aligned(x)
-    steps, span = math.ceil(K / BLOCK_K), sum_span(group)
     x8 = torch.empty(M, steps * BLOCK_K, dtype=torch.uint8, device=device)
     columns = steps * BLOCK_K // span
     sums = torch.empty(M, -(-columns // 8) * 8, dtype=x.dtype, device=device)
