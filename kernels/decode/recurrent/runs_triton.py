@@ -40,7 +40,8 @@ PART: tl.constexpr = tl.constexpr(16)  # rows of a block of a triangular system 
 IEEE, BF16, TF32 = 0, 1, 2
 # Of a scan dims of values of a program, pipeline stages, warps; the first that fits into shared memory. H100, 1,000 tokens, 32
 # heads of 128, us: bf16 (32, 3, 4) 48, (32, 2, 4) 66; fp16 in one stage of 8 warps 110, in two of 4 151 (spills)
-NARROW, WIDE = ((32, 3, 4), (32, 2, 4), (32, 1, 4), (16, 1, 4)), ((32, 1, 8), (16, 1, 4))
+SHORT_KEYS = ((32, 2, 4), (32, 1, 4), (16, 1, 4))  # of fewer than 128 values, whose tiles are too small for more
+NARROW, WIDE = ((32, 3, 4), *SHORT_KEYS), ((32, 1, 8), (16, 1, 4))
 KINDS = {torch.float32: IEEE, torch.bfloat16: BF16, torch.float16: TF32}
 
 
@@ -237,7 +238,7 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
 def _scan(keys: int, kind: int, smem: int) -> tuple[int, int, int] | None:
     """Of a scan that fits dims of values, stages, warps: tiles of each stage, and what is multiplied by them."""
     K, stored, cut = padded(keys), 4 if kind == IEEE else 2, 2 if kind == BF16 else 4
-    for values, stages, warps in NARROW if kind == BF16 else WIDE:
+    for values, stages, warps in SHORT_KEYS if K < 128 else NARROW if kind == BF16 else WIDE:
         stage = CHUNK * ((2 * K + values) * stored + CHUNK * (4 + cut))
         if stages * stage + (K + 2 * CHUNK) * values * cut <= smem:
             return values, stages, warps
@@ -286,7 +287,6 @@ def _scanned(
     found = _scan(how.keys, kind, gpu.here(x.device.index).smem_block)
     assert found is not None
     BLOCK_V, stages, warps = found
-    warps = 4 if BLOCK_K < 128 else warps  # tiles of fewer keys are too small for more
     _scan_kernel[(triton.cdiv(how.values, BLOCK_V), how.heads, runs.table.shape[0])](
         x, mixed, None if isinstance(f, Delta) else f.d, states["S"], runs.table, solved, inside, factors, y, x.shape[1], C,
         how.q_first, how.k_first, how.v_first, *how.strides, by_z, **sizes, VD=how.values, GATE=how.gate, BLOCK_V=BLOCK_V,
