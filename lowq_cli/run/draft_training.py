@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 from lowq_cli.calibrate import texts
 from lowq_cli.devices import pick_device
@@ -390,8 +390,7 @@ def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -
         tensors["t2d"] = torch.zeros(of.of.vocab, dtype=torch.bool).index_fill(0, ids, True)
     of.out.mkdir(parents=True, exist_ok=True)
     with writing(of.out):
-        save_file(tensors, of.out / f"{SINGLE}.partial", metadata={"format": "pt"})
-        (of.out / f"{SINGLE}.partial").replace(of.out / SINGLE)
+        write_whole(of.out / SINGLE, save(tensors, {"format": "pt"}))
         write_whole(of.out / CONFIG, json.dumps(of.of.config(), indent=2).encode())
         notes = {"run": _facts(of), "model": of.model, "text": of.text, "seed": of.seed, **asdict(result)}
         write_whole(of.out / HEAD_NOTES, json.dumps(notes, indent=2).encode())

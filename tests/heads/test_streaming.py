@@ -14,16 +14,27 @@ from test_heads import TEXT, WITH_MTP, eagle, native, states_of
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.drafts import drafting as drafting_of
+from lowq_cli.engine.drafts import pace
 from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.drafting import OnDevice
 from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.owned import tuned_by
 from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.sampling import Sampling
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import Learner, loss_of, sizes
 
 WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
 PROMPTS = [torch.randint(3, pub.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 23, 2)]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch):
+    """A small model on a CPU is faster without: here every step is to have drafts, whatever it takes."""
+    monkeypatch.setattr(drafting_of, "ENOUGH", 0)
+    monkeypatch.setattr(pace, "ENOUGH", sys.maxsize)  # what steps take is never known
 
 
 def said(model, prompt, draft, **how):
@@ -152,3 +163,28 @@ def test_texts_side_by_side_guess_what_each_guesses_alone(llama, tmp_path):
             fresh()
             alone += drafter.draft(*rows([p]), K).tolist()
         assert both == alone, folder.name
+
+
+@pytest.mark.parametrize(("seconds", "right", "goes_on"), [(3.0, 0, False), (2.0, 3, True), (9.0, 3, False)])
+def test_on_a_cpu_a_head_that_is_not_worth_its_time_is_let_go(seconds, right, goes_on, tmp_path, monkeypatch):
+    pub.target(tmp_path / "model")
+    eagle(tmp_path / "head", "SpecForge")
+    model = native(tmp_path / "model")
+    said(model, PROMPTS[0], str(tmp_path / "head"))
+    decoder = decoder_of(model)
+    decoder.timed.clear()
+    for of in (drafting_of, pace):
+        monkeypatch.setattr(of, "ENOUGH", 4)
+    drafting = OnDevice(decoder.attached.drafter, decoder)
+    decoder.start([PROMPTS[0]], Sampling(), 200)
+    taken = []
+    for _ in range(60):
+        _, rows, fresh = drafting.launch()
+        drafting.read([right, *range(rows)] if rows > 1 else [0], rows, fresh)
+        drafting.took(rows > 1, seconds if rows > 1 else 1.0)
+        taken.append(rows)
+    assert taken[:5] == [1] * 5
+    assert (max(taken[-20:]) > 1) == goes_on
+    again = OnDevice(decoder.attached.drafter, decoder)
+    decoder.start([PROMPTS[0]], Sampling(), 200)
+    assert (again.launch()[1] > 1) == goes_on

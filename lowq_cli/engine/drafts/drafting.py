@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
-from lowq_cli.engine.drafts.pace import Costs, TableCosts, TimedCosts, worth
+from lowq_cli.engine.drafts.pace import ENOUGH, Costs, TableCosts, TimedCosts, worth
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class OnDevice(Drafting):
         self.widths = tuple(w for w in self.widths if w <= drafter.most + 1)
         layers = len(getattr(getattr(drafter, "plan", None), "states", ())) or 1
         own = _step_s(drafter.linears, layers) / _step_s(decoder.linears, len(decoder.plan.states))
-        rows = self.costs
+        if self.timed is not None:  # of all texts: each that begins would else take plain steps first, to know what they take
+            self.timed = decoder.timed.setdefault(drafter.name, self.timed)
+        rows = self.timed or self.costs
         self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.least else (n - 1) * own)
         self.right, self.tried = [BEFORE * WEIGHT] * drafter.most, [WEIGHT] * drafter.most
         self.idle, self.trying, self.stale = 0, 0, False
@@ -120,6 +122,9 @@ class OnDevice(Drafting):
         """
         chances = [r / t for r, t in zip(self.right, self.tried, strict=True)]
         drafts = worth(Guess([0] * len(chances), chances), self.costs, self.widths)
+        if self.timed is not None and self.timed.tried.get(1, 0) < ENOUGH:
+            self.stale = True
+            return self.decoder.step(), 1, False
         if not drafts and self.idle >= AGAIN:
             self.idle, self.trying = 0, 2
         if not drafts and not self.trying:
