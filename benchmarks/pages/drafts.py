@@ -1,4 +1,4 @@
-"""Draft heads: what is accepted of their guesses, and what it brings (<device>/draft_heads.json, cpu/drafts_heads.json)."""
+"""Draft heads: what is accepted of their guesses (<device>/draft_heads.json)."""
 
 from pages import RESULTS, Row, part, read, table
 
@@ -32,23 +32,3 @@ def _accepted(device: str, row: Row, most: int) -> tuple[str, ...]:
     how = f"{made['tokens']:,} tokens, {made['seconds'] / 60:.0f} min, {device}" if made else ""
     shares = [f"{100 * a:.0f}%" for a in row["right"]]
     return row["model"], row["head"], how, row["kind"], f"{row['tokens_per_round']:.2f}", *shares, *[""] * (most - len(shares))
-
-
-@part
-def draft_heads_speed() -> str:
-    """Texts with a trained head beside those without."""
-    columns = ("model", "device", "text", ">tokens/s without", ">with", ">times", ">tokens a step", ">accepted")
-    lines = [
-        (
-            r["model"],
-            device,
-            r["kind"],
-            f"{r['tokens_per_s_without']:,.0f}",
-            f"{r['tokens_per_s']:,.0f}",
-            f"{r['times']:.2f}x",
-            f"{r['tokens_per_pass']:.2f}",
-            f"{100 * r['accepted'] / max(r['drafted'], 1):.0f}%",
-        )
-        for device, r in _rows("drafts_heads.json", "speed")
-    ]
-    return table(columns, lines)
