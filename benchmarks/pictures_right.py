@@ -1,4 +1,4 @@
-"""Right answers about drawn pictures by width: benchmarks/results/pictures.json.
+"""Right answers about drawn pictures by width, into pictures.json of the results.
 
     python benchmarks/pictures_right.py FOLDER [--pictures 200] [--out FILE]
 

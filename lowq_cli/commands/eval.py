@@ -37,6 +37,12 @@ def eval(
         ),
     ] = None,
     kv: KvCache = "16",
+    images: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Instead of a text: pictures with texts beside them (a.png, a.txt), which are predicted."
+        ),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(metavar="TASKS", help="Instead of a text: lm-eval's tasks by name, or YAML files; with commas between."),
@@ -78,6 +84,11 @@ def eval(
 
         names = [t for t in tasks.split(",") if t]
         check_names(names)
+    if images is not None:
+        others = {"text": text, "max-tokens": max_tokens, "layers": layers or None, "act": act, "tasks": tasks}
+        others["kv"] = None if kv == "16" else kv
+        if given := [flag for flag, value in others.items() if value is not None]:
+            raise UsageError(f"--images measures texts beside pictures; leave --{given[0]} out")
     name = state.checkpoint_or_last(ckpt)
     check_there(name, against)
     wake(device)
@@ -90,7 +101,7 @@ def eval(
         from lowq_kernels.decode.kv import check
 
     check(kv)
-    contents = read_text(text)
+    contents = "" if images is not None else read_text(text)
     if act == "all":
         with console.progress("eval", 100) as advance:
             modes = measure_modes(name, contents, device, max_tokens, advance)
@@ -103,7 +114,12 @@ def eval(
             console.table(f"{name}, {tokens} tokens", ("activations", ">perplexity", ">against none"), lines, on_stdout=True)
         return
     with console.progress("eval", 100) as advance:
-        report = measure(name, contents, against, device, max_tokens, advance, act, kv)
+        if images is not None:
+            from lowq_cli.evaluate.pictures import measure_pictures
+
+            report = measure_pictures(name, images, against, device, advance)
+        else:
+            report = measure(name, contents, against, device, max_tokens, advance, act, kv)
     increase = report.ppl_increase_pct
     errors = []
     if layers and against is not None:

@@ -13,10 +13,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli.files.source import open_source
+from lowq_cli.files.view import only_its_files
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, one_line
 from lowq_packers.lazy import torch
-from lowq_packers.regular import MAX_CONFIG, read_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -81,12 +82,13 @@ class Processor:
         named = [name for name in NAMES if (folder / name).is_file()]
         if not named:
             raise NotFoundError(f"{folder} has no {NAMES[0]}, which says how pictures are prepared; copy the original model's")
-        for name in named:
-            read_text(folder / name, MAX_CONFIG)
         from transformers import AutoImageProcessor
 
         try:
-            self.own: Any = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            with open_source(folder) as source, only_its_files(source) as view:
+                self.own: Any = AutoImageProcessor.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
+        except LowqError:
+            raise
         except ImportError as e:
             raise UnsupportedError(f"the processor of {folder} is not there: {one_line(e)}") from e
         except Exception as e:  # each class refuses in ways of its own

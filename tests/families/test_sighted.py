@@ -296,3 +296,26 @@ def test_exports_keep_the_tower_where_their_readers_look_for_it(name, tmp_path):
         lowq.export(str(tmp_path / "lowq"), form, out=str(tmp_path / form))
         with open_source(tmp_path / form) as source:
             assert tower <= set(source.headers), form
+
+
+def test_eval_compares_predictions_behind_pictures(folders, run, tmp_path):
+    """With itself: none differ. With 4 bits: some do; without its picture a text is another."""
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    for i, text in enumerate(("A red square and a blue one.", "Nothing but noise, says the tower.")):
+        sighted.drawing(i).save(shown / f"{i}.png")
+        (shown / f"{i}.txt").write_text(text)
+    folder = folders("qwen3_vl")
+    how = ("--images", shown, "--device", "cpu", "--json", "--against", folder)
+    same = json.loads(run("eval", folder, *how).stdout)
+    assert same["kl"] < 1e-9
+    assert same["top1_agreement"] == 1
+    lowq.quantize(str(folder), out=str(tmp_path / "four"), bits=4, group=32)
+    four = json.loads(run("eval", tmp_path / "four", *how).stdout)
+    assert four["kl"] > 1e-4
+    assert four["predicted"] == same["predicted"] > 10
+    refused = run("eval", folder, *how, "--text", "x.txt")
+    assert refused.returncode == 2
+    assert "leave --text out" in refused.stderr + refused.stdout
+    empty = run("eval", folder, "--images", tmp_path, "--device", "cpu")
+    assert "no picture with a text beside it" in empty.stderr

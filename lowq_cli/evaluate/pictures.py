@@ -1,0 +1,73 @@
+"""Perplexity of texts beside pictures, and how far predictions behind pictures are from another model's."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.calibrate.texts import read_utf8
+from lowq_cli.evaluate.perplexity import Progress, Report
+from lowq_packers.errors import NotFoundError, UsageError
+
+KINDS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+
+
+def pairs(folder: Path) -> list[tuple[Path, str]]:
+    """The pictures of a folder that have a text beside them, a.txt for a.png, and it. Raises NotFoundError, UsageError."""
+    if not folder.is_dir():
+        raise NotFoundError(f"there is no folder {folder} of pictures")
+    found = sorted(f for f in folder.iterdir() if f.suffix.lower() in KINDS and f.with_suffix(".txt").is_file())
+    if not found:
+        raise UsageError(f"{folder} has no picture with a text beside it: a.png with a.txt")
+    return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in found]
+
+
+@torch.inference_mode()
+def measure_pictures(
+    model: str | Path, folder: str | Path, against: str | Path | None, device: str = "auto", progress: Progress | None = None
+) -> Report:
+    """As `perplexity.measure`, of the tokens of each text behind its picture.
+
+    Raises what that does, and UnsupportedError for a model that takes no pictures.
+    """
+    from lowq_cli.engine.ready import ready
+
+    asked = pairs(Path(folder))
+    loaded = [ready(str(name), device) for name in (model, against) if name is not None]
+    sums, tokens, predicted, longest = {"nll": 0.0, "base": 0.0, "kl": 0.0, "agree": 0.0}, 0, 0, 0
+    for i, (file, text) in enumerate(asked):
+        found = [_log_probabilities(one, tokenizer, file, text) for one, tokenizer in loaded]
+        (log_p, target), (log_ref, other) = found[0], found[-1]
+        if not torch.equal(target, other) or log_p.shape != log_ref.shape:
+            raise UsageError("the models read a text behind a picture as other tokens")
+        sums["nll"] -= float(log_p.gather(1, target[:, None]).double().sum())
+        sums["base"] -= float(log_ref.gather(1, target[:, None]).double().sum())
+        sums["kl"] += float((log_ref.exp() * (log_ref - log_p)).sum(1).double().sum())
+        sums["agree"] += float((log_p.argmax(1) == log_ref.argmax(1)).sum())
+        predicted, longest, tokens = predicted + len(target), max(longest, len(target)), tokens + len(target)
+        if progress:
+            progress(100 * (i + 1) // len(asked), file.name)
+    ppl, base = (math.exp(min(sums[k] / predicted, 700.0)) for k in ("nll", "base"))
+    if against is None:
+        return Report(ppl, tokens, predicted, longest)
+    return Report(ppl, tokens, predicted, longest, base, max(sums["kl"] / predicted, 0.0), sums["agree"] / predicted)
+
+
+def _log_probabilities(model: Any, tokenizer: Any, file: Path, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token of the text behind the picture: log-probabilities (n, V) fp32, and the token (n,)."""
+    from lowq_cli.engine.decoders import decoder_of
+    from lowq_cli.engine.prompts import check_length, encode
+    from lowq_cli.engine.sight import check_decoder, sight_of
+
+    decoder: Any = decoder_of(model)
+    check_decoder(decoder)
+    picture = sight_of(model).picture(file)
+    ids = encode(tokenizer, text, False, (model, [picture]))
+    check_length(model, len(ids))
+    shown = sight_of(model).shown(ids, [picture])
+    first = shown.spans[-1][1]
+    if first >= len(ids):
+        raise UsageError(f"the text beside {file} is empty")
+    logits = decoder.logits(torch.tensor([ids], device=model.device), [shown])[0, first - 1 : -1]
+    return logits.float().log_softmax(-1).cpu(), torch.tensor(ids[first:])
