@@ -148,6 +148,7 @@ def _fail(message: str, code: int) -> int:
 
 def run() -> None:
     """The console script."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # processes that it starts: no module of theirs is one of the working folder
     _open_streams()
     hf.leave_out()
     if ranks.rank():

@@ -296,3 +296,12 @@ def test_systemd_is_told_when_the_server_is_ready_and_when_it_stops(start, tmp_p
         assert told.recv(100) == b"READY=1"
         assert s.stop() == 0
         assert told.recv(100) == b"STOPPING=1"
+
+
+def test_no_process_runs_what_lies_in_the_working_folder(talk, tmp_path):
+    """A model's folder, say, with files named as modules are: the engine's process imported the first of them."""
+    for name in ("types", "runpy", "pickle", "socket", "tempfile", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    line = [LOWQ, "serve", talk, "--port", "0", "--dry-run", "--device", "cpu"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
