@@ -17,6 +17,7 @@ from lowq_cli.serving.batch_state import upload
 from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
 from lowq_kernels import counters
 from lowq_kernels.decode.reference import MOST_DRAFTS
+from lowq_kernels.products.cpu.team import Follower
 from lowq_packers.errors import one_line
 
 MOST_ROWS = 256  # of a pass with drafts: past that products take as long as they have rows
@@ -70,7 +71,7 @@ class DraftPasses:
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
             graph.replay()
             return self.result[: 2 * M], graph.logits
-        team = self.passes.teams[M] if self.device.type == "cpu" else nullcontext()
+        team = Follower(self.passes.teams[len(texts)]) if self.device.type == "cpu" else nullcontext()
         with team:
             return self.forward(M, upload(chunk, self.device), self._chains(texts))
 

@@ -79,7 +79,7 @@ def test_costs_are_those_that_were_timed_once_they_are_known():
     for _ in range(ENOUGH + 1):
         costs.note(1, 1.0)
     assert costs(4) == 1.3
-    for seconds in (9.0, 5.0, 2.5, 2.0):  # the first prepares it
+    for seconds in (90.0, 50.0, 2.0, 2.0):  # the first prepares it
         costs.note(4, seconds)
     assert costs(4) == 1.3  # not enough of them: one may have waited for another process
     costs.note(4, 2.0)

@@ -41,9 +41,13 @@ class Repeated:
     and each one under torch's profiler, which then shows its calls by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: "Repeated | None" = None) -> None:
         self.made: dict[int, Step | None] = {}  # by torch's number of threads; None: fn is to be called
-        self.team = team.Team()
+        self.team: team.Team | team.Follower = team.Team()
+        if beside is not None and isinstance(
+            beside.team, team.Team
+        ):  # steps that are few between its: it knows how busy cores are
+            self.team = team.Follower(beside.team)
 
     def __call__(self, fn: Step, x: torch.Tensor) -> torch.Tensor:
         """fn(x)."""

@@ -59,3 +59,16 @@ class Team:
     def _halve(self, ends: list[float]) -> None:
         self.ends, self.lost = ends, 0.0
         self.least.pop(len(ends), None)
+
+
+class Follower:
+    """The threads of steps beside another team's, `with follower:` around each: as many as its next step takes."""
+
+    def __init__(self, leader: Team) -> None:
+        self.leader = leader
+
+    def __enter__(self) -> None:
+        _here.threads = max(1, torch.get_num_threads() >> len(self.leader.ends))
+
+    def __exit__(self, failed: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        _here.threads = 0

@@ -111,7 +111,7 @@ class OnDevice(Drafting):
         if self.timed is not None:  # of all texts: each that begins would else take plain steps first, to know what they take
             self.timed = decoder.timed.setdefault(drafter.name, self.timed)
         rows = self.timed or self.costs
-        self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.least else (n - 1) * own)
+        self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * own)
         self.right, self.tried = [BEFORE * WEIGHT] * drafter.most, [WEIGHT] * drafter.most
         self.idle, self.trying, self.stale = 0, 0, False
 

@@ -1,12 +1,15 @@
 """How many drafts a step is worth: what they are expected to bring, over what their rows cost."""
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
 
 GAIN = 1.05  # times faster than plain steps that a step with drafts has to be
-ENOUGH = 4  # steps of a width whose least time is believed: one alone may have waited for another process
+ENOUGH = 4  # steps of a width whose times are believed: one alone may have waited for another process
+LAST = 9  # steps of a width whose times count
 AGAIN = 256  # plain steps after which every width may be tried once more
 
 
@@ -31,18 +34,18 @@ class TableCosts:
 
 
 class TimedCosts:
-    """By the times of steps so far, the least of each width. Widths of which little is known cost what `before` says, if that
-    is less, beside those of which much is: so each is tried."""
+    """By the median time of the last steps of each width: beside other processes a step with more rows may wait longer. Widths
+    of which little is known cost what `before` says, if that is less, beside those of which much is: so each is tried."""
 
     def __init__(self, before: Costs) -> None:
-        self.before, self.least, self.tried = before, dict[int, float](), dict[int, int]()
+        self.before, self.times, self.tried = before, dict[int, deque[float]](), dict[int, int]()
         self.plain = 0
 
     def note(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long; the first of a width also prepares it, and does not count."""
         tried = self.tried[rows] = self.tried.get(rows, -1) + 1
         if tried:
-            self.least[rows] = min(seconds, self.least.get(rows, seconds))
+            self.times.setdefault(rows, deque(maxlen=LAST)).append(seconds)
         self.plain += rows == 1
         if self.plain == AGAIN:
             self.plain, self.tried = 0, {n: min(t, ENOUGH - 1) for n, t in self.tried.items()}
@@ -50,11 +53,12 @@ class TimedCosts:
     def __call__(self, rows: int) -> float:
         if self.tried.get(1, 0) < ENOUGH:
             return self.before(rows)
-        known = {n: s / self.least[1] for n, s in self.least.items() if self.tried[n] >= ENOUGH}
+        each = {n: median(times) for n, times in self.times.items()}
+        known = {n: s / each[1] for n, s in each.items() if self.tried[n] >= ENOUGH}
         if rows in known:
             return known[rows]
         cost = self.before(rows) if len(known) == 1 else TableCosts(known)(rows)
-        return min(cost, self.least[rows] / self.least[1]) if rows in self.least else cost
+        return min(cost, each[rows] / each[1]) if rows in each else cost
 
 
 def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0) -> int:

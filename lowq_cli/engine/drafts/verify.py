@@ -35,7 +35,7 @@ class Verification:
         self.chain = Chain(0, T, slots[:1], slots[1:])
         self.after = torch.cat((slots[1:], slots[:1]))  # where the state after each row is
         self.lazy = self.device.type == "cpu"  # whether what is known already decides on what is computed next
-        self.repeated = Repeated() if self.lazy else None
+        self.repeated = Repeated(decoder.repeated) if self.lazy else None
         self.plain = not tensors_of(decoder.state)
         self.captured: dict[tuple[Sampling, bool], Captured] = {}
 
