@@ -72,7 +72,7 @@ def _update_norm_kernel(
 
 @triton.jit
 def _beside_kernel(
-    a_ptr, b_ptr, a_weight_ptr, b_weight_ptr, y_ptr, n, a_eps, b_eps, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    a_ptr, b_ptr, a_weight_ptr, b_weight_ptr, y_ptr, n, a_eps, b_eps, BLOCK: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     offs, row, second = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -84,28 +84,26 @@ def _beside_kernel(
     x_ptr, weight_ptr, eps = a_ptr, a_weight_ptr, a_eps
     if second == 1:
         x_ptr, weight_ptr, eps = b_ptr, b_weight_ptr, b_eps
-    x = tl.load(x_ptr + row * n + offs, mask=mask, other=0.0)
-    if NORM:
-        y = x.to(tl.float32)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) / n + eps)
-        x = (y * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
-    tl.store(y_ptr + (2 * row + second) * n + offs, x, mask=mask)
+    x = tl.load(x_ptr + row * n + offs, mask=mask, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + (2 * row + second) * n + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def beside(a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None = None, b_norm: Norm | None = None) -> torch.Tensor:
-    """As `norms.beside`; RMSNorms with weights of one dtype, or none, in one kernel."""
+    """As `norms.beside`; RMSNorms with weights of one dtype in one kernel."""
     norms = (a_norm, b_norm)
     plain = all(n is not None and n.weight is not None and (n.kind, n.bias, n.groups) == ("rms", None, 1) for n in norms)
     closed = a.is_contiguous() and b.is_contiguous() and a.shape == b.shape and a.dtype == b.dtype
     alike = plain and a_norm is not None and b_norm is not None and a_norm.weight.dtype == b_norm.weight.dtype  # type: ignore[union-attr]
-    if not closed or not (alike or norms == (None, None)) or a.shape[-1] > MOST:
+    if not closed or not alike or a.shape[-1] > MOST:
         return definition.beside(a, b, a_norm, b_norm)
+    assert a_norm is not None
+    assert b_norm is not None
     M, K = a.shape
     y = torch.empty(M, 2 * K, dtype=a.dtype, device=a.device)
-    one, two = a_norm or Norm(None, 0.0), b_norm or Norm(None, 0.0)
     BLOCK = triton.next_power_of_2(K)
     _beside_kernel[(M, 2)](
-        a, b, one.weight, two.weight, y, K, one.eps, two.eps, NORM=alike, BLOCK=BLOCK, num_warps=min(16, max(1, BLOCK // 256)),
+        a, b, a_norm.weight, b_norm.weight, y, K, a_norm.eps, b_norm.eps, BLOCK=BLOCK, num_warps=min(16, max(1, BLOCK // 256)),
         **pdl(a),
     )  # fmt: skip
     return y
