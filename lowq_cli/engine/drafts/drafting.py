@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 # rows of steps with drafts: each has a recording of its own, so on a GPU they are few
 WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
 # what a step of so many rows takes, in steps of one. On a GPU it is not timed: which kernels take a row decides on its last
-# bits, and the same seed is to give the same text
-COSTS = {"cuda": {1: 1.0, 2: 1.1, 4: 1.15, 8: 1.24, 16: 1.38}, "cpu": {1: 1.0, 2: 1.2, 16: 3.0}}
-GAP_S = 60e-6  # from a step's end until the next is launched, where its drafts depend on what came out
+# bits, and the same seed is to give the same text: an 8B's by 4 bits on an H100
+COSTS = {"cuda": {1: 1.0, 2: 1.26, 4: 1.26, 8: 1.38, 16: 1.64}, "cpu": {1: 1.0, 2: 1.2, 16: 3.0}}
+GAP_S = 150e-6  # from a step's end until the next is launched, where its drafts depend on what came out
 READ = 2.5e12  # bytes of weights that a GPU reads in a second, about
 LAYER_S = 10e-6  # of a layer, beside reading its weights
 FADE = 0.95  # of a device drafter's counts at each step

@@ -13,7 +13,7 @@ from lowq_cli.engine.drafts.drafter import Guess
 SIZES = (16, 8, 4, 2)  # tokens of the runs that are looked up
 LONGEST = 64  # tokens of a match that are counted
 # share of right guesses before anything is known, by the number of bits of the match's length: 1, 2 to 3, 4 to 7, and so on
-PRIOR = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95)
+PRIOR = (0.0, 0.1, 0.3, 0.55, 0.75, 0.85, 0.92, 0.95)
 WEIGHT = 2.0  # guesses that this knowledge counts for
 FADE = 0.98  # of a count at each new guess of its kind: what was true some hundred tokens ago is forgotten
 
