@@ -1,4 +1,4 @@
-"""docs/serving.md: the soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py), and loads without HTTP (serve_own.py)."""
+"""docs/serving.md: the soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py, and swaps of models), and loads (serve_own.py)."""
 
 from pages import part, read, table
 
@@ -57,4 +57,19 @@ def told(file: str) -> str:
         f"{r['counts']['equal']:,} answers, each the text of its prompt alone{parted}. {r['wrong']} wrong or lost, "
         f"{r['internal_errors']} internal errors; the process held {rss['after_a_quarter']} MB after a quarter of the time and "
         f"{rss['end']} MB at its end.{again if r['preemptions'] else ''}{beside}\n"
+    )
+
+
+@part
+def swaps() -> str:
+    """Four models over a memory for two."""
+    r = read("cpu/serve_swaps.json")
+    counts, wait, rss, loads = r["counts"], r["wait_s"], r["rss_mb"], sum(r["loads"].values())
+    return (
+        f"{r['requests']:,} requests of {r['users']} users at random to four models over a memory for two, on a CPU "
+        f"({r['date']}, {r['seconds']:.0f} s): {counts['broken off']:,} broken off while a model was loaded, waited for or "
+        f"answering, {counts['answers']:,} answers, each the text of its model and prompt alone. {r['wrong']} wrong or lost, "
+        f"{loads:.0f} loads; half of all answers came within {wait['p50']:.0f} s and 99% within {wait['p99']:.0f}; the server's "
+        f"own process held {rss['quarter']} MB after a quarter of the answers and {rss['end']} MB at the end "
+        "(`tests/fuzz/swaps.py`).\n"
     )
