@@ -23,7 +23,7 @@ class Reader:
     @property
     def thinks(self) -> bool:
         """Whether the model has a place for thoughts."""
-        return self.ways.thoughts is not None or self.ways.channels
+        return self.ways.thinks
 
     @property
     def thinking(self) -> bool:

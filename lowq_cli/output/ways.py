@@ -48,6 +48,11 @@ class Ways:
         """Whether calls, thoughts and answers are all told apart by channels."""
         return self.calls is harmony.HARMONY
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model has a place for thoughts."""
+        return self.thoughts is not None or self.channels
+
     def tags(self, calls: bool) -> tuple[str, ...]:
         """What a reader looks for, with calls or without; special tokens among it have to be in the text."""
         of_calls = (*(self.calls.tags if self.calls else ()), bare.PYTHON) if calls or self.channels else ()

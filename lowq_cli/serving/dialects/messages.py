@@ -137,7 +137,8 @@ def _result(where: str, content: Any) -> Any:
     """What a tool gave, as a text."""
     if content is None or isinstance(content, str):
         return content or ""
-    return [_part(f"{where}.content[{i}]", table(f"{where}.content[{i}]", b)) for i, b in enumerate(content)] if content else ""
+    parts = items(f"{where}.content", content) if content else []
+    return [_part(f"{where}.content[{i}]", table(f"{where}.content[{i}]", b)) for i, b in enumerate(parts)] or ""
 
 
 def _own(tool: Any) -> bool:

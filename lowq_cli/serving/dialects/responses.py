@@ -9,7 +9,7 @@ from typing import Any
 from lowq_cli.serving.dialects.blocks import Block, blocks, whole_blocks
 from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.answers import Answer, event
-from lowq_cli.serving.http.fields import items, shown, table, text
+from lowq_cli.serving.http.fields import items, maybe_items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 
 KEPT, KEPT_CHARACTERS = 1024, 64 << 20  # answers, and characters of all their conversations, that can be gone on from
@@ -52,7 +52,7 @@ class Responses:
         chat["messages"] = [*([{"role": "system", "content": told}] if told else []), *messages]
         if body.get("max_output_tokens") is not None:
             chat["max_tokens"] = body["max_output_tokens"]
-        given = body.get("tools") or []
+        given = maybe_items("tools", body.get("tools") or [])
         chat["tools"] = [_tool(f"tools[{i}]", t) for i, t in enumerate(given) if _own(t)]
         if chat["tools"] and body.get("tool_choice") is not None:
             chat["tool_choice"] = _choice(body["tool_choice"])
@@ -159,21 +159,14 @@ def _messages(given: Any) -> Messages:
         if kind == "message":
             content = item.get("content")
             role = item.get("role")
-            parts = (
-                content
-                if isinstance(content, str)
-                else [_part(f"{where}.content[{j}]", p) for j, p in enumerate(content or [])]
-            )
+            parts = _parts(f"{where}.content", content)
             if role == "assistant" and found and found[-1]["role"] == "assistant" and "content" not in found[-1]:
                 found[-1]["content"] = parts  # after its thoughts
             else:
                 found.append({"role": role, "content": parts})
         elif kind == "function_call_output":
-            output = item.get("output")
-            parts = (
-                output if isinstance(output, str) else [_part(f"{where}.output[{j}]", p) for j, p in enumerate(output or [])]
-            )
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": parts})
+            output = _parts(f"{where}.output", item.get("output"))
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind in ("function_call", "reasoning"):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant"})
@@ -182,16 +175,24 @@ def _messages(given: Any) -> Messages:
                 found[-1].setdefault("tool_calls", []).append(call)
             else:
                 found[-1]["reasoning_content"] = "".join(
-                    text(f"{where}.content", p.get("text")) for p in item.get("content") or ()
+                    text(f"{where}.content", table(f"{where}.content", p).get("text"))
+                    for p in maybe_items(f"{where}.content", item.get("content") or [])
                 )
         else:
             raise wrong(f"{where}.type", f"{shown(kind)} is not supported")
     return found
 
 
+def _parts(where: str, given: Any) -> Any:
+    """A text, or its parts as a chat has them."""
+    if isinstance(given, str):
+        return given
+    return [_part(f"{where}[{i}]", p) for i, p in enumerate(maybe_items(where, given or []))]
+
+
 def _part(where: str, given: Any) -> dict[str, Any]:
     kind = table(where, given).get("type")
-    if kind in TEXTS:
+    if isinstance(kind, str) and kind in TEXTS:
         return {"type": "text", "text": given.get(TEXTS[kind])}
     if kind == "input_image":
         return {"type": "image_url", "image_url": {"url": given.get("image_url")}}

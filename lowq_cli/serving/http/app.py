@@ -226,7 +226,7 @@ class Endpoints:
 
         async def found(body: dict[str, Any]) -> dict[str, Any]:
             asked = tokens.to_tokenize(body)
-            async with self.served.models.lease(body.get("model"), request.receive) as model:
+            async with self.served.models.lease(_model(body), request.receive) as model:
                 if asked is None:
                     ids = await asyncio.to_thread(tokens.of_text, model.tokenizer, body)
                 else:
@@ -241,13 +241,13 @@ class Endpoints:
 
         async def found(body: dict[str, Any]) -> dict[str, Any]:
             wanted = embeddings.read(body)
-            name = body.get("model")
-            name = name if ours or not isinstance(name, str) else name.removesuffix(ollama.LATEST)
+            name = _model(body)
+            name = name if ours or name is None else name.removesuffix(ollama.LATEST)
             async with self.served.models.lease(name, request.receive) as model:
                 ids = await asyncio.to_thread(_encoded, model, wanted.texts)
                 self._check_lengths(model, ids, "input")
                 read = Read("hidden", pooling=wanted.pooling or model.facts.pooling)
-                adapter, _ = model.adapter(None, body.get("model"))
+                adapter, _ = model.adapter(None, name)
                 told = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
             made = await asyncio.to_thread(embeddings.vectors, told, wanted)
             n = sum(map(len, ids))
@@ -262,11 +262,11 @@ class Endpoints:
 
         async def found(body: dict[str, Any]) -> dict[str, Any]:
             wanted = rerank.read(body)
-            async with self.served.models.lease(body.get("model"), request.receive) as model:
+            async with self.served.models.lease(_model(body), request.receive) as model:
                 ids = [(await self._prompts(model, wanted.chat(d), tools.Tools()))[0][0] for d in wanted.documents]
                 self._check_lengths(model, ids, "documents")
                 read = Read("next", MOST_LOGPROBS)
-                adapter, _ = model.adapter(None, body.get("model"))
+                adapter, _ = model.adapter(None, _model(body))
                 told = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
                 scores = [rerank.score(one[0], lambda t: model.names.of(t)[0]) for one in told]
             return rerank.whole(model.name, scores, wanted, sum(map(len, ids)))
@@ -278,7 +278,7 @@ class Endpoints:
 
         async def found(body: dict[str, Any]) -> dict[str, Any]:
             ids = tokens.to_detokenize(body)
-            async with self.served.models.lease(body.get("model"), request.receive) as model:
+            async with self.served.models.lease(_model(body), request.receive) as model:
                 check_ids(ids, model.engine.vocabulary)
                 text = await asyncio.to_thread(model.tokenizer.decode, ids, skip_special_tokens=False)
             return {"prompt": text, "content": text}
@@ -371,6 +371,7 @@ class Endpoints:
         if rules is not None:
             mask = partial(model.grammars.mask, rules.recipe)
         settings = {"seed": randbits(62), **asked.drawn(model.draw), "logprobs": asked.logprobs}
+        reads = bool(offered.given) or place.ways.thinks  # else an answer is text and nothing else
         requests, writers, echoes = [], [], []
         for i in range(n):
             ids = tuple(prompts[i // asked.n])
@@ -378,15 +379,15 @@ class Endpoints:
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures, adapter=adapter))
-            reader = Reader(place.ways, offered.offered, place.inside) if chat else None
+            reader = Reader(place.ways, offered.offered, place.inside) if chat and reads else None
             special = asked.get("skip_special_tokens") is False
             writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
             echoes.append(self._echo(model, asked, i // asked.n, ids))
         echoed = []
         if asked.get("echo") and asked.logprobs is not None:
             read = Read("likelihoods", asked.logprobs)
-            reads = [Request(tuple(p), 1, client=client, read=read, adapter=adapter) for p in prompts]
-            found = await self._read(model, reads, request)
+            prompts_read = [Request(tuple(p), 1, client=client, read=read, adapter=adapter) for p in prompts]
+            found = await self._read(model, prompts_read, request)
             each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, found, strict=True)]
             echoed = [each[i // asked.n] for i in range(n)]
         live = model.hub.submit(requests if asked.max_tokens != 0 else [])
@@ -470,3 +471,8 @@ class Endpoints:
 def _encoded(model: ServedModel, texts: Sequence[str | list[int]]) -> list[list[int]]:
     """The token ids of each text, or those that were given."""
     return [encode(model.tokenizer, t) if isinstance(t, str) else t for t in texts]
+
+
+def _model(body: dict[str, Any]) -> str | None:
+    """The model that a body names. Raises Refusal."""
+    return None if body.get("model") is None else fields.text("model", body["model"])
