@@ -1,4 +1,7 @@
-"""docs/fp8.md: quantizer, products, 8-bit activations, accuracy. Results in h100/: fp8.json (fp8.py), act_*.json (act_*.py)."""
+"""docs/fp8.md: quantizer, products, 8-bit activations, accuracy.
+
+Results: h100/fp8.json (fp8.py), h100/act_products.json (act_products.py), cpu/act_quality.json (act_quality.py).
+"""
 
 from statistics import geometric_mean
 
@@ -119,7 +122,7 @@ def act_products() -> str:
 @part
 def act_quality() -> str:
     """What rounding costs in predictions, by width and mode."""
-    run, lines = read("h100/act_quality.json"), []
+    run, lines = read("cpu/act_quality.json"), []
     modes = ("int8", "int8, down in 16 bits", "fp8", "fp8, down in 16 bits", "auto")
     texts = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
     for r in sorted(run["rows"], key=lambda r: (r["model"], -r["bits"])):
@@ -134,18 +137,3 @@ def act_quality() -> str:
     columns = ("model", ">bits", "text", ">perplexity, 16 bits", *(f">{m}" for m in modes), "auto took")
     told = f"Perplexity against 16-bit activations and KL divergence, nats a token; {run['device']}, {run['date']}."
     return table(columns, lines) + f"\n{told}\n"
-
-
-@part
-def act_engine() -> str:
-    """An 8B's steps and prompts by mode."""
-    lines = []
-    for act in ("none", "int8", "fp8"):
-        run = read(f"h100/serve_8b_act_{act}.json")
-        long = {(r["prompts"], r["tokens"]): f"{1e3 * r['seconds']:,.0f}" for r in run["long"]}
-        rag = run["rag-16"]
-        of_one = f"{run['users_1']['tokens_per_s']:,.0f}", f"{run['users_1']['between_ms']['p50']:.2f}"
-        of_many = f"{rag['tokens_per_s']:,.0f}", f"{rag['ttft_ms']['p50']:.0f} / {rag['ttft_ms']['p99']:,.0f}"
-        lines.append((act, *of_one, *long.values(), *of_many))
-    columns = ("`--act`", ">tokens/s, 1 user", ">ms between tokens", ">prompt of 4,400, ms", ">8 x 4,400", ">32,000")
-    return table((*columns, ">documents for 16 users, tokens/s", ">first token p50 / p99, ms"), lines)

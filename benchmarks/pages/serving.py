@@ -12,12 +12,12 @@ LOADS = {
     "agents-64": "agents, 64 users",
     "chats-128": "short chats, 128 users",
 }
-SCHEDULES = {"serve_8b_before": "before", "serve_8b": "smooth", "serve_8b_first": "first-token"}
+SCHEDULES = {"serve_8b_before": "before", "serve_8b": "growing passes"}
 
 
 @part
 def own_loads() -> str:
-    """Loads of serve_load.LOADS by the engine alone: the schedule before, and both of now."""
+    """Loads of serve_load.LOADS by the engine alone: the schedule before, and with passes that grow."""
     runs, lines = {told: read(f"h100/{file}.json") for file, told in SCHEDULES.items()}, []
     for name, users in LOADS.items():
         for told, run in runs.items():
