@@ -69,7 +69,7 @@ def swaps() -> str:
         f"{r['requests']:,} requests of {r['users']} users at random to four models over a memory for two, on a CPU "
         f"({r['date']}, {r['seconds']:.0f} s): {counts['broken off']:,} broken off while a model was loaded, waited for or "
         f"answering, {counts['answers']:,} answers, each the text of its model and prompt alone. {r['wrong']} wrong or lost, "
-        f"{loads:.0f} loads; half of all answers came within {wait['p50']:.0f} s and 99% within {wait['p99']:.0f}; the server's "
-        f"own process held {rss['quarter']} MB after a quarter of the answers and {rss['end']} MB at the end "
+        f"{loads:.0f} loads; half of all answers came within {wait['p50']:.0f} s and 99% within {wait['p99']:.0f}; the "
+        f"server's own process held {rss['quarter']} MB after a quarter of the answers and {rss['end']} MB at the end "
         "(`tests/fuzz/swaps.py`).\n"
     )

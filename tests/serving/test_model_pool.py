@@ -232,6 +232,22 @@ def test_offers_that_are_read_again():
     run(go())
 
 
+def test_what_was_written_since_is_found_and_names_that_are_made_up_cost_one_look():
+    async def go():
+        pool, _ = pool_of("a")
+        looks = []
+        pool.refresh = lambda: looks.append(1) or {"new": Offer("new", "/nowhere/new")}
+        await pool.start(lambda n, of: None)
+        assert await use(pool, "new") == "new"
+        for name in ("x", "y", "z"):
+            with pytest.raises(Refusal) as refused:
+                await use(pool, name)
+            assert refused.value.status == 404
+        assert looks == [1]
+
+    run(go())
+
+
 # ---- the file
 
 TOML = """

@@ -29,6 +29,7 @@ from lowq_packers.errors import one_line
 
 WAITING = 512  # requests that wait for models at most
 WAIT_S = 300.0  # that one may wait for its model
+REFRESH_S = 2.0  # between two looks at the disk for a name that is not known: whoever makes names up costs no more
 RETRY_S = 5  # after which a client may ask again that has waited, or found too many who do
 PAUSES = (1.0, 60.0)  # seconds from a failure to the next attempt: after the first, and at most
 SOUND_S = 60.0  # that a model must have been ready for its earlier failures to be forgotten
@@ -133,6 +134,7 @@ class ModelPool:
         self.manager: asyncio.Task[None] | None = None
         self.stopping = ""
         self.refresh: Callable[[], Mapping[str, Offer]] = lambda: {}  # called in a thread where a name is not known
+        self.refreshed = -REFRESH_S
         self.prepare: Callable[[], object] = lambda: None  # called in a thread after a load: for the next one
         self.say: Callable[[str], None] = lambda line: None
 
@@ -212,7 +214,8 @@ class ModelPool:
 
     async def _place(self, name: str | None) -> Place:
         place = self._named(name)
-        if place is None:
+        if place is None and time.monotonic() > self.refreshed + REFRESH_S:
+            self.refreshed = time.monotonic()
             self.update(await asyncio.to_thread(self.refresh))
             place = self._named(name)
         if place is None or place.gone:
