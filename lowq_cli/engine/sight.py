@@ -51,9 +51,8 @@ class Sight:
             self._processor = self._processor or Processor(self.folder, self.images)
         return self._processor(given)
 
-    @property
-    def tower(self) -> "Tower":
-        """The tower, loaded for the first picture."""
+    def load(self) -> "Tower":
+        """The tower, loaded for the first picture, or before."""
         if self._tower is None:
             from lowq_cli.hf.tower import load_tower
 
@@ -65,7 +64,7 @@ class Sight:
         """What the tower makes of a picture, kept for the next time."""
         found = self._kept.pop(picture.name, None)
         if found is None:
-            found = self.tower(picture.inputs)
+            found = self.load()(picture.inputs)
             self.computed += 1
         self._kept[picture.name] = found
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:

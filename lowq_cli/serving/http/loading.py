@@ -11,6 +11,7 @@ from lowq_cli.serving.apart import ApartEngine, Made, Standby
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.offers import Offer
 from lowq_cli.serving.request import Done
+from lowq_packers.errors import LowqError
 from lowq_packers.regular import MAX_CONFIG, read_regular
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
 
         from lowq_cli.engine.generation_config import checked, published
         from lowq_cli.engine.owned import owned
-        from lowq_cli.engine.plan import plan_of, why_not
         from lowq_cli.engine.prompts import context_limit, stop_ids
         from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
@@ -75,6 +75,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
         adapters = _adapted(loaded, how.get("lora") or {})
+        images = _sees(loaded)
         engine = engines.engine_of(loaded, **_bounded(how, total))
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
@@ -82,8 +83,23 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
     known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"))
     facts = Facts(held, str(loaded.device), how["kv"], *known)
-    own, images = owned(loaded), plan_of(loaded).model.images if why_not(loaded) is None else None
-    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, own.folder, images))
+    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images))
+
+
+def _sees(loaded: Any) -> "Images | None":
+    """How a model takes pictures; None where it does not. On a GPU its tower is loaded, before the cache takes the memory."""
+    from lowq_cli.engine.plan import plan_of, why_not
+
+    images: Images | None = plan_of(loaded).model.images if why_not(loaded) is None else None
+    if images is not None and loaded.device.type == "cuda":
+        from lowq_cli.engine.sight import sight_of
+
+        try:
+            sight_of(loaded).load()
+        except LowqError as e:
+            console.warn(f"pictures are not taken: {e}")
+            return None
+    return images
 
 
 def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
