@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from lowq_kernels import gpu
-from lowq_kernels.activations import rounded
+from lowq_kernels.activations import STEPS, rounded
 from lowq_kernels.dispatch import policy, registry
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.products.cpu import native
@@ -146,7 +146,7 @@ def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device
     if why := LAYOUTS[layout].why_not(q.scheme, N, K):
         return None, why
     p = pack(q, layout)
-    M = max(1, spec.m_range[0])
+    M = max(1, spec.m_range[0], 0 if spec.acts[0] == "none" else STEPS + 1)  # of fewer rows activations are not rounded
     x = torch.randn(M, K, generator=g).to(device, dtype)
     if why := spec.why_not(registry.Call.of(x, p, spec.acts[0])):
         return None, why
