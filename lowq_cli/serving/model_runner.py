@@ -90,7 +90,8 @@ class ModelRunner:
         # recorded
         latents = any(isinstance(one, KeyValues) and one.v is None for one in state)
         self.by_text = latents or bool(self.recurrent)
-        self.most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        # prompts of recurrent layers could be recorded, their runs lie on the device; no GPU has replayed one yet
+        self.most_recorded = 0 if self.by_text else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.turned: dict[int, Captured] = {}  # steps of so many rows, of which some turn by places of three parts
         self.pool: Any = None  # memory that all recordings share

@@ -35,6 +35,10 @@ from lowq_kernels.decode.recurrent.steps_triton import MOST_NORMED, normed
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
 MOST_KEYS = 256  # values of a key
+# Values of a key from which on calls are taken on a GPU, in 16 bits. On an H100 (2026-11-26) models whose keys have 128 and 256
+# ran right; tests/kernels/test_recurrent_triton.py, of shorter keys and fp32, ended in an error of the GPU in a case that is not
+# known yet.
+SEEN_KEYS = 128
 OUT_ROWS = 16  # tokens whose heads a program norms
 PART: tl.constexpr = tl.constexpr(16)  # rows of a block of a triangular system that is inverted row by row
 IEEE, BF16, TF32 = 0, 1, 2
@@ -225,9 +229,11 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
     """Why the kernels do not take a call, or None."""
     if not call.run:
         return "takes runs, not one token of each sequence"
-    if isinstance(call, ShortConvCall):
+    keys = None if isinstance(call, ShortConvCall) else call.k_dim if isinstance(call, DeltaCall) else call.N
+    if call.capability >= gpu.LEAST and (call.dtype == torch.float32 or (keys or SEEN_KEYS) < SEEN_KEYS):
+        return f"takes 16 bits and keys of {SEEN_KEYS} values and more: with others a test ended in an error of the GPU"
+    if keys is None:
         return None
-    keys = call.k_dim if isinstance(call, DeltaCall) else call.N
     if keys > MOST_KEYS or _scan(keys, KINDS[call.dtype], gpu.of(call.capability).smem_block) is None:
         return f"takes keys of up to {MOST_KEYS} values that fit into shared memory, not {keys}"
     if isinstance(call, Mamba2Call) and call.norm and call.heads * call.dim > MOST_NORMED:
