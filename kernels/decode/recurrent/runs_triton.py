@@ -35,9 +35,8 @@ from lowq_kernels.decode.recurrent.steps_triton import MOST_NORMED, normed
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
 MOST_KEYS = 256  # values of a key
-# Values of a key from which on calls are taken on a GPU, in 16 bits. On an H100 (2026-11-26) models whose keys have 128 and 256
-# ran right; tests/kernels/test_recurrent_triton.py, of shorter keys and fp32, ended in an error of the GPU in a case that is not
-# known yet.
+# Values of a key from which on a GPU takes calls, in 16 bits. On an H100 (2026-11-26) models whose keys have 128 and 256 ran
+# right; tests/kernels/test_recurrent_triton.py, of shorter keys and fp32, ended in an error of the GPU in a case not yet known.
 SEEN_KEYS = 128
 OUT_ROWS = 16  # tokens whose heads a program norms
 PART: tl.constexpr = tl.constexpr(16)  # rows of a block of a triangular system that is inverted row by row
