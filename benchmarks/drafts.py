@@ -144,6 +144,7 @@ def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int
 
 
 def _tokens(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) -> list[int]:
+    decoder_of(model).held = []  # else the second reads the prompt's last token alone, by another order of sums
     g = stream(model, tokenizer, ids, max_new_tokens=new, draft=draft)
     for _ in g:
         pass
