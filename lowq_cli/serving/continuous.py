@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from lowq_cli.engine import plan as plans
+from lowq_cli.engine.drafts.attaching import settled
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.engine.state import BLOCK
@@ -46,7 +47,7 @@ from lowq_packers.errors import UnsupportedError, UsageError, one_line
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
 MOST_RUNNING = 1024
 LOOK = 16  # steps of a GPU from one look at all logits to the next: NaN stays in its text's keys, so none is missed for long
-SERVED_DRAFTS = ("auto", "ngram", "none")
+SERVED_DRAFTS = ("ngram", "none")  # and "auto"
 GAP_S = 4e-4  # from the end of a pass until one with drafts is launched, until it is known
 LIKELY = 0.3  # chance of a guess below which it is not looked at: of 64 texts that would take the host a pass's time
 ROW = 0.4  # of a plain pass, that one with twice the rows takes longer, until it is known
@@ -115,7 +116,7 @@ class ContinuousEngine:
         cache_tokens: tokens whose keys and values are held at most; None: as memory allows. cache_bytes: of them all.
         deterministic: see above.
         kv: what keys and values are held in (`decode.kv.KINDS`).
-        draft: "ngram" has passes check what texts are guessed to go on with; "auto" is that, "none" nothing.
+        draft: "ngram" has passes check what texts are guessed to go on with, "none" nothing; "auto" is either (`settled`).
         reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
             texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
         prefer: even streams, or early first tokens (`token_budget.PREFER`).
@@ -140,6 +141,7 @@ class ContinuousEngine:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
         self.device, self.vocabulary = plan.device, plan.vocabulary
+        draft = settled(draft, self.device.type)
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")

@@ -8,6 +8,7 @@ import pytest
 
 import lowq
 from lowq_cli.engine import stream
+from lowq_cli.engine.drafts.attaching import settled
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import SIZES, NGram
 from lowq_cli.engine.drafts.pace import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
@@ -181,3 +182,10 @@ def test_a_draft_model_of_another_tokenizer_is_refused(demo, tmp_path):
 def test_an_unknown_name_is_refused(demo):
     with pytest.raises(UsageError, match="--draft nothing: it can be auto, ngram, mtp"):
         stream(*demo, "a", draft="nothing")
+
+
+@pytest.mark.parametrize(("device", "auto"), [("cpu", "ngram"), ("cuda", "none")])
+def test_what_auto_is_where_no_head_was_trained(device, auto):
+    assert settled("auto", device) == auto
+    for name in ("ngram", "none", "mtp", "a/folder"):
+        assert settled(name, device) == name
