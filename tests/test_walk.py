@@ -74,6 +74,15 @@ STEPS = (
         keys=("out", "export"),
         makes=("demo-lowq-4b-g32-sym-head16.gguf", "demo-lowq-4b-g32-sym-head16/config.json"),
     ),
+    Step("draft train demo-lowq-4b-g64 --dry-run --json", keys=("plan", "seconds")),
+    Step(
+        "batch - demo-lowq-4b-g64 --out answers.jsonl --json",
+        keys=("answered",),
+        makes=("answers.jsonl",),
+        stdin='{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 4}}\n',
+    ),
+    Step("ps --json", keys=("servers",)),
+    Step("stop", says=("none was left behind",)),
     Step("refine demo-lowq-4b-g64 --model demo", 2, says=("lowq: ",)),  # 17 s on another tool's file: tests/cli has that
     Step("serve demo-lowq-4b-g64 --engine vllm --dry-run", says=("vllm serve",)),
     Step("serve demo-lowq-4b-g64 --port 0 --dry-run", says=("1,024 tokens",)),

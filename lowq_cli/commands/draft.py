@@ -43,7 +43,7 @@ def draft(
     if head not in ("eagle3", "peagle"):
         raise UsageError(f"--head {head}: it can be eagle3 or peagle")
     if action != "train":
-        raise UsageError(f"lowq draft {action} is not known; lowq draft train CKPT trains a head")
+        raise UsageError(f"{action!r} is not known; lowq draft train CKPT trains a head")
     name = state.checkpoint_or_last(ckpt)
     check_there(name)
     wake(device)

@@ -286,13 +286,14 @@ def _show_result(
         f"peak memory {console.size(result.peak_rss_bytes)}"
     )
     console.out(result.out)
+    from lowq_cli import state
+
     if engine and not to:
-        from lowq_cli import state
         from lowq_cli.plan import targets
 
         console.say(f"for {engine}: lowq export {state.as_argument(result.out)} --to {targets.get(engine).export}")
     if head:
-        console.say(f"next: lowq generate MODEL --draft {result.out}, of the model that it guesses for")
+        console.say(f"next: lowq generate MODEL --draft {state.as_argument(result.out)}, of the model that it guesses for")
     if to or head:  # which says its own
         return
     if not engine and recipe.format == "lowq":

@@ -32,7 +32,8 @@ from lowq_cli.run import own_text
 from lowq_cli.run.draft_head import KINDS, LATER, Learner, Sizes, loss_of, right, sizes
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.errors import LowqError, UnsupportedError, UsageError
+from lowq_packers.regular import opened, read_text
 
 FULL_VOCABULARY, REDUCED = (
     65_536,
@@ -369,11 +370,12 @@ def _resumed(of: Training, learner: Learner, adam: Any) -> int:
     path = of.out / HEAD_STATE
     if not path.is_file():
         return 0
-    with safe_open(path, framework="pt") as file:
-        notes = file.metadata() or {}
-    if notes.get("run") != _facts(of):
-        return 0
-    held = load_file(path, device=str(of.device))
+    with opened(path) as name:
+        with safe_open(name, framework="pt") as file:
+            notes = file.metadata() or {}
+        if notes.get("run") != _facts(of):
+            return 0
+        held = load_file(name, device=str(of.device))
     for n, p in learner.weights.items():
         p.data.copy_(held[f"w/{n}"])
         adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in ("exp_avg", "exp_avg_sq")} | {
@@ -399,8 +401,8 @@ def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -
 
 def _made(of: Training) -> Trained | None:
     """What the same command made before, where it is whole."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        notes = json.loads((of.out / HEAD_NOTES).read_text())
+    with suppress(LowqError, OSError, ValueError, KeyError, TypeError):
+        notes = json.loads(read_text(of.out / HEAD_NOTES))
         if notes.pop("run") == _facts(of) and (of.out / SINGLE).is_file():
             names = Trained.__dataclass_fields__
             return Trained(**{n: notes[n] for n in names if n != "already_done"}, already_done=True)

@@ -29,13 +29,13 @@ def is_head(config: Mapping[str, Any]) -> bool:
         return True
     names = [str(a).lower() for a in config.get("architectures") or ()]
     marks = ("eagle", "dflash", "dspark", "medusa", "mlpspeculator", "draftmodel", "assistantfor")
-    return any(mark in name for name in names for mark in marks) or config.get("model_type") in OTHERS
+    return any(mark in name for name in names for mark in marks) or str(config.get("model_type")) in OTHERS
 
 
 def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     """The head of a folder. Raises UnsupportedError for a kind that is not run, DamagedError for one that lacks something."""
     given = [str(n) for n in (config.get("speculators_model_type"), *(config.get("architectures") or ())) if n]
-    given += [str(config["model_type"])] if config.get("model_type") in OTHERS else []
+    given += [name] if (name := str(config.get("model_type"))) in OTHERS else []
     names = [n.lower() for n in given[:1] if "speculators_model_type" in config] or [n.lower() for n in given]
     projector = (config.get("dflash_config") or {}).get("projector_type") or ""
     try:

@@ -91,7 +91,7 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
 
 
 def test_who_may_not():
-    why = "takes layers on a GPU, packed or in 16 bits, activations in 16 bits"
+    why = "takes layers on a GPU, packed or in 16 bits"
     assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == why
 
 

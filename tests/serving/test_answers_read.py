@@ -103,10 +103,7 @@ def harmony_of(calls):
 ELEMENTS = (elements.QWEN, elements.SEED, elements.MINIMAX, elements.DEEPSEEK)
 WRITTEN = {
     **{f"tagged {k.open}": (k, tagged(k)) for k in tagged_json.KINDS},
-    "command": (
-        tagged_json.KINDS[3],
-        lambda calls: tagged(tagged_json.KINDS[3], "parameters")(calls).replace('"name"', '"tool_name"'),
-    ),
+    "command": (tagged_json.KINDS[3], tagged(tagged_json.KINDS[3], "tool_name", "parameters")),
     **{
         f"elements {e.section}": (e, elements_of(e))
         for e in (elements.QWEN, elements.SEED, elements.MINIMAX, elements.DEEPSEEK)

@@ -145,7 +145,7 @@ def test_what_a_tool_said_goes_back_to_the_model(make):
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        ({"response_format": {"type": "xml"}}, "must be text, json_object or json_schema"),
+        ({"response_format": {"type": "xml"}}, "must be one of text, json_object, json_schema"),
         ({"response_format": {"type": "json_schema"}}, "json_schema: must be an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}}, "json_schema.schema: "),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}}, "does not exist"),

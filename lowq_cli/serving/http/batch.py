@@ -18,10 +18,12 @@ from starlette.types import ASGIApp, Message
 from lowq_cli.serving.http.answers import encoded
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.regular import read_regular
 
 FIELDS = {"custom_id", "method", "url", "body"}
 AGAIN = (429, 503)  # statuses of a request that may be answered later
 TRIES = 5
+MOST_ANSWERS = 1 << 33  # bytes of a file of answers that is gone on with
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def answered(out: Path) -> set[str]:
     """
     if not out.exists():
         return set()
-    raw = out.read_bytes()
+    raw = read_regular(out, MOST_ANSWERS)
     rows = [row for row in raw.splitlines(keepends=True) if row.endswith(b"\n")]
     try:
         found = [json.loads(row) for row in rows]
