@@ -2,13 +2,13 @@
 
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, quantizers
 from lowq_cli.memory import others_at_work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lowq_cli.calibrate.mixed import Mixed
     from lowq_cli.plan.plan import Plan
@@ -140,24 +140,26 @@ def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
     """The events behind the model's writing of its own text, which is shown as it goes."""
     from lowq_cli.run.events import TextStep
 
-    first = next(events, None)
-    if isinstance(first, TextStep):
-        with console.progress("write", first.total) as advance:
-            while isinstance(first, TextStep):
-                advance(first.tokens, f"{first.tokens:,} of {first.total:,} tokens of its own text")
-                first = next(events, None)
-    return events if first is None else chain([first], events)
+    return _follow_first(events, TextStep, "write", lambda e: (e.tokens, f"{e.tokens:,} of {e.total:,} tokens of its own text"))
 
 
 def _follow_curvature(events: "Iterator[Event]") -> "Iterator[Event]":
     """The events behind the measuring of what errors of outputs cost, which is shown as it goes."""
     from lowq_cli.run.events import CurvatureDone
 
-    first = next(events, None)
-    if isinstance(first, CurvatureDone):
-        with console.progress("measure", first.total) as advance:
-            while isinstance(first, CurvatureDone):
-                advance(first.index, f"{first.index:,} of {first.total:,}: what errors of each layer's outputs cost")
+    what = "what errors of each layer's outputs cost"
+    return _follow_first(events, CurvatureDone, "measure", lambda e: (e.index, f"{e.index:,} of {e.total:,}: {what}"))
+
+
+def _follow_first(
+    events: "Iterator[Event]", kind: type, title: str, shown: "Callable[[Any], tuple[int, str]]"
+) -> "Iterator[Event]":
+    """The events behind those of one kind that come first, which move a bar. shown: how far one is, and its line."""
+    first: Any = next(events, None)
+    if isinstance(first, kind):
+        with console.progress(title, first.total) as advance:
+            while isinstance(first, kind):
+                advance(*shown(first))
                 first = next(events, None)
     return events if first is None else chain([first], events)
 
