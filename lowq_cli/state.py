@@ -5,15 +5,15 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lowq_cli import console
 from lowq_packers.atomic import alone, write_whole
-from lowq_packers.errors import LowqError, NotFoundError
+from lowq_packers.errors import LowqError, NotFoundError, UsageError, disk_full
 from lowq_packers.home import cache_dir, state_dir
 from lowq_packers.regular import MAX_CONFIG, read_text
 
@@ -32,6 +32,19 @@ def is_cached(path: Path) -> bool:
         return path.absolute().is_relative_to(cache_dir().absolute())
     except NotFoundError:
         return False
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into errors that say the way out."""
+    try:
+        yield
+    except OSError as e:
+        if full := disk_full(e, path):
+            raise full from e
+        cached = is_cached(path)
+        way_out = "name another cache folder: XDG_CACHE_HOME=DIR" if cached else "use another --out"
+        raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:

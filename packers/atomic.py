@@ -1,5 +1,6 @@
-"""A file that is whole or not there: made under another name beside its place, and renamed."""
+"""A file that is whole or not there: made under another name beside its place, and renamed; and bytes at a reserved place."""
 
+import errno
 import fcntl
 import os
 import re
@@ -8,6 +9,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 @contextmanager
@@ -55,17 +58,42 @@ def write_new(path: Path, content: bytes) -> None:
     made, fd = _own(path)
     try:
         made.write_bytes(content)
-        try:
-            os.link(made, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            if path.exists():
-                raise FileExistsError(path) from None
-            os.rename(made, path)
+        publish(made, path)
     finally:
         made.unlink(missing_ok=True)
         os.close(fd)
+
+
+def publish(made: Path, path: Path) -> None:
+    """Give a whole file its name, beside its old one; never over anything. Raises FileExistsError, OSError."""
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.rename(made, path)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give a file its full size, and its disk blocks where the file system can, so that a full disk shows now."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:  # macOS
+        os.ftruncate(fd, size)
+    except OSError as e:
+        if e.errno not in NO_RESERVE:
+            raise
+        os.ftruncate(fd, size)
+
+
+def write_at(fd: int, content: memoryview | bytes | bytearray, offset: int) -> None:
+    """Write all of `content` at `offset`."""
+    view = memoryview(content).cast("B")
+    at = 0
+    while at < len(view):
+        at += os.pwrite(fd, view[at : at + (1 << 30)], offset + at)
 
 
 @contextmanager

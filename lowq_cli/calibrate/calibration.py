@@ -34,13 +34,13 @@ from lowq_cli.calibrate.need import (
     rounds_both_sides,
 )
 from lowq_cli.calibrate.walk import Hidden, Layer
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.folder import staged
 from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers import FEW_TOKENS, gptq
 from lowq_cli.quantizers.gptq import Moments
+from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
 from lowq_packers.qtensor import QuantizedTensor

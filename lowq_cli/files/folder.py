@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.source import STAGED
-from lowq_cli.state import OWNER, begin
+from lowq_cli.state import OWNER, begin, writing
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 PATIENCE = 100  # times 10 ms

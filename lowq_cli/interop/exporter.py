@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
 from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
@@ -25,7 +24,7 @@ from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, 
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
-from lowq_cli.state import remember_export, user_path, was_exported
+from lowq_cli.state import remember_export, user_path, was_exported, writing
 from lowq_cli.workers import in_order, threads
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError

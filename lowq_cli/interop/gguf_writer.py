@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lowq_cli.files import safetensors_writer
-from lowq_cli.files.atomic import publish, writing
 from lowq_cli.files.folder import unfinished
 from lowq_cli.interop.gguf_file import GgufTensor, padded
-from lowq_cli.state import remember_export
-from lowq_packers.atomic import write_whole
-from lowq_packers.errors import LowqError
+from lowq_cli.state import remember_export, writing
+from lowq_packers.atomic import publish, write_whole
+from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import read_text
 
 
@@ -37,7 +36,10 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
                 file.flush()
                 os.fsync(file.fileno())
                 remember_export(out, run, path)  # before it has its name: a kill between is no other export
-                publish(path, out)
+                try:
+                    publish(path, out)
+                except FileExistsError:
+                    raise UsageError(f"{out} is there already; use another --out, or remove it") from None
 
 
 class GgufWriter:

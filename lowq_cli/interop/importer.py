@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lowq_cli import console, state
 from lowq_cli.files import fp8_tensors
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.family_tensors import linear_weights
 from lowq_cli.files.folder import new_folder, sweep
@@ -22,6 +21,7 @@ from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
+from lowq_cli.state import writing
 from lowq_packers import home
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.atomic import replacing

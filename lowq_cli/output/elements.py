@@ -38,13 +38,9 @@ class Elements:
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
         """Text up to the first calls, and those."""
-        tag = yield from source.until(self.openers, out.text)
+        tag = yield from source.opening(self.openers, self.section, self.call, out.text)
         if not tag:
             return
-        source.mark()
-        if tag == self.section:
-            yield from source.blanks()
-            yield from source.takes(self.call)
         while True:
             name = yield from source.word(self.name_end)
             if name is None or not out.call(name.strip()):

@@ -40,13 +40,9 @@ class Headed:
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
         """Text up to the first calls, and those."""
-        tag = yield from source.until(self.openers, out.text)
+        tag = yield from source.opening(self.openers, self.section, self.call, out.text)
         if not tag:
             return
-        source.mark()
-        if tag == self.section:
-            yield from source.blanks()
-            yield from source.takes(self.call)
         while True:
             yield from source.blanks()
             if source.held[:1] in ("[", "{"):  # Mistral's older models: JSON and no head

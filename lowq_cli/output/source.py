@@ -67,6 +67,16 @@ class Source:
                 return ""
             yield
 
+    def opening(self, openers: tuple[str, ...], section: str, call: str, say: Say) -> Wait[str]:
+        """Say what comes before the first call, and take its tag, behind that of a section where there is one: "" for none."""
+        tag = yield from self.until(openers, say)
+        if tag:
+            self.mark()
+        if tag and tag == section:
+            yield from self.blanks()
+            yield from self.takes(call)
+        return tag
+
     def _first(self, tags: tuple[str, ...]) -> tuple[int, str]:
         """(characters before the first tag, the tag); with "" where it may be beginning at the end of what has come."""
         held, n = self.held, len(self.held)

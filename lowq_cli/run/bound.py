@@ -24,11 +24,11 @@ from lowq_cli.console import size
 from lowq_cli.devices import pick_device
 from lowq_cli.engine import bandwidth
 from lowq_cli.evaluate.perplexity import measure
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.folder import held
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.run.own_text import Make
+from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import LowqError, QualityError, UsageError
 from lowq_packers.home import cache_dir

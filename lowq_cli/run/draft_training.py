@@ -24,12 +24,12 @@ from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, SINGLE, open_source
 from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import own_text
 from lowq_cli.run.draft_head import KINDS, LATER, Learner, Sizes, loss_of, right, sizes
+from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError

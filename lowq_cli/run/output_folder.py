@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.atomic import reserve, write_at, writing
 from lowq_cli.files.folder import held, staged
 from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
 from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT
 from lowq_cli.plan.plan import Item, Plan, Shard
-from lowq_packers.atomic import replacing
+from lowq_cli.state import writing
+from lowq_packers.atomic import replacing, reserve, write_at
 from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import read_regular
 

@@ -31,7 +31,6 @@ from lowq_cli.engine import ready
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.folder import sweep, unfinished
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.interop.importer import runnable
@@ -40,6 +39,7 @@ from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.quantizers import FEW_TOKENS
 from lowq_cli.run.events import TextStep
+from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DoesNotFitError, LowqError, NotFoundError, UnsupportedError
 from lowq_packers.home import cache_dir

@@ -15,7 +15,6 @@ import torch
 
 from lowq_cli.calibrate.calibration import Calibration
 from lowq_cli.calibrate.layer_file import load_item
-from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, new_folder
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
@@ -29,7 +28,7 @@ from lowq_cli.plan.recipe import NOT_CALIBRATED, Recipe
 from lowq_cli.run.events import Event
 from lowq_cli.run.pipeline import maker, run_hash, text_of
 from lowq_cli.run.prepare import prepare
-from lowq_cli.state import user_path
+from lowq_cli.state import user_path, writing
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.formats import Format
 from lowq_packers.home import cache_dir
