@@ -13,7 +13,9 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # also under `python -P`, which the test uses
 import pages
@@ -45,13 +47,17 @@ def cli_help() -> str:
 
 
 @part
-def kernels(reproductions: bool = False) -> str:
-    """The kernels that can be imported here: those that dispatch chooses among, or the reproductions of papers' kernels."""
+def kernels() -> str:
+    """The kernels that can be imported here."""
     from lowq_kernels.dispatch import registry
 
+    return listed(registry.kernels().values())
+
+
+def listed(specs: Iterable[Any]) -> str:
+    """A table of kernels of products."""
     rows = []
-    listed = [s for s in registry.kernels().values() if s.reproduction == reproductions]
-    for spec in sorted(listed, key=lambda s: (s.devices, s.rank, s.name)):
+    for spec in sorted(specs, key=lambda s: (s.devices, s.rank, s.name)):
         first = (sys.modules[spec.launch.__module__].__doc__ or "").strip().splitlines()[0]
         widths = "/".join(map(str, spec.bits))
         dtypes = "/".join(str(d).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf") for d in spec.dtypes)
@@ -76,7 +82,9 @@ def operations() -> str:
 @part
 def papers() -> str:
     """Reproductions of papers' kernels."""
-    return kernels(reproductions=True)
+    from papers import PAPERS
+
+    return listed(PAPERS.values())
 
 
 @part

@@ -22,7 +22,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
     "lowq_kernels": (
         *("gpu", "optional", "workspaces", "counters", "activations", "tuned"),
-        *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
+        *("dispatch", "cuda", "products", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
         *("ranks", "console", "devices", "workers", "memory", "drawing"),

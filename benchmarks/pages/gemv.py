@@ -1,5 +1,5 @@
-"""docs/gemv.md, whole. Results: h100/gemv_paper.json (papers.py gemv), h100/peers.jsonl (FastGEMV's published code on the same
-GPU), published/fastgemv_3090.json (its authors' table).
+"""docs/gemv.md, whole. Results: h100/gemv_paper.json (papers_speed.py gemv), h100/peers.jsonl (FastGEMV's published code on
+the same GPU), published/fastgemv_3090.json (its authors' table).
 """
 
 from collections.abc import Sequence

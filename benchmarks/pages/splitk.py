@@ -1,5 +1,5 @@
-"""docs/splitk.md, whole. Results: h100/{splitk_paper.json,ncu_splitk_1.txt,ncu_splitk_8.txt} (papers.py splitk; ncu over its
---profile), h100/triton_vs_gemlite.json (frozen: its script raced a kernel that is deleted).
+"""docs/splitk.md, whole. Results: h100/{splitk_paper.json,ncu_splitk_1.txt,ncu_splitk_8.txt} (papers_speed.py splitk; ncu over
+its --profile), h100/triton_vs_gemlite.json (frozen: its script raced a kernel that is deleted).
 """
 
 import re

@@ -6,7 +6,7 @@ Chosen once a weight, for one row of x, by `rank` alone: `prefers` is of calls, 
 import torch
 
 from lowq_kernels.dispatch import tuning
-from lowq_kernels.dispatch.registry import Call, dispatched, forced
+from lowq_kernels.dispatch.registry import Call, forced, kernels
 from lowq_kernels.gpu import capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, LAYOUTS
@@ -19,7 +19,7 @@ def ranked(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.dev
     for name, layout in LAYOUTS.items():
         if layout.why_not(scheme, N, K) is None:
             call = Call(M, N, K, scheme, name, dtype, device.type, capability(device))
-            ranks = [s.rank for s in dispatched("product", device.type) if s.why_not(call) is None]
+            ranks = [s.rank for s in kernels("product", device.type).values() if s.why_not(call) is None]
             found.append((min(ranks, default=1 << 30), name != DISK, name))
     return [name for _, _, name in sorted(found)]
 

@@ -16,7 +16,7 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.activations import act_of, rounded
 from lowq_kernels.dispatch.layouts import ranked
-from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, dispatched, select
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, kernels, select
 from lowq_kernels.dispatch.sources import source_hash
 from lowq_kernels.dispatch.timing import WALL_SECONDS, graph_time, rotation, wall_time
 from lowq_kernels.dispatch.tuning import Shape
@@ -84,7 +84,7 @@ def candidates(call: Call, exhaustive: bool = False) -> list[tuple[KernelSpec, C
     its programs fill; a config worse than another of its kernel by PRUNE in their product is not timed.
     """
     found = []
-    for spec in dispatched():
+    for spec in kernels().values():
         if spec.name in NEVER_TUNED.get(call.device, ()) or spec.why_not(call):
             continue
         legal = spec.legal_configs(call)

@@ -36,7 +36,7 @@ ANY_M = (1, 1 << 62)
 ANY_TABLE = ("", *TABLE_KINDS)
 LAST_RESORT = 1000  # a kernel of this rank is chosen only where no other is legal, preferred or not
 FLOATS = (torch.float16, torch.bfloat16)
-GPU_FOLDERS = ("products.triton", "products.cuda", "papers", "fp8", "decode", "gptq", "cuda")  # Triton alone takes 0.3 s
+GPU_FOLDERS = ("products.triton", "products.cuda", "fp8", "decode", "gptq", "cuda")  # Triton alone takes 0.3 s
 OPTIONAL_LIBRARIES = ("triton", "cuda")  # a kernel file may need these; any other missing import is a bug
 
 
@@ -101,7 +101,6 @@ class KernelSpec:
     preferred_m: tuple[int, int] = ANY_M
     prefer: Callable[[Any], bool] = lambda call: True  # where preferred_m is not the whole story
     min_capability: tuple[int, int] = (0, 0)
-    reproduction: bool = False  # a paper's kernel: reached by name, never dispatched or tuned
     rank: int = 100  # the rule takes the lowest rank among kernels that prefer the call
     configs: tuple[Config, ...] = ({},)
     refuse: Callable[[Any], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
@@ -196,14 +195,9 @@ def kernels(op: Op = "product", device: str = "") -> dict[str, KernelSpec]:
     return {name: s for name, s in KERNELS.items() if s.op == op}
 
 
-def dispatched(op: Op = "product", device: str = "") -> list[KernelSpec]:
-    """The kernels among which dispatch chooses: all but reproductions."""
-    return [s for s in kernels(op, device).values() if not s.reproduction]
-
-
 def refusals(call: AnyCall) -> dict[str, str]:
     """Kernel name -> why it cannot take this call, for those of its operation that cannot."""
-    return {s.name: why for s in dispatched(call.op) if (why := s.why_not(call))}
+    return {s.name: why for s in kernels(call.op).values() if (why := s.why_not(call))}
 
 
 def named(kernel: str) -> KernelSpec:
@@ -287,7 +281,7 @@ def _forced(call: AnyCall, kernel: str) -> tuple[AnyCall, Choice]:
 def _choose(call: AnyCall) -> tuple[AnyCall, Choice]:
     rounds = isinstance(call, Call) and call.act != "none"
     # what loads them finds tuning.py, too, which fills TABLES
-    legal = {s.name: s for s in dispatched(call.op, call.device) if s.why_not(call) is None}
+    legal = {s.name: s for s in kernels(call.op, call.device).values() if s.why_not(call) is None}
     for table in TABLES if isinstance(call, Call) else ():
         if entry := table(call):
             name, config = entry

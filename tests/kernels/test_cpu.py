@@ -97,7 +97,7 @@ def test_bf16_on_a_cpu_without_a_compiler_takes_torchs_int4_kernel(no_compiler):
     assert registry.select(registry.Call.of(torch.zeros(1, 128, dtype=torch.bfloat16), lin.packed))[0].name == "cpu/int4"
 
 
-@pytest.mark.parametrize("layout", ["auto", "strided", "rowstream", "warp32"])
+@pytest.mark.parametrize("layout", ["auto", "strided", "rowstream"])
 def test_state_dict_is_rowstream_whatever_the_layout(layout):
     q = weight(48, 128, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, bias=torch.ones(48), dtype=torch.bfloat16, layout=layout)
@@ -210,7 +210,7 @@ def test_forced_kernel_fails_aloud(monkeypatch):
 
 
 def test_no_kernel_lists_every_reason():
-    call = registry.Call(1, 16, 64, Scheme(4, 32), "warp32", torch.int8, "cpu")
+    call = registry.Call(1, 16, 64, Scheme(4, 32), "strided", torch.int8, "cpu")
     with pytest.raises(UnsupportedError, match=r"reference: takes .* not torch.int8"):
         registry.select(call)
 

@@ -20,9 +20,9 @@ from lowq_kernels.cuda import driver, operands
 from lowq_kernels.decode import attend_cuda, experts, prompt_cuda
 from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.dispatch.registry import Call
-from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import int8_planes, tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
 from lowq_packers.scheme import BITS, Scheme
+from papers import gemv_rows, gemv_warp32
 
 DTYPES = (torch.float16, torch.bfloat16)
 ARCHS = ("sm_80", "sm_89", "sm_90a")

@@ -18,8 +18,9 @@ from lowq_packers.layouts import pack
 from lowq_packers.scheme import BITS
 
 emulation.require("cuda/tile_mma")
-from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import tile_dequant, tile_mma
+from papers import PAPERS, gemv_rows, gemv_warp32
+from papers.warp32 import WARP32
 
 MODULES = (tile_mma, tile_dequant, gemv_rows, gemv_warp32)
 F16, BF16 = torch.float16, torch.bfloat16
@@ -64,11 +65,11 @@ def weight(case):
 
 def launch(case, q=None):
     """(y, x @ W^T + bias in fp32) of a case; None where the kernel takes no such call."""
-    spec = registry.kernels()[case.kernel]
+    spec = (registry.kernels() | PAPERS)[case.kernel]
     q = weight(case) if q is None else q
     x = torch.randn(case.M, case.K, generator=torch.Generator().manual_seed(case.M)).to(case.dtype)
     bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
-    p = pack(q, spec.layouts[0])
+    p = WARP32.pack(q) if spec.layouts == ("warp32",) else pack(q, spec.layouts[0])
     call = dataclasses.replace(Call.of(x, p), device="cuda")
     if spec.why_not(call):
         return None
@@ -191,7 +192,7 @@ def test_int8_activations(bits, group, dp4a):
     q = weight(case)
     x = torch.randint(-128, 128, (2, 384), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     x[0], q.W_q[0] = -128, (1 << bits) - 1
-    y = gemv_warp32.gemv_warp32_int8(x, pack(q, "warp32"), dp4a)
+    y = gemv_warp32.gemv_warp32_int8(x, WARP32.pack(q), dp4a)
     assert emulation.error(y, x.float() @ q.dequantize().t()) < 1e-5
 
 

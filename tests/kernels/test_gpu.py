@@ -94,8 +94,6 @@ INSTANCES = {
     "tile_dequant": lambda on: ("tile_dequant.cu", "tile_dequant<4, 1, 128, true>"),
     "act_rows": lambda on: ("act_rows.cu", f"round_rows<0, {'false' if on.fp8 else 'true'}>"),
     "experts": lambda on: ("experts.cu", "experts<4, 1, 128, 1, 2, 6, 1, 2>"),
-    "gemv_warp32": lambda on: ("gemv_warp32.cu", "gemv_warp32<4, 0, 128, true, 0, 8>"),
-    "gemv_rows": lambda on: _gemv_rows(),
     "dense_mma": lambda on: ("dense_mma.cu", "dense_mma<1, 16, 2, 64, 1, 5>"),
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8, 4, 64, 4>") if on.max_cluster > 1 else None,
     "route": lambda on: ("route.cu", "route<1, 1, 1, 4>") if on.max_cluster > 1 else None,
@@ -115,12 +113,6 @@ def _mma(on):
     config = next(c for c in tile_mma.CONFIGS if tile_mma._config_refuse(call, c) is None)
     cut = tile_mma.plan(call, config)
     return "tile_mma.cu", tile_mma.expression(call.scheme, 4096, torch.float16, config, cut.M_TILES, cut.copies, on.sms)
-
-
-def _gemv_rows():
-    from lowq_kernels.papers import gemv_rows
-
-    return "gemv_rows.cu", gemv_rows.expression(4, 1, 128, True, gemv_rows.CONFIGS[0])
 
 
 def _wgmma(on, name, arguments):

@@ -1,8 +1,6 @@
 """Grouped products of a mixture: rows sorted by expert, tile_wgmma's grouped source emulated, the whole layer against fp32."""
 
 import inspect
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,7 +14,6 @@ if torch.cuda.is_available():
         "its Triton kernels run on a CPU, in the interpreter; benchmarks/experts_speed.py checks a GPU's",
         allow_module_level=True,
     )
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import experts_speed
 
 import simt

@@ -9,16 +9,17 @@ pytest.importorskip("triton")
 
 from emulation import error
 from lowq_kernels.activations import STEPS, int8_rows, rounded
-from lowq_kernels.dispatch.registry import Call, after_rounding, kernels, matmul
+from lowq_kernels.dispatch.registry import Call, after_rounding, matmul
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.papers import gemm_int8 as kernel
 from lowq_packers.errors import UsageError
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
+from papers import PAPERS
+from papers import gemm_int8 as kernel
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-SPEC = kernels()["triton/gemm_int8"]
+SPEC = PAPERS["triton/gemm_int8"]
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +79,10 @@ def test_products(bits, zero):
 
 
 def test_dispatch():
-    """Activations are rounded before the kernels that win; the int8 kernel is not offered to others, and taken by name only."""
+    """Activations are rounded before the kernels that win; the int8 kernel takes no others."""
     call = Call(3, 64, 128, weight(64, 128, 64, 4, "float").scheme, "strided", torch.float16, "cuda", (9, 0), "int8")
     assert SPEC.why_not(call) is None
-    assert [after_rounding(call, name).act for name in (SPEC.name, None, "triton/gemm")] == ["int8", "none", "none"]
+    assert [after_rounding(call, name).act for name in (None, "triton/gemm")] == ["none", "none"]
     w = weight(64, 128, 64, 4, "float")
     x = torch.randn(3, 128, device=DEVICE).half()
     assert SPEC.why_not(Call(3, 64, 128, w.scheme, "strided", x.dtype, "cuda", (9, 0))) == "takes activations as int8, not none"

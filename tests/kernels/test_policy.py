@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from lowq_kernels.dispatch.registry import Call, select
 from lowq_packers.scheme import BITS, Scheme
 
 ROOT = Path(gpu.__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import ship
 
 FILE = ROOT / "kernels" / "tuned" / "h100.json"

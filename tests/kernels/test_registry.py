@@ -87,20 +87,6 @@ def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_en
             assert select(call, kernel)[0].name == name
 
 
-@pytest.mark.parametrize("name", sorted(n for n, s in kernels().items() if s.reproduction))
-def test_a_reproduction_is_no_choice_of_dispatch_tables_or_tuning(name, monkeypatch):
-    """By the rule, by a table that names it, in `lowq tune`'s race: it is left out, though it could take the call."""
-    spec = kernels()[name]
-    call = Call(1, 4096, 4096, Scheme(4, 128), spec.layouts[0], torch.float16, "cuda", (9, 0), spec.acts[0])
-    assert spec.why_not(call) is None
-    monkeypatch.setattr(registry, "TABLES", [lambda call: (name, spec.configs[0])])
-    registry.forget_choices()
-    assert select(dataclasses.replace(call, act="none"))[0].name != name
-    registry.forget_choices()
-    assert name not in {s.name for s, _ in measure.candidates(call, exhaustive=True)}
-    assert name not in refusals(call)
-
-
 @pytest.mark.skipif("cuda/tile_mma" not in kernels(), reason="NVRTC is not installed")
 def test_tuning_on_a_gpu_races_one_layout(monkeypatch):
     monkeypatch.setattr(layouts, "capability", lambda device: (9, 0))

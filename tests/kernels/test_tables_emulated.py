@@ -134,6 +134,6 @@ def test_row_tiles_of_two_tables_go_the_whole_way():
 
 def test_what_no_kernel_of_the_tile_layout_takes_says_so():
     call = Call(4, 128, 256, NVFP4, "tile", F16, "cuda", (9, 0))
-    taken = [s.name for s in registry.dispatched("product") if s.why_not(call) is None]
+    taken = [s.name for s in registry.kernels().values() if s.why_not(call) is None]
     assert set(taken) == {"cuda/tile_mma", "cuda/tile_wgmma", "cuda/tile_dequant", "reference"}
     assert "takes evenly spaced values, not e2m1" in registry.refusals(call)["cuda/tile_int8x2"]

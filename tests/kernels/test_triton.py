@@ -15,8 +15,10 @@ from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability,
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
+from papers import PAPERS
 
-TRITON = sorted(n for n, s in kernels().items() if n.startswith("triton/") and "none" in s.acts)
+SPECS = kernels() | PAPERS
+TRITON = sorted(n for n, s in SPECS.items() if n.startswith("triton/") and "none" in s.acts)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -90,7 +92,7 @@ def pick(items: list, seed: int, n: int) -> list:  # type: ignore[type-arg]
 def test_interpreted(name, bits):
     if GPU:
         pytest.skip("the GPU runs every config instead")
-    spec, seed = kernels()[name], zlib.crc32(f"{name}{bits}".encode())
+    spec, seed = SPECS[name], zlib.crc32(f"{name}{bits}".encode())
     done = 0
     for i, (K, group) in enumerate(pick(SMALL_GROUPS, seed, 2)):
         zero, dtype = ZERO_KINDS[(seed + i) % 3], (torch.float16, torch.bfloat16)[(seed // 3 + i) % 2]
@@ -116,16 +118,16 @@ TABLES = [
 def test_values_from_a_table(s):
     """Three tables or factors that differ, one for eleven rows each; every dtype and M takes the same way."""
     N, K, g = 33, 96, torch.Generator().manual_seed(s.bits)
-    for name in (n for n in TRITON if s.table in kernels()[n].tables):
+    for name in (n for n in TRITON if s.table in SPECS[n].tables):
         for dtype in TOLERANCE:
             q = emulation.weight(N, K, s.bits, s.group_size, s.kind, dtype, g, tables=3)
-            for config in pick(legal(kernels()[name], 2, pack(q, "strided"), dtype), s.bits, 1 if not GPU else 5):
-                check(kernels()[name], config, q, 2, dtype, biased=True)
+            for config in pick(legal(SPECS[name], 2, pack(q, "strided"), dtype), s.bits, 1 if not GPU else 5):
+                check(SPECS[name], config, q, 2, dtype, biased=True)
 
 
 def test_kernels_that_know_no_tables_are_not_asked():
     call = Call(1, 64, 96, TABLES[0], "strided", torch.float16, "cuda", (9, 0))
-    taken = {s.name for s in registry.dispatched("product") if s.why_not(call) is None}
+    taken = {s.name for s in kernels().values() if s.why_not(call) is None}
     assert taken == {"triton/dequant_matmul", "dequant", "reference"}
 
 
@@ -143,9 +145,9 @@ def takes(spec: KernelSpec, config: Config, bits: int) -> list[tuple[int, int]]:
 CASES = [
     pytest.param(n, i, b, id=f"{n.removeprefix('triton/')}-b{b}-cfg{i}")
     for n in TRITON
-    for i, config in enumerate(kernels()[n].configs)
+    for i, config in enumerate(SPECS[n].configs)
     for b in BITS
-    if GPU and takes(kernels()[n], config, b)
+    if GPU and takes(SPECS[n], config, b)
 ]
 
 
@@ -153,7 +155,7 @@ CASES = [
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize(("name", "i", "bits"), CASES)
 def test_every_config_on_the_gpu(name, i, bits):
-    spec = kernels()[name]
+    spec = SPECS[name]
     config = spec.configs[i]
     seed = zlib.crc32(f"{name}{i}{bits}".encode())
     done = 0  # each weight below is another binary: 742 in all (597 took 80 s on 16 cores); configs share out the groups
@@ -196,7 +198,7 @@ def test_every_scheme_has_a_kernel_with_a_config():
     for bits, (K, group), M, cap in itertools.product(BITS, GROUPS, (1, 7, 64, 1000), ((8, 0), (8, 9), (9, 0))):
         p = pack(weight(8, K, group, bits, "float", torch.float16), "strided")
         call = Call(M, 8, K, p.scheme, "strided", torch.float16, "cuda", cap)
-        takers = [n for n in TRITON if kernels()[n].why_not(call) is None]
+        takers = [n for n in TRITON if SPECS[n].why_not(call) is None]
         assert any("gemm" in n for n in takers), (bits, K, group, M, cap)
 
 
@@ -218,7 +220,7 @@ def portable(request, monkeypatch):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_what_remains_without_cuda_kernels_is_dispatched(portable, bits):
-    """Weights are packed for Triton's kernels, and for any rows one of them, no reproduction, is taken."""
+    """Weights are packed for Triton's kernels, and for any rows one of them is taken."""
     device = torch.device("cuda")
     for (N, K), group, zero in itertools.product([(4096, 4096), (1001, 3072), (57344, 8192)], (32, 128), ZERO_KINDS):
         for dtype, M in itertools.product((torch.float16, torch.bfloat16), (1, 2, 4, 5, 64, 65, 191, 192, 1000, 8192)):
@@ -227,7 +229,6 @@ def test_what_remains_without_cuda_kernels_is_dispatched(portable, bits):
             assert layout == "strided"
             spec, config = select(Call(M, N, K, scheme, layout, dtype, "cuda", portable))
             assert spec.name.startswith("triton/")
-            assert not spec.reproduction
             assert config in spec.legal_configs(Call(M, N, K, scheme, layout, dtype, "cuda", portable))
 
 

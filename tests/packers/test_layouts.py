@@ -7,6 +7,7 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import LAYOUTS, pack, repack, unpack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme, fit_group
+from papers.warp32 import WARP32
 
 SHAPES = [(1, 32, 32), (37, 64, 32), (16, 48, 48), (33, 96, 32), (80, 640, 64), (5, 30, 30), (64, 320, 80), (128, 256, 256)]
 
@@ -74,14 +75,17 @@ def test_strided_words_are_gemlites(bits):
         assert int(words[j, n]) & 0xFFFFFFFF == want
 
 
-@pytest.mark.parametrize(("bits", "word"), [(4, 0x01234567), (2, 0x1B1B1B1B), (8, 0x00010203)])
-def test_warp32_words_are_gemlites(bits, word):
+@pytest.mark.parametrize(("bits", "word"), [(4, 0x01234567), (2, 0x1B1B1B1B), (8, 0x00010203), (3, None), (1, None)])
+def test_warp32_of_the_papers(bits, word):
     # formats/gemlite_hqq.md 1.5: q = k // 32 (mod 2^bits) makes every word the same
     K = 32 * (32 // bits)
     row = ((torch.arange(K) // 32) % (1 << bits)).to(torch.uint8).reshape(1, K)
-    words = pack(QuantizedTensor(row, torch.ones(1, 1), None, bits, K), "warp32").words
+    words = WARP32.pack(QuantizedTensor(row, torch.ones(1, 1), None, bits, K)).words
     assert words.shape == (1, 32)
-    assert all(w & 0xFFFFFFFF == word for w in words[0].tolist())
+    assert all(w & 0xFFFFFFFF == word for w in words[0].tolist() if word is not None)
+    for N, K, group in SHAPES:
+        q = random_q(N, K, group, bits)
+        assert torch.equal(WARP32.unpack(WARP32.pack(q)).W_q, q.W_q)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])

@@ -4,8 +4,8 @@ Maths   y[m, n] = sum_k x[m, k] * (q[n, k] - z[n, g]) * s[n, g] + bias[n]; a wor
         scale and zero cost one multiply-add a word, not a code: (sum_j q_j x_j - z * sum_j x_j) * s
 Shapes  x (M, K), M small: each row reads W again, from the second-level cache · words (cdiv(K * BITS, 32), N) · y (M, N)
 Grid    (cdiv(N, BLOCK_N) * SPLIT_K * M,)
-Split   SPLIT_K programs, each looping over its range of k; or (SPLIT_K = 0, papers/gemv_gemlite.py) one step a program.
-        Partial sums meet as partial.py says: fp32, in order, no atomics on y, no zero-fill launch
+Split   SPLIT_K programs, each looping over its range of k; or (SPLIT_K = 0, benchmarks/papers/gemv_gemlite.py) one step a
+        program. Partial sums meet as partial.py says: fp32, in order, no atomics on y, no zero-fill launch
 Source  the schedule: GemLite's GEMV_SPLITK (Badri 2024), with an ordered reduction
 """
 

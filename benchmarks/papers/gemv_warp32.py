@@ -13,9 +13,10 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, group_argument, scales_zeros_bias
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import PackedWeight
+from papers import paper
 
 FP32X4, FP32, HALF2, INT32, DP4A = range(5)
 CONFIGS: tuple[Config, ...] = tuple({"SUM": s, "WARPS": w} for s in (FP32X4, FP32, HALF2) for w in (8, 32))
@@ -65,12 +66,11 @@ def _launch(
     _kernel(instance, x.device.index, W)(*grid, *pointers, p.N, K, p.words.shape[1], scales.shape[1])
 
 
-@register(
+@paper(
     "cuda/gemv_warp32",
     layouts=("warp32",),
     min_capability=gpu.LEAST,
     m_range=(1, 65535),
-    reproduction=True,
     configs=CONFIGS,
     refuse=_refuse,
     config_refuse=_config_refuse,

@@ -8,9 +8,10 @@ Source  GemLite's GEMV and GEMV_REVSPLITK (Badri 2024), with an ordered reductio
 
 import torch
 
-from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.products.triton.gemv_splitk import FACTS, configs, launch
 from lowq_packers.layouts import PackedWeight
+from papers import paper
 
 ONE_STEP = (
     (128, 64, 0, 4, 1), (256, 16, 0, 2, 1), (512, 16, 0, 4, 1), (256, 32, 0, 4, 1), (128, 16, 0, 2, 1), (256, 4, 0, 2, 1),
@@ -18,8 +19,8 @@ ONE_STEP = (
 )  # fmt: skip
 
 
-@register("triton/gemv", configs=configs(*ONE_STEP), reproduction=True, **FACTS)
-@register("triton/gemv_revsplitk", configs=configs(*ONE_STEP, share=2), reproduction=True, **FACTS)
+@paper("triton/gemv", configs=configs(*ONE_STEP), **FACTS)
+@paper("triton/gemv_revsplitk", configs=configs(*ONE_STEP, share=2), **FACTS)
 def gemv_gemlite(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N)."""
     return launch(x, p, bias, config)

@@ -7,7 +7,7 @@ Shapes  x (M, K) fp16 or bf16 · words (K * BITS / 32, N) int32, layout `strided
 Launch  _rows_kernel: one program quantizes one row and adds up each BLOCK_K of it; then _gemm_kernel
 Grid    (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N) * SPLIT_K,), as triton/gemm; partial sums meet as partial.py says
 Limits  BLOCK_K divides group_size and K; 8, 4, 2 bits
-Chosen  by name only: 2.2 to 3.3 times slower on an H100 than rounding x and multiplying in 16 bits from `tile` (docs/fp8.md).
+Speed   2.2 to 3.3 times slower on an H100 than rounding x and multiplying in 16 bits from `tile` (docs/fp8.md).
         Codes reach the tensor cores by way of shared memory, and every group's sums are converted to fp32
 Source  own; A8Wn of GemLite
 """
@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from lowq_kernels import gpu
-from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of
 from lowq_kernels.products.triton.decode import interleaved, plain_code
 from lowq_kernels.products.triton.partial import split_scratch, store_split_tile
 from lowq_packers.fp8 import LEAST
 from lowq_packers.layouts import PackedWeight
+from papers import paper
 
 _LEAST = tl.constexpr(LEAST)
 INT8_MAX = tl.constexpr(127.0)
@@ -147,13 +148,12 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     return min(legal, key=cost)
 
 
-@register(
+@paper(
     "triton/gemm_int8",
     layouts=("strided",),
     bits=(8, 4, 2),
     acts=("int8",),
     min_capability=gpu.LEAST,
-    reproduction=True,
     configs=CONFIGS,
     config_refuse=_config_refuse,
     default_config=_default_config,

@@ -1,8 +1,8 @@
 """The papers' experiments on this GPU, for docs/gemv.md and docs/splitk.md: benchmarks/results/h100/.
 
-    python benchmarks/papers.py gemv   [--out FILE.json]    gemv_paper.json
-    python benchmarks/papers.py splitk [--out FILE.json]    splitk_paper.json
-    ncu -k regex:_gemm_kernel python benchmarks/papers.py splitk --profile SPLIT_K    ncu_splitk_1.txt, _8.txt (Table 7)
+    python benchmarks/papers_speed.py gemv   [--out FILE.json]    gemv_paper.json
+    python benchmarks/papers_speed.py splitk [--out FILE.json]    splitk_paper.json
+    ncu -k regex:_gemm_kernel python benchmarks/papers_speed.py splitk --profile SPLIT_K    ncu_splitk_1.txt, _8.txt (Table 7)
 
 gemv: FastGEMV's y = W x for N = K = 512 .. 16384 with W in fp16, int8 and int4 (one scale and zero a row, as near as ours comes
 to its one a tensor; and in groups of 128), beside cuBLAS fp16; the bandwidth is its own estimate, (bytes of W + 4 n) / time.
@@ -31,9 +31,10 @@ from lowq_kernels.dispatch.registry import Config, kernels
 from lowq_kernels.dispatch.timing import graph_time, roofline, rotation
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.dispatch.tuning_file import Machine
-from lowq_kernels.papers import gemv_rows, gemv_warp32
-from lowq_packers.layouts import PackedWeight, repack, unpack
+from lowq_packers.layouts import DISK, PackedWeight, repack, unpack
 from lowq_packers.scheme import Scheme
+from papers import PAPERS, gemv_rows, gemv_warp32
+from papers.warp32 import WARP32
 
 RESULTS = Path(__file__).parent / "results" / "h100"
 Row = dict[str, Any]
@@ -87,7 +88,7 @@ def packed(n: int, bits: int, group: int) -> Iterator[Row]:
     x = torch.randn(1, n, device=DEVICE, dtype=DTYPE)
     weights = copies(random_weight(shape, "rowstream", DEVICE))
     ref = x.float() @ unpack(weights[0]).dequantize().t()
-    spec = kernels()["cuda/gemv_rows"]
+    spec = PAPERS["cuda/gemv_rows"]
     configs = spec.legal_configs(call_for(shape, 1, "rowstream", DEVICE))
     found = best(lambda w, c: spec.launch(x, w, None, c), weights, configs, ref)
     yield gemv_row("fastgemv", "gemv_rows", n, bits, group, n * n * bits // 8, found)
@@ -101,9 +102,9 @@ def warp32(n: int, bits: int) -> Iterator[Row]:
     """GemLite's A16Wn, each way to sum; A8Wn by dp4a and plain, one scale a row."""
     shape = Shape(n, n, Scheme(bits, n), DTYPE)
     x = torch.randn(1, n, device=DEVICE, dtype=DTYPE) / 16
-    weights = copies(random_weight(shape, "warp32", DEVICE))
-    W, nbytes = unpack(weights[0]).dequantize().t(), n * n * bits // 8
-    spec = kernels()["cuda/gemv_warp32"]
+    q = unpack(random_weight(shape, DISK, DEVICE))
+    weights, W, nbytes = copies(WARP32.pack(q)), q.dequantize().t(), n * n * bits // 8
+    spec = PAPERS["cuda/gemv_warp32"]
     for SUM, name in SUMS.items():
         configs = [c for c in spec.legal_configs(call_for(shape, 1, "warp32", DEVICE)) if c["SUM"] == SUM]
         if configs:
@@ -147,7 +148,7 @@ def schedule_rows(n: int) -> list[Row]:
     x = torch.randn(1, n, device=DEVICE, dtype=torch.float16)
     rows: list[Row] = []
     for name in ("triton/gemv", "triton/gemv_revsplitk", "triton/gemv_splitk"):
-        spec, best = kernels()[name], (math.inf, Config())
+        spec, best = (kernels() | PAPERS)[name], (math.inf, Config())
         for config in spec.legal_configs(call_for(shape, 1, "strided", DEVICE)):
             us = graph_time([partial(spec.launch, x, w, None, config) for w in weights], 5, 500.0)
             best = min(best, (us, config), key=lambda t: t[0])

@@ -9,7 +9,7 @@ Source: GemLite, branch stable_cuda_only.
 
 from __future__ import annotations
 
-from lowq_packers.layouts import Layout, PackedWeight, meta_rows, register
+from lowq_packers.layouts import Layout, PackedWeight, meta_rows
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -36,4 +36,4 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     return QuantizedTensor.of(s, W_q, p.scales, p.zeros, p.table)
 
 
-register(Layout("warp32", _pack, _unpack))
+WARP32 = Layout("warp32", _pack, _unpack)

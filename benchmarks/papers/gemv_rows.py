@@ -12,10 +12,11 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, aligned, group_argument, scales_zeros_bias
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import PackedWeight
+from papers import paper
 
 CONFIGS: tuple[Config, ...] = tuple(
     {"P": p, "ROWS": r} for p, r in ((32, 8), (32, 4), (64, 4), (128, 4), (128, 2), (256, 1), (512, 2))
@@ -60,13 +61,12 @@ def _launch(
     return y
 
 
-@register(
+@paper(
     "cuda/gemv_rows",
     layouts=("rowstream",),
     bits=(8, 4, 2, 1),
     min_capability=gpu.LEAST,
     m_range=(1, 65535),
-    reproduction=True,
     configs=CONFIGS,
     refuse=_refuse,
     default_config=_default_config,

@@ -13,13 +13,14 @@ import triton.language as tl
 
 from lowq_kernels import gpu
 from lowq_kernels.counters import counters
-from lowq_kernels.dispatch.registry import Config, configs_of, register
+from lowq_kernels.dispatch.registry import Config, configs_of
 from lowq_kernels.products.triton.decode import codes_per_step
 from lowq_kernels.products.triton.fit import closest_config, tile_refusal
 from lowq_kernels.products.triton.overlap import overlap_previous
 from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, store_tile
 from lowq_kernels.products.triton.product import constants, launch_facts, native_ptx, operands, tile_product
 from lowq_packers.layouts import PackedWeight
+from papers import paper
 
 CPU_PROCESSORS = 3  # what the interpreter pretends to have: enough for tiles shared by several programs
 
@@ -91,10 +92,9 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
 
 
 KEYS = ("BLOCK_M", "BLOCK_N", "ROWS", "PROGRAMS", "TRANSPOSED", "NATURAL", "num_warps", "num_stages")
-register(
+paper(
     "triton/gemm_streamk",
     layouts=("strided",),
-    reproduction=True,
     configs=configs_of(KEYS, (
         (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 128, 16, 2, 0, 0, 4, 3), (8, 64, 16, 4, 1, 0, 4, 3),
         (16, 64, 4, 4, 0, 1, 4, 3), (64, 64, 8, 2, 0, 1, 4, 3), (64, 64, 4, 2, 0, 1, 4, 3), (64, 128, 16, 1, 1, 0, 8, 3),
