@@ -1,6 +1,6 @@
-"""Dynamic 8-bit activations: each row of x gets its scale as it comes. What `--act` records and layers apply.
+"""Dynamic 8-bit activations (`--act`): each row of x is rounded with a scale of its own.
 
-Packed layers round x in products of more than STEPS rows, those of prompts; steps multiply 16 bits, as they do without `--act`.
+Packed layers round x in products of more than STEPS rows, which are those of prompts; decode steps multiply 16-bit x.
 
 int8   symmetric, one scale per token: x ~ q * max / 127
 fp8    e4m3, one scale per token and 128 values (against block-scaled weights), or per token
@@ -18,8 +18,8 @@ from lowq_packers.errors import UsageError
 from lowq_packers.scheme import ACTS, Act
 
 INT8_MAX = 127.0
-# Rows up to which packed layers leave x in 16 bits. 128 rows by 4 bits take 30.6 us in fp8 with the rounding, 30.3 in 16 bits,
-# 256 rows 43.2 and 50.4 (8192 x 8192, an H100, docs/fp8.md); and an answer's tokens cost nothing in accuracy.
+# Max. rows for which packed layers leave x in 16 bits. 8192 x 8192 in 4 bits on an H100 (docs/fp8.md): 128 rows take 30.6 us in
+# fp8 (with the rounding) and 30.3 us in 16 bits, 256 rows 43.2 and 50.4 us. So decode steps lose no accuracy either.
 STEPS = 128
 
 
@@ -31,7 +31,7 @@ def check_act(act: object) -> Act:
 
 
 def act_of(act: Act, M: int) -> Act:
-    """What a packed layer with this mode does to x of M rows."""
+    """How a packed layer with this mode rounds x of M rows."""
     return act if M > STEPS else "none"
 
 
@@ -45,16 +45,16 @@ def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _launcher(act: Act, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, Act], torch.Tensor] | None:
-    """The kernel that rounds whole tokens in one launch (torch takes 31 us at M = 64 and 870 at 4096), if there is one."""
+    """The kernel that rounds all rows in one launch, or None (torch takes 31 us for 64 rows, 870 us for 4,096)."""
     on = gpu.here(device.index)
     if on.capability < gpu.LEAST or (act == "fp8" and not on.fp8) or dtype not in (torch.float16, torch.bfloat16):
         return None
     act_rows = optional("lowq_kernels.products.cuda.act_rows", "cuda")
-    return act_rows and act_rows.rounded_rows  # converting to e4m3 is an instruction of GPUs with fp8
+    return act_rows and act_rows.rounded_rows  # it needs the conversion instruction of GPUs with fp8
 
 
 def rounded(x: torch.Tensor, act: Act, group: int | None = None) -> torch.Tensor:
-    """x (M, K) as it is after quantization and back, in its own dtype: the definition, and the path of every other device.
+    """x (M, K) quantized and dequantized, in its own dtype: the definition, and the path of every other device.
 
     group: values of a token that share a scale (fp8); None: all of them.
     """

@@ -1,8 +1,8 @@
-"""Counters for kernels whose programs meet: int32 zeros that no concurrent launch uses and that the kernel leaves at zero.
+"""Counters for kernels whose programs synchronise: int32 zeros that no concurrent launch uses; a kernel resets them to zero.
 
-A zero-filled tensor a call would cost a launch; one shared by all calls would be wrong when two run at once. So: launches
-on one stream share, for they run one after another; a launch being captured gets counters of its own, for its graph may be
-replayed beside anything. When the arena for those is spent, a captured memset serves: right, and about a microsecond slower.
+A zero-filled tensor per call would cost a launch, and one shared by all calls would be wrong when two run at once. So launches
+on one stream share counters, since they run one after another. A captured launch gets its own, since its graph may be
+replayed at any time. When the arena of those is used up, a captured memset is used, which takes about 1 us more.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-ARENA = 1 << 20  # counters (4 MiB) zeroed at once per device: some twenty captured 8B models
-SHARED = 1 << 14  # counters that the launches of one stream share to begin with
+ARENA = 1 << 20  # counters (4 MiB) allocated and zeroed at once per device: enough for about twenty captured 8B models
+SHARED = 1 << 14  # initial number of counters that the launches of one stream share
 
-_arenas: dict[torch.device, tuple[torch.Tensor, list[int]]] = {}  # counters, [how many are given away]
+_arenas: dict[torch.device, tuple[torch.Tensor, list[int]]] = {}  # counters, [how many are allocated]
 _shared: dict[tuple[torch.device, int], torch.Tensor] = {}  # (device, stream) -> its counters
 _serial = False
 
@@ -43,13 +43,13 @@ def counters(n: int, device: torch.device) -> torch.Tensor:
             return _slice(n, device)
         if device not in _arenas:
             _arenas[device] = torch.zeros(ARENA, dtype=torch.int32, device=device), [0]
-            torch.cuda.synchronize(device)  # once: other streams may use the arena from now on
+            torch.cuda.synchronize(device)  # once: from now on other streams may use the arena
         _shared[key] = held = _slice(max(n, SHARED), device)
     return held
 
 
 def reserve(n: int, device: torch.device) -> None:
-    """An arena of at least n counters, for who will capture many graphs. What was given away stays as it is."""
+    """An arena of at least n counters, for callers that will capture many graphs. Allocated counters stay valid."""
     if device.type == "cuda" and (device not in _arenas or _arenas[device][0].numel() - _arenas[device][1][0] < n):
         _arenas[device] = torch.zeros(n, dtype=torch.int32, device=device), [0]
         torch.cuda.synchronize(device)

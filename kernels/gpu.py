@@ -1,8 +1,9 @@
-"""What a GPU is: one self-checking row an architecture, and the device that is here, measured.
+"""Facts of GPUs: one checked row per architecture, and the sizes of the installed device.
 
-A new architecture is a row of `ROWS` and a file in tuned/, with which every kernel runs that the row's facts allow. What it
-alone computes is a fact more, an `arch`, and kernels of their own, as wgmma's are. Rules ask `of(capability)`, ahead of time
-and without a GPU; launchers ask `here(index)`, whose sizes the driver told. `capability` alone decides what a device is.
+To support a new architecture, add a row to `ROWS` and a file to tuned/: every kernel that the row's facts allow then runs. An
+instruction of one architecture only, like wgmma, needs another fact, an `arch`, and kernels that use it. Rules ask
+`of(capability)`, which needs no GPU; launchers ask `here(index)`, with sizes from the driver. `capability` alone identifies a
+device.
 """
 
 from collections.abc import Callable
@@ -17,19 +18,19 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Gpu:
-    """Facts of one GPU; a row of `ROWS` has those of the one that it names."""
+    """Facts of one GPU. Each row of `ROWS` names the GPU that its sizes come from."""
 
     name: str
     capability: Capability
     sms: int
-    smem_block: int  # bytes of shared memory that a block may ask for
-    smem_sm: int  # ... that an SM has
+    smem_block: int  # max. bytes of shared memory per block
+    smem_sm: int  # bytes of shared memory per SM
     l2: int  # bytes of second-level cache
-    split: int = 0  # bytes of an SM's L1 that are shared memory throughout a step; 0: as each kernel's launch makes them
+    split: int = 0  # bytes of an SM's L1 that stay shared memory throughout a step; 0: each launch chooses
     fp8: bool = False  # tensor cores multiply e4m3
     dependent_launch: bool = False  # programmatic dependent launch
-    max_cluster: int = 1  # blocks of a cluster; 1: there are none
-    clusters: tuple[int, ...] = ()  # clusters of 1, 2, ... blocks, one block an SM, that run at once, where measured
+    max_cluster: int = 1  # max. blocks per cluster; 1: no clusters
+    clusters: tuple[int, ...] = ()  # measured: how many clusters of 1, 2, ... blocks run at once, one block per SM
     tma: bool = False
     wgmma: bool = False
 
@@ -49,7 +50,7 @@ class Gpu:
 
 
 KB, MB = 1 << 10, 1 << 20
-REGISTERS = 1 << 16  # of an SM, since compute capability 5.0
+REGISTERS = 1 << 16  # per SM, since compute capability 5.0
 _HOPPER_ON: dict[str, Any] = {"fp8": True, "dependent_launch": True, "max_cluster": 8, "tma": True}
 # Sizes: CUDA C++ programming guide, table of technical specifications by compute capability
 ROWS: dict[Capability, Gpu] = {
@@ -67,7 +68,7 @@ ROWS: dict[Capability, Gpu] = {
         Gpu("GB10", (12, 1), 48, 99 * KB, 100 * KB, 24 * MB, **_HOPPER_ON),
     )
 }
-OTHER, LEAST, HOPPER = ROWS[0, 0], ROWS[8, 0].capability, ROWS[9, 0]  # LEAST: what the CUDA kernels are made for, and up
+OTHER, LEAST, HOPPER = ROWS[0, 0], ROWS[8, 0].capability, ROWS[9, 0]  # LEAST: the CUDA kernels' lowest capability
 
 
 def since(has: Callable[[Gpu], object]) -> Capability:
@@ -91,7 +92,7 @@ def row(capability: Capability) -> Gpu:
 
 @cache
 def here(index: int | None = None) -> Gpu:
-    """The GPU of this index, its sizes as the driver tells them; an H100 where there is none, so that rules can be asked."""
+    """The GPU of this index with the driver's sizes; an H100 if there is none, so that rules still work."""
     if not torch.cuda.is_available():
         return HOPPER
     p, known = torch.cuda.get_device_properties(index or 0), row(capability(torch.device("cuda", index or 0)))
@@ -105,11 +106,11 @@ def here(index: int | None = None) -> Gpu:
 
 
 def of(capability: Capability) -> Gpu:
-    """The GPU that a call of this capability is for: the one here where it has it, else its row."""
+    """The GPU of a call of this capability: the installed one if it matches, else its row."""
     first = here()
     return first if first.capability == capability else row(capability)
 
 
 def no_wgmma(capability: Capability) -> str | None:
-    """The reason a kernel made of wgmma cannot run there, or None. Later architectures have other instructions."""
-    return None if of(capability).wgmma else f"wgmma is Hopper's, this GPU has compute capability {capability}"
+    """Why a wgmma kernel cannot run there, or None. Later architectures have other instructions."""
+    return None if of(capability).wgmma else f"needs wgmma (Hopper), this GPU has compute capability {capability}"

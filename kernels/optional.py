@@ -1,4 +1,4 @@
-"""Modules that need a library which not everybody has: Triton, or NVRTC (which `cuda.nvrtc` reports missing as "cuda")."""
+"""Imports of modules that need an optional library: Triton, or NVRTC (which `cuda.nvrtc` reports missing as "cuda")."""
 
 import importlib
 from typing import Any

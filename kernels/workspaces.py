@@ -1,7 +1,7 @@
-"""cuBLAS's scratch memory: torch takes 32 MiB (on an H100) for each thread and stream that multiplies, and keeps them.
+"""cuBLAS's scratch memory: torch allocates 32 MiB (on an H100) per thread and stream that multiplies, and never frees it.
 
-A dozen threads that each multiply once, or a new stream for each recording, so cost hundreds of megabytes for nothing. A graph
-must not depend on what is kept either: `released` around a recording has it take scratch memory of its own.
+A dozen threads that each multiply once, or a new stream for each captured graph, would cost hundreds of megabytes. A graph must
+not depend on memory that may be freed either: inside `released` it allocates scratch memory of its own.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def release() -> None:
 
 @contextmanager
 def released() -> Iterator[None]:
-    """Nothing kept before and nothing after: what is recorded inside owns its scratch memory, and nobody else uses it."""
+    """Free all scratch memory before and after: a graph captured inside owns its scratch memory exclusively."""
     release()
     try:
         yield

@@ -1,7 +1,7 @@
-"""Launching a compiled kernel: the CUDA driver through ctypes, with everything that can be resolved resolved once.
+"""Launching compiled kernels through the CUDA driver (ctypes), with all look-ups done once.
 
-A call fills a handful of prebuilt fields and makes one foreign call: 2 to 3 us on the host, nothing that a CUDA graph or
-another stream could trip over (no allocation, no synchronisation, torch's current stream).
+A launch fills a few prebuilt fields and makes one foreign call: 2 to 3 us on the host. It is safe under CUDA graphs and on any
+stream: no allocation, no synchronisation, torch's current stream.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from lowq_packers.errors import UnsupportedError
 _CLUSTER, _SERIALIZE = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SMEM, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._PREFERRED_SHARED_MEMORY_CARVEOUT
 _NO_CONTEXT = 201
-SYSTEM, MOST_BLOCKS = 1 << 10, 32  # bytes of shared memory that every block takes beside its own; blocks of an SM
+SYSTEM, MOST_BLOCKS = 1 << 10, 32  # bytes of shared memory that the driver adds to every block; max. blocks per SM
 _TOO_OLD = (218, 222, 35, 803)  # invalid PTX, unsupported PTX version, driver older than the runtime, system mismatch
 
 
@@ -45,16 +45,16 @@ class _Config(ctypes.Structure):
 TensorMap = ctypes.c_uint64 * 16  # type of a kernel parameter that is a CUtensorMap: 128 opaque bytes, passed as bytes
 Folded = ctypes.c_uint64 * 7  # ... that is fold.cuh's struct: six addresses and a float, passed as bytes
 _FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int32: "i", ctypes.c_float: "f", TensorMap: "128s", Folded: "56s"}
-UNFOLDED = bytes(ctypes.sizeof(Folded))  # of a launch that folds nothing
+UNFOLDED = bytes(ctypes.sizeof(Folded))  # the argument of a launch without fused row-wise work
 
 
 @cache
 def _driver() -> ctypes.PyDLL:
     try:
-        # PyDLL keeps the interpreter lock: a launch takes 2 us, giving the lock up and taking it back costs as much
+        # PyDLL keeps the interpreter lock: a launch takes 2 us, and releasing and retaking the lock would take as long
         return ctypes.PyDLL("libcuda.so.1")
     except OSError as e:
-        raise UnsupportedError("no CUDA driver here (libcuda.so.1); the cuda kernels need an NVIDIA GPU and its driver") from e
+        raise UnsupportedError("no CUDA driver found (libcuda.so.1); the cuda kernels need an NVIDIA GPU and its driver") from e
 
 
 def _check(code: int, what: str) -> None:
@@ -84,12 +84,12 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 
 def _make_current(device: int) -> None:
-    """Give this thread torch's context: a thread that has not called the CUDA runtime yet has none."""
+    """Set torch's context in this thread: a thread that has not called the CUDA runtime yet has none."""
     _check(_driver().cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
 
 
 class Parameters:
-    """Memory that holds a kernel's parameters: `fill` writes all of them in one call, a launch takes `addresses`."""
+    """Memory for a kernel's parameters: `fill` writes all of them in one call, a launch takes `addresses`."""
 
     def __init__(self, types: tuple[type, ...]) -> None:
         formats = [_FORMATS[t] for t in types]
@@ -102,11 +102,11 @@ class Parameters:
 
 
 def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int, per_sm: int = MOST_BLOCKS) -> bool:
-    """Whether as many blocks fit an SM with `on.split` bytes of shared memory as with all that it can have.
+    """Whether an SM holds as many blocks with `on.split` bytes of shared memory as with the maximum.
 
-    used: a Cubin's resources. An SM has to be idle to change what part of its L1 is shared memory, so a kernel of another split
-    than the one before it cannot start early. With one for all, us a step on an H200: 8B by 4 bits 1,259 -> 1,256, 16 rows
-    of it 1,786 -> 1,750; 1B by 4 bits 445 -> 422, in 16 bits 839 -> 732.
+    used: a Cubin's resources. An SM must be idle to change the split between L1 and shared memory, so a kernel with another
+    split than its predecessor cannot start early. One split for all kernels, us per step on an H200: 8B in 4 bits 1,259 ->
+    1,256, with 16 rows 1,786 -> 1,750; 1B in 4 bits 445 -> 422, in 16 bits 839 -> 732.
     """
     each = smem + used["smem"] + SYSTEM
     most = min(per_sm, on.smem_sm // each, 2048 // threads, gpu.REGISTERS // (-(-used["registers"] // 8) * 8 * threads))
@@ -122,9 +122,9 @@ class Kernel:
         threads: per block.
         parameters: ctypes type of each kernel parameter, in order.
         smem: dynamic shared memory in bytes; `launch` may use less.
-        cluster: blocks of a cluster along x (1: no clusters).
+        cluster: blocks per cluster along x (1: no clusters).
         serialize: allow programmatic dependent launch (the kernel calls griddepcontrol.wait before it reads x).
-        per_sm: so many blocks an SM its grids have at most.
+        per_sm: max. blocks per SM of its grids.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Kernel:
                 driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, cubin.symbol.encode()),
                 cubin.symbol,
             )
-            if smem:  # even of 48 KB and less: what the source itself declares counts too
+            if smem:  # also for 48 KB and less: the source's static shared memory counts too
                 _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SMEM, smem), f"{smem} bytes of shared memory")
             if on.split and keeps_split(on, cubin.resources, threads, smem, per_sm):
                 _check(driver.cuFuncSetAttribute(self._function, _CARVEOUT, 100 * on.split // on.smem_sm), "a split of L1")

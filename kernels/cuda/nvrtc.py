@@ -1,4 +1,4 @@
-"""CUDA C++ to cubin: templates compiled on demand by NVRTC, kept in a cache on disk. Needs no GPU and no compiler.
+"""CUDA C++ to cubin: compiles template instances on demand by NVRTC and caches them on disk. Needs no GPU and no compiler.
 
 NVRTC is found where NVIDIA's wheels put it (torch's CUDA wheels bring it) and called through ctypes: `cuda-core` would
 add 0.2 s of import and 15 us a launch, and its bindings are an extra that `pip install cuda-core` leaves out.
@@ -6,8 +6,8 @@ Our device code includes no CUDA headers (types and intrinsics are inline PTX), 
 and nothing but the one library is needed.
 
 Cache: $XDG_CACHE_HOME/lowq/cubin/<key>, key = hash of the source and what it includes, expression, arch, options and NVRTC
-version. Files are written beside and renamed, so two processes may start at once; a truncated file fails its checksum
-and is compiled anew; a home that is not there or cannot be written to only costs the compile in each process.
+version. Files are written under a temporary name and renamed, so two processes may start at once. A truncated file fails its
+checksum and is compiled again. Without a writable home directory each process compiles for itself.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ _lib.nvrtcGetErrorString.restype = ctypes.c_char_p
 
 
 class CompileError(UnsupportedError):
-    """NVRTC refused a kernel of ours, or this NVRTC is too old for the GPU."""
+    """NVRTC refused one of lowq's kernels, or this NVRTC is too old for the GPU."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ def version() -> tuple[int, int]:
 
 @cache
 def sources() -> dict[str, str]:
-    """Every .cu and .cuh file of the package by name, and the headers that are generated: what NVRTC can include."""
+    """Every .cu and .cuh file of the package by name, and the generated headers: the files that NVRTC can include."""
     return {p.name: p.read_text() for p in sorted(KERNELS.rglob("*.cu*"))} | wgmma_headers()
 
 
 @cache
 def included(file: str) -> dict[str, str]:
-    """A source and everything that it includes, by name."""
+    """A source and all files that it includes, by name."""
     found: dict[str, str] = {}
     waiting = [file]
     while waiting:
@@ -100,7 +100,7 @@ def _key(file: str, expression: str, arch: str) -> str:
 
 
 def _read(path: Path) -> Cubin | None:
-    """A cached cubin, or None where there is none or its checksum is off."""
+    """A cached cubin, or None if there is none or its checksum does not match."""
     try:
         digest, blob = read_regular(path).split(b"\n", 1)
         if hashlib.sha256(blob).hexdigest().encode() != digest:
@@ -115,7 +115,7 @@ def _read(path: Path) -> Cubin | None:
 def _write(path: Path, cubin: Cubin) -> None:
     log = cubin.log.encode()
     blob = b"%s\n%d\n%s%s" % (cubin.symbol.encode(), len(log), log, cubin.image)
-    with suppress(OSError):  # a home that cannot be written to is no reason to fail
+    with suppress(OSError):  # a home directory that cannot be written to only costs the cache
         write_whole(path, hashlib.sha256(blob).hexdigest().encode() + b"\n" + blob)
 
 
@@ -128,7 +128,7 @@ def compiled(file: str, expression: str, arch: str) -> Cubin:
     path = None
     with suppress(NotFoundError):  # a user of no home
         path = cache_dir() / "cubin" / _key(file, expression, arch)
-    with _one_at_a_time[file, expression, arch]:  # of threads that ask for the same one, the second finds it written
+    with _one_at_a_time[file, expression, arch]:  # if two threads want one kernel, the second finds it in the cache
         cubin = _read(path) if path else None
         if cubin is None:
             cubin = _compile(file, expression, arch)

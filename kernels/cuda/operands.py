@@ -1,4 +1,4 @@
-"""What the launchers of the tile kernels share: operands as the device code wants them, and what a block leaves of an SM."""
+"""Shared by the launchers of the tile kernels: operands in the form the device code reads, and limits of shared memory."""
 
 import torch
 
@@ -9,14 +9,14 @@ from lowq_packers.scheme import Scheme
 from lowq_packers.tables import values
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
-# What a Hopper kernel's blocks leave of an SM's shared memory is L1 cache, by which the next layer's tile_mma reads x. Steps of
-# 8B, 4 bits, took 2387 us at 16 rows and 2910 at 32 where one block of tile_wgmma an SM asked for all, and 2242 and 2720 with
-# 196 KB; 2 bits at 16 rows, two blocks, 1897 and with 164 KB 1779 (tile_int8x2' 1842 and 1725).
-SMEM_KEEPING_L1 = {1: 196 << 10, 2: 164 << 10}  # of one block an SM, of two
+# Max. bytes of shared memory of an SM's blocks (one or two): the rest stays L1 cache, through which the next layer's tile_mma
+# reads x. An 8B model in 4 bits, one block of tile_wgmma per SM with all of the memory: 2387 us per step at 16 rows, 2910 us at
+# 32 rows; with 196 KB 2242 and 2720 us. 2 bits at 16 rows, two blocks: 1897 us; with 164 KB 1779 us (tile_int8x2: 1842, 1725).
+SMEM_KEEPING_L1 = {1: 196 << 10, 2: 164 << 10}
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x (M, K) at a 16-byte aligned address; x itself where it is so already."""
+    """x (M, K) at a 16-byte aligned address; x itself if it is aligned."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
@@ -28,10 +28,10 @@ def rows_of_x(x: torch.Tensor) -> torch.Tensor:
 def scales_zeros_bias(
     p: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The tile layout's scales and zeros (T, G, 16), and bias (N,), in x's dtype; no copy where they are already."""
+    """The tile layout's scales and zeros (T, G, 16), and bias (N,), in x's dtype; no copy if they have it."""
 
     def cast(t: torch.Tensor | None) -> torch.Tensor | None:
-        return t if t is None or t.dtype in (dtype, torch.uint8) else t.to(dtype)  # even a `to` that does nothing costs 3 us
+        return t if t is None or t.dtype in (dtype, torch.uint8) else t.to(dtype)  # even a `to` without a conversion costs 3 us
 
     scales = cast(p.scales)
     assert scales is not None
@@ -39,7 +39,7 @@ def scales_zeros_bias(
 
 
 def rows_of_table(p: PackedWeight) -> int:
-    """Rows of W that share a table, or a factor: the device code's argument table_rows."""
+    """Rows of W that share a table or a factor: the device code's argument table_rows."""
     return p.N if p.table is None else p.N // p.table.shape[0]
 
 
@@ -71,22 +71,22 @@ def book(p: PackedWeight) -> torch.Tensor | None:
 
 
 def straddled(p: PackedWeight) -> bool:
-    """Whether a row tile has rows of two tables, for which the device code has no place: layers joined of odd sizes."""
+    """Whether some row tile has rows of two tables (joined layers of odd sizes), which the device code does not support."""
     return p.table is not None and p.table.shape[0] > 1 and rows_of_table(p) % ROWS > 0
 
 
 def whole_product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (M, K) by the dequantized weight: slow, and right where a kernel cannot be."""
+    """x (M, K) times the dequantized weight: the slow path for weights that the kernels do not take."""
     return torch.nn.functional.linear(x, unpack(p).dequantize(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def group_argument(p: PackedWeight) -> int:
-    """The device code's template argument GROUP: 0 where a row is one group."""
+    """The device code's template argument GROUP: 0 if a row is one group."""
     return 0 if p.scales.shape[1] == 1 else p.scheme.group_size
 
 
 def groups_of_step(group: int, step: int) -> int:
-    """Groups that a step of so many k may meet (the device code's function of that name); group 0: a row is one group."""
+    """Max. groups that a step of this many k overlaps (the device code's function of that name); group 0: one per row."""
     if group == 0 or group % step == 0:
         return 1
     return step // group if step % group == 0 else (step - 1) // group + 2
@@ -106,5 +106,5 @@ def weight_maps(
 
 
 def share_of_block(of_sm: int, blocks: int) -> int:
-    """Dynamic shared memory for each of so many blocks: 2 KB are the driver's, and barriers and masks."""
+    """Dynamic shared memory per block: 2 KB are reserved for the driver, barriers and masks."""
     return of_sm // blocks - 2048

@@ -1,4 +1,4 @@
-"""Headers of Hopper's wgmma instructions as text: inline PTX wants every accumulator register named, up to 128 of them.
+"""Generated headers of Hopper's wgmma instructions: inline PTX must name every accumulator register, up to 128 of them.
 
 Each struct's `run(d, a, b)` is one instruction, d[NB / 2] += a (64 rows of W, k by kind) times b (NB columns, a descriptor of
 shared memory); `first` is the same with = for +=. Where `add` is an argument, it says at run time whether d is added to.

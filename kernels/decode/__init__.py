@@ -1,26 +1,26 @@
-"""What a transformer layer does between its matmuls while decoding, a kernel each: `ops(device)` gives the set for a device.
+"""The operations of a transformer layer between its matrix products; `ops(device)` returns the kernels for a device.
 
-    add_norm   residual add + RMSNorm (+ the norm of what is added, in Gemma's sandwich)
+    add_norm   residual add + RMSNorm (and, in Gemma's sandwich, a norm of the added tensor first)
     attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
-    attend_rows   the same for rows of which several may be of one sequence: a token and drafts of the next ones
+    attend_rows   the same where several rows may belong to one sequence: its newest token and drafts of the next ones
     attend_prompt   the same for many tokens of each sequence
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
     gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate); softcapped: logits
-    normed     any family's norm; beside: two rows, each normed, side by side, for draft heads
+    normed     any family's norm; beside: two rows, each normed and then concatenated, for draft heads
     add        the update of the residual stream; update_norm: both in one
-    prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
+    prepare    changes of q, k, v before attention that `attend` does not fuse: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
     delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
     route_by   the experts of a token in a mixture, and their weights, by any family's router
-    choose     the next token from logits, and one position further
-    choose_rows   the same for some of many texts, each with its own seed and temperature
-    accept     how many drafted tokens were right
+    choose     sample the next token from logits and advance the position
+    choose_rows   the same for some of many sequences, each with its own seed and temperature
+    accept     count the accepted draft tokens
 
-    fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
+    fold       the module that fuses add_norm and gated into the products of cuda/tile_mma; None where the device cannot
 
-On CUDA these are the kernels of this package (`attend`, prompts and routers by what dispatch chooses, the rest Triton); on a
-CPU own C++ for what a step needs (`cpu`); for the rest, and elsewhere, the torch functions they are held to (`reference`).
-`experts` computes a mixture's layer from packed experts.
+On CUDA they are the kernels of this package (dispatch chooses those of `attend`, prompts and routers; the rest are Triton).
+On a CPU, C++ runs what a step needs (`cpu`). Everything else runs the torch functions that define each operation
+(`reference`). `experts` computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class FoldedProducts(Protocol):
-    """What decode/fold.py offers: products (a layer each) that do the row-wise work of a step, too."""
+    """The functions of decode/fold.py: products of one layer with the row-wise work of a step fused in."""
 
     NORMED: int
     ADDED: int
@@ -69,8 +69,8 @@ class FoldedProducts(Protocol):
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations, by whoever does them; the signatures are those of `reference`, of the rest of their definitions, which
-    are the defaults."""
+    """One implementation of each operation. Signatures are those of the definitions (`reference` and others), which are also
+    the defaults."""
 
     name: str
     add_norm: Callable[..., torch.Tensor]

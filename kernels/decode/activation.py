@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-CLAMPED = "clamped_swiglu"  # gpt-oss's, of gate and up together
-LIMIT, STEEPNESS = 7.0, 1.702  # its constants
-UNGATED = "ungated "  # before an activation's name: that of experts without a gate, act(up) alone
+CLAMPED = "clamped_swiglu"  # gpt-oss's activation, a function of gate and up together
+LIMIT, STEEPNESS = 7.0, 1.702  # constants of CLAMPED
+UNGATED = "ungated "  # prefix of an activation's name: experts without a gate compute act(up) alone
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

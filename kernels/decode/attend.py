@@ -1,4 +1,4 @@
-"""attend: which kernel computes one token's attention over its cache (op "attend"), and the definition as the last of them."""
+"""Operation "attend": attention of one new token per sequence over its cache. The torch definition is its last kernel."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,16 +11,16 @@ from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import LAST_RESORT, Op, capability, register, select
 
-LONG = 4096  # slots of a cache from which cuda/attend fills the GPU with blocks: clusters of 8 leave half of its SMs idle
+LONG = 4096  # slots: for caches at least this long cuda/attend fills the GPU with blocks; clusters of 8 leave half the SMs idle
 
 
 @dataclass(frozen=True)
 class AttendCall:
     """One token of each of M sequences, over caches of S slots. R: rotated dims of a head; HQ, HKV, D as in `Heads`.
 
-    block: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
+    block: slots of a block of a paged cache, 0 where each sequence has its own contiguous cache. kv: its encoding (`kv.KINDS`).
     Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, order, config) -> y, as `reference.attend`; qkv,
-    caches, table and order contiguous, pos (M,) int32, cos and sin (S, R). beyond: `Heads.beyond`, which a kernel has to know.
+    caches, table and order contiguous, pos (M,) int32, cos and sin (S, R). beyond: see `Heads.beyond`.
     """
 
     op: ClassVar[Op] = "attend"
@@ -47,7 +47,7 @@ class AttendCall:
 
 
 def usual(call: AttendCall | PromptCall) -> str | None:
-    """The refusal of a kernel that knows nothing of `Heads.beyond`, or None."""
+    """Why a kernel without support for any of `Heads.beyond` cannot take the call, or None."""
     return f"takes no attention with {', '.join(call.beyond)}" if call.beyond else None
 
 
@@ -78,6 +78,6 @@ def attend(
     rank=LAST_RESORT,
 )
 def by_definition(qkv: torch.Tensor, *operands: Any) -> torch.Tensor:
-    """As `AttendCall` says; on a GPU by operations that a graph can hold."""
+    """See `AttendCall`. On a GPU it uses only operations that a CUDA graph can capture."""
     definition = reference.attend_fixed if qkv.is_cuda else reference.attend
     return definition(qkv, *operands[:-1])  # the last is the config

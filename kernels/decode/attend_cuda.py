@@ -1,10 +1,11 @@
 """cuda/attend: attend.cu, for the head shapes of today's models on Hopper and later.
 
-Launch  a cluster of 8 blocks of 4 warps for each key head of few sequences; for long caches as many blocks of 8 warps for each
-        as together fill the GPU; for many heads one of 8 warps each, two where the text is long
-Speed   us in a chain on an H100 (Triton's), 8 key heads of 128: one sequence of 100 slots 3.2 (5.6), 2000 6.3 (10.3), 32000
-        46 (73), in fp8 27 (83), in 4 bits 17 (94); eight of 4400 50 (56), 29 (68), 18 (90); 64 of 500 in blocks 48 (52);
-        64 of 59 to 3,390 in blocks 74, the longest first 62
+Launch  few sequences: a cluster of 8 blocks of 4 warps per key head. Long caches: enough blocks of 8 warps per key head to
+        fill the GPU. Many heads: one block of 8 warps per key head, two where the sequence is long
+Speed   microseconds on an H100 within a chain of kernels (in parentheses Triton's kernel), 8 key heads of 128 dims.
+        One sequence: 100 slots 3.2 (5.6), 2,000 slots 6.3 (10.3), 32,000 slots 46 (73), in fp8 27 (83), in 4 bits 17 (94).
+        Eight sequences of 4,400 slots: 50 (56), in fp8 29 (68), in 4 bits 18 (90). 64 sequences of 500 slots, paged:
+        48 (52). 64 sequences of 59 to 3,390 slots, paged: 74; with the longest sequences first: 62
 """
 
 import ctypes
@@ -27,30 +28,34 @@ from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 16, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
 TILES = {"16": 2, "fp8": 3, "4": 4}
-NARROW, WIDE = 4, 8  # warps of a block
-CLUSTER = 8  # blocks: what every GPU with clusters allows
-MOST_HEADS = 32  # key heads of all sequences together that clusters, or blocks that fill the GPU, share
-FEW_WAVES = 3  # heads an SM up to which the longest texts would end alone
-SPLITS = 2  # blocks of a head at most where heads alone fill the GPU: those that have nothing to do take 1 us a 512
-TWO_WAVES, ORDERED_SPLITS = 2, 4  # heads an SM beyond which, the longest first, it runs two blocks; blocks of a head then
-LEAST, LEAST_MANY = 32, 192  # tiles of a block there: with few waves texts of 1,024 slots are cut, with many those of 6,144
-STATIC = 8 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims, codes
+NARROW, WIDE = 4, 8  # warps per block
+CLUSTER = 8  # blocks per cluster: the size that every GPU with clusters allows
+MOST_HEADS = 32  # max. key heads, over all sequences, that are split over clusters or over blocks that fill the GPU
+FEW_WAVES = 3  # up to this many heads per SM the longest sequences would run alone at the end
+SPLITS = 2  # max. blocks per head where heads alone fill the GPU; 512 idle blocks cost 1 us
+# With the longest sequences first: an SM runs two blocks at once from more than TWO_WAVES heads per SM on, and a head is
+# then split over at most ORDERED_SPLITS blocks.
+TWO_WAVES, ORDERED_SPLITS = 2, 4
+# Min. tiles (16 slots) per block when heads alone fill the GPU: with few waves sequences are split from 1,024 slots on, with
+# many waves from 6,144 on.
+LEAST, LEAST_MANY = 32, 192
+STATIC = 8 << 10  # max. bytes of shared memory that attend.cu declares statically: 8 warps, 8 queries of 128 dims, codes
 
 
 def _ring(D: int, warps: int, kv: str, stages: int) -> int:
-    """Bytes of shared memory of a block: each warp has so many tiles of 16 slots, k and v, on their way; more than its sums of
-    8 queries, which are written over them at the end."""
+    """Bytes of shared memory per block: each warp prefetches `stages` tiles of 16 slots of k and of v. At the end the warp's
+    sums of 8 queries, which are smaller, overwrite them."""
     return stages * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
 def _declared(D: int, G: int, warps: int, kv: str) -> int:
-    """Bytes of shared memory that attend.cu declares without a cluster, up to 32 more."""
+    """Bytes of shared memory that attend.cu declares without a cluster, at most 32 too many."""
     return 8 * warps * G + (0 if kv == PLAIN else 512 * warps) + 2 * G * (D + 8) + 2 * slot_bytes(kv, D, torch.float16) + 40
 
 
 class Shape(NamedTuple):
-    """How a call is launched: warps of a block, blocks of a cluster, tiles on their way to a warp, blocks of a head, tiles that
-    each of them takes at least, bytes of shared memory beside what attend.cu declares."""
+    """The launch of a call: warps per block, blocks per cluster, tiles that a warp prefetches, blocks per head, min. tiles per
+    block, bytes of dynamic shared memory."""
 
     warps: int
     cluster: int
@@ -61,11 +66,12 @@ class Shape(NamedTuple):
 
 
 def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: bool = False) -> Shape:
-    """For so many key heads of all sequences together, each with G queries and a cache of S slots; ordered: longest first.
+    """The launch for `heads` key heads over all sequences, each with G queries and S slots; ordered: longest sequences first.
 
-    A block of 8 warps asks for so much shared memory that no two fit an SM. The next layer's blocks come while this one's still
-    run, and go where there is room: two on an SM that was idle, of which each then has half (4 bits, 128,000 slots: 117 us for
-    65). Codes of many heads take more arithmetic than reading, so several blocks an SM (64 texts of 500: 30 us for 40).
+    A block of 8 warps asks for more than half of an SM's shared memory, so that an SM holds only one. Otherwise the next
+    layer's blocks, which start while this layer still runs, would double up on idle SMs and share their bandwidth (4 bits,
+    128,000 slots: 117 us instead of 65). Decoding codes of many heads is bound by arithmetic, so there several blocks share
+    an SM (64 sequences of 500 slots: 30 us instead of 40).
     """
     few, tiles = heads <= MOST_HEADS, TILES[kv]
     wide = _ring(D, WIDE, kv, tiles) + STATIC <= on.smem_block
@@ -82,7 +88,7 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: boo
 
 
 def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
-    """Blocks of a shape without a cluster that an SM runs at once."""
+    """Blocks that one SM runs at once, for a shape without a cluster."""
     return min(16 // cut.warps, on.smem_sm // (cut.shared + _declared(D, G, cut.warps, kv) + SYSTEM))
 
 
@@ -97,13 +103,13 @@ def _refuse(call: AttendCall) -> str | None:
     if call.block and (call.block < 16 or call.block & (call.block - 1)):
         return f"takes blocks of a power of two from 16 slots up, not {call.block}"
     on = gpu.here()
-    if call.kv != PLAIN:  # at any number of heads: Triton's kernel takes 3 times as long in fp8, and 8 in 4 bits
+    if call.kv != PLAIN:  # for any number of heads: Triton's kernel takes 3 times as long in fp8, 8 times in 4 bits
         return f"takes caches in {call.kv} of a multiple of 16 slots, not {call.S}" if call.S % 16 else None
     heads = call.M * call.HKV
     cut = shape(heads, call.S, call.D, queries, call.kv, on)
-    short = heads > on.sms and call.S < LONG  # 64 texts of 128 slots: 21 us for 17, of 400: 35 for 36
+    short = heads > on.sms and call.S < LONG  # 64 sequences of 128 slots: 21 us here, 17 in Triton; of 400 slots: 35 and 36
     if short or ((cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, call.kv, on) < 2):
-        return f"{heads} key heads of all sequences, which Triton's kernel takes as fast"
+        return f"{heads} key heads over all sequences: Triton's kernel is as fast"
     return None
 
 
@@ -156,7 +162,7 @@ def attend(
         cut.shared,
         *(t.data_ptr() for t in (qkv, numbers(k_cache), numbers(v_cache), pos)),
         0 if table is None else table.data_ptr(),
-        0 if order is None or heads <= on.sms else order.data_ptr(),  # all heads run at once
+        0 if order is None or heads <= on.sms else order.data_ptr(),  # the order is of no use where all heads run at once
         cos.data_ptr(),
         sin.data_ptr(),
         0 if h.q_norm is None else h.q_norm.data_ptr(),

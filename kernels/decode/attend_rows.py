@@ -1,4 +1,4 @@
-"""attend_rows: attention of rows of which several are of one sequence, a token and drafts of the next ones, over a paged cache.
+"""attend_rows: attention over a paged cache where several rows belong to one sequence: its newest token and its drafts.
 
 Maths   softmax(scale * rope(q) . rope(K)^T) V over slots first .. the row's own, online in base 2
 Grid    place   (rows, heads in blocks), of `prompt`: all keys and values are written before any row reads them
@@ -27,8 +27,8 @@ from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.reference import Groups, Heads, Packed
 
-LEAST = 128  # slots of a program at least
-BLOCK_N = 64  # slots of a tile; of heads past 128 dims half of it, past 256 a quarter
+LEAST = 128  # min. slots per program
+BLOCK_N = 64  # slots per tile; half for heads of more than 128 dims, a quarter for more than 256
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _attend_rows_kernel(
         if CAPPED:
             score = capped(score, cap)
         seen = (slots[None, :] <= own[:, None]) & (slots[None, :] > own[:, None] - window) & (slots < end)[None, :]
-        score = tl.where(seen, score, -1.0e30)  # finite: what a row that sees none of it adds here fades to 0 later
+        score = tl.where(seen, score, -1.0e30)  # finite: terms of a row that sees no slot are rescaled to 0 later
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
@@ -102,7 +102,7 @@ def _merge_kernel(
 
 @cache
 def _numbers(M: int, device: torch.device) -> torch.Tensor:
-    """0 .. M - 1. Kept for good: CUDA graphs hold its address."""
+    """0 .. M - 1. Never freed: CUDA graphs hold its address."""
     return torch.arange(M, dtype=torch.int32, device=device)
 
 

@@ -6,11 +6,11 @@ Grid    (B * HKV, SPLITS): each program takes an equal chunk of the live slots, 
         long ones keep them all busy; the last of a sequence-head to finish adds the parts up, in split order, so the
         result does not depend on who came last
 New     the token's own k and v go from registers into the tile as well as into the cache: no program reads slot `pos`
-Early   with dependent launch, the position and the slots before it are read before the previous kernel has ended: they were
+Early   with programmatic dependent launch, the position and earlier slots are read before the previous kernel ends: they were
         written in an earlier step, and every step begins with a kernel that waits for all before it (torch's embedding
         look-up is not launched dependently)
-Few bits  KV 8 or 4 (kv_triton.py): q, new k and v come from a kernel of their own, and the newest slot is read like the others
-Paged   PAGE slots a block, found by a table that is read a tile ahead; 0: a cache a sequence, and not a line of it compiled in
+Few bits  KV 8 or 4 (kv_triton.py): another kernel prepares q and the new k and v, and the newest slot is read like the others
+Paged   PAGE slots per block, found by a table that is read one tile ahead; 0: one contiguous cache per sequence
 Capped  a soft cap of scores, chunks, and queries of layers without keys of their own are compiled in where a layer has them
 Limits  D <= 512 (256 over a cache in few bits), S * D < 2^31 per head; counters start at zero and are left at zero
 Dtypes  fp16, bf16, fp32 (not by way of tf32)
@@ -38,11 +38,11 @@ from lowq_kernels.dispatch.registry import Config, register
 # dims of a head up to which -> slots of a tile, warps. Registers hold two tiles of keys and two of values: of heads of 256
 # four warps do not hold 64 slots (gemma2, 8 layers at batch 1: 551 us a step, with eight warps 420)
 TILES = {128: (64, 4), 256: (64, 8), 512: (16, 8)}
-PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
+PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 16
-MERGED = 256  # dims of a head that are added up at once by the last of its programs: of more, registers do not hold the parts
-PAGED_SPLITS = 4  # at least: in a batch of many texts a long one must not keep the others waiting
-LEAST = 512  # slots of a program over a paged cache where heads alone fill the GPU: short texts are not cut up
+MERGED = 256  # dims of a head that its last program merges at once: registers hold no more of the partial sums
+PAGED_SPLITS = 4  # min. splits over a paged cache: in a large batch one long sequence must not make the others wait
+LEAST = 512  # min. slots per split of a paged cache where heads alone fill the GPU: short sequences are not split
 LOG2E = 1.4426950408889634
 
 
@@ -136,7 +136,7 @@ def _attend_kernel(
     chunk = tl.cdiv(tl.cdiv(n - first, SPLITS), BLOCK_N) * BLOCK_N
     if PAGE:
         chunk = tl.maximum(chunk, LEAST)
-    live = tl.cdiv(n - first, chunk)  # splits that have something to do
+    live = tl.cdiv(n - first, chunk)  # splits that have slots
     if split >= live:
         return
     begin = first + split * chunk
@@ -145,7 +145,7 @@ def _attend_kernel(
     slots = head.to(tl.int64) * S * (1 if KV else D)
     dtype = y_ptr.dtype.element_ty
     offs_n = begin + tl.arange(0, BLOCK_N)
-    if PAGE:  # whose blocks are in this tile and the one after it; a slot's place is the only thing that differs
+    if PAGE:  # blocks of this tile and of the next one; only the addresses of slots differ from a contiguous cache
         table = table_ptr + b * S
         at, soon = _in_pages(table, offs_n, end, h, HKV, PAGE), offs_n + BLOCK_N
         ahead_at = _in_pages(table, soon, end, h, HKV, PAGE)
@@ -207,7 +207,7 @@ def _attend_kernel(
             is_new = (offs_n == pos)[:, None]
             k_now = tl.where(is_new, new_k, k)
             v_now = tl.where(is_new, new_v, v)
-        ahead = offs_n + BLOCK_N  # the next tile is on its way while this one is used
+        ahead = offs_n + BLOCK_N  # prefetch the next tile while this one is used
         if PAGE:
             tile = ahead_at if KV else ahead_at[:, None] * D + offs_d[None, :]
             ahead_at = _in_pages(table, ahead + BLOCK_N, end, h, HKV, PAGE)
@@ -250,11 +250,11 @@ def _attend_kernel(
     tl.store(part + (split * G + offs_g)[:, None] * D + offs_d[None, :], acc, mask=mask_gd)
     tl.store(sums + split * G * 2 + offs_g, top, mask=mask_g)
     tl.store(sums + split * G * 2 + G + offs_g, total, mask=mask_g)
-    tl.debug_barrier()  # every thread's part is written before one of them says so
+    tl.debug_barrier()  # all threads write their part before one of them announces it
     if tl.atomic_add(count_ptr + head, 1, sem="acq_rel") != live - 1:
         return
     tl.store(count_ptr + head, 0)
-    offs_s, offs_c = tl.arange(0, SPLITS), tl.arange(0, PARTS_G)  # everything asked for at once: one trip to memory
+    offs_s, offs_c = tl.arange(0, SPLITS), tl.arange(0, PARTS_G)  # issue all loads at once: one trip to memory
     there = (offs_s < live)[:, None] & (offs_c < G)[None, :]
     at = sums + offs_s[:, None] * G * 2 + offs_c[None, :]
     tops = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -275,14 +275,14 @@ def _attend_kernel(
 def _scratch(device: torch.device, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Parts, sums and counters for `heads` sequence-heads of `width` fp32 each.
 
-    Kept for good: CUDA graphs hold their addresses. Launches on one stream follow one another, so one set serves them all.
+    Never freed: CUDA graphs hold their addresses. Launches on one stream run one after another, so one set serves them all.
     """
     part = torch.empty(heads * width, dtype=torch.float32, device=device)
     return part, torch.empty_like(part), torch.zeros(heads, dtype=torch.int32, device=device)
 
 
 def score_factor(h: Heads) -> float:
-    """What q . k is multiplied by: scores are exponents of 2, those under a soft cap as `capped` takes them."""
+    """The factor of q . k: scores are exponents of 2; under a soft cap they are what `capped` takes."""
     return 2 * LOG2E * h.scale / h.softcap if h.softcap else h.scale * LOG2E
 
 

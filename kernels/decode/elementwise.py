@@ -18,8 +18,8 @@ from lowq_kernels.decode import activation
 from lowq_kernels.decode.launch import pdl
 
 GATE_BLOCK = 1024
-ROW_BLOCK = 2048  # values of a row that are multiplied by a gate's weight at once
-ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  # that the kernels know
+ROW_BLOCK = 2048  # values of a row that a program multiplies by the gate's weight at once
+ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  # activations of these kernels
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _softcapped_kernel(x_ptr, y_ptr, n, cap, BLOCK: tl.constexpr, PDL: tl.conste
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
-    # tanh(t) = 1 - 2 / (exp(2 t) + 1), which loses nothing that an fp32 logit near 0 would miss: its absolute error is 1e-7 cap
+    # tanh(t) = 1 - 2 / (exp(2 t) + 1) has an absolute error of 1e-7 cap, which does not matter to an fp32 logit near 0
     tl.store(y_ptr + offs, cap - 2.0 * cap / (tl.exp(2.0 * x / cap) + 1.0), mask=offs < n)
 
 
@@ -155,7 +155,7 @@ def _opened_kernel(
     y_ptr, gate_ptr, weight_ptr, out_ptr, width, H,
     EACH: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """EACH: every value has a gate; else a row has one, which with OWN is the product of gate_ptr's row of H and the weight."""
+    """EACH: one gate per value; else one per row. OWN: a row's gate is the dot product of gate_ptr's row (H) and the weight."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width

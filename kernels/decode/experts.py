@@ -1,7 +1,7 @@
-"""experts: a mixture layer of a few tokens from the chosen experts' packed weights alone, in two launches (experts.cu).
+"""experts: a mixture layer for a few tokens in two launches that read only the chosen experts' packed weights (experts.cu).
 
 Inputs   stacks of packed weights in the layout `tile`, experts along dim 0; ids and routing weights stay on the device
-Launch   (tiles of 16 rows, slots or tokens) blocks of up to 16 warps; `parts` says how many share a row of K
+Launch   a grid of (tiles of 16 rows, slots or tokens), blocks of up to 16 warps, of which `parts` share a row of K
 """
 
 import ctypes
@@ -24,12 +24,12 @@ from lowq_packers.scheme import Scheme
 PARAMETERS = (*(ctypes.c_void_p,) * 8, *(ctypes.c_int32,) * 8)
 ACTS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 3}
 DOWN = 2
-MOST_WARPS, UP_WARPS = 16, 8  # of a block of DOWN, of UP
+MOST_WARPS, UP_WARPS = 16, 8  # max. warps per block of DOWN (the down product), of UP (gate and up)
 UP_PRODUCTS = 2  # gate and up
-AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
-TWO_OF_DOWN = 6  # of 4 bits, by which two blocks of DOWN fit a multiprocessor
-BLOCKS_OF_UP = {8: 3, 4: 3, 3: 2, 2: 3, 1: 1}  # that fit, by registers
-LIMIT = 96 << 10  # bytes a block may hold
+AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # bits -> chunks that a warp of experts.cu loads at once
+TWO_OF_DOWN = 6  # with 4-bit weights, this many chunks in flight let two blocks of DOWN share a multiprocessor
+BLOCKS_OF_UP = {8: 3, 4: 3, 3: 2, 2: 3, 1: 1}  # bits -> blocks of UP per multiprocessor, as registers allow
+LIMIT = 96 << 10  # max. bytes of shared memory per block
 
 
 def parts(K: int, bits: int, top_k: int | None = None) -> int:
@@ -39,7 +39,7 @@ def parts(K: int, bits: int, top_k: int | None = None) -> int:
 
 
 def groups_met(group: int, chunk: int, count: int) -> int:
-    """Groups that so many chunks from any on may meet (the device code's function of that name); group 0: a row is one."""
+    """Max. groups that `chunks` consecutive chunks overlap (the device code's function of that name); group 0: one per row."""
     if group == 0:
         return 1
     return count * chunk // group if chunk % group == 0 else (count * chunk - 1) // group + 2
@@ -74,7 +74,7 @@ def _refuse(call: ExpertsCall) -> str | None:
     if call.act not in ACTS:
         return f"activation {call.act}"
     if call.top_k > MOST_WARPS:
-        return f"{call.top_k} experts a token, at most {MOST_WARPS} are taken"
+        return f"{call.top_k} experts per token; this kernel takes at most {MOST_WARPS}"
     limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
     for (N, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
         if scheme is None or layout != "tile":
@@ -84,13 +84,13 @@ def _refuse(call: ExpertsCall) -> str | None:
         if Cut.of(K, scheme, down_of).smem > limit:
             return f"rows of {K} are too long"
         if scheme.table_width and N % 32:
-            return f"tables of {N} rows, perhaps two to them, which are no tiles of 16"
+            return f"tables of {N} rows, or of half as many, which are not whole tiles of 16"
     N = call.gate_up[0]
-    return f"{N // 2} rows of gate and up, which are no tiles of 16" if N % 32 else None
+    return f"{N // 2} rows of gate and of up, which are not whole tiles of 16" if N % 32 else None
 
 
 def expression(scheme: Scheme, T: int, mode: int, cut: Cut, crowded: bool = True) -> str:
-    """The template instance of experts.cu. crowded: more blocks than multiprocessors."""
+    """The template instance of experts.cu. crowded: there are more blocks than multiprocessors."""
     two = crowded and scheme.bits == 4 and cut.ahead == TWO_OF_DOWN
     blocks = BLOCKS_OF_UP[scheme.bits] if mode != DOWN else 2 if two else 1
     return f"experts<{scheme.bits}, {T}, {cut.group}, {form(scheme)}, {mode}, {cut.ahead}, {cut.once}, {blocks}>"

@@ -1,13 +1,13 @@
-"""The row-wise work of a decode step inside its products: residual add, RMSNorm and act(gate) * up (fold.cuh).
+"""The row-wise work of a decode step fused into its products: residual add, RMSNorm and act(gate) * up (fold.cuh).
 
-By cuda/tile_mma, of a weight in 16 bits by cuda/dense_mma.
+Packed weights run in cuda/tile_mma, 16-bit weights in cuda/dense_mma.
 
     norm_product        RMSNorm(x) W^T, without a kernel for the norm
     norm_product_gate   act(gate) * up of the same
-    product_gate        act(gate) * up of x that is normed already
-    product_add         x += y W^T, and what the next `norm_product` or `norm_product_gate` reads
+    product_gate        act(gate) * up of an x that is already normed
+    product_add         x += y W^T, and the inputs of the next `norm_product` or `norm_product_gate`
 
-A layer is then five launches instead of eight. One row only: every block of a `norm_product` reads all sums of squares.
+A layer then takes five launches instead of eight. Only for one row: every block of a `norm_product` reads all sums of squares.
 """
 
 import struct
@@ -30,9 +30,11 @@ from lowq_kernels.products.dense_call import DenseCall
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import padded_rows
 
-MOST_ROWS = 1  # 8B on an H100, us a step, folded (not): 4 bits 1787 (1831), 2 bits 1267 (1310); four rows 2011 (1973)
+# Max. rows that are fused. An 8B model on an H100, us per step, fused (not fused): one row in 4 bits 1787 (1831), in 2 bits
+# 1267 (1310); four rows in 4 bits 2011 (1973).
+MOST_ROWS = 1
 FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
-SQUARES = 16  # features whose squares are summed together
+SQUARES = 16  # features per partial sum of squares
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
 KERNEL, DENSE = "cuda/tile_mma", "cuda/dense_mma"
 
@@ -52,7 +54,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class FoldedCall:
-    """A product that does the row-wise work of `fold`, a sum of tile_mma's bits, too. kernel: what its layer forces, or None.
+    """A product with fused row-wise work. fold: a sum of tile_mma's bits. kernel: the kernel its layer forces, or None.
 
     Its kernels are launch(x, p, bias, fold, folded, config) -> y, p a PackedWeight or a weight (N, K), `folded` the bytes of
     fold.cuh's Folded.
@@ -125,7 +127,7 @@ def folded_product(
 
 
 def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | None:
-    """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or None."""
+    """Why a product of M rows cannot fuse `fold` (a sum of tile_mma's bits), or None."""
     packed = type(layer) is QuantLinear
     if not (packed or type(layer) is Dense) or not layer.weight.is_cuda:
         return "takes layers on a GPU, packed or in 16 bits"
@@ -147,7 +149,7 @@ def _call(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> FoldedCall
 
 
 def config_of(layer: QuantLinear | Dense, M: int, dtype: torch.dtype, fold: int) -> Config:
-    """The config that the product takes where it does what `fold` says."""
+    """The config of the product with `fold` fused in."""
     return select(_call(layer, M, dtype, fold))[1]
 
 
@@ -190,7 +192,7 @@ def _launch(layer: QuantLinear | Dense, x: torch.Tensor, fold: int, folded: byte
 
 
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
-    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None."""
+    """The config that dispatch chooses (for gate and up: one with pairs of row tiles), or None."""
     config = select(call, kernel)[1]
     if not fold & GATED:
         return config
@@ -200,13 +202,13 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
 
 @lru_cache(1024)
 def _alone(call: Call) -> Config:
-    """What the rule takes for a product of its own."""
+    """The config that the rule chooses for the same product without fusing."""
     return select(call, KERNEL)[1]
 
 
 @lru_cache(1024)
 def _pairs(call: Call) -> Config | None:
-    """The first of the shipped pairs of its width that is legal: gate and up need pairs of row tiles, and blocks that leave
-    room for the next product's, where a config that is fast alone does not. A table's choice was made in whole steps."""
+    """The first legal shipped config of this width. Gate and up need pairs of row tiles, and blocks that leave room on the SM
+    for the next product's blocks; a config that is fast alone may not. The shipped order was measured in whole steps."""
     legal = kernels()[KERNEL].legal_configs(call)
     return next((pairs for pairs in policy.gate_up(call, tile_mma.KEYS) if pairs in legal), None)

@@ -1,10 +1,10 @@
-"""grouped_experts: a mixture layer of any number of tokens; nothing waits for the device, so that a CUDA graph can hold it.
+"""grouped_experts: a mixture layer for any number of tokens; it never waits for the device, so CUDA graphs can capture it.
 
-    count, place    where each slot (token, expert) goes among rows sorted by expert, each expert's padded to whole tiles
-    gather          their x
+    count, place    find the row of each slot (token, expert) among rows sorted by expert, each expert padded to whole tiles
+    gather          copies x into those rows
     two products    cuda/tile_wgmma, grouped; between them act(gate) * up, or act(up)
-    weigh           each token's slots, summed in fp32
-An expert's rows come in any order: a row's sums do not depend on its neighbours.
+    weigh           sums each token's slots in fp32
+The order of an expert's rows is arbitrary: a row's sums do not depend on its neighbours.
 """
 
 # mypy: allow-untyped-defs
@@ -23,7 +23,7 @@ from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
 
 ACTS = ("silu", "gelu_tanh", "clamped_swiglu", *(UNGATED + act for act in ("relu2", "silu", "gelu", "gelu_tanh", "relu")))
-BLOCK = 256  # slots or features of a program
+BLOCK = 256  # slots or features per program
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
     of_tile = torch.empty(tiles, dtype=torch.int32, device=ids.device)
     valid = torch.empty(1, dtype=torch.int32, device=ids.device)
     _count_kernel[(math.ceil(slots / BLOCK),)](ids, counts, ranks, slots, BLOCK=BLOCK)
-    few = 64  # slots of a program that compares them with all experts
+    few = 64  # slots per program that compares its slots with all experts
     _place_kernel[(math.ceil(max(slots, tiles) / few),)](
         ids, counts, ranks, row, tokens, of_tile, valid, slots, tiles,
         E=experts, EXPERTS=triton.next_power_of_2(experts), TOP_K=ids.shape[1], ROWS=rows, BLOCK=few,
@@ -98,7 +98,7 @@ def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
 
 def _refuse(call: ExpertsCall) -> str | None:
     if call.act not in ACTS:
-        return f"takes {', '.join(ACTS)}, not the activation {call.act}"
+        return f"takes the activations {', '.join(ACTS)}, not {call.act}"
     for N, K, scheme, layout in (call.gate_up, call.down):
         if scheme is None or (scheme.table_width and N % 32):
             return "takes packed experts, whole row tiles of a table"

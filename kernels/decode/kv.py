@@ -1,19 +1,20 @@
-"""A cache of keys or values in few bits: the definition that every kernel of attention is held to, in torch and fp32.
+"""Keys and values cached in few bits: the definition, in torch and fp32, that tests hold every attention kernel to.
 
     fp8   e4m3 codes, a byte a value; a byte a head and token, a number of 3 bits after the first: value = code * scale
     4     codes of 4 bits, dim 2 i in the lower half of byte i; two bf16 a head and token: value = code * step + low
 
-Values are those of the head's Hadamard turn.
+What is encoded is the Hadamard transform of each head.
 
-A scale belongs to one token of one head. One of a block of tokens would have to be known before the block is full: each token
-larger than those before it would round them all a second time, and a text would depend on how it was cut up. This way a token
-is written once, from itself alone: 1 byte beside D (0.8% of heads of 128) and 4 beside D / 2 (6%), of 2 D in 16 bits: 0.504
-and 0.266 of it for D = 128, 0.508 and 0.281 for 64.
+A scale belongs to one token of one head, so that a token is written once, from its own values. A scale per block of tokens
+would change while the block fills up: earlier tokens would be rounded a second time, and the text would depend on how its
+prompt was split. A head of D values takes D + 1 bytes in fp8 and D / 2 + 4 in 4 bits, of 2 D in 16 bits: 0.504 and 0.266 for
+D = 128, 0.508 and 0.281 for D = 64.
 
-Keys have channels ten times as large as the rest (KIVI), which a turn spreads over all of them (QuaRot). Queries are turned
-alike, and what comes of the values is turned back; the turn is its own inverse. Heads whose size is no power of two are turned
-in parts. Of TRIES scales the one with the least squared error is taken. On base, 65,536 tokens of WikiText-2, fp8 costs 0.09%
-of perplexity (0.15% without the turn, 0.14% with the first scale alone), 4 bits 0.99% (1.42% with the first range).
+Some channels of keys are ten times larger than the others (KIVI); the transform spreads them over all channels (QuaRot).
+Queries are transformed alike, and the output is transformed back: the transform is its own inverse. Heads whose size is not
+a power of two are transformed in parts. Of TRIES scales the one with the least squared error is chosen. For the model base
+and 65,536 tokens of WikiText-2, fp8 raises perplexity by 0.09% (0.15% without the transform, 0.14% with the first scale),
+4 bits by 0.99% (1.42% with the first range).
 
 Sources: e4m3: Micikevicius et al. 2022 (arXiv:2209.05433); KIVI: Liu et al. 2024 (arXiv:2402.02750);
 QuaRot: Ashkboos et al. 2024 (arXiv:2404.00456).
@@ -30,15 +31,15 @@ from lowq_packers.errors import UsageError
 
 KINDS = ("16", "fp8", "4")
 PLAIN = KINDS[0]  # the model's own dtype
-LEVELS = 15  # of 4 bits, less one
+LEVELS = 15  # the largest code of 4 bits
 TRIES = 8
-SHORTER = 0.04  # by how much of the range of 4 bits each try is shorter than the one before
-LARGEST = 448.0  # of e4m3
-FIRST = 103 << 3  # of fp8's scales, from 2^-24 to 2^8: byte b is the fp32 number with bits (FIRST + b) << 20
+SHORTER = 0.04  # each try shortens the range of 4-bit codes by this fraction of the full range
+LARGEST = 448.0  # the largest number of e4m3
+FIRST = 103 << 3  # fp8's scales run from 2^-24 to 2^8: byte b is the fp32 number with bits (FIRST + b) << 20
 
 
 def check(kind: str) -> str:
-    """`kind`. Raises UsageError where it is none."""
+    """`kind` itself. Raises UsageError if it is not one of KINDS."""
     if kind not in KINDS:
         raise UsageError(f"--kv {kind} must be one of {', '.join(KINDS)}")
     return kind
@@ -50,7 +51,7 @@ def slot_bytes(kind: str, D: int, dtype: torch.dtype) -> int:
 
 
 def part_of(D: int) -> int:
-    """Dims that are turned together: the largest power of two that D is a multiple of."""
+    """Dims that are transformed together: the largest power of two that divides D."""
     return D & -D
 
 
@@ -65,7 +66,7 @@ def _hadamard(n: int, device: torch.device) -> torch.Tensor:
 
 
 def turn(x: torch.Tensor) -> torch.Tensor:
-    """Heads x (..., D) fp32 turned, in parts of `part_of`; turned again they are what they were."""
+    """The Hadamard transform of heads x (..., D) fp32, in parts of `part_of`; its own inverse."""
     n = part_of(x.shape[-1])
     return (x.reshape(*x.shape[:-1], -1, n) @ _hadamard(n, x.device)).reshape(x.shape)
 
@@ -88,7 +89,7 @@ Tries = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _e4m3(x: torch.Tensor) -> Tries:
-    """Codes and scales: the smallest scale that leaves the largest value in e4m3's range, and those after it."""
+    """Codes and scales. Tries the smallest scale with all values in e4m3's range, and the next ones."""
     first = (((x.abs().amax(-1) / LARGEST).view(torch.int32) + 0xFFFFF) >> 20) - FIRST
     for i in range(TRIES):
         scale = (first + i).clamp(0, 255)
@@ -98,7 +99,7 @@ def _e4m3(x: torch.Tensor) -> Tries:
 
 
 def _four(x: torch.Tensor) -> Tries:
-    """Codes, a byte each, and (step, low): the whole range of the values, and shorter ones about its middle."""
+    """Codes, one per byte, and (step, low). Tries the whole range of the values, and shorter ranges around its middle."""
     low, high = x.aminmax(dim=-1)
     middle, half = (low + high) / 2, (high - low) / 2
     for i in range(TRIES):
@@ -114,7 +115,7 @@ def _squares(kind: str, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tens
 
 
 def _values(kind: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The turned values that codes, a byte each, stand for."""
+    """The transformed values of codes, one code per byte."""
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float() * _scale(scales.int())[..., None]
     return codes.float() * scales[..., :1].float() + scales[..., 1:].float()
@@ -126,7 +127,7 @@ def _scale(byte: torch.Tensor) -> torch.Tensor:
 
 
 def decode(kind: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Heads (..., D) fp32 of what `encode` made."""
+    """Heads (..., D) fp32 from the output of `encode`."""
     if kind == "4":
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     return turn(_values(kind, codes, scales))
@@ -136,8 +137,8 @@ def decode(kind: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 class Coded:
     """Keys or values of a layer in codes; indexed like a tensor (sequences or blocks, HKV, S, D), by its first three dims.
 
-    codes (..., S, D or D / 2) uint8; scales (..., S) uint8 or (..., S, 2) bf16. Reading expands, writing rounds; kernels
-    read the two as they lie.
+    codes (..., S, D or D / 2) uint8; scales (..., S) uint8 or (..., S, 2) bf16. Indexing decodes, assignment encodes; kernels
+    read both tensors directly.
     """
 
     kind: str
@@ -146,7 +147,7 @@ class Coded:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """As the tensor's in 16 bits."""
+        """The shape of the equivalent 16-bit tensor."""
         B, HKV, S, width = self.codes.shape
         return B, HKV, S, width if self.kind == "fp8" else 2 * width
 
@@ -170,7 +171,7 @@ class Coded:
         return Coded(self.kind, self.codes.transpose(a, b), self.scales.transpose(a, b))
 
     def zero_(self) -> None:
-        """As if it held zeros."""
+        """Make it hold zeros."""
         self.codes.zero_()
         self.scales.zero_()
 
@@ -210,5 +211,5 @@ def part(held: Cache, some: Any) -> Cache:
 
 
 def kind_of(held: Cache) -> str:
-    """Which of KINDS it is."""
+    """The encoding of a cache: one of KINDS."""
     return held.kind if isinstance(held, Coded) else PLAIN

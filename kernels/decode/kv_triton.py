@@ -1,11 +1,11 @@
-"""What Triton's attention kernels do for a cache in few bits: heads into it, and its tiles as numbers (`kv` says which).
+"""Caches in few bits for Triton's attention kernels: writing heads, and decoding tiles (`kv` defines the encodings).
 
-    place  (tokens, heads in blocks): q/k norm and RoPE; q, turned, goes to a buffer, keys and values into the cache
-    codes  a tile of codes as numbers of the queries' dtype, in registers: a scale is one of a slot, so it stands beside the
+    place  (tokens, heads in blocks): q/k norm and RoPE; q, transformed, goes to a buffer, keys and values into the cache
+    codes  a tile of codes as numbers of the queries' dtype, in registers. A scale belongs to a slot, so it multiplies the
            products (score * scale, p * scale) and no number is multiplied by it
 
-A kernel's KV is 0 for 16 bits, 8 for fp8, 4 for 4 bits. In 4 bits a column of a tile is not the dim of its number: evens come
-first, then odds (`dims`), so that the bytes of a row are read as they lie.
+A kernel's KV is 0 for 16 bits, 8 for fp8, 4 for 4 bits. In 4 bits the columns of a tile are the even dims, then the odd ones
+(`dims`), so that the bytes of a row are read in memory order.
 """
 
 # mypy: allow-untyped-defs
@@ -21,8 +21,8 @@ from lowq_kernels.decode.reference import Heads
 from lowq_kernels.gpu import capability, since
 
 NUMBERS = {"16": 0, "fp8": 8, "4": 4}
-HEADS_AT_ONCE = 16  # rows of a matrix product
-CONVERTS = since(lambda on: on.fp8)  # the GPUs whose tensor cores take e4m3 convert it by an instruction
+HEADS_AT_ONCE = 16  # rows per matrix product
+CONVERTS = since(lambda on: on.fp8)  # GPUs whose tensor cores take e4m3 also have an instruction that converts it
 TRIES: tl.constexpr = tl.constexpr(kv.TRIES)
 FIRST: tl.constexpr = tl.constexpr(kv.FIRST)
 UNIT: tl.constexpr = tl.constexpr(256.0)  # of p * step, which fp16 would not hold otherwise where values are small
@@ -40,7 +40,7 @@ def dims(offs_d, BLOCK_D: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def signs(of_rows, of_columns, D: tl.constexpr, PART: tl.constexpr):
-    """Hadamard's turn without its factor, in fp32: dims of rows to dims of columns, 0 between parts and past D."""
+    """The Hadamard matrix without its factor, in fp32, from dims of rows to dims of columns; 0 between parts and past D."""
     both = of_rows[:, None] & of_columns[None, :] & (PART - 1)
     both = both ^ (both >> 4)
     both = both ^ (both >> 2)
@@ -92,7 +92,7 @@ def codes(
 
 @triton.jit
 def scales(scales_ptr, rows, there, KV: tl.constexpr):
-    """Of `rows`: what codes are multiplied by, and what is added for each (0 in fp8)."""
+    """For each of `rows`: the factor of its codes, and the number added to each value (0 in fp8)."""
     raw = tl.load(scales_ptr + rows, mask=there, other=0).to(tl.int32)
     if KV == 8:
         step = ((raw + FIRST) << 20).to(tl.float32, bitcast=True)
@@ -112,7 +112,7 @@ def held(y, rest, factor, offs_d, dtype, D: tl.constexpr, BLOCK_D: tl.constexpr,
 
 @triton.jit
 def _encode(x, mask_d, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr):
-    """Rows x (BLOCK_H, BLOCK_D) fp32, turned: bytes (BLOCK_H, BLOCK_D or BLOCK_D / 2), raw scales (BLOCK_H,)."""
+    """Encodes transformed rows x (BLOCK_H, BLOCK_D) fp32: bytes (BLOCK_H, BLOCK_D or BLOCK_D / 2), raw scales (BLOCK_H,)."""
     inside = mask_d[None, :]
     high = tl.max(tl.where(inside, x, float("-inf")), 1)
     low = tl.min(tl.where(inside, x, float("inf")), 1)
@@ -153,7 +153,7 @@ def _place_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     b, place = row // T, start + row % T
-    if EACH:  # every token has its own place
+    if EACH:  # each token's position is read from memory
         place = tl.load(pos_ptr + row)
     offs_h, offs_d = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
@@ -201,24 +201,24 @@ def _place_kernel(
 
 
 def padded(D: int) -> int:
-    """Dims of a block that holds a head of D: as many as `tl.dot` takes."""
+    """The padded dims of a head of D: a size that `tl.dot` takes."""
     return max(16, triton.next_power_of_2(D))
 
 
 def raw(held: Cache) -> torch.Tensor | None:
-    """The scales of a cache as kernels read them, a number a slot; None in 16 bits."""
+    """The scales of a cache as kernels read them, one number per slot; None in 16 bits."""
     if not isinstance(held, Coded):
         return None
     return held.scales if held.kind == "fp8" else held.scales.view(torch.int32)
 
 
 def numbers(held: Cache) -> torch.Tensor:
-    """What a kernel reads a cache's numbers from."""
+    """The tensor that a kernel reads a cache's values from."""
     return held.codes if isinstance(held, Coded) else held
 
 
 def facts(held: Cache) -> dict[str, int | bool]:
-    """What a kernel is compiled for, by the names of its constants."""
+    """The compile-time constants of a kernel by name."""
     device, D = held.device, held.shape[3]
     native = device.type == "cuda" and capability(device) >= CONVERTS
     return {"KV": NUMBERS[kv.kind_of(held)], "PART": kv.part_of(D), "NATIVE": native}

@@ -1,9 +1,9 @@
-"""Latent attention: of a token one latent and one rotated key for all heads are remembered. The definition, in torch and fp32.
+"""Latent attention (MLA): a token caches one latent and one rotated key for all heads. The definition, in torch and fp32.
 
-A cache (B or blocks, 1, S or BLOCK, rank + rotated) holds the normed latent and the turned key; values are not held apart.
-Absorbed, a head's query is brought to the latents' dims, k_up^T q, and what comes of them to its values, v_up y: for few
-queries that is the least work. For long runs of a prompt every head's keys and values are made of the latents, where that is
-less.
+A cache (B or blocks, 1, S or BLOCK, rank + rotated) holds the normed latent and the rotated key, and no values.
+The absorbed form projects a head's query into the latent space, k_up^T q, and the output back to its values, v_up y: for few
+queries that is the least work. For many queries of a prompt it is less work to compute every head's keys and values from the
+latents.
 Source: DeepSeek-V2 (arXiv:2405.04434).
 """
 
@@ -21,14 +21,14 @@ from lowq_kernels.decode.reference import Heads, Packed
 from lowq_kernels.decode.runs import Runs
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register, select
 
-AT_ONCE = 1 << 24  # scores, or values of keys, of 4 bytes that are made at once: 64 MiB
+AT_ONCE = 1 << 24  # max. scores, or values of keys, computed at once: 64 MiB in fp32
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Facts and weights of one layer. q's rows are, of each head, its nope values, then its rotated ones.
+    """Facts and weights of one layer. q's rows hold, per head, its unrotated values, then its rotated ones.
 
-    k_up (heads, nope, rank), v_up (heads, v_dim, rank): the product that makes a head's keys and values of a latent, in parts.
+    k_up (heads, nope, rank), v_up (heads, v_dim, rank): the two parts of the product from a latent to a head's keys and values.
     norm: of the latent. pairing: of the rotation, see `prepare.Prepared`.
     """
 
@@ -91,7 +91,7 @@ def step(
 ) -> torch.Tensor:
     """One token per sequence: q (B, heads * (nope + rotated)), latent (B, rank + rotated) as its product gives it, pos (B,),
     cos and sin (S, rotated) -> (B, heads * v_dim). table, order: as in `reference.attend`."""
-    n = int(pos.max()) + 1  # slots that somebody has reached
+    n = int(pos.max()) + 1  # slots that hold a token of some sequence
     if table is None:
         cache = part(cache, (slice(None), slice(None), slice(n)))
     else:
@@ -164,7 +164,7 @@ def packed(
 
 
 def runs(p: Packed) -> list[tuple[int, int]]:
-    """First and end of the tokens of each sequence: its tiles put together."""
+    """First and end of each sequence's tokens: its tiles joined."""
     found: list[tuple[int, int]] = []
     rows = p.rows.tolist()
     for first, end in p.tiles.tolist():
@@ -180,8 +180,8 @@ def runs(p: Packed) -> list[tuple[int, int]]:
 def _prepared(
     q: torch.Tensor, latent: torch.Tensor, pos: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, f: Latent
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries (M, heads, nope + rotated) in fp32 and what is remembered (M, rank + rotated) in the dtype of latent, both turned
-    by cos, sin (M, rotated)."""
+    """Queries (M, heads, nope + rotated) in fp32, and cache entries (M, rank + rotated) in the dtype of latent, both rotated by
+    cos, sin (M, rotated)."""
     q = q.unflatten(1, (f.heads, -1)).float()
     q = torch.cat((q[..., : f.nope], turned(q[..., f.nope :], cos, sin, f.pairing)), -1)
     if f.position_scale is not None:
@@ -191,7 +191,7 @@ def _prepared(
 
 
 def _absorbed(q: torch.Tensor, f: Latent) -> torch.Tensor:
-    """Queries (M, heads, nope + rotated) in the dims of what is remembered, (M, heads, rank + rotated)."""
+    """Queries (M, heads, nope + rotated) projected into the dims of cache entries, (M, heads, rank + rotated)."""
     return torch.cat((torch.einsum("mhn,hnr->mhr", q[..., : f.nope], f.k_up.float()), q[..., f.nope :]), -1)
 
 
@@ -256,7 +256,7 @@ def dispatched(
 
 @register("torch/latent", op="latent", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)
 def by_definition(q: torch.Tensor, *operands: Any) -> torch.Tensor:
-    """As `LatentCall` says; on a GPU by operations that a graph can hold."""
+    """See `LatentCall`. On a GPU it uses only operations that a CUDA graph can capture."""
     return (step_fixed if q.is_cuda else step)(q, *operands[:-1])  # the last is the config
 
 

@@ -1,4 +1,4 @@
-"""Latent attention of prompts on tensor cores: heads' keys and values are made of the latents, then attended to as any.
+"""Latent attention of prompts on tensor cores: computes heads' keys and values from the latents, then ordinary attention.
 
     place   (tokens, heads in blocks, and one more): queries are turned; the last program of a token writes its normed latent
             and turned key into the cache
@@ -33,8 +33,8 @@ from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Runs
 
 HEADS_AT_ONCE = 8
-SMEM = 128 << 10  # bytes of shared memory that tiles of 128 queries take
-MOST = 256  # values of a part of a head
+SMEM = 128 << 10  # bytes of shared memory that tiles of 128 queries need
+MOST = 256  # max. values of each part of a head (unrotated, rotated, value)
 SIZES = ["T", "start", "S", "n"]
 
 
@@ -116,7 +116,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Tiles: `Runs.spans`; without them texts of T tokens, whose keys and values are n each, latents S apart."""
-    number, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # those with the longest past first
+    number, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # tiles with the longest past first
     if TILES:
         tile = tiles_ptr + 4 * number
         first, last, pos, base = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3).to(tl.int64)
@@ -195,7 +195,7 @@ def packed(
 
 
 def _held(cache: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:
-    """The n latents (n, rank + rotated) that stand in those blocks."""
+    """The n latents (n, rank + rotated) in those blocks."""
     return cache.index_select(0, blocks).flatten(0, 2)[:n]
 
 
@@ -208,7 +208,7 @@ def _place(
     q: torch.Tensor, latent: torch.Tensor, cache: torch.Tensor, p: Packed | None, of_texts: tuple[int, int], cos: torch.Tensor,
     sin: torch.Tensor, f: Latent,
 ) -> torch.Tensor:  # fmt: skip
-    """The queries as they are attended with; what is remembered is written to the cache."""
+    """The rotated queries; writes the cache entries."""
     q, latent, scale = q.contiguous(), latent.contiguous(), f.position_scale
     by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
     tables = (None, None, None) if p is None else (p.rows, p.pos, p.table)

@@ -27,13 +27,13 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
-ROWS = 16  # queries that are multiplied at once: heads of a sequence, or sequences of a head
-RANK_BLOCK = 64  # dims of latents of a program that absorbs
-BLOCK_N = 32  # slots of a tile
-PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
+ROWS = 16  # queries per matrix product: heads of a sequence, or sequences of a head
+RANK_BLOCK = 64  # latent dims per program of `absorb`
+BLOCK_N = 32  # slots per tile
+PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 64
-VALUES = 64  # of a head, of a program
-PARTS = 8  # splits that are added up at once
+VALUES = 64  # values of a head per program of `values`
+PARTS = 8  # splits merged at once
 
 
 @triton.jit

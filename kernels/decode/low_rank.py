@@ -1,4 +1,4 @@
-"""Low-rank additions to a product, each row by the adapter that it asks for (LoRA).
+"""Low-rank additions to a product (LoRA), each row with its own adapter.
 
 Maths   y[m] += (x[m] A[a]^T) B[a]^T,   a = adapters[m]; adapter 0 adds nothing
 Shapes  x (M, K), y (M, N); A (S, R, K), B (S, N, R); adapters (M,) int32, 0 .. S - 1; factors of an adapter of lower rank

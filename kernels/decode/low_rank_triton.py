@@ -1,4 +1,4 @@
-"""Low-rank additions to a product, each row by its own adapter, in two launches that can be recorded.
+"""Low-rank additions to a product (LoRA), each row with its own adapter, in two launches that CUDA graphs can capture.
 
 Maths   t[k, m] = x[m, part k] A[a, :, part k]^T;   y[m] += (sum over k of t[k, m]) B[a]^T,   a = adapters[m]
 Shapes  x (M, K) · A (S, R, K) · t (SPLIT_K, M, R) fp32 · B (S, N, R) · y (M, N), dtype of x; R a power of two from 16 on
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
-PARTS = 16  # of K at most: a step of a few rows would have but one program that reads A
-LEAST_RANK = 16  # of a tensor core's product
+PARTS = 16  # max. parts of K: without a split, a step of a few rows would have a single program to read A
+LEAST_RANK = 16  # the smallest depth of a tensor core's product
 
 
 @triton.jit

@@ -10,8 +10,8 @@ Kind = Literal["rms", "layer"]
 class Norm(NamedTuple):
     """What `normed` takes after x, so that a norm is passed as one value: normed(x, *norm).
 
-    weight: factors, of a shape that broadcasts to x, 1 added already where the family adds it; or None. bias: added in the end.
-    kind "layer" subtracts the mean first. groups: mean and squares are taken over so many equal parts of the last dim apart.
+    weight: factors that broadcast to x (if the family multiplies by 1 + weight, the 1 is already added), or None. bias: added
+    last. kind "layer" subtracts the mean first. groups: the last dim is normed in this many equal parts separately.
     """
 
     weight: torch.Tensor | None
@@ -29,7 +29,7 @@ def in_fp32(
     bias: torch.Tensor | None = None,
     groups: int = 1,
 ) -> torch.Tensor:
-    """`normed`, not rounded."""
+    """`normed` before rounding."""
     y = x.float().unflatten(-1, (groups, -1))
     if kind == "layer":
         y = y - y.mean(-1, keepdim=True)
@@ -52,7 +52,7 @@ def normed(
 
 
 def beside(a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None = None, b_norm: Norm | None = None) -> torch.Tensor:
-    """(M, 2 H): rows of a and of b (M, H) side by side, each normed where there is a norm of it."""
+    """(M, 2 H): rows of a and b (M, H) concatenated, each normed first if its norm is given."""
     parts = (x if norm is None else normed(x, *norm) for x, norm in ((a, a_norm), (b, b_norm)))
     return torch.cat([*parts], -1)
 
@@ -81,7 +81,7 @@ def update_norm(
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`add`, where there is a delta, then the norm of x (M, H)."""
+    """`add` if delta is given, then the norm of x (M, H)."""
     if delta is not None:
         add(x, delta, post, scale, after, second)
     return normed(x, *norm)

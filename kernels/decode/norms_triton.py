@@ -113,9 +113,9 @@ def refuse(x: torch.Tensor, *norms: Norm | None) -> str | None:
     """Why the kernel does not take rows x (..., K) and those norms, or None."""
     K, there = x.shape[-1], [norm for norm in norms if norm is not None]
     if not x.is_contiguous() or K > MOST:
-        return f"rows that do not lie side by side, or of more than {MOST} values"
+        return f"takes contiguous rows of up to {MOST} values"
     if any(t is not None and t.numel() != K for norm in there for t in (norm.weight, norm.bias)):
-        return "factors that differ from row to row"
+        return "takes factors that are equal for all rows"
     return "norms of different groups" if len({norm.groups for norm in there}) > 1 else None
 
 

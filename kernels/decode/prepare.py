@@ -1,7 +1,7 @@
-"""What comes between the products of q, k, v and attention, for layers that fused kernels do not take as they are, in torch.
+"""The step between the products of q, k, v and attention, for layers that fused attention does not take, in torch.
 
-`prepare` makes of a layer's rows what `reference.attend`, `attend_prompt` and `attend_packed` read without norms and with the
-rotation `unrotated`: q, k, v of one head dim side by side. fp32 inside, rounded once.
+`prepare` turns a layer's rows into what `reference.attend`, `attend_prompt` and `attend_packed` read without norms and with
+the rotation `unrotated`: q, k, v of one head dim, concatenated. fp32 inside, rounded once.
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ class PositionScale:
 
 @dataclass(frozen=True)
 class Prepared:
-    """How the rows of qkv lie, and what is done to them. HQ, HKV, D as in `reference.Heads`.
+    """The layout of a row of qkv, and the operations on it. HQ, HKV, D as in `reference.Heads`.
 
     order "parts": q heads, k heads, v heads; "heads": q, k, v of head 0, then of head 1, ... (HKV = HQ).
     gated: each head of q is followed by D values of a gate. v_is_k: there is no v, values are keys before norm and rotation.
-    writes: whether there are k and v; without them the layer attends to another layer's.
-    q_norm, k_norm, v_norm: `over` each "head", or "all" heads at once; v_norm always over each. norm_last: q and k are normed
-    after the rotation, else before it.
-    pairing: dim i of the R rotated ones turns with i + R / 2 ("halves") or 2 i with 2 i + 1 ("neighbours").
+    writes: whether the layer has k and v; if not, it attends to another layer's cache.
+    q_norm, k_norm, v_norm: over each head (`over` "head") or over all heads at once ("all"); v_norm always over each head.
+    norm_last: q and k are normed after the rotation, else before it.
+    pairing: of the R rotated dims, i is paired with i + R / 2 ("halves"), or 2 i with 2 i + 1 ("neighbours").
     """
 
     HQ: int
@@ -54,12 +54,12 @@ class Prepared:
 
 
 def unrotated(slots: int, D: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables cos, sin (slots, D) that turn nothing, in the dtype and on the device of `like`: every kernel takes them."""
+    """Tables cos, sin (slots, D) of the identity, in the dtype and on the device of `like`: every kernel takes them."""
     return like.new_ones(slots, D), like.new_zeros(slots, D)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
-    """x (M, heads, D) fp32, its first R dims turned. cos, sin (M, R): as for halves, each angle of the first half twice."""
+    """x (M, heads, D) fp32 with its first R dims rotated. cos, sin (M, R): the layout of "halves", each angle twice."""
     R = cos.shape[-1]
     c, s = (t[:, None, : R // 2].float() for t in (cos, sin))
     if pairing == "halves":
@@ -80,7 +80,7 @@ def prepare(
     qkv: torch.Tensor, p: Prepared, pos: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """qkv (M, N) of tokens at positions pos (M,) -> (M, (HQ + 2 HKV) * D) = q, k, v heads side by side ((M, HQ * D) without
-    k and v), and the gate (M, HQ * D) or None. cos, sin (S, R): a row a position, or None where nothing is turned."""
+    k and v), and the gate (M, HQ * D) or None. cos, sin (S, R): one row per position, or None without a rotation."""
     q, k, v, gate = _parted(qkv, p)
     tables = None if cos is None or sin is None else (cos[pos.long()], sin[pos.long()])
     q = _turned_and_normed(q.float(), p.q_norm, tables, p)

@@ -1,7 +1,7 @@
-"""prepare in one kernel: gates split off, heads in order, norms, rotation and factors of q, k and v.
+"""prepare in one kernel: splits off gates, reorders heads, and applies norms, rotation and factors to q, k and v.
 
 Grid    (M, HQ + 2 HKV): a program makes one head of the output, and of a gated query its gate
-Norms   over all heads at once: each program sums the squares of all heads of its part again, which come from the L2 cache
+Norms   over all heads at once: each program sums the squares of all heads of its part again; they come from the L2 cache
 Turn    the partner of each turned dim is read beside it: x * cos -+ partner * sin
 Limits  norms over all heads: before the rotation, up to 16,384 values
 Source  own
@@ -20,8 +20,8 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
 
-MOST = 16384  # values of a norm over all heads: one block of a program
-NONE, EACH, ALL = 0, 1, 2  # what a norm is over: nothing, a head, all heads at once
+MOST = 16384  # max. values of a norm over all heads: one block of a program
+NONE, EACH, ALL = 0, 1, 2  # no norm; a norm over each head; a norm over all heads at once
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def pairs(offs, R: tl.constexpr, NEIGHBOURS: tl.constexpr):
 
 @triton.jit
 def statistics(x, there, n, eps, LAYER: tl.constexpr):
-    """Mean (0 of an RMS norm) and the inverse of the root of the mean square of the values `there` of x."""
+    """The mean (0 for an RMS norm) and 1 / sqrt(mean square) of the values of x where `there` is true."""
     mean = 0.0
     if LAYER:
         mean = tl.sum(x, 0) / n
@@ -141,7 +141,7 @@ def _prepare_kernel(
 
 
 def refuse(p: Prepared) -> str | None:
-    """Why the kernel does not do this, or None."""
+    """Why the kernel does not take the call, or None."""
     for norm, heads in ((p.q_norm, p.HQ), (p.k_norm, p.HKV)):
         if norm is None:
             continue
@@ -150,14 +150,14 @@ def refuse(p: Prepared) -> str | None:
         if p.over == "all" and norm.groups == 1 and (p.norm_last or p.order == "heads" or p.gated):
             return "norms over all heads that do not lie side by side, or after the rotation"
         if p.over == "all" and heads * p.D > MOST:
-            return f"norms over more than {MOST} values"
+            return f"takes norms over up to {MOST} values"
         if p.over == "head" and norm.groups != 1:
             return "norms over parts of a head"
     return "norms of values over parts of a head" if p.v_norm is not None and p.v_norm.groups != 1 else None
 
 
 def _facts(name: str, norm: Norm | None, p: Prepared, heads: int) -> tuple[tuple[torch.Tensor | None, ...], dict[str, object]]:
-    """A norm's pointers, and its constants, whose names begin with `name`."""
+    """A norm's pointers, and its constants, whose names start with `name`."""
     if norm is None:
         return (None, None), {f"{name}_{fact}": 0 for fact in ("OVER", "LAYER", "WEIGHT", "BIAS", "HEADWISE")}
     whole = name != "V" and p.over == "all" and norm.groups == 1

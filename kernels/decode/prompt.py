@@ -4,10 +4,10 @@ Maths   softmax(scale * rope(q) . rope(K)^T) V over slots 0 .. the token's own (
 Grid    place   (B * T, heads in blocks): q goes where y will be, k and v into the cache
         attend  (T in blocks of BLOCK_M, B * HQ): tokens with the longest past first; queries of one key head run side by
                 side, so that its keys come from the second-level cache
-Packed  tokens of several sequences one after another, caches in blocks of PAGE slots: a tile says which tokens a program has
-Limits  fp16 and bf16, D <= 512 (256 over a cache in few bits); any T, start and window. Sizes are arguments, none is compiled
-        in: a prompt of another length costs no compilation (torch's cuDNN attention takes 40 ms to plan each new
-        length, 0.6 s for the first)
+Packed  tokens of several sequences concatenated, caches in blocks of PAGE slots: a table of tiles names each program's tokens
+Limits  fp16 and bf16, D <= 512 (256 over a cache in few bits); any T, start and window. Sizes are run-time arguments, so a
+        new prompt length needs no compilation (torch's cuDNN attention takes 40 ms to plan each new length, 0.6 s for the
+        first)
 Source  own; FlashAttention-2's loop (Dao 2023, arXiv:2307.08691)
 """
 
@@ -80,7 +80,7 @@ def _block(
     of_head, q_sum, rest, cap, chunk, BLOCK_N: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr,
     KV: tl.constexpr, NATIVE: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. EDGE: some rows do not see all of it. rest: what is added to every column of acc, in 4 bits."""
+    """One block of keys. EDGE: some rows do not see all of it. rest: in 4 bits, the sum added to every column of acc."""
     slots = n0 + offs_n
     if KV:
         at, there = of_head + slots, slots < end
@@ -93,7 +93,7 @@ def _block(
         v_step, v_low = scales(v_scales, at, there, KV)
     elif PAGE:  # blocks of keys lie in one block of the cache each; S: slots of all its key heads
         tile = (page.to(tl.int64) * S + n0 % PAGE) * D + (offs_n[:, None] * D + offs_d[None, :])
-        # the next one's, carried: looked up where it is used, it would take a stage of the pipeline from k and v
+        # prefetch the next block index: a look-up at its use would cost k and v a pipeline stage
         page = tl.load(table + (n0 + BLOCK_N) // PAGE, mask=n0 + BLOCK_N < end, other=0)
     else:
         tile = slots.to(tl.int64)[:, None] * D + offs_d[None, :]
@@ -120,7 +120,7 @@ def _block(
         seen = (slots[None, :] <= rows[:, None]) & (slots[None, :] > rows[:, None] - window)
         if CHUNKED:
             seen = seen & (slots[None, :] >= (rows // chunk * chunk)[:, None])
-        score = tl.where(seen, score, -1.0e30)  # finite: a row that sees none of this block must not become NaN
+        score = tl.where(seen, score, -1.0e30)  # finite, so that a row that sees none of this block does not become NaN
     higher = tl.maximum(top, tl.max(score, 1) * scale)
     p = tl.exp2(score * scale - higher[:, None])
     fade = tl.exp2(top - higher)
@@ -155,7 +155,7 @@ def _attend_prompt_kernel(
     mask = (offs_m < T)[:, None] & (offs_d < D)[None, :]
     at = y_ptr + (b.to(tl.int64) * T + offs_m)[:, None] * HQ * D + h * D
     dim = dims(offs_d, BLOCK_D, KV)
-    q = tl.load(at + dim[None, :], mask=(offs_m < T)[:, None] & (dim < D)[None, :], other=0.0)  # where `place` has put it
+    q = tl.load(at + dim[None, :], mask=(offs_m < T)[:, None] & (dim < D)[None, :], other=0.0)  # written by `place`
     of_head = h // G * PAGE if PAGE else (b * (HQ // G) + h // G).to(tl.int64) * S
     k_head, v_head = (k_ptr, v_ptr) if KV else (k_ptr + of_head * D, v_ptr + of_head * D)
     q_sum, rest = tl.sum(q.to(tl.float32), 1), tl.zeros((BLOCK_M,), tl.float32)
@@ -222,11 +222,11 @@ def attend_packed(
 
 
 def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads) -> Choice | None:
-    """The kernel of M tokens, or None where no kernel takes them."""
+    """The kernel for M tokens, or None if no kernel takes them."""
     call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond)
     if qkv.is_cuda:
         return find(call)
-    own = named("triton/prompt")  # in Triton's interpreter
+    own = named("triton/prompt")  # also in Triton's interpreter
     return None if own.why_not(call) else (own, {})
 
 
@@ -240,7 +240,7 @@ def _launch(
     h: Heads,
     sizes: Sizes,
 ) -> torch.Tensor:
-    """Both kernels, over qkv (M, ...)."""
+    """Launches both kernels over qkv (M, ...)."""
     M, (T, start, S, _) = qkv.shape[0], sizes
     y = torch.empty(M, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     page = 0 if p is None else S
@@ -265,7 +265,7 @@ def _launch(
 def attend(
     y: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed | None, h: Heads, sizes: Sizes, config: Config
 ) -> torch.Tensor:
-    """As `PromptCall` says."""
+    """See `PromptCall`."""
     T, start, S, width = sizes
     facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": padded(h.D), "PAGE": 0 if p is None else S}
     of_tokens = (None, None, None, None) if p is None else (p.rows, p.pos, p.table, p.tiles)

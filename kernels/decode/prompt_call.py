@@ -1,4 +1,4 @@
-"""PromptCall: attention of many tokens over a cache that holds their keys and values already (op "prompt")."""
+"""Operation "prompt": attention of many tokens over a cache that already holds their keys and values."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,10 +14,10 @@ Sizes = tuple[int, int, int, int]  # T, start, slots of a cache or of one of its
 class PromptCall:
     """M tokens with heads of D dims.
 
-    page: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
-    Its kernels are launch(y, k_cache, v_cache, packed, heads, sizes, config) -> y (M, HQ * D), which has the queries before:
-    normed, turned and, over codes, Hadamard's. packed None: T tokens of each sequence, from slot `start` on. beyond: of
-    `Heads`, which a kernel has to know.
+    page: slots per block of a paged cache, 0 where each sequence has its own contiguous cache. kv: its encoding (`kv.KINDS`).
+    Its kernels are launch(y, k_cache, v_cache, packed, heads, sizes, config) -> y (M, HQ * D). On entry y holds the queries:
+    normed, rotated and, over a cache of codes, Hadamard-transformed. packed None: T tokens of each sequence, from slot `start`
+    on. beyond: see `Heads.beyond`.
     """
 
     op: ClassVar[Op] = "prompt"

@@ -1,7 +1,7 @@
 """cuda/prompt: prompt.cu, for heads of 64 and 128 dims over caches in 16 bits on Hopper.
 
-us on an H200 (cuDNN's), 32 query heads on 8 of 128 dims: 2,048 tokens 69 (83), 8,192 816 (923), 673 TFLOP/s; 2,048 after 30,720
-1,487, which prompt.py takes 2,357 for.
+Microseconds on an H200 (in parentheses cuDNN), 32 query heads on 8 key heads of 128 dims: 2,048 tokens 69 (83), 8,192 tokens
+816 (923), which is 673 TFLOP/s; 2,048 tokens after 30,720 others 1,487, in prompt.py 2,357.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (TensorMap, TensorMap, *(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 7, ctypes.c_float)
 THREADS = 384
-SLOTS, PIECE = 128, 64  # of a tile, and of what one copy brings
-STAGES = {64: 4, 128: 3}  # tiles on their way, by dims of a head
+SLOTS, PIECE = 128, 64  # slots per tile, and per TMA copy
+STAGES = {64: 4, 128: 3}  # head dim -> tiles in flight
 
 
 def _refuse(call: PromptCall) -> str | None:
@@ -43,7 +43,7 @@ def _kernel(instance: str, device: int, smem: int) -> Kernel:
 def attend(
     y: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, p: Packed | None, h: Heads, sizes: Sizes, config: Config
 ) -> torch.Tensor:
-    """As `PromptCall` says."""
+    """See `PromptCall`."""
     T, start, S, width = sizes
     page, rows = 0 if p is None else S, k_cache.shape[0] * h.HKV * S
     blocks, sequences = (math.ceil(T / TILE), y.shape[0] // T) if p is None else (p.tiles.shape[0], 1)

@@ -1,11 +1,11 @@
-"""The decode operations in torch: the definition the Triton kernels are held to, the CPU's path, and prefill.
+"""The decode operations in torch: the definitions that tests hold every kernel to, and the fallback of every device.
 
 Shapes   B sequences, HQ query heads, HKV key heads, D head dim, S slots of the cache, R rotated dims (even, <= D)
          qkv (..., (HQ + 2 HKV) * D): q heads, k heads, v heads of one token, as one packed matmul writes them
          cache k, v (B, HKV, S, D); cos, sin (S, R): slot s is position s of its sequence
          paged: k, v (blocks, HKV, BLOCK, D); table (rows, most) int32: slot s of row r is slot s % BLOCK of block
-         table[r, s // BLOCK]. BLOCK: a power of two from 16 up. Rows that nobody reads may share a block
-         a cache in fewer bits is a `kv.Coded` of these shapes; every token, the newest too, is attended to as it is held
+         table[r, s // BLOCK]. BLOCK: a power of two from 16 up. Dummy rows may share a block
+         a cache in fewer bits is a `kv.Coded` of these shapes; every token, the newest too, is read back from its codes
 Rounding everything in fp32 from its 16-bit inputs, rounded once to the dtype of the output.
 """
 
@@ -18,14 +18,15 @@ from torch.nn import functional as F
 from lowq_kernels.decode.activation import gated as gated
 from lowq_kernels.decode.kv import Cache, Coded
 
-# The uniform numbers behind Exp(1) have 24 bits: one in 2^24 is exactly 0, and of 128k tokens one in 130 draws would meet
-# it and win with any probability at all. Held at the spacing of those numbers, it wins only where p is of that order.
+# Lower bound of a draw from Exp(1). The uniform numbers behind it have 24 bits, so one in 2^24 is exactly 0: with 128k tokens
+# one step in 130 would contain a 0, which wins at any probability. With the bound at the spacing of the uniform numbers it
+# wins only where p is of that order.
 SMALLEST_RACE = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Geometry of one layer's attention. window: a token sees itself and the window - 1 before it; 0 is all of them.
+    """Geometry of one layer's attention. window: a token sees itself and the window - 1 tokens before it; 0: all of them.
 
     q_norm, k_norm: (D,) RMSNorm weights over each head, or None; eps is theirs. sinks: (HQ,) fp32, a score of each head that
     takes its share of the softmax and has no value; or None.
@@ -48,13 +49,13 @@ class Heads:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """What a kernel has to know to take it, beyond GQA, a window, q's and k's norms and sinks: names of facts."""
+        """Names of facts, beyond GQA, a window, q's and k's norms and sinks, that a kernel must support to take this layer."""
         facts = {"softcap": self.softcap != 0.0, "chunk": self.chunk != 0, "keys of another layer": not self.writes}
         return tuple(name for name, there in facts.items() if there)
 
     @property
     def span(self) -> int:
-        """Slots that a token sees at most, 0 for all."""
+        """Max. slots that a token sees; 0: all."""
         return min(filter(None, (self.window, self.chunk)), default=0)
 
     def first(self, place: int) -> int:
@@ -71,15 +72,15 @@ class Heads:
         return mask
 
 
-TILE = 128  # tokens of a tile of `Packed` at most; half of it for heads past 128 dims
+TILE = 128  # max. tokens per tile of `Packed`; half for heads of more than 128 dims
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tokens of several sequences one after another, without padding between them; all int32 on one device.
+    """Tokens of several sequences, concatenated without padding; all int32 on one device.
 
-    pos, rows: (M,) each token's slot, and its sequence's row of `table` (rows, most). tiles: (n, 2) first and end of neighbours
-    in one sequence; each token is in one tile, or, where it only fills up M, in none, and its output is of no use.
+    pos, rows: (M,) each token's slot, and its sequence's row of `table` (rows, most). tiles: (n, 2) first and end of tokens of
+    one sequence. Each token is in one tile; padding tokens are in none, and their output is undefined.
     """
 
     table: torch.Tensor
@@ -89,7 +90,7 @@ class Packed:
 
 
 def tile_rows(D: int) -> int:
-    """Tokens that a tile of `Packed` may have with heads of D."""
+    """Max. tokens per tile of `Packed` with heads of D dims."""
     return TILE if D <= 128 else TILE // 2
 
 
@@ -121,7 +122,7 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv (..., (HQ + 2 HKV) * D) -> q (..., HQ, D), k, v (..., HKV, D), normed and rotated; cos, sin (..., R).
 
-    Of a layer without k and v of its own these have no heads.
+    For a layer without k and v of its own, k and v have no heads.
     """
     HKV = h.HKV if h.writes else 0
     parts = qkv.reshape(*qkv.shape[:-1], h.HQ + 2 * HKV, h.D)
@@ -148,8 +149,8 @@ def attend(
 ) -> torch.Tensor:
     """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D).
 
-    With a `table` the caches are paged; its first B rows are the sequences'. order (B,) int32: the sequences, those with the
-    most slots first, for kernels that are faster so; y does not depend on it.
+    With a `table` the caches are paged; its first B rows belong to the sequences. order (B,) int32: the sequences, longest
+    first, a hint that makes some kernels faster; y does not depend on it.
     """
     B = qkv.shape[0]
     at = pos.long()
@@ -183,8 +184,8 @@ def attend_fixed(
     table: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `attend`, by operations whose shapes do not depend on `pos`, so that a CUDA graph can hold them: all slots of a cache,
-    or of a table's width, are read, of a window as many as it has. What slots hold that no token sees is of no effect."""
+    """As `attend`, by operations whose shapes do not depend on `pos`, so that a CUDA graph can capture them: it reads all slots
+    of a cache or of a table's width, and of a window all its slots. The content of slots that no token sees has no effect."""
     B, at = qkv.shape[0], pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     rows = torch.arange(B, device=pos.device)
@@ -203,7 +204,7 @@ def attend_fixed(
 def gathered(
     caches: Sequence[Cache], at: torch.Tensor, h: Heads, table: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What caches hold (B, HKV, n, D) that tokens at slots `at` (B,) may see, and those slots (B, n), some past the last."""
+    """The cached heads (B, HKV, n, D) that tokens at slots `at` (B,) may see, and their slots (B, n), some past the last."""
     S, B = caches[0].shape[2], at.shape[0]
     last = S - 1 if table is None else table.shape[1] * S - 1
     first = at.new_zeros(B)
@@ -284,7 +285,7 @@ def attend_packed(
 def write(
     caches: Sequence[Cache], held: Sequence[torch.Tensor], table: torch.Tensor, rows: torch.Tensor, at: torch.Tensor
 ) -> None:
-    """What each paged cache is to hold, (M, HKV, D), to slots `at` (M,) of `rows` (M,)."""
+    """Write (M, HKV, D) into each paged cache, at slots `at` (M,) of `rows` (M,)."""
     BLOCK = caches[0].shape[2]
     blocks = table[rows, at // BLOCK].long()
     for cache, x in zip(caches, held, strict=True):
@@ -301,7 +302,7 @@ def _causal(
     h: Heads,
     until: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q (HQ, T, D), slots place .. place + T of a row, over what the row holds so far -> (T, HQ * D).
+    """Attention of q (HQ, T, D), slots place .. place + T of a row, over the row's tokens so far -> (T, HQ * D).
 
     until (T,): as in `attend_packed`.
     """
@@ -336,7 +337,7 @@ def softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
 
 
 def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
-    """As `softmax_product`, of scores that are held within the soft cap."""
+    """As `softmax_product`, with a soft cap on the scores."""
     scores = h.softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * (h.scale / h.softcap))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -347,7 +348,7 @@ def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def slots_of(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
-    """The slots of these blocks one after another, (HKV, n * BLOCK, D): a view of blocks that lie side by side in memory."""
+    """The slots of these blocks in order, (HKV, n * BLOCK, D): a view if the blocks are adjacent in memory."""
     if isinstance(cache, Coded):
         return cache[blocks].transpose(0, 1).flatten(1, 2)
     first, n = int(blocks[0]), len(blocks)
@@ -360,12 +361,12 @@ def slots_of(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
 def choose(
     logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, temperature: float, advance: int
 ) -> None:
-    """Write the next token (B,) int64 and move pos (B,) int32 on by `advance`, in place.
+    """Write the next token (B,) int64 and add `advance` to pos (B,) int32, in place.
 
     temperature 0 is the argmax (the lowest id on a tie). Otherwise an exponential race: argmax(p / e) with e ~ Exp(1) is i
-    with probability p[i], elementwise work which a CUDA graph can hold, as torch.multinomial is not. It is seeded by `seed`
-    (1,) int64 and the position of the new token, so that a position draws the same on every run. The Triton kernel's random
-    numbers are its own: same law, other draws.
+    with probability p[i]; a CUDA graph can capture this elementwise work, unlike torch.multinomial. The seed is `seed` (1,)
+    int64 with the position of the new token, so that a position draws the same on every run. The Triton kernel has other
+    random numbers: the same distribution, other draws.
     """
     pos += advance
     if temperature == 0:
@@ -387,10 +388,10 @@ def choose_rows(
     seed: torch.Tensor,
     temperature: torch.Tensor,
 ) -> None:
-    """The next tokens of some of many texts: logits (M, V), rows (M,) int32 -> token, pos of those rows, in place.
+    """The next tokens of some of many sequences: logits (M, V), rows (M,) int32 -> token, pos of those rows, in place.
 
     token, seed (R,) int64, pos (R,) int32, temperature (R,) fp32. As `choose` with advance 1, each row with its own
-    temperature and seed, and drawing by them and its position alone. Of a row that stands there twice, either may win.
+    temperature and seed: its draw depends on these and its position alone. If a row occurs twice, either draw may win.
     """
     if not temperature[rows].any():
         pos[rows] += 1
@@ -401,7 +402,7 @@ def choose_rows(
         choose(one, own, place, seed[row], float(temperature[row]), 1)
 
 
-# which rows of a pass are of one sequence: (n,) int64 its first row, (n,) its rows (0: of none), and how many one has at most
+# The rows of a pass by sequence: (n,) int64 the first row, (n,) the number of rows (0: unused entry), and the largest number.
 Groups = tuple[torch.Tensor, torch.Tensor, int]
 
 
@@ -417,12 +418,12 @@ def attend_rows(
     order: torch.Tensor | None = None,
     groups: Groups | None = None,
 ) -> torch.Tensor:
-    """As `attend` of rows with a `table`, which may name the same blocks for several: all write before any reads. groups: those
-    that do, for kernels that are faster so; y does not depend on it."""
+    """As `attend` with a `table` in which several rows may name the same blocks: all rows write before any row reads. groups:
+    the rows of each sequence, a hint that makes some kernels faster; y does not depend on it."""
     return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, order)
 
 
-MOST_DRAFTS = 15  # tokens that a step supposes after a text's newest one: with it 16 rows, the M of a tensor core's tile
+MOST_DRAFTS = 15  # max. draft tokens per step and sequence: with the newest token 16 rows, the M of a tensor core's tile
 
 
 def accept(
@@ -435,13 +436,13 @@ def accept(
     pos: torch.Tensor,
     accepted: torch.Tensor,
 ) -> None:
-    """How many drafted tokens were right: text i has the rows first[i] .. first[i] + count[i] of a pass, its newest token and
-    up to MOST_DRAFTS that were supposed after it.
+    """Accept drafts: sequence i has the rows first[i] .. first[i] + count[i] of a pass, its newest token and then up to
+    MOST_DRAFTS draft tokens.
 
-    ids, drawn (M,) int64: the rows' tokens, and what was drawn after each. A draft is right where it is what was drawn before
-    it, and all drafts before it are right. first, count, rows (n,): rows[i] is where the text's newest token and its
-    position stand in token (R,) int64 and pos (R,) int32: they move on behind the last right one, to what was drawn there.
-    accepted (n,) int64: drafts that were right, written.
+    ids, drawn (M,) int64: the rows' tokens, and the token drawn after each. A draft is accepted if it equals the token drawn
+    after the row before it, and all earlier drafts are accepted. first, count, rows (n,): rows[i] indexes the sequence's newest
+    token in token (R,) int64 and its position in pos (R,) int32; both move to the token drawn after the last accepted draft.
+    accepted (n,) int64: the number of accepted drafts, written.
     """
     after = torch.arange(MOST_DRAFTS, device=ids.device)
     at, inside = first[:, None] + after, after < count[:, None] - 1

@@ -1,4 +1,4 @@
-"""route: which kernel picks the experts of tokens (op "route"), and the definition as the last of them."""
+"""Operation "route": the experts of tokens. The torch definition is its last kernel."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Config, Op, capa
 
 @dataclass(frozen=True)
 class RouteCall:
-    """M tokens of H features, top_k of E experts each. beyond: facts of `RouterFacts` that a kernel has to know to take it.
+    """M tokens of H features, top_k of E experts each. beyond: see `RouterFacts.beyond`.
 
     Its kernels are launch(routing, config) -> ids, see `Routing`.
     """
@@ -29,13 +29,13 @@ class RouteCall:
 
 
 def softmax_alone(call: RouteCall) -> str | None:
-    """The refusal of a kernel that knows no facts beyond a softmax, or None."""
+    """Why a kernel that supports only a softmax cannot take the call, or None."""
     return f"takes no router with {', '.join(call.beyond)}" if call.beyond else None
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Operands of a router, and the tensors that its kernels fill with what `router.route_by` gives.
+    """Operands of a router, and output tensors that its kernels fill as `router.route_by` defines.
 
     x (M, H), the router's weight (E, H) and logits_bias (E,) or None: contiguous, of one dtype. ids (M, top_k) int64, weights
     (M, top_k) fp32.
@@ -48,7 +48,7 @@ class Routing:
 
     @classmethod
     def of(cls, x: torch.Tensor, f: RouterFacts) -> "Routing":
-        """What `router.route_by` takes, with tensors to be filled."""
+        """The operands of `router.route_by`, with tensors to be filled."""
         ids = torch.empty(x.shape[0], f.top_k, dtype=torch.int64, device=x.device)
         weights = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
         return cls(x, f, ids, weights)
@@ -68,7 +68,7 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
 
 @register("torch/route", op="route", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)
 def by_definition(r: Routing, config: Config) -> torch.Tensor:
-    """As `RouteCall` says."""
+    """See `RouteCall`."""
     ids, weights = router.route_by(r.x, r.facts)
     r.weights.copy_(weights)
     return r.ids.copy_(ids)

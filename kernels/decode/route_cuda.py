@@ -1,6 +1,7 @@
 """cuda/route: route.cu, a mixture's router in one launch of clusters, on Hopper and later.
 
-us that it adds to a step on an H200 (Triton's): 128 experts of 2,048 features 2.3 (4.0), 32 of 2,880 1.8 (3.3).
+Microseconds that it adds to a step on an H200 (in parentheses Triton): 128 experts of 2,048 features 2.3 (4.0), 32 experts of
+2,880 features 1.8 (3.3).
 """
 
 import ctypes
@@ -17,14 +18,14 @@ from lowq_kernels.decode.route import RouteCall, Routing, softmax_alone
 from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 5, *(ctypes.c_int32,) * 6)
-CLUSTER, WARPS, TOKENS = 8, 16, 8  # blocks of a cluster, warps of a block, tokens of a cluster
-TILE, SPAN = 16, 32  # experts of a row tile; k that a warp takes at once
+CLUSTER, WARPS, TOKENS = 8, 16, 8  # blocks per cluster, warps per block, tokens per cluster
+TILE, SPAN = 16, 32  # experts per row tile; k per warp and step
 MOST_TOKENS = 512
-MOST_LOADS = 20  # of 16 bytes of the router, of a lane: 80 of 128 registers
+MOST_LOADS = 20  # max. 16-byte loads of the router's weight per lane: 80 of its 128 registers
 
 
 def _shape(E: int, H: int) -> tuple[int, int, int]:
-    """Row tiles of a block, blocks that share a row of k, and loads of each row by a warp."""
+    """Row tiles per block, blocks that share a row of k, and loads per row and warp."""
     tiles = math.ceil(E / TILE)
     parts = 1 if tiles > CLUSTER // 2 else CLUSTER // (1 << (tiles - 1).bit_length())
     return math.ceil(tiles / CLUSTER), parts, math.ceil(H / (SPAN * WARPS * parts))
@@ -51,7 +52,7 @@ CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 
 @register("cuda/route", op="route", min_capability=CLUSTERS, m_range=(1, MOST_TOKENS), rank=30, refuse=_refuse)
 def route(r: Routing, config: Config) -> torch.Tensor:
-    """As `RouteCall` says."""
+    """See `RouteCall`."""
     M, E, H, top_k = r.sizes
     instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}>"
     kernel = _kernel(instance, r.x.device.index, launch.enabled)

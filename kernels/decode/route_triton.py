@@ -1,9 +1,9 @@
-"""triton/route: the experts of each token and their weights, by any family's router, in one kernel.
+"""triton/route: the experts of each token and their weights in one kernel, for the routers of all families.
 
 Maths   softmax over all experts of round(router . x), its top k, divided by their sum where the model does so
-Grid    (cdiv(E, BLOCK_E), M): a program multiplies a few rows of the router; the last of a token to finish picks
+Grid    (cdiv(E, BLOCK_E), M): a program multiplies a few rows of the router; a token's last program to finish selects experts
 Facts   those beyond a softmax (`RouterFacts`) are compiled in where a router has them; its logits are then not rounded, and
-        its norm, an RMSNorm, is a factor of the sums: sum(w x) / rms(x)
+        its norm, an RMSNorm, becomes a factor of the sums: sum(w x) / rms(x)
 Ties    the lowest expert id
 Launch  the router's weights are read before the previous kernel has ended (gdc_wait); counters start and end at zero
 Source  own
@@ -23,7 +23,7 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.route import Routing, by_definition
 from lowq_kernels.dispatch.registry import Config, register
 
-FEW = 64  # tokens; for more a matrix product is the faster way
+FEW = 64  # max. tokens; for more a matrix product is faster
 BLOCK_H = 2048
 
 
@@ -34,7 +34,7 @@ def _by_softmax(logits_ptr, E, places, TOP_K: tl.constexpr, BLOCK_K: tl.constexp
     logit = tl.load(logits_ptr + offs, mask=offs < E, other=float("-inf"), cache_modifier=".cg")
     p = tl.exp(logit - tl.max(logit, 0))
     p = p / tl.sum(p, 0)
-    # probability and id as one number: positive floats are ordered as their bits are; a lower id wins a tie
+    # probability and id in one number: positive floats are ordered like their bits; a lower id wins a tie
     key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (ALL_E - 1 - offs).to(tl.int64)
     key = tl.where(offs < E, key, -1)
     chosen, ids = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int64)
@@ -48,7 +48,7 @@ def _by_softmax(logits_ptr, E, places, TOP_K: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit
 def _ordered(x, after, LAST: tl.constexpr):
-    """fp32 numbers of any sign as int64 of their order; of equal ones that of the lower `after`, up to LAST, is larger."""
+    """int64 keys in the order of fp32 numbers of any sign; among equal numbers the key of the lower `after` is larger."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (LAST - after).to(tl.int64)
 
@@ -58,7 +58,7 @@ def _by_facts(
     logits_ptr, choice_ptr, E, places, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, CHOICE: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Ids and scores of the TOP_K experts that are best by score + choice bias, those of the KEPT best groups alone."""
+    """Ids and scores of the TOP_K experts with the largest score + choice bias, within the KEPT best groups."""
     LEAST: tl.constexpr = -(1 << 63)
     LAST: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS
     group, member = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_MEMBERS)
@@ -142,7 +142,7 @@ def _route_kernel(
     if not BEYOND:
         logits = logits.to(dtype).to(tl.float32)
     tl.store(logits_ptr + row * ALL_E + experts, logits, mask=experts < E)
-    tl.debug_barrier()  # every thread's logits are written before one of them says so
+    tl.debug_barrier()  # all threads write their logits before one of them announces it
     if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(count_ptr + row, 0)
@@ -169,13 +169,13 @@ def _route_kernel(
 
 @cache
 def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and counters, kept for good: CUDA graphs hold their addresses, and launches on one stream share them."""
+    """Logits and counters. Never freed: CUDA graphs hold their addresses. Launches on one stream share them."""
     return torch.empty(rows * width, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
 
 
 @register("triton/route", op="route", m_range=(1, FEW), rank=40)
 def route(r: Routing, config: Config) -> torch.Tensor:
-    """As `RouteCall` says."""
+    """See `RouteCall`."""
     M, E, H, top_k = r.sizes
     ALL_E, f = triton.next_power_of_2(E), r.facts
     if f.norm is not None and (f.norm.kind != "rms" or f.norm.bias is not None or f.norm.groups != 1):

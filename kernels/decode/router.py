@@ -1,4 +1,4 @@
-"""Which experts a token visits, and their weights, for the routers of all families: the definition, in torch and fp32."""
+"""The experts of a token and their weights, for the routers of all families: the definition, in torch and fp32."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,15 +12,15 @@ from lowq_kernels.decode.norms import Norm
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """A router of E experts over H features. weight (E, H), logits_bias (E,) or None: what makes the logits of x.
+    """A router of E experts over H features. weight (E, H), logits_bias (E,) or None: logits = x weight^T + logits_bias.
 
-    score: of the logits. A softmax over the chosen experts' logits alone is "softmax" with `normalise`.
+    score: the function of the logits. A softmax over the chosen experts' logits alone is "softmax" with `normalise`.
     choice_bias (E,) or None: added to the scores for the choice alone.
-    groups (n, kept): experts are n groups side by side, of which a token visits experts of `kept`: those with the largest sum
-    of their two best scores ("top2"), or the largest score ("max").
-    normalise: the weights are divided by their sum + sum_eps. They are multiplied by `factor`, then by each (E,), each expert's
-    own factor; rounded: then rounded to x's dtype.
-    norm, scale (H,): x is normed, then multiplied by scale and H^-0.5, before anything else (Gemma 4).
+    groups (n, kept): the experts are n consecutive groups; a token uses only experts of the `kept` best groups, by the sum of a
+    group's two largest scores ("top2") or by its largest score ("max").
+    normalise: the weights are divided by their sum + sum_eps. They are multiplied by `factor`, then by each (E,), a factor per
+    expert; rounded: then rounded to x's dtype.
+    norm, scale (H,): x is first normed, then multiplied by scale and H^-0.5 (Gemma 4).
     """
 
     weight: torch.Tensor
@@ -40,7 +40,7 @@ class RouterFacts:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """What it has beyond a softmax over all experts, normalised or not and rounded or not: names of facts."""
+        """Names of facts beyond a softmax over all experts (normalised or not, rounded or not) that a kernel must support."""
         facts = {
             "sigmoid": self.score != "softmax",
             "choice_bias": self.choice_bias is not None,
@@ -78,7 +78,7 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _of_best_groups(choice: torch.Tensor, f: RouterFacts) -> torch.Tensor:
-    """Scores (M, E), -inf for experts outside of the best groups."""
+    """Scores (M, E), -inf for experts outside the best groups."""
     n, kept = f.groups
     if n == kept:
         return choice

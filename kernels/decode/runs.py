@@ -1,18 +1,18 @@
-"""Tokens of several sequences, those of each side by side, as the host knows them: prompts, or pieces of prompts."""
+"""Runs: consecutive tokens of several sequences (prompts, or pieces of prompts), described on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-CHUNK = 64  # tokens whose effects on one another are matrix products, in layers that remember a state
+CHUNK = 64  # tokens per chunk of recurrent layers: effects of a chunk's tokens on one another are matrix products
 
 Quads = Sequence[tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows first .. end of one sequence, the first of which stands at `start`. slot: of its state; row: of its tables."""
+    """Rows first .. end of one sequence; the first has position `start`. slot: of its state; row: of its block table."""
 
     first: int
     end: int
@@ -22,16 +22,16 @@ class Run:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence up to the last row."""
+        """Tokens of the sequence up to and including the last row."""
         return self.start + self.end - self.first
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The rows of sequences. M: of all rows; what rows that are nobody's give is finite.
+    """The rows of sequences. M: rows in all; the outputs of dummy rows are finite.
 
-    given: `states_of` of them on the device, of which `most` rows are runs, padded with zeros: a pass that is recorded finds
-    them there, and `each` is empty.
+    given: their `states_of` on the device, at most `most` runs, padded with zeros. A pass captured in a CUDA graph reads them
+    there, and `each` is empty.
     """
 
     each: Sequence[Run]
@@ -43,12 +43,12 @@ class Runs:
 
     @property
     def whole(self) -> bool:
-        """Whether every row is somebody's."""
+        """Whether every row belongs to a sequence."""
         return self.given is None and sum(run.end - run.first for run in self.each) == self.M
 
     @property
     def some(self) -> bool:
-        """Whether there may be any."""
+        """Whether there may be any run."""
         return self.given is not None or len(self.each) > 0
 
     @property
@@ -62,8 +62,8 @@ class Runs:
         return self._states()[self.most or len(self.each) :]
 
     def spans(self, size: int) -> torch.Tensor:
-        """(n, 4) int32 on the device, of up to `size` rows of a run each: first, end, position of the first, and where the
-        sequence begins among the tokens of all sequences, one after another."""
+        """Tiles of up to `size` rows of one run: (n, 4) int32 on the device: first, end, position of the first, and the offset
+        of the sequence among the concatenated tokens of all sequences."""
         if size not in self._made:
             spans, base = list[tuple[int, int, int, int]](), 0
             for run in self.each:
@@ -82,14 +82,14 @@ class Runs:
         return self._made[0]
 
     def _there(self, made: Quads) -> torch.Tensor:
-        """On the device; the host does not wait for it."""
+        """A copy on the device; the host does not wait for it."""
         found = torch.tensor(made, dtype=torch.int32)
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
 
 
 def states_of(each: Sequence[Run]) -> tuple[Quads, Quads]:
-    """What layers with a state ask of runs: first, end, the number of its first tile, slot; and of tiles of up to CHUNK rows of
-    a run each: first, end, first of the run, slot."""
+    """The tables that recurrent layers read. Per run: first, end, index of its first tile, slot. Per tile (up to CHUNK rows of
+    one run): first, end, first of the run, slot."""
     table, tiles = list[tuple[int, int, int, int]](), list[tuple[int, int, int, int]]()
     for run in each:
         table.append((run.first, run.end, len(tiles), run.slot))

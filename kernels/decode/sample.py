@@ -1,9 +1,9 @@
-"""choose, choose_rows: logits -> the next token, and one position further, without the host; accept: drafts that were right.
+"""choose, choose_rows: sample the next token on the device and advance the position; accept: count accepted drafts.
 
 Maths   argmax(logits / T + gumbel), gumbel = -log(-log(u)): a draw from softmax(logits / T); T = 0 is the plain argmax
 Grid    best of each block of the vocabulary, (B, blocks), then the best of those, (B,)
 Random  Philox keyed by the seed, counted by (token id, position of the new token, sequence): no state, the same on every run;
-        choose_rows leaves the sequence out: a text's seed is its own, and what it draws does not depend on its neighbours
+        choose_rows leaves the sequence out: each sequence has its own seed, and its draws do not depend on the batch
 Ties    the lowest token id
 Source  own; the Gumbel-max trick
 """
@@ -24,7 +24,7 @@ BLOCK_V = 2048
 
 @triton.jit
 def _gumbel(seed, ids, at, sequence):
-    """One number a token id, of a law whose largest draws from a softmax."""
+    """One Gumbel number per token id: the argmax of logits plus these is a draw from the softmax."""
     zero = ids * 0
     bits, _, _, _ = tl.philox(seed, ids, zero + at, zero + sequence, zero)
     u = tl.uint_to_uniform_float(bits)

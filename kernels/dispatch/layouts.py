@@ -1,6 +1,6 @@
-"""Which layout a weight is held in: what a forced kernel reads, what measurements prefer, what the rule ranks first.
+"""The choice of a weight's layout: what a forced kernel reads, what measurements prefer, or what the rule ranks first.
 
-Chosen once a weight, for one row of x, by `rank` alone: `prefers` is of calls, and chooses among the kernels of that layout.
+It is made once per weight, for one row of x, by `rank` alone; `prefers` later chooses among the kernels of that layout.
 """
 
 import torch
@@ -14,7 +14,7 @@ from lowq_packers.scheme import Scheme
 
 
 def ranked(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> list[str]:
-    """The layouts that hold such a weight, by the rank of their best kernel for M rows; `DISK` before others of equal rank."""
+    """The layouts that can hold such a weight, by the rank of their best kernel for M rows; `DISK` first among equals."""
     found = []
     for name, layout in LAYOUTS.items():
         if layout.why_not(scheme, N, K) is None:
@@ -30,7 +30,7 @@ def best_layout(
     """The layout that a forced kernel reads (`kernel`, LOWQ_KERNEL), else the one that measurements prefer here, else the one
     whose best kernel the rule ranks first for M rows; DISK if only `reference` can take the call.
 
-    A kernel of another device decides nothing here: the weight may yet move there.
+    A forced kernel of another device has no effect here: the weight may still move to that device.
     Raises UnsupportedError where no layout of the forced kernel holds such a weight.
     """
     if (asked := forced(kernel)) and device.type in asked.devices:
@@ -38,7 +38,7 @@ def best_layout(
         fits = [name for name, why in refused.items() if why is None]
         if not fits:
             why = "; ".join(f"layout {name}: {why}" for name, why in refused.items())
-            raise UnsupportedError(f"kernel {asked.name} was asked for by name but no layout that it reads holds this: {why}")
+            raise UnsupportedError(f"kernel {asked.name} was requested, but none of its layouts can hold this weight: {why}")
         return min(fits, key=lambda name: (name != DISK, name))
     if tuned := tuning.best_layout(tuning.Shape(N, K, scheme, dtype), device):
         return tuned

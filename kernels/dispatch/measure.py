@@ -1,7 +1,7 @@
-"""Time every kernel and config that may take a call, and keep the best: what `lowq tune` runs.
+"""Time the kernels and configs that can take a call, and select the fastest: the work of `lowq tune`.
 
-`measure` times one shape over batch sizes and layouts. A model leaves out configs that stand no chance, a coarse pass ranks
-the rest, the full protocol of timing.py decides among the first few.
+`measure` times one shape over batch sizes and layouts. A cost model drops configs that cannot win, a coarse timing ranks the
+rest, and the full protocol of timing.py decides among the best few.
 """
 
 import math
@@ -28,20 +28,20 @@ from lowq_packers.layouts import DISK, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Act
 
-NEVER_TUNED = {"cpu": ("reference",), "cuda": ("reference", "dequant")}  # truth, and a fallback that triton's outruns
-COARSE_REPLAYS, COARSE_US = 3, 200.0  # the first look at a config; the best few are then timed by the full protocol
+NEVER_TUNED = {"cpu": ("reference",), "cuda": ("reference", "dequant")}  # the definition, and a fallback slower than triton's
+COARSE_REPLAYS, COARSE_US = 3, 200.0  # replays, and microseconds of each, of the coarse timing
 FINALISTS = 5
-RUNNERS_UP = 4  # kept, for a race within whole decode steps
-IMPLAUSIBLE = 1.5  # times: what `implausible` takes for noise
-CPU_ROUNDS = 3  # in which all kernels of a call take turns, a third of a timing each
-CLEARLY = 1.05  # times: what is faster by less is no reason to leave dispatch's own choice
-AGAIN = 3  # measurements of what is: at a load of 7 on two cores a second one was disturbed as well, 52 ms for 0.2
-PRUNE = 2.5  # times the cheapest config of a kernel, by the model of `candidates`: costlier ones are not timed
-failed: dict[str, str] = {}  # "kernel config" -> why it could not be compiled or launched: reported, then passed over
+RUNNERS_UP = 4  # configs kept for a comparison within whole decode steps
+IMPLAUSIBLE = 1.5  # a time this many times off what other batch sizes allow is noise (`implausible`)
+CPU_ROUNDS = 3  # rounds in which all kernels of a call take turns, each with a third of a timing
+CLEARLY = 1.05  # a kernel must be this many times faster than dispatch's own choice to replace it
+AGAIN = 3  # retries for an implausible time: on a busy machine the first retry was wrong too (52 ms instead of 0.2 ms)
+PRUNE = 2.5  # configs this many times costlier than the kernel's cheapest, by the model of `candidates`, are not timed
+failed: dict[str, str] = {}  # "kernel config" -> why it could not be compiled or launched: reported, then skipped
 
 
 def random_weight(shape: Shape, layout: str, device: torch.device) -> PackedWeight:
-    """A weight of this shape with all codes drawn, to time on: real data takes as long (zeros would not)."""
+    """A weight of this shape with random codes, for timing: real data takes as long (zeros would not)."""
     gen = torch.Generator(device).manual_seed(shape.N * 31 + shape.K)
     s, G = shape.scheme, shape.scheme.groups(shape.K)
     W_q = torch.randint(0, s.levels, (shape.N, shape.K), dtype=torch.uint8, device=device, generator=gen)
@@ -55,7 +55,7 @@ def random_weight(shape: Shape, layout: str, device: torch.device) -> PackedWeig
 
 
 def copies(p: PackedWeight) -> list[PackedWeight]:
-    """p and enough clones of it that no cache holds them all."""
+    """p and enough clones of it to exceed every cache."""
     found = [p]
     for _ in range(rotation(p.nbytes, p.words.device) - 1):
         words, scales, zeros, aux = (None if t is None else t.clone() for t in (p.words, p.scales, p.zeros, p.aux))
@@ -78,7 +78,7 @@ def layouts_for(shape: Shape, device: torch.device) -> list[str]:
 
 
 def candidates(call: Call, exhaustive: bool = False) -> list[tuple[KernelSpec, Config]]:
-    """Kernels and configs to time for a call, those that a model gives no chance left out unless `exhaustive`.
+    """Kernels and configs to time for a call; unless `exhaustive`, without those that a cost model rules out.
 
     The model counts, per config, the rows it multiplies beyond M, how often it decodes each weight, and how much of the GPU
     its programs fill; a config worse than another of its kernel by PRUNE in their product is not timed.
@@ -114,7 +114,7 @@ def _cost(call: Call, c: Config) -> float:
 
 @dataclass
 class Budget:
-    """Seconds that may be spent; infinite by default."""
+    """A budget of seconds; infinite by default."""
 
     seconds: float = math.inf
     started: float = field(default_factory=time.monotonic)
@@ -126,7 +126,7 @@ class Budget:
 
     @property
     def left(self) -> bool:
-        """Whether there is any."""
+        """Whether any time is left."""
         return self.spent < self.seconds
 
 
@@ -166,7 +166,7 @@ def best_of_rounds(
 ) -> dict[str, Entry]:
     """`best` of each layout: on a CPU of several rounds, in which all layouts and kernels take turns, the least of each.
 
-    What delays one then delays the others, too; one after the other, a moment of other work decided between them.
+    A disturbance then delays all of them alike; timed one after another, a moment of other work decided between them.
     """
     least: dict[str, dict[str, tuple[float, KernelSpec, Config]]] = {layout: {} for layout in weights}
     for _ in range(1 if device.type == "cuda" else CPU_ROUNDS):
@@ -196,7 +196,7 @@ def _default_first(
 
 
 def implausible(before: Sequence[Entry], new: Entry) -> list[Entry]:
-    """Those of one shape's entries, `new` included, that another contradicts.
+    """The entries of one shape, `new` included, that contradict another one.
 
     More rows cannot take much less time than fewer, nor n times the rows much more than n times as long. On a busy machine
     M = 1 once took 7,886 us beside 66 for M = 8.
@@ -241,7 +241,7 @@ def _fastest(
     coarse.sort(key=lambda t: t[0])
     final = []
     default = _default(call)
-    known = [t for t in coarse[FINALISTS:] if (t[1], t[2]) == default]  # stays in the race, as what has to be beaten
+    known = [t for t in coarse[FINALISTS:] if (t[1], t[2]) == default]  # always a finalist: the choice that has to be beaten
     for us, spec, config in [*coarse[:FINALISTS], *known]:
         precise = _time(spec, config, x, weights, 12, 1500.0) if x.is_cuda else us
         if precise is not None:
@@ -250,7 +250,7 @@ def _fastest(
 
 
 def _default(call: Call) -> tuple[KernelSpec, Config] | None:
-    """What dispatch takes now; None where it takes nothing as it is (x is rounded before, under an `act`)."""
+    """The current choice of dispatch; None if no kernel takes the call as it is (under an `act`, x is rounded first)."""
     with suppress(UnsupportedError):
         return select(call)
     return None
@@ -277,6 +277,6 @@ def _time(
         return graph_time(calls, replays, replay_us) if x.is_cuda else wall_time(calls, WALL_SECONDS / CPU_ROUNDS)
     except Exception as e:
         if "illegal memory access" in str(e) or "misaligned" in str(e):
-            raise  # the device is lost: no later time would mean anything
+            raise  # the device is lost: later times would be meaningless
         failed[f"{spec.name} {config}"] = f"{type(e).__name__}: {e}"
         return None

@@ -1,4 +1,4 @@
-"""What was measured once for a GPU and ships with lowq: a file of tuned/ answers for calls that no checkpoint's table does.
+"""Measurements that ship with lowq: a file of tuned/ answers calls that a checkpoint's table does not.
 
     prefer    calls in which a kernel goes before others: its bits and ranges of M and N, least K, N * K and group
     configs   of a kernel by bits and, up to so many, by group, N and K: [rows of x up to, config], first what was fastest. The

@@ -1,4 +1,4 @@
-"""Compile the kernels that calls will need before they are needed, several at a time.
+"""Compile kernels ahead of the calls that need them, several at a time.
 
 Triton's compiler holds the interpreter lock for about half of its work. `compile_all` has worker processes compile, each
 launching its share once on dummy inputs; the parent finds the binaries in Triton's cache on disk. That pays for the hundreds
@@ -19,9 +19,9 @@ from lowq_kernels.dispatch.registry import Config, kernels
 from lowq_packers.scheme import Scheme
 
 WORKERS = 8
-WORTH_WORKERS = 4  # fewer kernels than this compile faster here than a process starts
-MOST_ROWS = 128  # of x in one block of a CUDA kernel
-SLOW = 1.0  # seconds of `launch_all` from which somebody may wonder; loading a dozen cubins takes half of that
+WORTH_WORKERS = 4  # fewer kernels than this compile faster in this process than a worker starts
+MOST_ROWS = 128  # max. rows of x in one block of a CUDA kernel
+SLOW = 1.0  # seconds after which `launch_all` reports progress; loading a dozen cubins takes half of that
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Work:
 
 
 def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None, workers: int = WORKERS) -> int:
-    """Compile each distinct item once; returns how many there were. `done(n)` is told after each.
+    """Compile each distinct item once; returns their number. Calls `done(n)` after each.
 
     A kernel that does not compile is left for the launch to report.
     """
@@ -87,7 +87,7 @@ def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], 
         for i, _ in enumerate(as_completed([pool.submit(launch, item) for item in work])):
             if monotonic() - started > SLOW:
                 done(i + 1, len(work))
-    workspaces.release()  # of threads that are gone: 0.27 GB for the eight of them
+    workspaces.release()  # scratch memory of ended threads: 0.27 GB for eight of them
     return len(work)
 
 

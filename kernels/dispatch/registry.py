@@ -34,14 +34,14 @@ Op = Literal[
 Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the config
 ANY_M = (1, 1 << 62)
 ANY_TABLE = ("", *TABLE_KINDS)
-LAST_RESORT = 1000  # a kernel of this rank is chosen only where no other is legal, preferred or not
+LAST_RESORT = 1000  # a kernel of this rank is chosen only if no other kernel can take the call
 FLOATS = (torch.float16, torch.bfloat16)
 GPU_FOLDERS = ("products.triton", "products.cuda", "fp8", "decode", "gptq", "cuda")  # Triton alone takes 0.3 s
-OPTIONAL_LIBRARIES = ("triton", "cuda")  # a kernel file may need these; any other missing import is a bug
+OPTIONAL_LIBRARIES = ("triton", "cuda")  # libraries that a kernel file may lack; any other missing import is a bug
 
 
 class AnyCall(Protocol):
-    """What dispatch knows of a call of any operation: no tensor contents, so that it can be cached and asked ahead of time.
+    """What dispatch knows of a call of any operation: no tensor contents, so that choices can be cached and made ahead of time.
 
     Each is a frozen dataclass. M: rows, of x or of a batch.
     """
@@ -79,19 +79,19 @@ class Call:
         return cls(x.shape[0], p.N, p.K, p.scheme, p.layout, x.dtype, x.device.type, capability(x.device), act)
 
     def __str__(self) -> str:
-        """What an error says of it."""
+        """How error messages describe the call."""
         return f"M={self.M} N={self.N} K={self.K} {self.scheme} on {self.device}"
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel: what it takes, how it launches, when the rule prefers it."""
+    """One kernel: the calls it takes, its launcher, when the rule prefers it."""
 
     name: str
     launch: Launch
     op: Op = "product"
     devices: tuple[str, ...] = ("cuda",)
-    layouts: tuple[str, ...] = ()  # of a product, as bits, zeros and acts
+    layouts: tuple[str, ...] = ()  # of a product, like bits, zeros and acts
     bits: tuple[int, ...] = BITS
     zeros: tuple[ZeroKind, ...] = ZERO_KINDS
     tables: tuple[str, ...] = ("",)  # "": w = (q - zero) * scale; with a table's name, whatever its scales are
@@ -99,16 +99,16 @@ class KernelSpec:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     m_range: tuple[int, int] = ANY_M
     preferred_m: tuple[int, int] = ANY_M
-    prefer: Callable[[Any], bool] = lambda call: True  # where preferred_m is not the whole story
+    prefer: Callable[[Any], bool] = lambda call: True  # conditions of preference beyond preferred_m
     min_capability: tuple[int, int] = (0, 0)
-    rank: int = 100  # the rule takes the lowest rank among kernels that prefer the call
+    rank: int = 100  # the rule chooses the lowest rank among kernels that prefer the call
     configs: tuple[Config, ...] = ({},)
     refuse: Callable[[Any], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
     config_refuse: Callable[[Any, Config], str | None] = lambda call, config: None
     default_config: Callable[[Any, list[Config]], Config] = lambda call, legal: legal[0]
 
     def why_not(self, call: AnyCall) -> str | None:
-        """The reason this kernel cannot take the call, or None."""
+        """Why this kernel cannot take the call, or None."""
         if call.op != self.op:
             return f"computes {self.op}, not {call.op}"
         if call.device not in self.devices:
@@ -155,9 +155,9 @@ def configs_of(keys: Sequence[str], rows: Iterable[Sequence[int]]) -> tuple[Conf
 Choice = tuple[KernelSpec, Config]
 KERNELS: dict[str, KernelSpec] = {}  # of all operations
 skipped: dict[str, str] = {}  # kernel file -> the library it lacks here
-TABLES: list[Callable[[Any], tuple[str, Config] | None]] = []  # asked of products, in order, before the rule
+TABLES: list[Callable[[Any], tuple[str, Config] | None]] = []  # for products: asked in order, before the rule
 _choices: dict[tuple[str, AnyCall, str | None], tuple[AnyCall, Choice]] = {}
-# The folder of the checkpoint whose model is computing: its tuning table answers, no other model's. "": any checkpoint's does.
+# The folder of the checkpoint whose model is computing: only its tuning table answers. "": every checkpoint's table does.
 scope: ContextVar[str] = ContextVar("scope", default="")
 
 
@@ -175,7 +175,7 @@ def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
 
 @cache
 def load_kernels(device: str = "") -> None:
-    """Import every kernel file below this package once, for "cpu" without GPU_FOLDERS. Only a missing library is forgiven."""
+    """Import every kernel file below this package once; for "cpu" without GPU_FOLDERS. Ignores only a missing library."""
     package = importlib.import_module("lowq_kernels")
     for info in pkgutil.walk_packages(package.__path__, "lowq_kernels."):
         if device == "cpu" and info.name.removeprefix("lowq_kernels.").startswith(GPU_FOLDERS):
@@ -204,7 +204,7 @@ def named(kernel: str) -> KernelSpec:
     """The kernel of that name, of any operation. Raises UnsupportedError naming those that there are."""
     load_kernels()
     if kernel not in KERNELS:
-        raise UnsupportedError(f"no kernel is called {kernel!r}; there are {', '.join(sorted(KERNELS))}")
+        raise UnsupportedError(f"unknown kernel {kernel!r}; the kernels are {', '.join(sorted(KERNELS))}")
     return KERNELS[kernel]
 
 
@@ -221,7 +221,7 @@ def forced(kernel: str | None = None, op: Op = "product") -> KernelSpec | None:
     """
     name = kernel or _name_from_environment(op)
     if name and named(name).op != op:
-        raise UnsupportedError(f"kernel {name} was asked for by name but computes {named(name).op}, not {op}")
+        raise UnsupportedError(f"kernel {name} was requested but computes {named(name).op}, not {op}")
     return named(name) if name else None
 
 
@@ -233,14 +233,14 @@ def _name_from_environment(op: Op) -> str | None:
 def select(call: AnyCall, kernel: str | None = None) -> Choice:
     """The kernel and config for a call; under an `act` that no kernel multiplies, those for x rounded before.
 
-    `kernel` (or LOWQ_KERNEL) forces one by name and fails aloud if it cannot.
+    `kernel` (or LOWQ_KERNEL) forces a kernel by name; if it cannot take the call, that is an error.
     Raises UnsupportedError with every kernel's reason when none can take it.
     """
     return _resolve(call, kernel)[1]
 
 
 def find(call: AnyCall) -> Choice | None:
-    """As `select`, None where no kernel takes the call: for operations that have another way. A forced one fails aloud."""
+    """As `select`, but None if no kernel takes the call, for operations with another path. A forced kernel still raises."""
     try:
         return select(call)
     except UnsupportedError:
@@ -250,12 +250,12 @@ def find(call: AnyCall) -> Choice | None:
 
 
 def after_rounding(call: Call, kernel: str | None = None) -> Call:
-    """The call as its kernel meets it: without an `act` where x is rounded before."""
+    """The call as its kernel receives it: without an `act` if x is rounded first."""
     return _resolve(call, kernel)[0]  # type: ignore[return-value]
 
 
 def _resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
-    """The call as its kernel meets it, and that choice: one look-up once it was made."""
+    """The call as its kernel receives it, and the choice; cached."""
     kernel = kernel or _name_from_environment(call.op)
     key = scope.get(), call, kernel
     found = _choices.get(key)
@@ -274,13 +274,13 @@ def _forced(call: AnyCall, kernel: str) -> tuple[AnyCall, Choice]:
     if isinstance(call, Call) and call.act not in spec.acts:
         call = replace(call, act="none")
     if why := spec.why_not(call):
-        raise UnsupportedError(f"kernel {kernel} was asked for by name but {why}")
+        raise UnsupportedError(f"kernel {kernel} was requested but {why}")
     return call, (spec, spec.default_config(call, spec.legal_configs(call)))
 
 
 def _choose(call: AnyCall) -> tuple[AnyCall, Choice]:
     rounds = isinstance(call, Call) and call.act != "none"
-    # what loads them finds tuning.py, too, which fills TABLES
+    # load_kernels also imports tuning.py, which fills TABLES
     legal = {s.name: s for s in kernels(call.op, call.device).values() if s.why_not(call) is None}
     for table in TABLES if isinstance(call, Call) else ():
         if entry := table(call):

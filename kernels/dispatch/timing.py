@@ -21,13 +21,13 @@ from lowq_kernels.optional import optional
 Thunk = Callable[[], object]
 ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100, four times the third-level one of a CPU
 REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the graph
-# Of products at full power an H100 takes 25 to 60 ms before it lowers its clocks: 28672x4096, M = 4096, 1220 then 1425 us
-# (cuBLAS 1258 then 1471), the same again after 0.1 s or 0.8 s of rest. Timings with a rest end before that.
+# Under products at full power an H100 lowers its clocks after 25 to 60 ms: 28672x4096, M = 4096, 1220 us before and 1425 us
+# after (cuBLAS 1258 and 1471), again so after a rest of 0.1 s or 0.8 s. Timings with a rest end before that.
 LOAD_US = 25_000.0
-MAX_COPIES, MAX_CPU_COPIES = 24, 512  # a CPU's call is timed by itself, so that its copies need not fit a graph
-PIECE = 16 << 20  # bytes that a CPU reads in one timing: 1 to 4 ms, which beside other work passes undisturbed now and then
+MAX_COPIES, MAX_CPU_COPIES = 24, 512  # max. copies; on a CPU each call is timed alone, so copies need not fit into a graph
+PIECE = 16 << 20  # bytes that a CPU reads per timing: 1 to 4 ms, short enough to run undisturbed at times on a busy machine
 MAX_NODES = 960
-WALL_SECONDS, LEAST_CALLS = 0.1, 5  # of `wall_time`
+WALL_SECONDS, LEAST_CALLS = 0.1, 5  # duration and min. calls of `wall_time`
 
 
 def rotation(nbytes: int, device: torch.device | str = "cuda") -> int:
@@ -44,7 +44,7 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
         replays: timed replays; the median is returned.
         replay_us: the least length of one replay.
         rest: seconds of quiet before the timed replays, of which there are then no more (but three) than fit LOAD_US.
-    The cost of launching from Python is not in it; the gaps between graph nodes are.
+    It excludes the cost of launching from Python, and includes the gaps between graph nodes.
     """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -88,7 +88,7 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
 def wall_time(calls: Sequence[Thunk], seconds: float = WALL_SECONDS) -> float:
     """Least microseconds per call by the host's clock: for CPU kernels. Runs about `seconds`, at least LEAST_CALLS times.
 
-    The least, not the median: beside other work a median of 20 us calls was 3,248 us, and a slower kernel was chosen.
+    The least, not the median: on a busy machine the median of 20 us calls was 3,248 us, and a slower kernel was chosen.
     """
     calls[0]()
     times: list[float] = []
@@ -153,7 +153,7 @@ def read_gbs(device: torch.device) -> float:
         return PIECE / wall_time([piece.sum for piece in pieces]) / 1e3
     data = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_().view(torch.int32)
     readers = _readers(data)
-    with ThreadPoolExecutor() as pool:  # compiled side by side
+    with ThreadPoolExecutor() as pool:  # they compile in parallel
         wait([pool.submit(read) for read in readers])
     return data.nbytes / min(graph_time([read]) for read in readers) / 1e3
 

@@ -1,4 +1,4 @@
-"""What was measured decides: tables of the fastest kernel and config per call, on disk and at dispatch.
+"""Tuning tables: the fastest measured kernel and config per call, on disk and at dispatch.
 
 `Table` answers `registry.select` through `registry.TABLES`: a checkpoint's own (`lowq_tune.json`, written by `lowq tune`)
 first, then the winners by shape that ship in tuned/, then the registry's rule, which reads that file's other rows (policy.py).
@@ -26,8 +26,8 @@ from lowq_packers.layouts import LAYOUTS
 from lowq_packers.scheme import Act, Scheme
 
 Named = tuple[str, Config]  # a kernel by name, and its config
-MAX_M_RATIO = 2  # an entry of the largest measured M answers for so many times its rows
-MAX_SIZE_RATIO = 4.0  # a shipped entry answers for shapes up to this factor away in N * K, where none is nearer
+MAX_M_RATIO = 2  # the entry of the largest measured M answers for up to this many times its rows
+MAX_SIZE_RATIO = 4.0  # a shipped entry answers for shapes within this factor in N * K if none is nearer
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shape:
     scheme: Scheme
     dtype: torch.dtype
     count: int = 1
-    act: Act = "none"  # how its layers round their inputs
+    act: Act = "none"  # rounding of its layers' inputs
 
     @property
     def weights(self) -> int:
@@ -51,9 +51,9 @@ class Shape:
 
 
 class Table:
-    """Entries of one machine by place and M; those of kernels that are not here, or changed since, only count as stale.
+    """Entries of one machine by place and M. Entries of missing or changed kernels are only counted, as stale.
 
-    Shipped ones have no hash of sources: of them those are stale whose config the kernel no longer has.
+    Shipped entries have no hash of sources: they are stale if the kernel no longer has their config.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -67,7 +67,7 @@ class Table:
                 self.stale += 1
 
     def add(self, e: Entry) -> None:
-        """Keep an entry, in place of an older one for the same call."""
+        """Add an entry; it replaces an older one for the same call."""
         self.entries.setdefault(e.place, {})[e.M] = e
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Table:
     def lookup(self, call: Call, near: bool = False) -> Named | None:
         """Kernel and config for a call: the entry of the next larger M, or the largest's up to MAX_M_RATIO times it.
 
-        `near` also asks like shapes. Past that nobody knows: a table for decoding must not choose for prompts.
+        `near` also searches similar shapes. Larger M get None: a table for decode steps must not choose for prompts.
         """
         by_m = self.entries.get(place_of(call)) or (self._nearest(call) if near else None)
         if not by_m or MAX_M_RATIO * max(by_m) < call.M:
@@ -122,7 +122,7 @@ def preferred_layout(table: Table, shape: Shape, layouts: Iterable[str]) -> str 
         if by_m:
             times[layout] = {m: e.us for m, e in by_m.items()}
     most = max((len(t) for t in times.values()), default=0)
-    finished = {name: t for name, t in times.items() if len(t) == most}  # the others dropped out of the race, or time did
+    finished = {name: t for name, t in times.items() if len(t) == most}  # layouts measured at every batch size
     common = set.intersection(*(set(t) for t in finished.values())) if len(times) > 1 else set()
     if not common:
         return None
@@ -135,9 +135,9 @@ _active: dict[str, Table] = {}  # folder of a checkpoint -> its table for this m
 
 
 def use(folder: str | Path, device: torch.device | None = None, notice: Callable[[str], None] | None = None) -> int:
-    """Let a checkpoint's lowq_tune.json decide from now on; returns how many of its entries hold on this machine.
+    """Use a checkpoint's lowq_tune.json from now on; returns how many of its entries are valid on this machine.
 
-    Where the folder's model has a scope (`registry.scope`), the file decides for that model alone.
+    If the folder's model has a scope (`registry.scope`), the file is used for that model alone.
 
     Entries of other machines are left alone; stale ones of this machine are reported through `notice`, as is a damaged
     file, which is then ignored: a bad tuning file must not stop a model from running.
@@ -173,7 +173,7 @@ def use(folder: str | Path, device: torch.device | None = None, notice: Callable
 
 
 def forget() -> None:
-    """Drop every checkpoint's table."""
+    """Forget all checkpoints' tables."""
     _active.clear()
     registry.forget_choices()
 
@@ -200,7 +200,7 @@ def _from_shipped(call: Call) -> Named | None:
 
 
 def chosen_by(call: Call, kernel: str | None = None) -> str:
-    """Who made `registry.select`'s choice for a call: "name", "tuned" (the checkpoint's table), "shipped" (a file of tuned/) or
+    """The source of `registry.select`'s choice: "name", "tuned" (the checkpoint's table), "shipped" (a file of tuned/) or
     "rule", the kernels' own."""
     if registry.forced(kernel, call.op):
         return "name"

@@ -1,4 +1,4 @@
-"""lowq_tune.json: what was measured for a checkpoint, by machine. Read without torch: `lowq inspect` asks who is in it."""
+"""lowq_tune.json: a checkpoint's measurements by machine. It is read without torch, since `lowq inspect` lists the machines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from torch import device as Device  # by another name, since Machine has a field called torch
 
 FILE = "lowq_tune.json"
-FORMAT = 2  # 1 had other names for the configs of the tile kernels
+FORMAT = 2  # format 1 had other names for the configs of the tile kernels
 Config = dict[str, int]  # of a kernel, as in the registry
 
 
 class Place(NamedTuple):
-    """What an entry answers for, M aside."""
+    """The key of an entry, without M."""
 
     bits: int
     group: int
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def place(self) -> Place:
-        """What the entry answers for."""
+        """The key of this entry."""
         return Place(*(getattr(self, name) for name in Place._fields))
 
 

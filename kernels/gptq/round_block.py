@@ -1,7 +1,7 @@
-"""gptq's inner loop: a block of columns is rounded one after the other, and each error moved on to those behind it.
+"""gptq's inner loop: rounds the columns of a block one after another, and adds each error to the later columns.
 
-`round_block` on CUDA is one launch of round_block_triton.py where Triton is installed; elsewhere torch, six small ops a column.
-`carry` is the same loop for any choice of codes: a table's.
+On CUDA `round_block` is one launch of round_block_triton.py if Triton is installed; elsewhere torch, six small ops per column.
+`carry` is the same loop for any choice of codes, e.g. of a table.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from lowq_kernels.optional import optional
 
 
 class RoundBlock(Protocol):
-    """What rounds a block: see `round_block`."""
+    """A function that rounds a block: see `round_block`."""
 
     def __call__(
         self, block: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, levels: int
@@ -24,14 +24,14 @@ class RoundBlock(Protocol):
 def round_block(
     block: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a block's columns (R, B), whole numbers in fp32, and their errors (R, B) as later columns must make up for them.
+    """Codes of a block's columns (R, B), integers in fp32, and their errors (R, B), scaled as later columns must correct them.
 
     Args:
-        block: (R, B) fp32, what is left of the columns; not changed. R and B as they come.
+        block: (R, B) fp32, the columns with earlier errors added; not changed. Any R and B.
         factor: (B, B) upper triangular, of the inverse moments.
         scales, zeros: (R,) of the group that the block lies in. levels: codes are 0 .. levels - 1.
     Returns:
-        the same codes on every run; CPU and GPU differ where a column lies within fp32 rounding of the middle of two codes.
+        the same codes on every run; CPU and GPU differ where a value lies within fp32 rounding of the middle of two codes.
     """
     return _implementation(block.device.type)(block, factor, scales, zeros, levels)
 
@@ -60,7 +60,7 @@ def round_block_torch(
 def carry(
     block: torch.Tensor, factor: torch.Tensor, nearest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_block`. nearest: of a column (R,) its codes, and the values that they stand for."""
+    """As `round_block`. nearest: column (R,) -> its codes, and their values."""
     left = block.T.contiguous()  # a column is then contiguous
     codes, errors = torch.empty_like(left), torch.empty_like(left)
     weight = (1 / factor.diagonal()).tolist()

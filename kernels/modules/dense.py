@@ -7,7 +7,7 @@ from lowq_kernels.dispatch.registry import FLOATS, Choice, find
 from lowq_kernels.products.cpu import dense as cpu
 from lowq_kernels.products.dense_call import DenseCall
 
-MOST_ROWS = 8  # on a GPU: more are cuBLAS's
+MOST_ROWS = 8  # max. rows for lowq's kernels on a GPU; more rows run in cuBLAS
 
 
 class Dense(nn.Linear):
@@ -19,12 +19,12 @@ class Dense(nn.Linear):
 
 
 def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """layer(x), by `product` where the layer is a linear one; x (M, K)."""
+    """layer(x), by `product` if the layer is an nn.Linear; x (M, K)."""
     return product(x, layer.weight, layer.bias) if isinstance(layer, nn.Linear) else layer(x)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (M, K) @ weight (N, K).T + bias (N,), all of one dtype and device: by the kernels that there are, else torch's."""
+    """x (M, K) @ weight (N, K).T + bias (N,), all of one dtype and device, by lowq's kernels or by torch."""
     if x.device.type == "cpu":
         return cpu.product(x, weight, bias)
     plain = x.dtype == weight.dtype and weight.is_contiguous() and not weight.data_ptr() % 16
@@ -36,5 +36,5 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def choice(call: DenseCall) -> Choice | None:
-    """The kernel and config that a product takes; None where it is torch's."""
+    """The kernel and config of a product; None if torch computes it."""
     return find(call) if 0 < call.M <= MOST_ROWS and call.dtype in FLOATS else None

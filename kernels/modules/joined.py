@@ -1,7 +1,7 @@
-"""Layers that read the same x as one layer along N: q, k, v or gate, up. One launch, and enough rows to fill a GPU.
+"""Joins layers that read the same x (q, k, v or gate, up) along N: one launch, and enough rows to fill a GPU.
 
-The layers that were joined are replaced by views into the joined weight, so that nothing is held twice and the model that
-owns them still works, saves and loads.
+The joined layers are replaced by views into the joined weight, so that memory is not used twice, and the model that owns them
+still works, saves and loads.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack, unpack
 
 
 def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """One module for the products of `names` side by side; those modules become views into it."""
+    """One module that computes the products of `names`, concatenated; those modules become views into it."""
     parts: list[Any] = [getattr(parent, name) for name in names]
-    if isinstance(parts[0], JoinedRows):  # joined before, by an earlier decoder of this model
+    if isinstance(parts[0], JoinedRows):  # already joined by an earlier decoder of this model
         return parts[0].whole
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
         return dense(_shared(parts, "weight"), None if parts[0].bias is None else _shared(parts, "bias"))
@@ -39,13 +39,13 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
 
 
 def _fit(parts: list[Fp8Linear]) -> bool:
-    """Whether fp8 layers can be one: alike, and no block would begin inside a part."""
+    """Whether fp8 layers can be joined: alike, and no scale block would straddle two parts."""
     alike = len({(p.block, p.act, p.widened, p.bias is None) for p in parts}) == 1
     return alike and all(p.out_features % p.block[0] == 0 for p in parts[:-1])
 
 
 def _shared(parts: Sequence[nn.Module], leaf: str) -> torch.Tensor:
-    """The parts' tensors of this name one behind the other, of which the parts keep views."""
+    """The parts' tensors of this name, concatenated; the parts keep views."""
     joined = torch.cat([getattr(p, leaf).detach() for p in parts])
     at = 0
     for p in parts:
@@ -64,7 +64,7 @@ def _join_fp8(parts: list[Fp8Linear]) -> Fp8Linear:
 
 
 def _kind(p: QuantLinear) -> tuple[object, ...]:
-    """What layers must share to be one."""
+    """The facts that layers must share to be joined."""
     return p.scheme, p.kernel, p.dtype, p.act
 
 
@@ -95,29 +95,29 @@ def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
 
 
 def _side_by_side(parts: list[QuantLinear]) -> str:
-    """A layout in which joining along N is joining tensors: the one they are in if files may hold it so, else `DISK`."""
+    """A layout in which joining along N is concatenating tensors: the current one if files may have it, else `DISK`."""
     layout = LAYOUTS[parts[0].layout]
     fits = layout.shapes and all(p.layout == layout.name and p.out_features % layout.row_step == 0 for p in parts)
     return layout.name if fits else DISK
 
 
 class JoinedRows(nn.Module):
-    """Rows begin .. end of a joined layer, in the place of the layer that held them.
+    """Rows begin .. end of a joined layer, in place of the original layer.
 
-    It computes the whole and cuts, so it is right but not fast; the decoder does not go through it.
+    It computes the joined product and slices it, so it is slow; the decoder does not use it.
     """
 
     whole: QuantLinear
 
     def __init__(self, whole: QuantLinear, begin: int, end: int) -> None:
         super().__init__()
-        self.__dict__["whole"] = whole  # no submodule: the first layer's part must not own the others' weight
+        self.__dict__["whole"] = whole  # not a submodule: the first part must not own the others' weight
         self.begin, self.end = begin, end
         self.in_features, self.out_features, self.scheme = whole.in_features, end - begin, whole.scheme
 
     @property
     def weight(self) -> torch.Tensor:
-        """The whole's words: for code that asks a layer for its device or dtype."""
+        """The joined weight's words, for code that asks a layer for its device or dtype."""
         return self.whole.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class JoinedRows(nn.Module):
         return self.whole(x)[..., self.begin : self.end]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """The whole moves with its first part; no module of the model owns it."""
+        """Moves the joined layer with its first part: no module of the model owns it."""
         if self.begin == 0:
             self.whole._apply(fn, recurse)
         return super()._apply(fn, recurse)
@@ -137,11 +137,11 @@ class JoinedRows(nn.Module):
             if t is not None:
                 destination[prefix + name] = t[rows].detach()
         if (table := tables.rows_of(p.table, p.N, self.begin, self.end)) is not None:
-            destination[prefix + "weight_table"] = table[:1].detach()  # its own, repeated for the whole's steps
+            destination[prefix + "weight_table"] = table[:1].detach()  # one table; the joined tensor repeats it
 
 
 class SideBySide(nn.Module):
-    """Layers that cannot be one weight (different widths, or some packed and some not), called one after the other."""
+    """Layers that cannot be joined into one weight (different widths, or only some packed), called one after another."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""QuantLinear: the module that stands where nn.Linear stood.
+"""QuantLinear: the packed replacement of nn.Linear.
 
-Its tensors are `weight`, `weight_scale`, `weight_zero` or `weight_table`, `bias`. They come from files in the layout
-`stored_in` (rowstream unless said otherwise); before the first product `prepare` moves them into the layout that the device's
-kernels read, and `state_dict` brings them to rowstream, bit for bit.
+Its tensors are `weight`, `weight_scale`, `weight_zero` or `weight_table`, `bias`. Files hold them in the layout `stored_in`
+(rowstream by default). Before the first product `prepare` converts them to the layout that the device's kernels read;
+`state_dict` converts them back to rowstream, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from lowq_packers.scheme import Scheme
 
 
 def blank_table(scheme: Scheme, device: torch.device | str | None, *lead: int) -> nn.Parameter | None:
-    """A parameter (*lead, width) for what a table scheme holds beside its scales; None for other schemes."""
+    """A parameter (*lead, width) for the values of a table scheme; None for other schemes."""
     if not scheme.table_width:
         return None
     return nn.Parameter(torch.ones((*lead, scheme.table_width), dtype=torch.float32, device=device), requires_grad=False)
@@ -30,8 +30,8 @@ def blank_table(scheme: Scheme, device: torch.device | str | None, *lead: int) -
 
 @contextmanager
 def only_moved(module: nn.Module, *leaves: str) -> Iterator[None]:
-    """These tensors follow the module's others to their device and keep their dtype: a kernel's, or fp32."""
-    kept = {leaf: t.data for leaf in leaves if (t := getattr(module, leaf)) is not None}  # casts are done in place
+    """Move these tensors to the module's device, but keep their dtype: a kernel's, or fp32."""
+    kept = {leaf: t.data for leaf in leaves if (t := getattr(module, leaf)) is not None}  # `_apply` would cast them in place
     yield
     device = next(t.device for name, t in module.named_parameters(recurse=False) if name not in kept)
     for leaf, t in kept.items():
@@ -47,7 +47,7 @@ class QuantLinear(nn.Module):
         scheme: bits, group size, kind of zero.
         bias: whether there is one.
         dtype: of scales, zeros, bias (fp16, bf16 or fp32).
-        layout: the layout to compute in; "auto" asks `best_layout` once the device is known.
+        layout: the layout to compute in; "auto" chooses by `best_layout` once the device is known.
         kernel: force one kernel by name; None lets dispatch choose.
         stored_in: the layout of the tensors that will be assigned to it.
     Raises:
@@ -127,12 +127,12 @@ class QuantLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in: the dtype of its scales, unless they are of 8 bits."""
+        """The dtype it computes in: that of its scales, unless those have 8 bits."""
         return self.weight_scale.dtype if self.scheme.scale == "float" else self.computed_in
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as it is held now."""
+        """The weight in its current layout."""
         if self._packed is not None:
             return self._packed
         zeros, table = (None if t is None else t.data for t in (self.weight_zero, self.weight_table))
@@ -144,7 +144,7 @@ class QuantLinear(nn.Module):
         return packed
 
     def _hold(self, p: PackedWeight) -> None:
-        """Keep `p` as this layer's tensors."""
+        """Set `p` as this layer's tensors."""
         self.weight = nn.Parameter(p.words, requires_grad=False)
         self.weight_scale = nn.Parameter(p.scales, requires_grad=False)
         self.weight_zero = None if p.zeros is None else nn.Parameter(p.zeros, requires_grad=False)
@@ -174,7 +174,7 @@ class QuantLinear(nn.Module):
         """x (..., K) -> (..., N), in x's dtype."""
         if x.shape[-1] != self.in_features:
             raise SchemeError(f"x has {x.shape[-1]} features, the layer takes K={self.in_features}")
-        if not x.numel():  # as nn.Linear has it: no rows in, none out
+        if not x.numel():  # like nn.Linear: no rows in, no rows out
             return x.new_empty(*x.shape[:-1], self.out_features)
         flat = x.reshape(-1, self.in_features)
         if ops.through_autograd(flat):
@@ -186,7 +186,7 @@ class QuantLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moving to another kind of device may change the layout; one that means nothing there goes by way of `DISK`."""
+        """Moving to another kind of device may change the layout; a layout that does not exist there is converted to `DISK`."""
         before, scales = self.weight.device.type, self.weight_scale
         self.computed_in = kind = fn(torch.empty(0, dtype=self.dtype, device=scales.device)).dtype
         if not scales.is_meta and scales.is_floating_point() and kind != scales.dtype:

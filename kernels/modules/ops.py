@@ -1,8 +1,8 @@
-"""torch.ops.lowq.linear: the one door through which compiled graphs, and gradients, reach the kernels.
+"""torch.ops.lowq.linear: the op through which compiled graphs and autograd call the kernels.
 
-A custom op with a fake, so torch.compile traces past it without a graph break and CUDA graphs capture what it launches.
-Eager calls skip it (QuantLinear calls `registry.matmul`): the dispatcher costs 15 to 20 us a call on a CPU core. Unless x
-wants a gradient: kernels get addresses, so that autograd would take their result for a constant.
+It is a custom op with a fake implementation, so torch.compile traces it without a graph break, and CUDA graphs capture its
+launches. Eager calls skip it (QuantLinear calls `registry.matmul`), since torch's dispatcher costs 15 to 20 us per call on a
+CPU core. If x requires a gradient they use it too: kernels only see addresses, so autograd would take y for a constant.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from lowq_packers.layouts import PackedWeight, read_facts, unpack
 
 
 def through_autograd(x: torch.Tensor) -> bool:
-    """Whether a product of x must be one of torch's ops: it is being compiled, or x wants a gradient."""
+    """Whether a product of x must be a torch op: it is being compiled, or x requires a gradient."""
     return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
 
 
@@ -51,7 +51,7 @@ def linear_gradient(
     table: torch.Tensor | None,
     facts: str,
 ) -> torch.Tensor:
-    """dy (M, N) @ dequantize(W) -> (M, K): the gradient of x, as if `act` did not round it."""
+    """dy (M, N) @ dequantize(W) -> (M, K): the gradient of x, ignoring the rounding of `act`."""
     return dy @ unpack(PackedWeight.from_facts(words, scales, zeros, aux, facts, table)).dequantize(dy.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Stack: the packed weights of a mixture's experts side by side, so that one kernel can find any of them."""
+"""Stack: the packed weights of a mixture's experts in one tensor, so that one kernel can address each of them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ class Stack:
 
     @property
     def facts(self) -> Facts:
-        """What dispatch knows of it."""
+        """The facts that dispatch uses."""
         return self.N, self.K, self.scheme, self.layout
 
     def expert(self, e: int) -> PackedWeight:
@@ -42,7 +42,7 @@ class Stack:
         return PackedWeight(self.words[e], self.scales[e], zeros, self.scheme, self.N, self.K, self.layout, aux, table)
 
     def side_by_side(self) -> PackedWeight:
-        """All experts' rows as those of one weight: views, of a layout whose experts are whole blocks of rows (tile)."""
+        """All experts' rows as one weight: views, for a layout in which experts are whole blocks of rows (tile)."""
         assert self.scheme is not None
         assert self.scales is not None
         tensors = (None if t is None else t.flatten(0, 1) for t in (self.words, self.scales, self.zeros, self.table))
@@ -95,6 +95,6 @@ class ExpertsCall:
 
     @classmethod
     def of(cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, M: int) -> "ExpertsCall":
-        """The call of M tokens where the weights are."""
+        """The call of M tokens on the weights' device."""
         device = up.words.device
         return cls(M, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, device.type, capability(device))

@@ -1,4 +1,4 @@
-"""What dispatch knows of a product by a weight that is not packed."""
+"""Operation "dense": a product by a weight in 16 bits that is not packed."""
 
 from dataclasses import dataclass
 from typing import ClassVar

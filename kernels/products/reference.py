@@ -1,6 +1,6 @@
-"""reference: dequantize the whole weight, multiply in fp32. Truth for every test, on any device and layout.
+"""reference: dequantize the whole weight, multiply in fp32. The definition for every test, on any device and layout.
 
-Chosen only by name or where nothing else can take the call: it reads 4 bytes a weight and holds them all at once.
+Chosen only by name or where no other kernel takes the call: it holds all weights in fp32 at once.
 """
 
 import torch

@@ -248,7 +248,7 @@ def test_dispatch(call, name, monkeypatch):
     for other in kernels("fp8_product"):
         monkeypatch.setenv("LOWQ_KERNEL", other)
         if why := named(other).why_not(call):
-            with pytest.raises(UnsupportedError, match=re.escape(f"{other} was asked for by name but {why}")):
+            with pytest.raises(UnsupportedError, match=re.escape(f"{other} was requested but {why}")):
                 select(call)
         else:
             assert select(call)[0].name == other

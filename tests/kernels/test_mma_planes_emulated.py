@@ -172,7 +172,7 @@ def test_the_emulator_notices(good, bad):
         (8, 128, 1, "planes are for up to 4 bits"),
         (4, 16, 1, "planes take whole groups of 32"),
         ("nf4/e4m3", 16, 1, "planes take whole groups of 32"),
-        ("e2m1/e8m0", 32, 1, "FP4 takes longer as bytes than as halves"),
+        ("e2m1/e8m0", 32, 1, "FP4 is slower as bytes than as halves"),
         (4, 128, 3, "planes are for up to 2 rows"),
         (1, 64, 2, "a chunk has more spans than B columns for them"),
     ],

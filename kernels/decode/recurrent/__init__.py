@@ -1,7 +1,7 @@
-"""Mixers that remember tensors of a fixed size of a sequence: gated delta, Mamba2, short convolutions. Definitions, in torch.
+"""Recurrent mixers, whose state has a fixed size: gated delta, Mamba2, short convolutions. Definitions, in torch.
 
-Each has a record of facts and weights, and two forms of one operation, in place on the states, which are tensors (slots, ...)
-by name, as `parts.Recurrent` names them; zeros are a new sequence's:
+Each has a dataclass of facts and weights, and two forms of one operation, in place on the states: tensors (slots, ...) by name,
+as `parts.Recurrent` names them. The state of a new sequence is zeros:
 
     step  x (B, N), slots (B,) int64: one token of each of B sequences, by operations that a CUDA graph can hold
     run   x (T, N), slot int: the next T tokens of one sequence; with any cut of a text into runs the same, up to rounding
@@ -24,19 +24,19 @@ from lowq_kernels.decode.runs import Runs
 from lowq_kernels.dispatch.registry import AnyCall, select
 
 States = Mapping[str, torch.Tensor]
-SEGMENT = 1024  # tokens at once: what stands between products of a longer run does not fit
+SEGMENT = 1024  # max. tokens at once, which bounds the memory of intermediate tensors
 
 
 class Facts(Protocol):
-    """What a record of a mixer says of a call."""
+    """The methods of a mixer's dataclass that dispatch uses."""
 
     def call(self, x: torch.Tensor, run: bool) -> AnyCall: ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of one sequence that are computed as steps are, one after another: slot (1,) int64 of its state, copies (T - 1,)
-    int64: where the state is copied to after each of them but the last."""
+    """Tokens of one sequence that are computed one after another, as steps: slot (1,) int64 of its state, copies (T - 1,)
+    int64: slots that receive a snapshot of the state after each token but the last."""
 
     slot: torch.Tensor
     copies: torch.Tensor
@@ -53,13 +53,13 @@ class Mixer:
     run: Callable[..., torch.Tensor]
 
     def either(self, x: torch.Tensor, f: Any, states: States, places: Places, *config: Any) -> torch.Tensor:
-        """The form that `places` asks for, as a kernel of the registry."""
+        """The form for `places`, as a kernel of the registry."""
         if isinstance(places, torch.Tensor):
             return self.step(x, f, states, places)
         if isinstance(places, Rows):
             return self.rows(x, f, states, places)
         if not places.each:
-            raise RuntimeError("which rows are whose is known to the device alone, and the definition asks the host")
+            raise RuntimeError("the table of runs is only on the device, and the torch definition needs it on the host")
         parts = [(run, self.run(x[run.first : run.end], f, states, run.slot)) for run in places.each]
         if len(parts) == 1 and places.whole:
             return parts[0][1]
@@ -69,7 +69,7 @@ class Mixer:
         return y
 
     def rows(self, x: torch.Tensor, f: Any, states: States, places: Rows) -> torch.Tensor:
-        """Steps x (T, N) of one sequence, by operations that a CUDA graph can hold."""
+        """Steps x (T, N) of one sequence, by operations that a CUDA graph can capture."""
         y = []
         for i in range(x.shape[0]):
             y.append(self.step(x[i : i + 1], f, states, places.slot))
@@ -86,14 +86,14 @@ def dispatched(x: torch.Tensor, f: Facts, states: States, places: Places) -> tor
 
 
 def taken(state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """States (B, ...) of slots in fp32, for `put`: on a CPU one of them where it stands, a third of a step's passes less."""
+    """States (B, ...) of slots in fp32, for `put`. On a CPU a single one is a view, which saves a third of a step's passes."""
     if state.is_cpu and state.dtype == torch.float32 and slots.shape[0] == 1:
         return state.narrow(0, int(slots[0]), 1)
     return state[slots].float()
 
 
 def put(state: torch.Tensor, slots: torch.Tensor, changed: torch.Tensor) -> None:
-    """What was `taken` is the state of its slots."""
+    """Write back the states that `taken` returned."""
     if not (state.is_cpu and changed.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()):
         state[slots] = changed.to(state.dtype)
 

@@ -22,9 +22,9 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.recurrent import CHUNK, Rows, Runs, States
 from lowq_kernels.decode.recurrent.delta import EPS
 
-CHANNELS = 256  # of a program of a step, or of what follows a run
-RUN_CHANNELS, RUN_ROWS = 128, 16  # channels of a program of a run that has no heads, and its tokens
-PLAIN, GROUPED, SHORT = 0, 1, 2  # where a channel's input stands in a row of x, and what comes of it
+CHANNELS = 256  # channels per program of a step, and of the kernel that updates the state after a run
+RUN_CHANNELS, RUN_ROWS = 128, 16  # channels (of a mixer without heads) and tokens per program of a run
+PLAIN, GROUPED, SHORT = 0, 1, 2  # modes: the place of a channel's input in a row of x, and the use of the output
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
 
@@ -48,7 +48,7 @@ def place(own, copies_ptr, sequence, t, ROWS: tl.constexpr):
 
 @triton.jit
 def _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE: tl.constexpr):
-    """What the convolution reads of channels c of a row of x at `token`, not rounded. MODE 0: channel c stands at first + c."""
+    """The convolution's inputs for channels c of row `token` of x, not rounded. MODE 0: channel c is at column first + c."""
     if MODE == 1:
         keys = k_heads * k_dim
         of = c % keys
@@ -72,7 +72,7 @@ def _conv_kernel(
     MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Channel c of MODE 0 stands at first + c of a row of x; SCALED: its weight times a constant of its part."""
+    """MODE 0: channel c is at column first + c of x. SCALED: weights are multiplied by a constant per part of the channels."""
     sequence, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, w = c < C, tl.arange(0, BLOCK_W)
     if TRIGGER:
@@ -186,14 +186,14 @@ def _conv_after_kernel(
 
 @dataclass(frozen=True)
 class Conv:
-    """What tells the convolutions of mixers apart, as the kernels take it."""
+    """The parameters of one mixer's convolution for the kernels."""
 
     mode: int = PLAIN
     first: int = 0
     grouped: tuple[int, int, int, int] = (1, 1, 1, 1)  # k_heads, k_dim, v_dim, v heads of a key head
     ends: tuple[int, int] = (0, 0)
     by: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    scale: float = 0.0  # of queries of length 1; 0: there are no heads in a run
+    scale: float = 0.0  # factor of queries, which have length 1; 0: the mixer has no heads
 
 
 def parted(x: torch.Tensor, places: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:

@@ -1,7 +1,7 @@
 """Gated delta: S <- exp(g) S + k (beta (v - exp(g) S^T k))^T, y = S^T q; y is normed and gated. In torch and fp32.
 
-A run goes by chunks: what tokens of a chunk write depends on one another by a triangular system, which is solved for all chunks
-at once; the rest are matrix products. Source: Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464).
+A run is computed in chunks. The updates of a chunk's tokens depend on one another by a triangular system, which is solved for
+all chunks at once; the rest are matrix products. Source: Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464).
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.recurrent import SEGMENT, Mixer, States, chunked, conv, decays, put, taken, unchunked
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register
 
-EPS = 1e-6  # of the lengths of q and k
-PART = 32  # tokens of a chunk: 1,000 tokens by 32 heads of 128 take 262 ms on a CPU core, 333 by 64, as systems are smaller
+EPS = 1e-6  # of the normalisation of q and k to length 1
+PART = 32  # tokens per chunk: 1,000 tokens with 32 heads of 128 dims take 262 ms on a CPU core, 333 ms with chunks of 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Delta:
 
 
 def step(x: torch.Tensor, f: Delta, states: States, slots: torch.Tensor) -> torch.Tensor:
-    """As the folder says."""
+    """See the package docstring."""
     mixed, z, beta, g = _parted(x, f)
     q, k, v = _heads(conv.step(mixed, f.weight, f.bias, states["conv"], slots), f)
     S = taken(states["S"], slots).mul_(g.exp()[..., None, None])
@@ -75,7 +75,7 @@ def step(x: torch.Tensor, f: Delta, states: States, slots: torch.Tensor) -> torc
 
 
 def run(x: torch.Tensor, f: Delta, states: States, slot: int) -> torch.Tensor:
-    """As the folder says."""
+    """See the package docstring."""
     return torch.cat([_segment(part, f, states, slot) for part in x.split(SEGMENT)])
 
 

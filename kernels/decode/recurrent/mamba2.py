@@ -1,6 +1,6 @@
 """Mamba2: S <- exp(dt A) S + dt x B^T, y = S C + D x; y is gated by z and normed. In torch and fp32.
 
-A run goes by chunks, whose tokens' effects on one another are matrix products.
+A run is computed in chunks: effects of a chunk's tokens on one another are matrix products.
 Source: Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 """
 
@@ -65,7 +65,7 @@ class Mamba2:
 
 
 def step(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor) -> torch.Tensor:
-    """As the folder says."""
+    """See the package docstring."""
     z, mixed, dt, g = _parted(x, f)
     u, B, C = _heads(conv.step(mixed, _weight(f), f.bias, states["conv"], slots), f)
     B, C = (t.repeat_interleave(f.heads // f.groups, 1)[..., None, :] for t in (B, C))
@@ -75,7 +75,7 @@ def step(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor) -> tor
 
 
 def run(x: torch.Tensor, f: Mamba2, states: States, slot: int) -> torch.Tensor:
-    """As the folder says."""
+    """See the package docstring."""
     return torch.cat([_segment(part, f, states, slot) for part in x.split(SEGMENT)])
 
 

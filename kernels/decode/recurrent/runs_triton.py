@@ -34,23 +34,23 @@ from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
 from lowq_kernels.decode.recurrent.steps_triton import MOST_NORMED, normed
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
-MOST_KEYS = 256  # values of a key
-# Values of a key from which on a GPU takes calls, in 16 bits. On an H100 (2026-11-26) models whose keys have 128 and 256 ran
-# right; tests/kernels/test_recurrent_triton.py, of shorter keys and fp32, ended in an error of the GPU in a case not yet known.
+MOST_KEYS = 256  # max. values per key
+# On a GPU, min. values per key, and only in 16 bits. On an H100 (2026-11-26) models with keys of 128 and 256 values gave the
+# right numbers; tests/kernels/test_recurrent_triton.py, with shorter keys and fp32, ended in a CUDA error of unknown cause.
 SEEN_KEYS = 128
-OUT_ROWS = 16  # tokens whose heads a program norms
-PART: tl.constexpr = tl.constexpr(16)  # rows of a block of a triangular system that is inverted row by row
+OUT_ROWS = 16  # tokens per program of `out`
+PART: tl.constexpr = tl.constexpr(16)  # rows of a diagonal block of the triangular system, which is inverted row by row
 IEEE, BF16, TF32 = 0, 1, 2
-# Of a scan dims of values of a program, pipeline stages, warps; the first that fits into shared memory. H100, 1,000 tokens, 32
-# heads of 128, us: bf16 (32, 3, 4) 48, (32, 2, 4) 66; fp16 in one stage of 8 warps 110, in two of 4 151 (spills)
-SHORT_KEYS = ((32, 2, 4), (32, 1, 4), (16, 1, 4))  # of fewer than 128 values, whose tiles are too small for more
+# Configs of `scan`: value dims per program, pipeline stages, warps; the first that fits into shared memory is used. H100, 1,000
+# tokens, 32 heads of 128: bf16 (32, 3, 4) 48 us, (32, 2, 4) 66 us; fp16 one stage of 8 warps 110 us, two of 4 151 us (spills).
+SHORT_KEYS = ((32, 2, 4), (32, 1, 4), (16, 1, 4))  # keys of fewer than 128 values: their tiles are too small for more warps
 NARROW, WIDE = ((32, 3, 4), *SHORT_KEYS), ((32, 1, 8), (16, 1, 4))
 KINDS = {torch.float32: IEEE, torch.bfloat16: BF16, torch.float16: TF32}
 
 
 @triton.jit
 def _cut(x, KIND: tl.constexpr):
-    """x rounded to what KIND multiplies, in the type that holds it."""
+    """x rounded to the precision that KIND multiplies, in the type that holds it."""
     if KIND == 1:
         x = x.to(tl.bfloat16)
     elif KIND == 2:
@@ -61,7 +61,7 @@ def _cut(x, KIND: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, KIND: tl.constexpr):
-    """a @ b of operands that are cut."""
+    """a @ b of operands that `cut` has rounded."""
     if KIND == 0:
         y = tl.dot(a, b, input_precision="ieee")
     elif KIND == 1:
@@ -230,7 +230,7 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
         return "takes runs, not one token of each sequence"
     keys = None if isinstance(call, ShortConvCall) else call.k_dim if isinstance(call, DeltaCall) else call.N
     if call.capability >= gpu.LEAST and (call.dtype == torch.float32 or (keys or SEEN_KEYS) < SEEN_KEYS):
-        return f"takes 16 bits and keys of {SEEN_KEYS} values and more: with others a test ended in an error of the GPU"
+        return f"takes 16 bits and keys of at least {SEEN_KEYS} values: with others a test ended in a CUDA error"
     if keys is None:
         return None
     if keys > MOST_KEYS or _scan(keys, KINDS[call.dtype], gpu.of(call.capability).smem_block) is None:
@@ -241,7 +241,7 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
 
 
 def _scan(keys: int, kind: int, smem: int) -> tuple[int, int, int] | None:
-    """Of a scan that fits dims of values, stages, warps: tiles of each stage, and what is multiplied by them."""
+    """The config of `scan` (value dims, stages, warps) that fits: tiles of each stage, and their operands."""
     K, stored, cut = padded(keys), 4 if kind == IEEE else 2, 2 if kind == BF16 else 4
     for values, stages, warps in SHORT_KEYS if K < 128 else NARROW if kind == BF16 else WIDE:
         stage = CHUNK * ((2 * K + values) * stored + CHUNK * (4 + cut))
@@ -251,13 +251,13 @@ def _scan(keys: int, kind: int, smem: int) -> tuple[int, int, int] | None:
 
 
 def padded(n: int) -> int:
-    """Values of a tile that a tensor core multiplies."""
+    """The size of a dimension, padded to what tensor cores multiply."""
     return max(16, triton.next_power_of_2(n))
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """What tells the two mixers apart: sizes, and where a head stands in a row of x or of what the convolution gives."""
+    """The parameters of a mixer: sizes, and the place of a head in a row of x and of the convolution's output."""
 
     delta: bool
     heads: int
@@ -278,7 +278,7 @@ class _Heads:
 def _scanned(
     x: torch.Tensor, mixed: torch.Tensor, f: Delta | Mamba2, states: States, runs: Runs, y: torch.Tensor, how: _Heads
 ) -> None:
-    """From what the convolution gave to y (M, heads * values), before delta's norm and gate."""
+    """From the convolution's output to y (M, heads * values), before delta's norm and gate."""
     n, kind, BLOCK_K = runs.tiles.shape[0], KINDS[x.dtype], padded(how.keys)
     solved = torch.empty(n if how.delta else 0, how.heads, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
     inside = torch.empty(n, how.heads, CHUNK, CHUNK, dtype=torch.bfloat16 if kind == BF16 else torch.float32, device=x.device)
@@ -300,7 +300,7 @@ def _scanned(
 
 
 def _made(x: torch.Tensor, width: int, runs: Runs, dtype: torch.dtype) -> torch.Tensor:
-    """(M, width) to be filled: zeros where there are rows that are nobody's."""
+    """An output tensor (M, width): zeros if there are dummy rows, else uninitialised."""
     return (torch.empty if runs.whole else torch.zeros)(x.shape[0], width, dtype=dtype, device=x.device)
 
 

@@ -1,4 +1,4 @@
-"""LFM2's short convolution: y = C * conv(B * x). In torch and fp32; B * x is rounded, as it is remembered."""
+"""LFM2's short convolution: y = C * conv(B * x). In torch and fp32; B * x is rounded to the state's dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,13 +38,13 @@ class ShortConv:
 
 
 def step(x: torch.Tensor, f: ShortConv, states: States, slots: torch.Tensor) -> torch.Tensor:
-    """As the folder says."""
+    """See the package docstring."""
     B, C, u = x.float().chunk(3, -1)
     return (C * conv.step(B * u, f.weight, f.bias, states["conv"], slots)).to(x.dtype)
 
 
 def run(x: torch.Tensor, f: ShortConv, states: States, slot: int) -> torch.Tensor:
-    """As the folder says."""
+    """See the package docstring."""
     B, C, u = x.float().chunk(3, -1)
     return (C * conv.run(B * u, f.weight, f.bias, states["conv"], slot)).to(x.dtype)
 

@@ -1,6 +1,6 @@
 """One token of each of many sequences, or a few of one, through gated delta, Mamba2 and short convolutions, states in place.
 
-Several rows of one sequence are a token and drafts of the next ones: after each the state is copied to a slot of its own.
+Several rows of one sequence are its newest token and drafts: after each the state is copied to a snapshot slot.
 
     conv   as `conv_triton`: gated delta and Mamba2 read what it writes, in fp32; of a short convolution it is all
     delta  (B, v_heads): a head's state, read and written once; norm and gate included
@@ -27,9 +27,9 @@ from lowq_kernels.decode.recurrent.mamba2 import Mamba2, Mamba2Call
 from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
-Steps = torch.Tensor | Rows  # slots of sequences with a token each, or rows of one
-LARGEST = 1 << 15  # values of a tile of state in registers: 128 KiB
-MOST_NORMED = 65536  # values of Mamba2's norm: one block of a program
+Steps = torch.Tensor | Rows  # slots of sequences with one token each, or rows of one sequence
+LARGEST = 1 << 15  # max. values of a state tile in registers: 128 KiB
+MOST_NORMED = 65536  # max. values of Mamba2's norm: one block of a program
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
 

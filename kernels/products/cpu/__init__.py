@@ -1,1 +1,1 @@
-"""Products on the CPU: `cpu/packed`, own C++ over the layout `cpu`, and `cpu/int4`, torch's, where no compiler is."""
+"""Products on the CPU: `cpu/packed`, C++ over the layout `cpu`, and `cpu/int4`, torch's, if there is no compiler."""

@@ -1,8 +1,8 @@
-"""The shared library of this folder's C++, by the compiler that is here: at a wheel's making (setup.py) or at the first use.
+"""Builds this folder's C++ into a shared library with the machine's compiler: for a wheel (setup.py) or at the first use.
 
-One library holds every instruction set of the machine's kind, each in its own translation unit with its own flags. $CXX names
-the compiler, else c++, g++ or clang++. The library's name is a hash of its sources, so that none is taken for another's. Needs
-nothing but Python: where a wheel is made there is no torch.
+One library holds all instruction sets of the machine's architecture, each in its own translation unit with its own flags. The
+compiler is $CXX, else c++, g++ or clang++. The library's name is a hash of its sources and flags. This file needs only Python:
+where a wheel is built there is no torch.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ X86 = {
 }
 ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
 UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
-BUILD_SECONDS = 900  # after which a compiler is given up: 14 s of processor time may wait for other work
-SMALL = ("api.cpp", "bf16.cpp")  # compiled first, to measure: 0.4 s by g++ 12 on one core at 2.6 GHz
-TIMES_SMALL = 18  # times their seconds takes the whole on two cores: 7.5 of 0.42 s there
-EXPECTED_SECONDS = 15.0  # where nothing small is there to measure
-TELL_SECONDS = 0.2  # between two reports
-LEAST_LEFT = 0.5  # seconds that are still expected where it takes longer than foreseen
+BUILD_SECONDS = 900  # timeout of a build: its 14 s of processor time may have to wait for other processes
+SMALL = ("api.cpp", "bf16.cpp")  # compiled first, to estimate the rest: 0.4 s with g++ 12 on one core at 2.6 GHz
+TIMES_SMALL = 18  # the whole build on two cores takes this many times as long as SMALL: 7.5 s and 0.42 s there
+EXPECTED_SECONDS = 15.0  # the estimate where SMALL is not compiled
+TELL_SECONDS = 0.2  # interval of progress reports
+LEAST_LEFT = 0.5  # seconds that are still expected once the estimate has passed
 
 
 def units_here() -> Units | None:
-    """The translation units for a machine of this kind, or None."""
+    """The translation units for this machine's architecture, or None."""
     return UNITS.get(platform.machine().lower())
 
 
@@ -54,24 +54,24 @@ def _version(cxx: str) -> str:
 
 
 def name_of(*facts: object) -> str:
-    """The file's name of the library of these sources, flags and further facts."""
+    """The library's file name: a hash of the sources, flags and further facts."""
     sources = [p.read_text() for p in sorted(HERE.iterdir()) if p.suffix in (".cpp", ".h")]
     return f"lowq_cpu_{hashlib.sha256(repr((FLAGS, sources, *facts)).encode()).hexdigest()[:24]}.so"
 
 
 def whole_name(cxx: str, units: Units) -> str:
-    """... as this compiler builds it."""
+    """The file name of the library that this compiler builds."""
     return name_of(_version(cxx), units)
 
 
 def carried() -> Path | None:
-    """The library that a wheel has put beside its sources, or None."""
+    """The library that a wheel installed next to these sources, or None."""
     path = HERE / name_of(platform.machine())
     return path if path.exists() else None
 
 
 def carry(folder: Path) -> bool:
-    """Build into the folder of a wheel, where a compiler is that can. Whether it could."""
+    """Build into the folder of a wheel if a compiler can; returns whether it did."""
     units, cxx = units_here(), compiler()
     if units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
         return False
@@ -87,8 +87,8 @@ def carry(folder: Path) -> bool:
 def build(cxx: str, units: Units, folder: Path, advance: Advance | None = None) -> Path:
     """Compile and link in `folder`; the library there.
 
-    advance: called with the share that is done: expected seconds come from the time that the small unit takes here.
-    Raises OSError or SubprocessError where it cannot be built.
+    advance: called with the finished share, 0 to 1, estimated from the time that the units SMALL take here.
+    Raises OSError or SubprocessError if it cannot be built.
     """
     small = [name for name in units if name in SMALL]
     began = time.monotonic()

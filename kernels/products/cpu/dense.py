@@ -12,9 +12,9 @@ from torch import nn
 from lowq_kernels.products.cpu import native
 
 HALVES = (torch.float16, torch.bfloat16)
-MOST = 16  # rows of own code: beyond, torch's in fp32 is as fast
-ROUND = 8  # to so many rows: oneDNN keeps what it compiles for each number of them, 0.6 MB for all layers of a small model
-SLAB_BYTES = 4 << 20  # of weights in fp32 at a time
+MOST = 16  # max. rows for this library's code; for more, torch in fp32 is as fast
+ROUND = 8  # rows are padded to a multiple: oneDNN caches code for each number of rows, 0.6 MB for a small model's layers
+SLAB_BYTES = 4 << 20  # bytes of weights that are converted to fp32 at a time
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -38,7 +38,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 @cache
 def _has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies in this dtype on this CPU; where it does not, torch's own loops do."""
+    """Whether oneDNN multiplies in this dtype on this CPU; if not, torch uses slower loops."""
     if not torch.backends.mkldnn.is_available():
         return False
     ask = torch.ops.mkldnn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else torch.ops.mkldnn._is_mkldnn_fp16_supported

@@ -1,9 +1,9 @@
-"""The C++ of this folder as a shared library (`building`): a wheel's, else built at the first use and kept in the cache.
+"""The C++ of this folder as a shared library (`building`): from a wheel, else built at the first use and cached.
 
-One in the cache that is damaged, or that another user could have written, is built anew. Which instruction set runs is asked of
-the CPU. Where there is neither a wheel's library nor a compiler that builds one, `library` is None, `why_not` says so, and
-torch's own products stay. LOWQ_CPU_ISA=avx2 forces an instruction set, LOWQ_CPU_ISA=off none. The library's OpenMP is the one
-that torch has loaded already: the same threads.
+A cached library that is damaged, or that another user could have written, is built again. The CPU decides which instruction set
+runs. With neither a wheel's library nor a compiler that can build one, `library` returns None, `why_not` gives the reason, and
+torch computes the products. LOWQ_CPU_ISA=avx2 forces an instruction set, LOWQ_CPU_ISA=off switches the library off. It uses
+the OpenMP that torch has loaded, hence the same threads.
 """
 
 import ctypes
@@ -27,16 +27,16 @@ from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.home import cache_dir, check_own
 from lowq_packers.regular import open_bounded, read_regular, read_text
 
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbers of dtypes in args.h
 SCALES = {"e4m3": 3, "e8m0": 4}
-NAMES = ("add_norm", "gated", "attend", "product")  # args.h's calls, as a profile shows them
-PRODUCT = 3  # decode/cpu.py has the others
-MOST_BYTES = 1 << 26  # of a library; it takes 0.7 MB
+NAMES = ("add_norm", "gated", "attend", "product")  # names of args.h's calls in a profile
+PRODUCT = 3  # index of NAMES; decode/cpu.py has the others
+MOST_BYTES = 1 << 26  # max. size of a library file that is read; it has 0.7 MB
 NONE = "none is there"
 SWITCHED_OFF = "LOWQ_CPU_ISA=off"
-DIGEST = ".sha256"  # suffix of the file beside a library that holds its hash
-_watch: Advance | None = None  # what is told how far a build is
-noting = threading.local()  # .calls: a list of what this thread calls, for `repeated`
+DIGEST = ".sha256"  # suffix of the file with a library's hash
+_watch: Advance | None = None  # receives the progress of a build
+noting = threading.local()  # .calls: a list of this thread's calls, which `repeated` records
 
 
 class Call(ctypes.Structure):
@@ -60,7 +60,7 @@ class Args(ctypes.Structure):
 
 
 def why_built() -> str:
-    """Why a library has to be built first: there is none, or what is there is damaged or another's; "" where none has to."""
+    """Why a library must be built: it is missing, damaged, or another user's; "" if it need not be built."""
     units, cxx = units_here(), compiler()
     if _found.cache_info().currsize or carried() or units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
         return ""
@@ -74,7 +74,7 @@ def why_built() -> str:
 
 
 def _check(path: Path) -> None:
-    """Raise LowqError unless the library at `path` is a file of this user alone and, byte for byte, what was built."""
+    """Raise LowqError unless the library at `path` belongs to this user alone and is, byte for byte, the one that was built."""
     fd = open_bounded(path, MOST_BYTES)
     try:
         check_own(path, fd)
@@ -86,7 +86,7 @@ def _check(path: Path) -> None:
 
 
 def _built(cxx: str, units: Units) -> Path:
-    """The library in the cache; built where none is, or no sound one, by one process at a time."""
+    """The cached library; one process at a time builds it if it is missing or unsound."""
     folder = cache_dir() / "cpu"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / whole_name(cxx, units)
@@ -178,7 +178,7 @@ def why_not() -> str | None:
 
 
 def is_watched() -> bool:
-    """Whether torch's profiler is at work, which would not see what the library does."""
+    """Whether torch's profiler is running; it does not see the library's work."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
@@ -190,7 +190,7 @@ def product(tensors: dict[str, torch.Tensor | None], meta: torch.dtype, **number
 def run(
     what: int, kind: type[ctypes.Structure], dtype: torch.dtype, tensors: dict[str, torch.Tensor | None], **numbers: float
 ) -> None:
-    """Fill a struct of args.h and do what it says; noted where `repeated` listens in this thread."""
+    """Fill a struct of args.h and run it; recorded if `repeated` is recording in this thread."""
     pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
     args = kind(**pointers, **numbers, dtype=DTYPES[dtype], threads=threads())
     call = Call(what, DTYPES[dtype], ctypes.addressof(args))

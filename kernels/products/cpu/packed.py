@@ -1,8 +1,8 @@
-"""cpu/packed: own C++ products over the layout `cpu`, at every width, AVX-512 + VNNI, AVX2 or NEON (product.h).
+"""cpu/packed: C++ products over the layout `cpu` at every width, with AVX-512 + VNNI, AVX2 or NEON (product.h).
 
-x is rounded in blocks of 32 to 128 k to 15 bits and a sign, a power of two a block: bf16 values down to 1/64 of their block's
-largest are exact, and the rest are off by at most 2^-14 of it, less than bf16 rounds y by. So that everything between is
-whole numbers, and y does not depend on M, on threads or on the batch that a row is in.
+x is rounded to integers of 15 bits and a sign, with a power of two per block of 32 to 128 k. bf16 values down to 1/64 of their
+block's largest are exact, and the others are off by at most 2^-14 of it, less than the rounding of y to bf16. All sums are
+then of integers, so y does not depend on M, on the number of threads, or on the other rows of the batch.
 """
 
 import torch
@@ -29,7 +29,7 @@ def packed(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: 
 
 @register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=refuse, acts=("int8",), rank=5)
 def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
-    """As `packed`, each row of x (M, K) rounded to 8 bits as `--act int8` says: half the dot products."""
+    """As `packed`, with each row of x (M, K) rounded to 8 bits (`--act int8`): half the dot products."""
     return _product(x, p, bias, x.abs().amax(1).float().clamp(min=fp8.LEAST))
 
 

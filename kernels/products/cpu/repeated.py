@@ -1,6 +1,6 @@
-"""A decoding step on a CPU as one call of the library: its calls noted once, made again by C++.
+"""A decode step on a CPU as one call of the library: its calls are recorded once and replayed by C++.
 
-A product's way through Python takes 13 to 45 us, of which a token of a 1B model has 64, and as many small operations.
+Python takes 13 to 45 us per product; a token of a 1B model needs 64 products and as many small operations.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Only(TorchDispatchMode):
-    """Sees whether torch computes anything itself: other than taking memory, and looking at it in another shape."""
+    """Detects whether torch itself computes anything, beyond allocating memory and making views."""
 
     ALLOWED = ("empty", "empty_like", "slice", "view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "detach")
 
@@ -34,15 +34,15 @@ class _Only(TorchDispatchMode):
 
 
 class Repeated:
-    """fn(x) of one fn: its calls of the library noted at the first and from then on made as one.
+    """fn(x) for one fn: its calls of the library are recorded at the first call and from then on replayed as one.
 
-    x always has one shape, and everything else that fn reads and writes stays where it is: weights, caches, positions. The
-    result is the same tensor every time. What torch computes itself would not be repeated: such an fn is called every time,
-    and each one under torch's profiler, which then shows its calls by name.
+    x always has one shape, and everything else that fn reads and writes (weights, caches, positions) stays at its address. The
+    result is the same tensor every time. If torch itself computes something, fn cannot be replayed and is called every time. So
+    is every fn under torch's profiler, which then shows its calls by name.
     """
 
     def __init__(self, beside: "Repeated | None" = None) -> None:
-        self.made: dict[int, Step | None] = {}  # by torch's number of threads; None: fn is to be called
+        self.made: dict[int, Step | None] = {}  # torch's number of threads -> recording; None: fn cannot be replayed
         self.team: team.Team | team.Follower = team.Team()
         if beside is not None and isinstance(
             beside.team, team.Team
@@ -72,7 +72,7 @@ class Repeated:
 
 
 def _again(x: torch.Tensor, y: torch.Tensor, noted: list[Any]) -> Step:
-    """What makes the calls again that led from x to y."""
+    """Replays the recorded calls from x to y."""
     lib, which, calls = native.library(), native.isa()[0], (native.Call * len(noted))(*(call for call, _, _ in noted))
 
     def again(new: torch.Tensor) -> torch.Tensor:

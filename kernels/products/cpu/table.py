@@ -1,7 +1,7 @@
-"""cpu/table: own C++ products of codes that stand for a table's values, over the layout `cpu` (table.h).
+"""cpu/table: C++ products of codes that index a table of values, over the layout `cpu` (table.h).
 
-x is rounded as `packed` has it, in blocks of 32; a table to 13 bits and a sign of a power of two, which holds e2m1 and iq4_nl
-exactly, and other values within 2^-13 of the largest. y does not depend on M, on threads or on the batch that a row is in.
+x is rounded as in `packed`, in blocks of 32. A table is rounded to 13 bits and a sign times a power of two: e2m1 and iq4_nl
+exactly, other values within 2^-13 of the largest. y does not depend on M, on the number of threads, or on other rows.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""How many threads a step takes: fewer while other processes keep cores busy.
+"""The number of threads of a step: fewer while other processes keep cores busy.
 
-A parallel region ends with its last thread, and one that waits for a core is given it a time slice later, 3 to 40 ms, in many
-of a step's 50 regions: beside one busy process two threads made 38 tokens/s of a model of 0.5B weights where one made 107.
-Choosing step by step makes 94 of them, and on a quiet machine what it was (benchmarks/notes/cpu.md, 2 cores). Bits do not
-depend on the number of threads, so every step may take another.
+A parallel region ends with its last thread. A thread that waits for a core gets it one time slice later, 3 to 40 ms, in many of
+a step's 50 regions: next to one busy process, a model of 0.5B weights made 38 tokens/s with two threads and 107 with one.
+Choosing per step makes 94, and on a quiet machine as many as before (benchmarks/notes/cpu.md, 2 cores). The result does not
+depend on the number of threads, so each step may use another.
 """
 
 import threading
@@ -12,21 +12,21 @@ from types import TracebackType
 
 import torch
 
-LATE = 8  # steps' worth of time lost, after which half the threads take over: less is a machine's noise
-PATIENCE = 16  # times the time lost: so long they stay. Trying again then costs a 16th at most
-_here = threading.local()  # .threads: of the step that this thread is in
+LATE = 8  # halve the threads once the time lost exceeds this many steps; less is noise
+PATIENCE = 16  # keep the halved threads for this multiple of the time lost: trying again then costs at most 1/16
+_here = threading.local()  # .threads: the number of threads of this thread's current step
 
 
 def threads() -> int:
-    """Threads that a call of the library takes: those of the step it is in, else torch's number."""
+    """The number of threads of a call of the library: its step's number, else torch's."""
     return getattr(_here, "threads", 0) or torch.get_num_threads()
 
 
 class Team:
-    """The threads of steps of one shape, `with team:` around each, by the times of those before.
+    """Chooses the threads of steps of one shape from the times of earlier steps; use `with team:` around each step.
 
-    Half the threads would take twice a step's least time, or less: the second step of all tries. What steps take beyond that
-    is lost. Half the threads are halved again where that helps.
+    Half the threads take at most twice the least time of a step; time beyond that counts as lost. Halved threads are halved
+    again if that helps.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Team:
 
 
 class Follower:
-    """The threads of steps beside another team's, `with follower:` around each: as many as its next step takes."""
+    """Steps that use as many threads as the next step of another team; use `with follower:` around each step."""
 
     def __init__(self, leader: Team) -> None:
         self.leader = leader

@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bits per token and back, in one launch: what 16-bit products take under --act. See act_rows.cu."""
+"""Rounds activations to 8 bits per token and back in one launch, for 16-bit products under --act. See act_rows.cu."""
 
 import ctypes
 from functools import cache
@@ -17,7 +17,7 @@ def _prepared(T: int, int8: bool, device: int | None) -> Kernel:
 
 
 def rounded_rows(x: torch.Tensor, act: str) -> torch.Tensor:
-    """x (M, K) fp16 or bf16 on a GPU, as `activations.rounded` makes it, to the last bit."""
+    """The result of `activations.rounded` for x (M, K) fp16 or bf16 on a GPU, bit for bit."""
     x = aligned(x.contiguous())
     y = torch.empty_like(x)
     if y.numel():

@@ -20,7 +20,7 @@ from lowq_kernels.products.dense_call import DenseCall
 KEYS = ("WARPS", "ROW_TILES", "STEP", "BLOCKS_PER_SM")
 CONFIGS = configs_of(KEYS, ((8, 1, 128, 2), (16, 1, 128, 1), (8, 2, 64, 2), (16, 2, 64, 1), (8, 1, 64, 3), (4, 1, 128, 4)))
 PARAMETERS = (*(ctypes.c_void_p,) * 4, *(ctypes.c_int32,) * 3, Folded)
-ROWS = 8  # of x a block
+ROWS = 8  # rows of x per block
 
 
 def expression(dtype: torch.dtype, config: Config, fold: int = 0) -> str:
@@ -35,10 +35,11 @@ def _kernel(instance: str, device: int, warps: int) -> Kernel:
 
 
 def first(call: DenseCall, legal: list[Config], fold: int = 0) -> Config:
-    """The config that tuned/ names for rows as long and as many, where it is legal; else the first that is.
+    """The config that tuned/ names for this shape if it is legal; else the first legal one.
 
-    Its lists hold (more row tiles an SM than this, config): a product that fits runs in one round of blocks that fill the SMs,
-    with two steps a warp. An 8B's step on an H200 takes 4,094 us with q/k/v in 1.45 rounds of 16 warps, 4,046 in one of 8.
+    Its lists hold (lower bound of row tiles per SM, config): a product that fits runs in one round of blocks that fill the SMs,
+    with two steps per warp. A step of an 8B model on an H200 takes 4,094 us with q/k/v in 1.45 rounds of 16 warps, 4,046 us in
+    one round of 8 warps.
     """
     on = gpu.of(call.capability)
     file = policy.model("cuda/dense_mma", on)
@@ -56,7 +57,7 @@ def _refuse(call: DenseCall) -> str | None:
     "cuda/dense_mma",
     op="dense",
     devices=("cuda",),
-    min_capability=gpu.since(lambda g: g.dependent_launch),  # what it gains over cuBLAS is a chain of launches without gaps
+    min_capability=gpu.since(lambda g: g.dependent_launch),  # its gain over cuBLAS is that launches follow without gaps
     configs=CONFIGS,
     refuse=_refuse,
     default_config=first,
@@ -74,7 +75,7 @@ def launch(
     fold: int = 0,
     folded: bytes = UNFOLDED,
 ) -> torch.Tensor:
-    """dense_mma, doing what the bits of `fold` say for its neighbours, as `tile_mma.launch` does."""
+    """dense_mma with the row-wise work of `fold` fused in, as in `tile_mma.launch`."""
     M, (N, K) = x.shape[0], weight.shape
     y = torch.empty(M, N // 2 if fold & GATED else N, dtype=x.dtype, device=x.device)
     x = aligned(x)

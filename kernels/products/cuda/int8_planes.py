@@ -8,12 +8,12 @@ import torch
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES
 
-SPAN = 128  # k that share a unit
+SPAN = 128  # k that share a unit (a scale of x)
 PARAMETERS = (ctypes.c_void_p,) * 3 + (ctypes.c_int32,) * 3
 
 
 def rows_of_units(M: int) -> int:
-    """M', rows that units have room for: a power of two from 4 up."""
+    """M', the padded rows of units: a power of two from 4 up."""
     return max(4, 1 << (M - 1).bit_length())
 
 
@@ -25,7 +25,7 @@ def _prepared(T: int, bits: int, device: int) -> Kernel:
 def int8_planes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its planes (2 * M, K') int8 and units (K' / 128, M', 2) fp32.
 
-    K' is the next multiple of 128; rows of units past M are not written. bits: whose codes they will meet, up to 4.
+    K' is the next multiple of 128; rows of units past M are not written. bits: the width of the weight's codes, up to 4.
     """
     M, K = x.shape
     steps = -(-K // SPAN)

@@ -1,4 +1,4 @@
-"""cuda/tile_dequant: large M from the tile layout where wgmma is not: dequantise a slab of rows, cuBLAS, next slab."""
+"""cuda/tile_dequant: large M from the tile layout on GPUs without wgmma: dequantise a slab of rows, cuBLAS, next slab."""
 
 import ctypes
 import math

@@ -39,12 +39,12 @@ MAX_STAGES = 8
 
 
 def columns(M: int) -> int:
-    """COLUMNS of a product, two of each row of x."""
+    """COLUMNS of a product: two per row of x."""
     return -(-2 * M // 8) * 8
 
 
 def buffers(config: Config) -> int:
-    """BUFFERS: products of a warpgroup that are under way at once, as ptxas finds registers for."""
+    """BUFFERS: products that a warpgroup has in flight at once, as registers allow."""
     return 1 if config["WARPGROUPS_N"] == 7 or config["SPANS"] == 4 else 2
 
 
@@ -90,7 +90,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def cost(call: Call, config: Config, on: gpu.Gpu, model: dict[str, Any]) -> float:
-    """Of the SM that has most to do: rows of W in 64, times spans of k, weighed as 12 layers of 2 and 1 bits measured."""
+    """The work of the busiest SM: 64-row tiles of W times spans of k, weighted by measurements of 12 layers in 2 and 1 bits."""
     WN, WK, E, blocks = (config[k] for k in KEYS)
     tiles, bits = math.ceil(call.N / (64 * WN)), call.scheme.bits
     waves, rest = divmod(tiles, on.sms * blocks)

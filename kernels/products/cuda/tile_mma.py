@@ -35,7 +35,7 @@ KEYS = ("WARPS", "ROW_TILES", "BLOCK_K", "STEPS_IN_FLIGHT", "BLOCKS_PER_SM", "IN
 
 
 def config_of(*values: int) -> Config:
-    """The config of these values, in the order of KEYS; INT8_PLANES, where it is left out, is 0."""
+    """The config of these values, in the order of KEYS; INT8_PLANES defaults to 0."""
     return dict(zip(KEYS, (*values, 0), strict=False))
 
 
@@ -55,10 +55,10 @@ CONFIGS: tuple[Config, ...] = tuple(config_of(*values) for values in (
 ))  # fmt: skip
 _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 7, Folded)
-NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
+NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # bits of fold.cuh
 GATED = SILU | GELU_TANH
-MOST_ROWS = 32  # of x a block: M_TILES = 4
-MOST_PLANES_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
+MOST_ROWS = 32  # max. rows of x per block: M_TILES = 4
+MOST_PLANES_ROWS = 2  # max. rows with INT8_PLANES: four rows need twice the scales and four times the work to prepare x
 
 
 def form(scheme: Scheme, dtype: torch.dtype, config: Config) -> str:
@@ -69,7 +69,7 @@ def form(scheme: Scheme, dtype: torch.dtype, config: Config) -> str:
 
 
 def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles: int, copies: int) -> int:
-    """Registers that an instance needs, fitted to where ptxas (sm_80 to sm_90a) begins to spill."""
+    """An estimate of an instance's registers, fitted to where ptxas (sm_80 to sm_90a) starts to spill."""
     bits, group = scheme.bits, scheme.group_size
     groups = 1 if group % config["BLOCK_K"] == 0 or group == K else config["BLOCK_K"] // math.gcd(config["BLOCK_K"], group)
     words = bits * config["BLOCK_K"] // 64
@@ -106,8 +106,8 @@ def span(scheme: Scheme, K: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a call is cut: M_TILES of 8 rows (INT8_PLANES: rows), `rows` of x a block, copies of x a lane and step, grid, shared
-    memory bytes."""
+    """The launch of a call: M_TILES of 8 rows (INT8_PLANES: rows), `rows` of x per block, copies of x per lane and step, grid,
+    bytes of shared memory."""
 
     M_TILES: int
     rows: int
@@ -158,7 +158,7 @@ def _planes_refuse(call: Call) -> str | None:
     if call.scheme.bits == 8 or (table and call.scheme.bits < 4):
         return f"planes are for {'4 bits of a table' if table else 'up to 4 bits'}"
     if table == "e2m1":
-        return "FP4 takes longer as bytes than as halves"
+        return "FP4 is slower as bytes than as halves"
     rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
     if rows > MOST_PLANES_ROWS:
         return f"planes are for up to {MOST_PLANES_ROWS} rows"
@@ -184,10 +184,10 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def _wasteful(call: Call, config: Config) -> bool:
-    """Whether, of a layer with many row tiles, over a fifth of a block's warps would have no step of the last round along K
-    (27648x5120, M = 1, takes 29.3 us by 16 warps with steps of 256, 24.5 by what comes next), or whether all blocks together
-    are under seven warps an SM with little each under way (2 bits, M = 16, by two warps a block with two tiles of 128 k:
-    10240x8192 takes 36 us and 14336x4096 21, where tile_int8x2 takes 15 and 10)."""
+    """Whether the config wastes warps, in one of two ways. With many row tiles, over a fifth of a block's warps have no step in
+    the last round along K (27648x5120, M = 1: 29.3 us with 16 warps and steps of 256, 24.5 us with the next config). Or all
+    blocks together have under seven warps per SM, each with little in flight (2 bits, M = 16, two warps per block, two tiles of
+    128 k: 10240x8192 takes 36 us and 14336x4096 21 us; tile_int8x2 takes 15 and 10 us)."""
     limit = policy.model("cuda/tile_mma", gpu.of(call.capability))
     N, steps = padded_rows(call.N), math.ceil(call.K / config["BLOCK_K"])
     tiles, warps = N // 16, config["WARPS"]
@@ -197,8 +197,9 @@ def _wasteful(call: Call, config: Config) -> bool:
 
 
 def _second_round(call: Call, config: Config) -> bool:
-    """Whether an SM has registers for one block of two row tiles at 9 to 16 rows (the estimate is up to 16 too high), and some
-    take two in turn, as of 5120x2880 in groups of 64: the rows are of fp16 in groups of 128, where two blocks fit."""
+    """Whether, at 9 to 16 rows, an SM has registers for only one block of two row tiles (the estimate is up to 16 too high) and
+    some SMs run two blocks in turn, as for 5120x2880 in groups of 64. The shipped rows are of fp16 in groups of 128, where two
+    blocks fit."""
     cut = plan(call, config)
     if cut is None or (config["ROW_TILES"], cut.M_TILES, config["INT8_PLANES"]) != (2, 2, 0):
         return False
@@ -207,12 +208,13 @@ def _second_round(call: Call, config: Config) -> bool:
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """What the shipped rows say first, among the configs with the fewest blocks of x, hence passes over W."""
+    """The first shipped config among those with the fewest blocks of x, hence the fewest passes over W."""
     cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
     known = policy.configs("cuda/tile_mma", call, math.ceil(call.M / fewest), KEYS)
-    # Tables: the rows are grids', whose halves cost less; with two row tiles 8192x8192 took 19.8 us, with one 22.0.
+    # Tables: shipped rows are of plain grids, whose halves cost less; 8192x8192 takes 19.8 us with two row tiles and
+    # 22.0 us with one.
     if call.scheme.table:
         known.sort(key=lambda c: (not c["INT8_PLANES"], c["INT8_PLANES"] and c["ROW_TILES"] == 1))
     return next((c for c in known if c in good and not _wasteful(call, c) and not _second_round(call, c)), good[0])
@@ -222,11 +224,11 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 def _prepared(
     M: int, N: int, K: int, bits: int, group: int, kind: str, dtype: torch.dtype, device: int, fold: int, *config: int
 ) -> tuple[Kernel, Tiling]:
-    """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
+    """The kernel of a call and its launch, resolved once. Its key is numbers: hashing a Call costs as much as a launch."""
     named = config_of(*config)
     scheme, on = Scheme.of(bits, group, kind), gpu.here(device)
     cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", on.capability), named, fold)
-    assert cut is not None  # config_refuse has asked
+    assert cut is not None  # checked by config_refuse
     instance = expression(scheme, K, dtype, named, cut.M_TILES, cut.copies, on.sms, fold)
     return _kernel(instance, device, named["WARPS"]), cut
 
@@ -262,7 +264,7 @@ def launch(
     fold: int = 0,
     folded: bytes = UNFOLDED,
 ) -> torch.Tensor:
-    """tile_mma, doing what the bits of `fold` say for its neighbours (fold.cuh): (M, N), or (M, N / 2) where it is gated.
+    """tile_mma with the row-wise work of `fold` fused in (fold.cuh): (M, N), or (M, N / 2) if it is gated.
 
     Args:
         folded: the struct of that name as bytes; `lowq_kernels.decode.fold` makes it.

@@ -75,20 +75,20 @@ def threads(config: Config) -> int:
 
 
 def allowed(config: Config) -> int:
-    """Dynamic shared memory that a block may ask for."""
+    """Max. dynamic shared memory per block."""
     NB, blocks = config["BLOCK_M"], config["BLOCKS_PER_SM"]
     of_sm = gpu.HOPPER.smem_sm
     if blocks == 2 and NB == 16:
         of_sm = SMEM_KEEPING_L1[2]
-    # two along K need four stages: with fewer 8 bits at 4096x14336, M = 64, take 30.4 us for 26.8
+    # two along K need four stages: with fewer, 8 bits at 4096x14336, M = 64, take 30.4 us instead of 26.8
     elif blocks == 1 and NB <= 64 and (NB, config["WARPGROUPS_K"]) != (64, 2):
         of_sm = SMEM_KEEPING_L1[1]
     return share_of_block(of_sm, blocks)
 
 
 def batch(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
-    """(BATCH, BUFFERS): k16 fragments that go to wgmma together, and register buffers they alternate between, as ptxas finds
-    registers for. From 128 columns on four warpgroups, or steps in turn, hide a warpgroup's wait for its own products."""
+    """(BATCH, BUFFERS): k16 fragments per batch of wgmma, and register buffers that alternate, as registers allow. From 128
+    columns on, four warpgroups, or steps in turn, hide a warpgroup's wait for its own products."""
     if config["BLOCK_M"] < 128:
         if bits == 3 and config["BLOCK_M"] == 32 and config["BLOCKS_PER_SM"] == 2:
             return 4, 1
@@ -102,8 +102,8 @@ def batch(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
 
 
 def long_steps(bits: int, group: int, config: Config) -> bool:
-    """Whether a step is 256 k: where columns are few that halves barriers, and rows of scales are 64 bytes (2 bits,
-    28672 x 4096, M = 16: 17.3 -> 16.3 us). 8 bits have too little shared memory for it, small groups too few registers."""
+    """Whether a step is 256 k: with few columns that halves the barriers, and rows of scales are 64 bytes (2 bits,
+    28672 x 4096, M = 16: 17.3 -> 16.3 us). 8 bits lack the shared memory for it, small groups the registers."""
     few = config["BLOCK_M"] <= 32 or (config["BLOCK_M"] == 64 and config["WARPGROUPS_N"] == 4 and bits in (2, 3))
     return few and bits < 8 and group % 128 == 0
 
@@ -116,8 +116,8 @@ def chunks_of_step(bits: int, group: int, config: Config) -> int:
 
 
 def band(bits: int) -> int:
-    """Rows of W whose tiles run side by side, 64 (8 bits: 32) by two (four) of x on an H100. 8192 rows of 28672x4096 are 33
-    MB by 8 bits, which L2 does not keep: 328 us for 325 at M = 1024, 1312 for 1297 at 4096."""
+    """Rows of W whose tiles run at the same time, 64 tiles (8 bits: 32) by two (four) of x on an H100. 8192 rows of 28672x4096
+    are 33 MB in 8 bits, more than L2 keeps: 328 us instead of 325 at M = 1024, 1312 instead of 1297 at M = 4096."""
     return 4096 if bits == 8 else 8192
 
 
@@ -135,8 +135,8 @@ def stage_bytes(bits: int, group: int, kind: str, config: Config) -> int:
 
 
 def plan(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
-    """(stages, dynamic shared memory): as many stages as fit beside the fp32 sums of the warpgroups along K and the staging
-    of the outputs, the same number for each of WK; under a split sums and staging take the ring's place."""
+    """(stages, dynamic shared memory): as many stages as fit with the fp32 sums of the warpgroups along K and the staging of
+    outputs, the same number for each of WK; under a split, sums and staging reuse the ring's memory."""
     stage, groups = stage_bytes(bits, group, kind, config), config["WARPGROUPS_N"] * config["WARPGROUPS_K"]
     split = config["SPLIT_K"] > 1
     staging = groups * min(32, config["BLOCK_M"]) * 72 * 2
@@ -147,7 +147,7 @@ def plan(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
 
 
 def expression(bits: int, T: int, group: int, kind: str, config: Config, grouped: bool = False) -> str:
-    """The template instance of tile_wgmma.cu. grouped: each tile of x has a weight of its own (tile_wgmma_grouped.py)."""
+    """The template instance of tile_wgmma.cu. grouped: each tile of x has its own weight (tile_wgmma_grouped.py)."""
     stages, u, (fb, buf) = (
         plan(bits, group, kind, config)[0],
         chunks_of_step(bits, group, config),
@@ -168,16 +168,16 @@ def _tiles(call: Call, config: Config) -> int:
 
 
 def rows_of_tile(M: int, BLOCK_M: int) -> int:
-    """Rows of x that each tile loads: M shared out evenly over as many tiles as are needed."""
+    """Rows of x per tile: M divided evenly over the necessary tiles."""
     return math.ceil(M / math.ceil(M / BLOCK_M))
 
 
 def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, int]:
-    """(blocks, whole): blocks of a launch, and how many tiles they take whole; the others' steps are shared out evenly.
-    slots: blocks that run at once."""
+    """(blocks, whole): blocks per launch, and the number of tiles that one block computes whole; the steps of the other tiles
+    are divided evenly among all blocks. slots: blocks that run at once."""
     if config["SPLIT_K"] > 1:
         return tiles * config["SPLIT_K"], tiles
-    if config["SPLIT_K"] == STREAM_K:  # between one and two tiles a block, or all there are
+    if config["SPLIT_K"] == STREAM_K:  # divides one to two tiles per block, or all tiles
         return min(slots, tiles * (steps // config["WARPGROUPS_K"])), max(tiles // slots - 1, 0) * slots
     return min(tiles, slots), tiles
 
@@ -205,7 +205,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def at_once(config: Config, on: gpu.Gpu) -> int:
-    """Tiles that run at once: one for each block or cluster. Two blocks an SM double the clusters of two, those of four not."""
+    """Tiles that run at once: one per block or cluster. Two blocks per SM double the clusters of two, but not of four."""
     split, blocks = config["SPLIT_K"], config["BLOCKS_PER_SM"]
     return on.sms * blocks if split < 2 else on.clusters[split - 1] * (blocks if split == 2 else 1)
 
@@ -223,10 +223,10 @@ def estimate(call: Call, config: Config, on: gpu.Gpu, model: dict[str, float]) -
     step = beside * sum(p**c.sharpness for p in parts) ** (1 / c.sharpness) / c.mhz
     step *= c.half_ring if bits == 8 and beside < most else 1  # half of an SM's ring, and stages twice as large
     end = size / beside + c.tile_us + (c.tile_us_along_k * WK**0.5 if WK > 1 and split < 2 else 0)
-    far = c.far_from < M * call.K  # blocks at different k share no lines of L2: M = 4096, K = 14336 takes 687 us for 598
+    far = c.far_from < M * call.K  # blocks at different k share no lines of L2: M = 4096, K = 14336: 687 us instead of 598
     if split == STREAM_K:
         whole = max(tiles // slots - 1, 0)
-        run = (tiles - whole * slots) * steps / slots  # a block's share
+        run = (tiles - whole * slots) * steps / slots  # steps per block
         apart = c.far if far else c.stream_tiles_of_x if M > NB else c.stream_256_by_8_bits if (bits, NB) == (8, 256) else 1
         us = (whole * steps + run * apart) * step + end * (1 + whole + run / steps)
         us += c.stream_sums * size * max(steps / run, 1)
@@ -247,8 +247,8 @@ def estimate(call: Call, config: Config, on: gpu.Gpu, model: dict[str, float]) -
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """By `estimate`, among what it was fitted to; splits only where one wave of clusters takes all tiles: 6144 x 4096 at
-    M = 1000 takes 85.2 us in three waves of pairs, 73.4 by Stream-K."""
+    """The config with the least `estimate`, among those it was fitted to. Splits only if one wave of clusters holds all tiles:
+    6144 x 4096 at M = 1000 takes 85.2 us in three waves of pairs, 73.4 us with Stream-K."""
     on = gpu.of(call.capability)
     known = [c for c in legal if c["BLOCKS_PER_SM"] == 1 or c["BLOCK_M"] >= call.M]
     known = [c for c in known or legal if c["SPLIT_K"] < 2 or _tiles(call, c) <= at_once(c, on)]

@@ -25,20 +25,20 @@ CONFIGS = configs_of(KEYS, (
 ))  # fmt: skip
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
 ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
-BLOCK_K = 128  # k of a stage
-BAND = 8192  # rows of W whose tiles run side by side
+BLOCK_K = 128  # k per stage
+BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
-MOST_HELD = 7  # times 4,096 values of a row of x that act_rows holds: 8 registers a thread each
+MOST_HELD = 7  # act_rows holds up to this many times 4,096 values of a row of x, 8 registers per thread each
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
 
 
 def sum_span(group: int) -> int:
-    """SG: k that the tensor core adds up before the sum is scaled; group 0: a row is one group."""
+    """SG: k that the tensor core sums before the sum is scaled; group 0: a row is one group."""
     return 64 if group == 64 else 128
 
 
 def plan(bits: int, group: int, config: Config) -> tuple[int, int]:
-    """(stages, dynamic shared memory); under a split the fp32 sums and the staging of outputs take the ring's place."""
+    """(stages, dynamic shared memory); under a split, the fp32 sums and the staging of outputs reuse the ring's memory."""
     tiles, split = 8 * config["ROW_TILES_64"], config["SPLIT_K"] > 1
     words = BLOCK_K // CHUNK[bits] * tiles * WORDS[bits] * 4
     stage = -(-(config["BLOCK_M"] * BLOCK_K + words + tiles * BLOCK_K // sum_span(group) * 32) // 1024) * 1024
@@ -60,7 +60,7 @@ def _refuse(call: Call) -> str | None:
         return why
     bits, group = call.scheme.bits, call.scheme.group_size
     if call.act == "fp8" and bits == 8:
-        return "codes of 8 bits are no numbers of e4m3"
+        return "e4m3 cannot represent all codes of 8 bits"
     if group != call.K and group % 128 and not (group == 64 and CHUNK[bits] == 64):
         return f"groups of {group}: takes multiples of 128{' and 64' if CHUNK[bits] == 64 else ''}"
     return None
@@ -73,7 +73,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """The fewest waves, weighed by what a tile takes (fitted at 4 bits, groups of 128)."""
+    """The config with the fewest waves, weighted by the time of a tile (fitted in 4 bits with groups of 128)."""
     on = gpu.of(call.capability)
     model = policy.model(f"cuda/tile_{call.act}", on)
 
@@ -82,7 +82,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
         tiles = math.ceil(call.N / (128 * rows)) * math.ceil(call.M / nb)
         step = model["step_us"][f"{rows}x{nb}"]
         if call.scheme.bits <= 3 and rows * nb == 256:
-            step *= model["few_bits_in_256_rows"]  # int8, 2 bits, 8192 x 8192, M = 1024: 196 us, 169 in tiles half as large
+            step *= model["few_bits_in_256_rows"]  # int8, 2 bits, 8192 x 8192, M = 1024: 196 us; half tiles: 169
         tile = math.ceil(math.ceil(call.K / BLOCK_K) / split) * step + model["tile_us"]
         sums = model["split_us"] + rows * nb * model["split_us_a_row"] if split > 1 else 0
         return math.ceil(tiles / max(on.clusters[split - 1], 1)) * tile + sums

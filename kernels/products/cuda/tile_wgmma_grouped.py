@@ -1,4 +1,4 @@
-"""cuda/tile_wgmma, grouped: rows of x sorted by expert, each tile of them times its own expert's weight (tile_wgmma.cu)."""
+"""cuda/tile_wgmma, grouped: rows of x sorted by expert, each tile multiplied by its expert's weight (tile_wgmma.cu)."""
 
 import math
 
@@ -20,20 +20,20 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, ROWS, padded_rows
 from lowq_packers.scheme import Scheme
 
-CONFIGS: dict[int, Config] = {  # rows of a tile of x -> config
+CONFIGS: dict[int, Config] = {  # rows of x per tile -> config
     c["BLOCK_M"]: c
     for c in configs_of(KEYS, ((2, 1, 16, 1, 2), (2, 1, 32, 1, 2), (2, 1, 64, 1, 2), (2, 1, 128, 1, 1), (2, 1, 256, 1, 1)))
 }
 
 
 def block(rows: int, experts: int) -> int:
-    """Rows of a tile for so many rows in all: what a mean expert fills, so that little is padding."""
+    """Rows per tile for this many rows in all: what an average expert fills, so that there is little padding."""
     mean = rows / experts
     return next((size for size, most in ((16, 8), (32, 24), (64, 64), (128, 384)) if mean <= most), 256)
 
 
 def why_not(scheme: Scheme, K: int, layout: str, capability: tuple[int, int]) -> str | None:
-    """The reason that such weights are not taken, or None."""
+    """Why the kernel does not take such weights, or None."""
     if (why := gpu.no_wgmma(capability)) or layout != "tile" or K % 8:
         return why or f"takes the layout tile and whole eights of k, not {layout} and {K}"
     group = 0 if scheme.group_size == K else scheme.group_size

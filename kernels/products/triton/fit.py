@@ -1,4 +1,4 @@
-"""Which configs of the dot kernels can run a call, and which to take where nothing was measured."""
+"""Which configs of the dot kernels can run a call, and which one to use without measurements."""
 
 import triton
 
@@ -7,10 +7,10 @@ from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config
 from lowq_kernels.products.triton.decode import codes_per_step
 
-NATURAL_STEPS = (32, 128)  # codes of k a step in natural order: below, the loop costs more than the work; above, memory
+NATURAL_STEPS = (32, 128)  # min. and max. k per step in natural order: fewer cost loop overhead, more cost shared memory
 POSITION_ROWS = 16  # the depth of one tensor-core product
-SLACK = 8 << 10  # what the compiler takes beyond the tiles for odd N and groups, at most, in the cases of the tests
-MOST_CODES = 512  # decoded codes a thread and step; 2 warps of 512 were twice as fast as 4 of 256 at 1 and 3 bits
+SLACK = 8 << 10  # max. bytes that the compiler takes beyond the tiles, for odd N and groups, in the tests' cases
+MOST_CODES = 512  # max. decoded codes per thread and step; 2 warps of 512 were twice as fast as 4 of 256 at 1 and 3 bits
 
 
 def shared_bytes(call: Call, config: Config) -> int:
@@ -59,8 +59,8 @@ def imbalance(call: Call, config: Config, model: dict[str, float]) -> float:
 
 
 def closest_config(call: Call, legal: list[Config]) -> Config:
-    """A config for a call that nobody measured: tiles that fit M, programs that fill the GPU, and what the model holds against
-    8-row tiles, and against many warps for 32 codes a word (1 and 3 bits)."""
+    """A config for a call without measurements: tiles that fit M, programs that fill the GPU, and the model's penalties for
+    8-row tiles and for many warps with 32 codes per word (1 and 3 bits)."""
     model = policy.model("triton/gemm", gpu.of(call.capability))
     wide = codes_per_step(call.scheme.bits) == 32
 

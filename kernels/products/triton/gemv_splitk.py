@@ -180,7 +180,7 @@ def configs(*rows: tuple[int, ...], share: int = 1) -> tuple[Config, ...]:
 
 
 def default_config(call: Call, legal: list[Config]) -> Config:
-    """Where nothing was measured: what comes nearest to the programs of the winners."""
+    """The config without measurements: the one whose number of programs is nearest to that of the winners."""
     model = policy.model("triton/gemv_splitk", gpu.of(call.capability))
     return min(legal, key=lambda c: imbalance(call, c, model))
 
@@ -190,7 +190,7 @@ register(
     "triton/gemv_splitk",
     default_config=default_config,
     prefer=policy.prefers("triton/gemv_splitk"),
-    rank=38,  # before gemm_splitk where both are preferred, at M = 1: it won there at 4, 3, 2 and 1 bits
+    rank=38,  # ahead of gemm_splitk where both are preferred, at M = 1: it won there at 4, 3, 2 and 1 bits
     configs=configs(
         (128, 32, 4, 4, 4), (32, 64, 4, 2, 4), (64, 64, 8, 4, 4), (256, 16, 2, 4, 4), (128, 16, 8, 2, 2), (64, 32, 16, 2, 2),
         (128, 16, 4, 2, 4), (256, 8, 8, 2, 4), (32, 64, 8, 2, 4), (64, 32, 1, 4, 4),

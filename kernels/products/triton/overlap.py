@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-PREFETCH_ROWS = tl.constexpr(64)  # word rows asked for ahead of time, 16 KiB for 64 columns: about what hides a launch
+PREFETCH_ROWS = tl.constexpr(64)  # word rows that are prefetched, 16 KiB for 64 columns: about what hides a launch
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Partial sums across programs, deterministically and in one launch: whoever arrives last adds all of them up in order.
+"""Partial sums across programs, deterministic and in one launch: the last program of a tile adds all of them in order.
 
-Each program of a tile writes its fp32 partial to a workspace and bumps the tile's counter. The one that finds itself last
-reads every partial back (they are in the second-level cache), adds them in the order of their slots, so that the bits do
-not depend on who was last, writes y and puts the counter back to 0 (counters.py). No zero-fill launch, no atomics on y.
+Each program of a tile writes its fp32 partial to a workspace and increments the tile's counter. The last one reads every
+partial back (they are in the L2 cache), adds them in the order of their slots, so that the result does not depend on which
+program was last, writes y and resets the counter to 0 (counters.py). No zero-fill launch, no atomics on y.
 """
 
 import torch
@@ -15,7 +15,7 @@ from lowq_kernels.counters import counters
 def split_scratch(y: torch.Tensor, tiles: int, splits: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp32 slots for `splits` partials of `size` numbers a tile, a counter a tile); y (M, N) for both without splits."""
     if splits == 1:
-        return y, y  # neither is touched
+        return y, y  # neither is read or written
     return torch.empty(tiles * splits * size, dtype=torch.float32, device=y.device), counters(tiles, y.device)
 
 

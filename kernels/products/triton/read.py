@@ -1,4 +1,4 @@
-"""Read memory and do nothing with it: the practical floor of every memory-bound kernel, measured.
+"""Read memory without using it: measures the floor of every memory-bound kernel.
 
 Maths   none: the sum is kept so that the loads are not dropped, and stored only if it hits one value in 2^32
 Shapes  data (n,) int32, n a multiple of BLOCK * UNROLL
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-READ_CONFIGS: tuple[dict[str, int], ...] = (  # whichever is fastest is the ceiling; they differ by a few percent
+READ_CONFIGS: tuple[dict[str, int], ...] = (  # the fastest one gives the ceiling; they differ by a few percent
     {"BLOCK": 1024, "UNROLL": 4, "num_warps": 4},
     {"BLOCK": 2048, "UNROLL": 4, "num_warps": 4},
     {"BLOCK": 2048, "UNROLL": 8, "num_warps": 8},
