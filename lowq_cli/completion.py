@@ -50,6 +50,13 @@ def engines(incomplete: str) -> list[str]:
     return words(*ENGINES)(incomplete)
 
 
+def types(incomplete: str) -> list[str]:
+    """Mixtures of GGUF's types."""
+    from lowq_cli.plan.gguf_types import MIXTURES
+
+    return words(*MIXTURES)(incomplete.upper())
+
+
 def _folders(incomplete: str) -> list[str]:
     """Folders that the path begun may mean; those that hold a model before those on the way to one."""
     parent = os.path.dirname(incomplete)

@@ -109,3 +109,14 @@ def seed_or_random(given: int | None) -> int:
 def unescaped(text: str) -> str:
     r"""A text from a command line, where \n and \t stand for a newline and a tab."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+MixtureType = Annotated[
+    str | None,
+    option(
+        "A GGUF file in one of llama.cpp's mixtures: Q2_K, Q3_K_M, Q4_K_S, Q4_K_M, Q5_K_M, Q6_K, Q8_0, IQ4_XS, ...",
+        completion.types,
+        "TYPE",
+        "--type",
+    ),
+]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import completion, console
-from lowq_cli.commands import AsJson, checkpoint_argument
+from lowq_cli.commands import AsJson, MixtureType, checkpoint_argument
 
 if TYPE_CHECKING:
     from lowq_cli.interop.exported import Exported
@@ -14,6 +14,7 @@ EXAMPLES = """Examples:
   lowq export
   lowq quantize ./my-model --export compressed-tensors
   lowq export my-lowq --to gguf --out my.gguf
+  lowq export my-model --type Q4_K_M
   lowq export my-model-gptq --to mlx
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
 
@@ -40,31 +41,57 @@ def export(
     rounding: Annotated[
         bool, typer.Option("--round", help="mlx, gguf: round -zero * scale to 16 bits where it is not exact.")
     ] = False,
+    kind: MixtureType = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: bit for bit the same weights, or refused."""
     from lowq_cli import state
 
-    found = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding)
+    found = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding, kind)
     if as_json:
         console.out_json(vars(found))
     else:
         show(found)
-    if to is None:
+    if to is None and kind is None:
         console.say(f"{found.format} is the first format that holds it; --to names another")
 
 
 def write(
-    source: str, to: str | None, out: str | None = None, check_tp: int | None = None, rounding: bool = False
+    source: str,
+    to: str | None,
+    out: str | None = None,
+    check_tp: int | None = None,
+    rounding: bool = False,
+    kind: str | None = None,
 ) -> "Exported":
     """Export a checkpoint behind a progress bar."""
     from lowq_cli.interop.exporter import export as run
 
     try:
         with console.progress("export", 100) as advance:
-            return run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))
+            return run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name), kind)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to continue") from None
+
+
+def show_mixture(model: str, kind: str, on_stdout: bool = False) -> list[tuple[str, int, int, int]]:
+    """The plan of a GGUF file of `kind`: a line for each type; the totals. Reads no weight."""
+    from math import fsum
+
+    from lowq_cli.interop.exporter import with_weights
+    from lowq_cli.interop.gguf_export import totals
+    from lowq_cli.plan.gguf_types import get
+
+    with (found := with_weights(model)).source:
+        rows = totals(found, get(kind))
+    weights, size = fsum(r[2] for r in rows), sum(r[3] for r in rows)
+    shown = [(t, n, f"{w / 1e6:,.1f} M", f"{8 * b / w:.2f}", console.size(b)) for t, n, w, b in rows]
+    console.table(
+        f"{model} as {kind.upper()}", ("type", ">tensors", ">weights", ">bits each", ">size"), shown, on_stdout=on_stdout
+    )
+    say = console.out_line if on_stdout else console.say
+    say(f"{console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, without a text")
+    return rows
 
 
 def show(found: "Exported") -> None:

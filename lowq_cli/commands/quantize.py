@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console, drawing, quantizers, recipes
-from lowq_cli.commands import AsJson, option
+from lowq_cli.commands import AsJson, MixtureType, option
 from lowq_cli.telling import STEPS, follow, show_plan
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -32,6 +32,7 @@ EXAMPLES = """Examples:
   lowq quantize ./my-model --recipe small
   lowq quantize ./my-model --max-kl 0.02 --tokens-per-s 40
   lowq quantize ./my-model --export gguf
+  lowq quantize ./my-model --export gguf --type Q4_K_M
   lowq quantize ./my-model --format nvfp4
   lowq quantize ./my-model --dry-run
 
@@ -123,6 +124,7 @@ def quantize(
             "--export",
         ),
     ] = None,
+    kind: MixtureType = None,
     recipe: Annotated[
         str | None,
         option(f"A recipe: {', '.join(PRESETS)}, or a file; flags win over it.", completion.words(*PRESETS), "NAME|FILE.toml"),
@@ -144,6 +146,9 @@ def quantize(
     from lowq_cli.plan import targets
     from lowq_cli.plan.values import parse_size
 
+    if kind:
+        others = {"for": engine, "recipe": recipe, "plot": plot, **flags}
+        return _mixture(model, kind, to, out, {n: v for n, v in others.items() if v is not None}, dry_run, as_json)
     engine = targets.of_export(to, engine) if to else engine
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
@@ -219,6 +224,34 @@ def quantize(
         console.out_json({**result.to_json(), "parameters": prepared.plan.params, **_bound(prepared), **more})
     elif exported:
         export.show(exported)
+
+
+def _mixture(
+    model: str, kind: str, to: str | None, out: str | None, others: dict[str, Any], dry_run: bool, as_json: bool
+) -> None:
+    """A GGUF file in one of llama.cpp's mixtures of types, straight from a model."""
+    from lowq_cli.commands import export
+    from lowq_cli.files.source import check_there
+    from lowq_cli.plan.gguf_types import get
+
+    get(kind)
+    if to not in (None, "gguf"):
+        raise UsageError(f"--type {kind} is a mixture of GGUF's types; use it with --export gguf, not {to}")
+    if others:
+        name = next(iter(others)).replace("_", "-")
+        raise UsageError(f"--type {kind} says what every weight becomes; leave --{name} out, or --type")
+    check_there(model)
+    with console.status(f"reading {model}"):
+        rows = export.show_mixture(model, kind, dry_run and not as_json)
+    if not dry_run:
+        done = export.write(model, "gguf", out, kind=kind)
+        return console.out_json(vars(done)) if as_json else export.show(done)
+    if as_json:
+        console.out_json(
+            {"type": kind.upper(), "types": [dict(zip(("type", "tensors", "weights", "bytes"), r, strict=True)) for r in rows]}
+        )
+    else:
+        console.say("dry run: nothing was read of the weights, nothing was written")
 
 
 @contextmanager

@@ -14,17 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
 from lowq_cli.interop.export_checks import WRITTEN, as_held, check_all, described, first_that_holds, way_out
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
-from lowq_cli.interop.foreign import foreign_matrices, open_foreign
+from lowq_cli.interop.foreign import DecodedSource, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
-from lowq_cli.state import remember_export, user_path, was_exported, writing
+from lowq_cli.plan import gguf_types
+from lowq_cli.state import as_argument, remember_export, source_of, user_path, was_exported, writing
 from lowq_cli.workers import in_order, threads
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
@@ -46,21 +47,27 @@ def export(
     check_tp: int | None = None,
     rounding: bool = False,
     progress: Progress | None = None,
+    kind: str | None = None,
 ) -> Exported:
     """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
 
     Args:
-        checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first.
+        checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first; with `kind` any model.
         to: one of EXPORTED; None takes the first that holds the checkpoint.
         check_tp: refuse what this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
         progress: called with (percent done, name).
+        kind: quantize to this mixture of GGUF's types, such as Q4_K_M; weights that are quantized already are rounded again.
     Raises:
         UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
         nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
     """
     if to is not None and to not in EXPORTED:
         raise UsageError(f"--to {to} does not exist; use one of {', '.join(EXPORTED)}")
+    if kind:
+        if to not in (None, "gguf"):
+            raise UsageError(f"--type {kind} is a mixture of GGUF's types; leave --to {to} out")
+        return _quantized_gguf(checkpoint, kind, out, progress)
     there = user_path(checkpoint).exists()
     found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with found.source:
@@ -94,6 +101,39 @@ def export(
         notes += _left_out(whole, found, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
         return Exported(str(target), to, size, len(found.schemes), tuple(engines), tuple(notes), done)
+
+
+def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
+    """A lowq checkpoint, or any model whose weights can be read dense. Raises as `open_checkpoint`, `open_decoded`."""
+    if is_checkpoint(user_path(model)):
+        return open_checkpoint(model)
+    source = open_decoded(model)
+    return Checkpoint(
+        source, tuple(CheckpointTensor(n, h.shape, None, h.dtype, h.nbytes) for n, h in source.headers.items()), {}
+    )
+
+
+def _quantized_gguf(
+    model: str | os.PathLike[str], kind: str, out: str | os.PathLike[str] | None, progress: Progress | None
+) -> Exported:
+    """Any model as a GGUF file of a mixture of types."""
+    from lowq_cli.interop.gguf_export import export_gguf
+
+    mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
+    with whole.source:
+        found = as_held(whole, fmt)
+        target = Path(out or f"{Path(model).resolve().name.removesuffix('.gguf')}-{kind.upper()}.gguf")
+        written = export_gguf(found, target, False, progress, mixture)
+        notes = _left_out(whole, found, fmt)
+        if found.schemes or isinstance(found.source, DecodedSource):
+            source = source_of(found.folder, found.report)
+            better = (
+                f"; from the original: lowq quantize {as_argument(source)} --export gguf --type {kind.upper()}"
+                if source
+                else ""
+            )
+            notes.append(f"its weights were quantized before, and {kind.upper()} rounds them once more{better}")
+        return replace(written, notes=(*written.notes, *notes))
 
 
 def _factor_problems(found: Checkpoint) -> list[str]:

@@ -2,17 +2,20 @@
 
 Names and metadata are llama.cpp's. Its Llama graph rotates adjacent pairs where Hugging Face's rotates halves, so rows of q
 and k are permuted for it (whole rows: codes, scales and zeros move together). Norms and biases are written in fp32.
+With `mixture` (`--type Q4_K_M`) the weights are quantized here, in blocks that lowq's own checkpoints do not hold.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowq_cli import quantizers
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.folder import sweep
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
@@ -20,12 +23,15 @@ from lowq_cli.interop.gguf_file import GgufTensor, Value, f32, head, text, u32
 from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
+from lowq_cli.plan.gguf_types import Facts, Mixture, type_of
+from lowq_cli.quantizers._block_search import quantize_blocks
 from lowq_cli.state import was_exported
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Attention, Experts, Linear, Mlp, Model, Norm, Router, walk
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.formats import gguf
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, read_blocks, write_blocks
+from lowq_packers.qtensor import QuantizedTensor, check_fits
 
 ENGINES = ("llama.cpp", "Ollama", "LM Studio")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
@@ -39,7 +45,7 @@ STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
 Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor table, and what it is made of
 
 
-def prepared(found: Checkpoint, name: str) -> tuple[str, list[tuple[str, Value]], Entries]:
+def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tuple[str, list[tuple[str, Value]], Entries]:
     """The architecture, metadata and tensors of a file. Raises UnsupportedError, NotFoundError where there can be none."""
     arch = ARCHITECTURES.get(str(found.config.get("model_type")))
     if arch is None:
@@ -49,8 +55,38 @@ def prepared(found: Checkpoint, name: str) -> tuple[str, list[tuple[str, Value]]
     config, model = _described(found.config)
     _check_computed_alike(config, model, arch)
     facts = _model_metadata(found, config, model, arch, name)
-    entries = _entries(found, model)
+    entries = _entries(found, model, mixture is not None)
+    if mixture:
+        facts.append(("general.file_type", u32(mixture.number)))
+        entries = _typed(entries, mixture, _facts(found, config, model))
     return arch, [*facts, *tokenizer_metadata(found.folder, found.config, config.vocab_size)], entries
+
+
+def _facts(found: Checkpoint, config: Any, model: Model) -> Facts:
+    """What a mixture of types is chosen by."""
+    experts = next((part.experts for part in walk(model.layers) if isinstance(part, Router)), 0)
+    tied = not any(t.name.startswith("lm_head") for t in found.tensors)
+    return Facts(config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads, experts, tied)
+
+
+def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
+    """The tensors of a file in the types of a mixture; norms, biases and routers stay in fp32."""
+    kinds = [type_of(mixture, row.name, row.shape[-1], facts) if _chosen(row) else row.kind for row, _ in entries]
+    return [(replace(row, kind=kind), members) for (row, members), kind in zip(entries, kinds, strict=True)]
+
+
+def _chosen(row: GgufTensor) -> bool:
+    """Whether a mixture says the type of a tensor."""
+    return len(row.shape) > 1 and row.kind != "F32" and row.name.endswith(".weight")
+
+
+def totals(found: Checkpoint, mixture: Mixture) -> list[tuple[str, int, int, int]]:
+    """(type, tensors, weights, bytes) of what `export_gguf` would write, the largest first. Raises as `prepared`."""
+    rows: dict[str, list[GgufTensor]] = {}
+    for row, _ in prepared(found, "", mixture)[2]:
+        rows.setdefault(row.kind, []).append(row)
+    sums = [(kind, len(of), sum(math.prod(r.shape) for r in of), sum(r.nbytes for r in of)) for kind, of in rows.items()]
+    return sorted(sums, key=lambda line: -line[3])
 
 
 def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
@@ -62,14 +98,16 @@ def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
     return read, model
 
 
-def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress | None) -> Exported:
+def export_gguf(
+    found: Checkpoint, out: Path, rounding: bool, progress: Progress | None, mixture: Mixture | None = None
+) -> Exported:
     """Write `found` to the file `out`.
 
-    rounding: accept scales and offsets rounded to fp16 where they do not fit it.
+    rounding: accept scales and offsets rounded to fp16 where they do not fit it. mixture: quantize to its types.
     Raises UnsupportedError for a family, tokenizer or scheme that GGUF (as lowq writes it) does not hold, UsageError if `out`
     is there already.
     """
-    arch, metadata, entries = prepared(found, out.stem)
+    arch, metadata, entries = prepared(found, out.stem, mixture)
     config, _ = _described(found.config)
     factors = _rope_factors(config)
     extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
@@ -80,13 +118,24 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
         nonlocal done
         own = heads.get(row.name.split(".")[-2]) if arch in PERMUTED else None
         for t in members:
-            yield _bytes(found, t, row, own, rounding).flatten().view(torch.uint8).numpy().data
+            for part in _bytes(found, t, row, own, rounding, mixture is not None):
+                yield part.flatten().view(torch.uint8).numpy().data
             done += t.params
             if progress:
                 progress(100 * done // total, t.name)
 
-    start, run = head(metadata, [*(row for row, _ in entries), *extra]), run_name(found, "gguf", rounding)
-    facts_of = partial(Exported, str(out), "gguf", matrices=len(found.schemes), engines=ENGINES, notes=())
+    start, run = (
+        head(metadata, [*(row for row, _ in entries), *extra]),
+        run_name(found, f"gguf {mixture.number}" if mixture else "gguf", rounding),
+    )
+    facts_of = partial(
+        Exported,
+        str(out),
+        "gguf",
+        matrices=sum(map(_chosen, (row for row, _ in entries))) if mixture else len(found.schemes),
+        engines=ENGINES,
+        notes=(),
+    )
     if was_exported(out, run):
         sweep(out)
         return facts_of(bytes=out.stat().st_size, already_done=True)
@@ -121,8 +170,11 @@ def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
             raise UnsupportedError(f"{odd[0]} has a bias, which llama.cpp's graph of {arch} does not add")
 
 
-def _entries(found: Checkpoint, model: Model) -> Entries:
-    """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order."""
+def _entries(found: Checkpoint, model: Model, anew: bool) -> Entries:
+    """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order.
+
+    anew: they are quantized here, so that experts need not have one scheme.
+    """
     entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
     for t in found.tensors:
         expert = EXPERT.fullmatch(t.name if t.scheme else t.name.removesuffix(".weight"))
@@ -136,7 +188,7 @@ def _entries(found: Checkpoint, model: Model) -> Entries:
     for name, (row, members) in entries.items():
         if row.kind:
             continue
-        kinds = {(t.shape, gguf.type_for(t.scheme) if t.scheme else t.dtype) for t in members}
+        kinds = {(t.shape, "" if anew else gguf.type_for(t.scheme) if t.scheme else t.dtype) for t in members}
         if len(kinds) > 1 or len(members) != experts:
             raise UnsupportedError(f"{name} would stack {len(members)} experts of {len(kinds)} kinds; they must agree")
         ((shape, kind),) = kinds
@@ -159,23 +211,57 @@ def _tensor(t: CheckpointTensor) -> GgufTensor:
     return GgufTensor(f"{name}.{leaf}", t.shape, "F32" if whole else t.dtype)
 
 
-def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int | None, rounding: bool) -> torch.Tensor:
-    """What is written for one tensor; its rows permuted where it belongs to `heads` heads."""
+def _bytes(
+    found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int | None, rounding: bool, anew: bool
+) -> Iterator[torch.Tensor]:
+    """What is written for one tensor; its rows permuted where it belongs to `heads` heads. anew: quantized here."""
 
     def permuted(rows: torch.Tensor) -> torch.Tensor:
         return rows if heads is None else gguf.permute_heads(rows, heads).contiguous()
 
-    if t.scheme is None:
+    if anew and _chosen(row):
+        W = found.read_matrix(t).dequantize() if t.scheme else found.read_plain(t)
+        yield from _quantized(permuted(W), row.kind, t.name)
+    elif t.scheme is None:
         plain = found.read_plain(t)
-        return permuted(plain.float() if row.kind == "F32" else plain).contiguous()
-    q = found.read_matrix(t)
-    zeros = None if q.zeros is None else permuted(q.zeros)
-    q = QuantizedTensor.of(q.scheme, permuted(q.W_q), permuted(q.scales), zeros, q.table)
-    try:
-        raw = gguf.encode(q, t.name, rounding)
-    except LowqError as e:
-        raise UnsupportedError(f"cannot export {e}") from None
-    check_same(gguf.decode(raw, row.kind, t.shape[0], t.shape[1], t.name), q, t.name, rounding)
+        yield permuted(plain.float() if row.kind == "F32" else plain).contiguous()
+    else:
+        q = found.read_matrix(t)
+        zeros = None if q.zeros is None else permuted(q.zeros)
+        q = QuantizedTensor.of(q.scheme, permuted(q.W_q), permuted(q.scales), zeros, q.table)
+        try:
+            raw = gguf.encode(q, t.name, rounding)
+        except LowqError as e:
+            raise UnsupportedError(f"cannot export {e}") from None
+        check_same(gguf.decode(raw, row.kind, t.shape[0], t.shape[1], t.name), q, t.name, rounding)
+        yield raw
+
+
+def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
+    """The bytes of a weight (N, K) in a type, some rows at a time, each read back and compared."""
+    step = max(1, gguf.ROWS // W.shape[1])
+    for i in range(0, len(W), step):
+        try:
+            yield _encoded(W[i : i + step], kind, name)
+        except LowqError as e:
+            raise type(e)(f"cannot export {name}: {e}") from None
+
+
+def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """The bytes of rows (R, K) in a type."""
+    if kind in BLOCK_KINDS:
+        blocks = quantize_blocks(W, kind)
+        raw = write_blocks(blocks)
+        if not read_blocks(raw, kind, *W.shape).same(blocks):
+            raise AssertionError(f"{name} ({kind}) does not read back as it was written")
+        return raw
+    if kind in gguf.PLAIN:
+        check_fits("its values", torch.float16, W)
+        return W.to(torch.float16)
+    scheme = gguf.SCHEMES[kind]
+    made = quantizers.get("rtn" if scheme.bits == 8 else "lsq")(W, scheme, torch.float16).held(torch.float16)
+    raw = gguf.encode(made, name)
+    check_same(gguf.decode(raw, kind, *W.shape, name), made, name, rounding=False)
     return raw
 
 

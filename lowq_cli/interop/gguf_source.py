@@ -7,11 +7,11 @@ believed; without one, config is made from the metadata. The file is checked bef
 import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowq_cli.files.resolution import check_config
 from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
@@ -22,11 +22,8 @@ from lowq_cli.interop.gguf_names import CLASSES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_tokenizer import STOPS, tokenizer_folder
 from lowq_packers import home
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
+from lowq_packers.formats.gguf import PLAIN, TYPES
 from lowq_packers.regular import open_regular
-
-if TYPE_CHECKING:
-    import torch
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 MAX_HEAD = 1 << 28  # bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
@@ -270,22 +267,3 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
             "dtype": "float16",
         }
     )
-
-
-def _decoder(number: int, kind: str) -> Callable[..., "torch.Tensor"]:
-    """The gguf package's decoder of a type, as `formats.gguf` wants it."""
-
-    def decode(raw: "torch.Tensor", shape: tuple[int, ...], name: str) -> "torch.Tensor":
-        import torch
-
-        try:
-            from gguf import GGMLQuantizationType, quants
-        except ModuleNotFoundError:
-            raise UnsupportedError(f"{name} is {kind}, which the gguf package decodes: pip install gguf") from None
-        rows = raw.reshape(*shape[:-1], -1).numpy()
-        return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType(number))).to(torch.float16)
-
-    return decode
-
-
-decoders.update({t.name: _decoder(t.number, t.name) for t in TYPES.values() if t.name not in (*QUANTIZED, *PLAIN)})

@@ -8,7 +8,7 @@
     TQ2_0   64 bytes, d         w = (q - 1) * d, q in 0 .. 2: read only, as TQ1_0 is, five such codes in a byte
     Q1_0    d, 16 bytes         w = d or -d, a bit each
 
-Further types (Q5_0, the K-quants, IQ4_XS) are read dense, in fp16, by `decoders` from outside: as sources, no more.
+Further types (Q5_0, Q5_1, the K-quants, IQ4_XS: _gguf_blocks.py) are read dense, in fp16.
 
 Byte j of 32 codes of 4 bits holds code j in its low half and code j + 16 in its high half. Longer groups repeat d and m.
 The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.gguf_file`'s; here is only what the bytes mean.
@@ -16,19 +16,21 @@ The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.ggu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register, served_by
 from lowq_packers.formats import _common as c
+from lowq_packers.formats._gguf_blocks import Blocks, read_blocks
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.scheme import Scheme
 
 BLOCK = 32
+ROWS = 1 << 22  # weights decoded at a time, as fp32
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,6 @@ SCHEMES = {  # types that lowq holds code for code
     "TQ1_0": Scheme(2, 256, "none"), "TQ2_0": Scheme(2, 256, "none"), "Q1_0": Scheme(1, 128, "none"),
 }  # fmt: skip
 QUANTIZED = tuple(SCHEMES)
-Decoder = Callable[["torch.Tensor", tuple[int, ...], str], "torch.Tensor"]  # bytes, shape, name of the tensor -> fp16 weights
-decoders: dict[str, Decoder] = {}  # for the other types; the reader of files fills it
 PLAIN = c.TORCH  # GGUF names float dtypes as safetensors does
 
 
@@ -214,7 +214,12 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         raw = fetch(name)
         if kind not in QUANTIZED:
-            rows = raw.view(getattr(torch, PLAIN[kind])).reshape(shape) if kind in PLAIN else decoders[kind](raw, shape, name)
+            plain = kind in PLAIN
+            rows = (
+                raw.view(getattr(torch, PLAIN[kind])).reshape(shape)
+                if plain
+                else _dense(read_blocks(raw, kind, N, K, name.removesuffix(".weight")))
+            )
             return rows if heads is None else permute_heads(rows, heads, inverse=True).contiguous()
         q = decode(raw, kind, N, K, name)
         if heads is None:
@@ -225,6 +230,14 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
     dtype = kind if kind in PLAIN else "BF16" if kind == "MXFP4" else "F16"  # powers of two beyond fp16
     bits = 8 * TYPES[kind].nbytes if kind in PLAIN else SCHEMES[kind].bits if kind in SCHEMES else int(kind.lstrip("IQ")[0])
     return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, SCHEMES.get(kind), dtype)
+
+
+def _dense(q: Blocks) -> torch.Tensor:
+    """(N, K) fp16, some rows at a time."""
+    out, step = torch.empty(q.codes.shape, dtype=torch.float16), max(1, ROWS // q.codes.shape[1])
+    for i in range(0, len(out), step):
+        out[i : i + step] = q.rows(i, i + step).dequantize()
+    return out
 
 
 def _claims(config: Config, headers: Headers) -> bool:

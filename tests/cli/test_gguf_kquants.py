@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
+from lowq_cli.interop.foreign import open_decoded, open_foreign
 from lowq_cli.interop.gguf_file import GgufTensor, f32, head, padded, text, u32
 from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.run import pipeline
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError
 from lowq_packers.formats import gguf
 
 DECODED = [name for name in gguf.TYPES if name not in (*gguf.QUANTIZED, *gguf.PLAIN)]
@@ -80,7 +80,6 @@ def test_a_file_of_each_type_is_a_source(kind, tmp_path):
 
 
 def test_one_is_quantized_anew_and_inspected(tmp_path):
-    pytest.importorskip("gguf", reason="gguf is not installed (extra: interop)")
     write_file(tmp_path / "m.gguf", "Q4_K")
     found = inspect_model(str(tmp_path / "m.gguf"))
     assert found.format == "gguf"
@@ -97,19 +96,7 @@ def test_one_is_quantized_anew_and_inspected(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == "lowq"
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    write_file(tmp_path / "m.gguf", "Q6_K")
-    with open_foreign(str(tmp_path / "m.gguf")) as source:
-        _, matrices = foreign_matrices(source)
-        with pytest.raises(UnsupportedError, match="is Q6_K, which the gguf package decodes: pip install gguf"):
-            matrices[0].read(fetcher(source))
-
-
 def test_a_scale_that_is_none_is_refused(tmp_path):
-    pytest.importorskip("gguf", reason="gguf is not installed (extra: interop)")
     write_file(tmp_path / "m.gguf", "Q6_K")
     with open_foreign(str(tmp_path / "m.gguf")) as source:
         at = source.headers["model.layers.0.mlp.down_proj.weight"].offset

@@ -9,6 +9,7 @@ import torch
 from lowq_packers import formats
 from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats import _common, gguf
+from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, read_blocks, write_blocks
 from lowq_packers.qtensor import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -160,3 +161,21 @@ def test_gguf_codes_that_nobody_writes_are_refused(kind, said):
     raw = torch.full((1, gguf.TYPES[kind].nbytes), 255, dtype=torch.uint8)
     with pytest.raises(DamagedError, match=said):
         gguf.decode(raw, kind, 1, gguf.TYPES[kind].elements)
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_any_bytes_of_blocks_of_two_levels_are_what_the_gguf_package_makes_of_them(kind):
+    package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
+    t, g = gguf.TYPES[kind], torch.Generator().manual_seed(0)
+    raw, at = torch.randint(0, 256, (6 * 512 // t.elements, t.nbytes), generator=g, dtype=torch.uint8), {}
+    for field, size in BLOCK_KINDS[kind].fields:
+        at[field] = sum(n for f, n in BLOCK_KINDS[kind].fields[: len(at)])
+        if field in ("d", "dmin"):
+            raw[:, at[field] : at[field] + size] = (torch.randn(len(raw), 1, generator=g) / 16).half().view(torch.uint8)
+    q = read_blocks(raw, kind, 6, 512)
+    theirs = package.quants.dequantize(raw.reshape(6, -1).numpy(), package.GGMLQuantizationType[kind])
+    assert torch.equal(q.dequantize(), torch.from_numpy(theirs))
+    assert torch.equal(write_blocks(q), raw.reshape(6, -1))
+    raw[3, at["d"] : at["d"] + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+    with pytest.raises(DamagedError, match="x holds NaN or infinite scales"):
+        read_blocks(raw, kind, 6, 512, "x")
