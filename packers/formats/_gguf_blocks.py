@@ -126,16 +126,15 @@ class BlockKind:
         return torch.arange(self.levels, dtype=torch.float32, device=device) - self.mid
 
 
-_SIX_PAIRS = {"scales": (0, 63), "mins": 63, "read_scales": _six_pairs, "write_scales": _to_six_pairs}
 BLOCK_KINDS = {
     "Q2_K": BlockKind(256, 16, 4, 0, (0, 15), 15, {"qs": Plane(2, 32)},
                       (("scales", 16), ("qs", 64), ("d", 2), ("dmin", 2)), _nibbles, _to_nibbles),
     "Q3_K": BlockKind(256, 16, 8, 4, (-32, 31), 0, {"qs": Plane(2, 32), "qh": Plane(1, 32, 2)},
                       (("qh", 32), ("qs", 64), ("scales", 12), ("d", 2)), _six_of_16, _to_six_of_16),
-    "Q4_K": BlockKind(256, 32, 16, 0, planes={"qs": Plane(4, 32)}, **_SIX_PAIRS,
-                      fields=(("d", 2), ("dmin", 2), ("scales", 12), ("qs", 128))),
-    "Q5_K": BlockKind(256, 32, 32, 0, planes={"qs": Plane(4, 32), "qh": Plane(1, 32, 4)}, **_SIX_PAIRS,
-                      fields=(("d", 2), ("dmin", 2), ("scales", 12), ("qh", 32), ("qs", 128))),
+    "Q4_K": BlockKind(256, 32, 16, 0, (0, 63), 63, {"qs": Plane(4, 32)},
+                      (("d", 2), ("dmin", 2), ("scales", 12), ("qs", 128)), _six_pairs, _to_six_pairs),
+    "Q5_K": BlockKind(256, 32, 32, 0, (0, 63), 63, {"qs": Plane(4, 32), "qh": Plane(1, 32, 4)},
+                      (("d", 2), ("dmin", 2), ("scales", 12), ("qh", 32), ("qs", 128)), _six_pairs, _to_six_pairs),
     "Q6_K": BlockKind(256, 16, 64, 32, (-128, 127), 0, {"qs": Plane(4, 64), "qh": Plane(2, 32, 4)},
                       (("qs", 128), ("qh", 64), ("scales", 16), ("d", 2)), _bytes_of_16, _to_bytes_of_16),
     "IQ4_XS": BlockKind(256, 32, 16, 0, (-32, 31), 0, {"qs": Plane(4, 16)},
