@@ -249,10 +249,11 @@ def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
 
 def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     """The bytes of rows (R, K) in a type."""
+    R, K = W.shape
     if kind in BLOCK_KINDS:
         blocks = quantize_blocks(W, kind)
         raw = write_blocks(blocks)
-        if not read_blocks(raw, kind, *W.shape).same(blocks):
+        if not read_blocks(raw, kind, R, K).same(blocks):
             raise AssertionError(f"{name} ({kind}) does not read back as it was written")
         return raw
     if kind in gguf.PLAIN:
@@ -261,7 +262,7 @@ def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     scheme = gguf.SCHEMES[kind]
     made = quantizers.get("rtn" if scheme.bits == 8 else "lsq")(W, scheme, torch.float16).held(torch.float16)
     raw = gguf.encode(made, name)
-    check_same(gguf.decode(raw, kind, *W.shape, name), made, name, rounding=False)
+    check_same(gguf.decode(raw, kind, R, K, name), made, name, rounding=False)
     return raw
 
 
