@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lowq_packers import tables
 from lowq_packers.errors import SchemeError
 from lowq_packers.lazy import torch
-from lowq_packers.scheme import ScaleKind, Scheme, ZeroKind
+from lowq_packers.scheme import E4M3, ScaleKind, Scheme, ZeroKind, scale_shape
 
 LOST = 2.0**-6  # of a tensor's norm: bf16 rounds by 2**-9
 
@@ -51,6 +51,10 @@ def dequantized(
     s: Scheme, W_q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None
 ) -> torch.Tensor:
     """The definition: what a QuantizedTensor of these stands for, fp32 (N, K)."""
+    if s.table == E4M3:
+        from lowq_packers import fp8
+
+        return fp8.Fp8Matrix(W_q.view(fp8.FP8), scales, s.block).dequantize()
     wide = tables.wide(s, scales, table).unsqueeze(-1)
     values = tables.look_up(W_q, tables.values(s, table, W_q.device)) if s.table else W_q.float()
     groups = values.reshape(W_q.shape[0], -1, s.group_size)
@@ -73,7 +77,7 @@ class QuantizedTensor:
         bits, group_size: the scheme; group_size = K is per channel.
         zero: "float" or "int"; by default "float" where zeros are given and "none" where not.
         table: fp32 (T, 2**bits), a fitted table, or (T, 1), the factor of e4m3 scales; None for other schemes.
-        table_kind, scale: the scheme's `table` and `scale`.
+        table_kind, scale, block_rows: the scheme's `table`, `scale` and `block_rows`, by which the rows of scales are fewer.
     Raises:
         SchemeError: shapes, dtypes or codes that do not fit the scheme.
     """
@@ -87,16 +91,18 @@ class QuantizedTensor:
     table: torch.Tensor | None = None
     table_kind: str = ""
     scale: ScaleKind = "float"
+    block_rows: int = 1
     scheme: Scheme = field(init=False)
 
     def __post_init__(self) -> None:
         kind: ZeroKind = self.zero or ("none" if self.zeros is None else "float")
         object.__setattr__(self, "zero", kind)
-        object.__setattr__(self, "scheme", Scheme(self.bits, self.group_size, kind, self.table_kind, self.scale))
+        of_values = self.table_kind, self.scale, self.block_rows
+        object.__setattr__(self, "scheme", Scheme(self.bits, self.group_size, kind, *of_values))
         if self.W_q.dim() != 2 or self.W_q.dtype != torch.uint8:
             raise SchemeError(f"W_q must be (N, K) uint8, got {tuple(self.W_q.shape)} {self.W_q.dtype}")
         N, K = self.W_q.shape
-        expected = (N, self.scheme.groups(K))
+        expected = scale_shape((N, 0), (self.block_rows, 1))[0], self.scheme.groups(K)
         if (self.zeros is None) != (kind == "none"):
             raise SchemeError(f'zero="{kind}" and zeros={"None" if self.zeros is None else "a tensor"} contradict each other')
         for name, t in (("scales", self.scales), ("zeros", self.zeros)):
@@ -132,14 +138,14 @@ class QuantizedTensor:
         table: torch.Tensor | None = None,
     ) -> QuantizedTensor:
         """The tensor of a scheme."""
-        return cls(W_q, scales, zeros, s.bits, s.group_size, s.zero, table, s.table, s.scale)
+        return cls(W_q, scales, zeros, s.bits, s.group_size, s.zero, table, s.table, s.scale, s.block_rows)
 
     def rows(self, first: int, last: int) -> QuantizedTensor:
-        """Rows first .. last - 1: views."""
-        (N, _), part = self.shape, slice(first, last)
+        """Rows first .. last - 1, whole blocks of them: views."""
+        (N, _), part, r = self.shape, slice(first, last), self.block_rows
         zeros = None if self.zeros is None else self.zeros[part]
         table = tables.rows_of(self.table, N, first, min(last, N))
-        return QuantizedTensor.of(self.scheme, self.W_q[part], self.scales[part], zeros, table)
+        return QuantizedTensor.of(self.scheme, self.W_q[part], self.scales[first // r : -(-last // r)], zeros, table)
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""

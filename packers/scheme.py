@@ -17,7 +17,8 @@ ScaleKind = Literal["float", "e4m3", "e8m0"]
 SCALE_KINDS: tuple[ScaleKind, ...] = get_args(ScaleKind)
 Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
 ACTS: tuple[Act, ...] = get_args(Act)
-Block = tuple[int, int]  # rows and columns of a matrix in fp8 that share a scale: see fp8.py
+E4M3 = "e4m3"  # the table of all values of an 8-bit float; the only one whose scales may be those of blocks: see fp8.py
+Block = tuple[int, int]  # rows and columns of a matrix in fp8 that share a scale
 BLOCKS: dict[str, Block] = {"128x128": (128, 128), "256x256": (256, 256)}
 ACT_KEY = "lowq_act"  # in fp8's quantization_config, where activations are not its own "dynamic"
 DEFAULT_BLOCK = "128x128"  # what DeepSeek's own checkpoints and every other engine have
@@ -30,6 +31,7 @@ class Scheme:
     w[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g], g = k // group_size, q in 0 .. 2**bits - 1.
     zero: "float" (HQQ), "int" (GPTQ, AWQ: whole numbers 0 .. 2**bits - 1), "none" (the constant `mid`, not stored).
     table: "", or w = table[q] * scales (and zero is "none"): see tables.py. scale: "float", or how its bytes are read.
+    block_rows: rows that share a scale, more than 1 only where the table is E4M3; the last block along N or K may be partial.
     Raises SchemeError for a width, group size, kind of zero, table or scale that does not exist.
     """
 
@@ -38,6 +40,7 @@ class Scheme:
     zero: ZeroKind = "float"
     table: str = ""
     scale: ScaleKind = "float"
+    block_rows: int = 1
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -46,6 +49,10 @@ class Scheme:
             raise SchemeError(f"group_size={self.group_size} is not a positive number; use 32, 64, 128 or K")
         if self.zero not in ZERO_KINDS:
             raise SchemeError(f"zero={self.zero!r} is not a kind of zero; use one of {', '.join(ZERO_KINDS)}")
+        if self.block_rows != 1:
+            if self.block_rows < 1 or (self.bits, self.zero, self.table, self.scale) != (8, "none", E4M3, "float"):
+                raise SchemeError(f"{self.block_rows} rows share a scale, which those of {E4M3} weights alone do")
+            return
         if self.table and self.table not in TABLES:
             raise SchemeError(f"table={self.table!r} does not exist; use one of {', '.join(TABLES)}")
         if self.table and self.bits not in TABLES[self.table]:
@@ -64,13 +71,27 @@ class Scheme:
         if kind in ZERO_KINDS:
             return cls(bits, group_size, kind)
         table, _, scale = kind.partition("/")
+        if table == E4M3 and scale.isdigit():
+            return cls.in_blocks((int(scale), group_size))
         return cls(bits, group_size, "none", table, scale or "float")  # type: ignore[arg-type]
+
+    @classmethod
+    def in_blocks(cls, block: Block) -> Scheme:
+        """Weights in fp8 with a scale for each block."""
+        return cls(8, block[1], "none", E4M3, "float", block[0])
+
+    @property
+    def block(self) -> Block:
+        """Rows and columns that share a scale."""
+        return self.block_rows, self.group_size
 
     @property
     def kind(self) -> str:
         """What its values are: the kind of zero, or the table and, unless they are floats, the scales: "e2m1/e4m3"."""
         if not self.table:
             return self.zero
+        if self.table == E4M3:
+            return f"{E4M3}/{self.block_rows}"
         return self.table if self.scale == "float" else f"{self.table}/{self.scale}"
 
     @property
@@ -92,6 +113,8 @@ class Scheme:
         """Number of groups in a row of K codes. Raises SchemeError, naming a way out, if K cannot be grouped so."""
         if self.group_size == K:
             return 1
+        if self.table == E4M3:
+            return -(-K // self.group_size)
         if self.group_size % GROUP_STEP:
             raise SchemeError(f"group_size={self.group_size} is neither a multiple of {GROUP_STEP} nor K={K} (per channel)")
         if K % self.group_size:
@@ -100,11 +123,14 @@ class Scheme:
         return K // self.group_size
 
     def bits_per_weight(self) -> float:
-        """Bits stored per weight with scales (and zeros) of 16 bits each, or of a table's 8."""
+        """Bits stored per weight with scales (and zeros) of 16 bits each, of a table's 8, or of a block's 32."""
         stored = 1 if self.zero == "none" else 2
-        return self.bits + stored * (16 if self.scale == "float" else 8) / self.group_size
+        width = 32 if self.table == E4M3 else 16 if self.scale == "float" else 8
+        return self.bits + stored * width / (self.group_size * self.block_rows)
 
     def __str__(self) -> str:
+        if self.table == E4M3:
+            return f"fp8 {self.block_rows}x{self.group_size}"
         if self.table:
             return f"{self.bits}-bit g{self.group_size} {self.kind}"
         return f"{self.bits}-bit g{self.group_size}" + ("" if self.zero == "float" else f" {self.zero} zero")

@@ -18,7 +18,7 @@ MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
     "lowq_packers": (
         *("atomic", "errors", "home", "lazy", "regular"),
-        *("scheme", "arch", "heads", "bitstream", "tables", "qtensor", "fp8", "layouts", "formats"),
+        *("scheme", "arch", "heads", "bitstream", "tables", "fp8", "qtensor", "layouts", "formats"),
     ),
     "lowq_kernels": (
         *("gpu", "optional", "workspaces", "counters", "activations", "tuned"),

@@ -24,14 +24,14 @@ from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import Matrix, Named
-from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
-from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
+from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, torch_dtype
 from lowq_cli.files.shapes import text_config
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
+from lowq_kernels.activations import check_act
 from lowq_kernels.decode import activation
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide, dense, weight_of
@@ -43,6 +43,7 @@ from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, Scheme
 from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.regular import MAX_CONFIG, read_text
+from lowq_packers.scheme import ACT_KEY, E4M3
 from lowq_packers.tables import joined
 
 BIAS = ".bias"
@@ -128,11 +129,10 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     if reason := rope.why_not(config.get_text_config().rope_parameters):
         raise NotPlain(reason)
     stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
-    schemes: Mapping[str, Stored | InBlocks] = {}
+    schemes: Mapping[str, Stored] = {}
     try:
         if in_fp8:
-            blocks = in_blocks(source.config["quantization_config"])
-            schemes = {n.removesuffix(WEIGHT): blocks for n in fp8_tensors.quantized(source.headers)}
+            schemes = fp8_tensors.stored(source.config["quantization_config"], source.headers)
         elif quantization is not None:
             schemes = expand_stored(quantization, stems)
     except (DamagedError, UnsupportedError) as e:
@@ -148,7 +148,8 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     contents = filled(config, named, source.headers, dtype, schemes, table, head)
     if head is None and contents.embed and contents.embed.how and model.head_bias:
         raise NotPlain("a head with a bias that is the packed embedding")
-    contents = replace(contents, act="none" if quantization is None or in_fp8 else quantization.get("activations", "none"))
+    if quantization is not None:
+        contents = replace(contents, act=quantization.get(*((ACT_KEY, "fp8") if in_fp8 else ("activations", "none"))))
     check(contents, source.headers)
     return contents
 
@@ -158,7 +159,7 @@ def filled(
     named: Named,
     headers: Mapping[str, TensorHeader],
     dtype: torch.dtype,
-    schemes: Mapping[str, Stored | InBlocks],
+    schemes: Mapping[str, Stored],
     table: Matrix | None,
     head: Matrix | None,
     *others: Linear,
@@ -254,8 +255,7 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
         if m is contents.embed and not _in_rows(m):
             raise NotPlain(f"{m.stem} in another layout than rows")
         try:
-            own = m.how.tensors(m.N, m.K) if isinstance(m.how, InBlocks) else tensors(m.how, m.N, m.K)
-            wanted |= {m.stem + suffix: fact for suffix, fact in own.items()}
+            wanted |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
         except SchemeError as e:
             raise NotPlain(str(e)) from None
     if odd := {n for n in wanted.keys() ^ headers.keys() if not contents.named.beside(n)}:
@@ -267,7 +267,7 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
 
 def _in_rows(m: Matrix) -> bool:
     """Whether a quantized matrix lies in words, a row after the other: tables and experts are read so alone."""
-    return isinstance(m.how, Stored) and m.how.layout == DISK
+    return m.how is not None and m.how.layout == DISK
 
 
 class FileWeights:
@@ -318,7 +318,8 @@ def read_weights(
     dtype = contents.dtype
     with reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
         embed = pool.submit(_embedding, contents.embed, contents, reader) if contents.embed else None
-        head = pool.submit(_linear, [contents.head], dtype, reader) if contents.head else None
+        of_head = contents.act if contents.head and contents.head.how and contents.head.how.layout == E4M3 else "none"
+        head = pool.submit(_linear, [contents.head], dtype, reader, of_head) if contents.head else None
         futures = {key: pool.submit(_linear, row, dtype, reader, contents.act) for key, row in contents.linears.items()}
         mixtures = {part: pool.submit(_experts, part, rows, contents, reader) for part, rows in contents.experts.items()}
         vectors = {n: nn.Parameter(reader.read(n, dtype), requires_grad=False) for n in contents.vectors}
@@ -339,23 +340,24 @@ def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "n
     bias = torch.cat([reader.read(n + BIAS, dtype) for n in names]) if first.bias else None
     if first.how is None:
         return dense(reader.join([n + WEIGHT for n in names], dtype), bias)
-    if isinstance(first.how, InBlocks):
-        if any(m.N % first.how.block[0] for m in row[:-1]):  # a block would begin inside a matrix
-            return SideBySide([_linear([m], dtype, reader, act) for m in row])
-        scales = reader.finite([n + fp8_tensors.SCALE for n in names])
-        w = Fp8Matrix(reader.join([n + WEIGHT for n in names]), scales, first.how.block)
-        return Fp8Linear.from_matrix(w, bias, dtype, first.how.act)
-    layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias, dtype=dtype)
-    layer.set_act(act)  # type: ignore[arg-type]
+    if any(m.N % first.how.scheme.block_rows for m in row[:-1]):  # a block would begin inside a matrix
+        return SideBySide([_linear([m], dtype, reader, act) for m in row])
+    packed = _packed(row, dtype, reader)
+    if first.how.scheme.table == E4M3:
+        w = Fp8Matrix(packed.words, packed.scales, first.how.scheme.block)
+        return Fp8Linear.from_matrix(w, bias, dtype, check_act(act))
+    layer = QuantLinear.from_packed(packed, bias, dtype=dtype)
+    layer.set_act(check_act(act))
     return layer
 
 
 def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeight:
     """The words and companions of matrices that are packed alike, side by side."""
-    assert isinstance(row[0].how, Stored)
+    assert row[0].how
     names, (scheme, layout) = [m.stem for m in row], row[0].how
     words = reader.join([n + WEIGHT for n in names])
-    scales = reader.companion([n + SCALE for n in names], dtype if scheme.scale == "float" else None, scheme, "scale")
+    leaf, kept = (OF_BLOCKS, True) if scheme.table == E4M3 else (SCALE, scheme.scale != "float")
+    scales = reader.companion([n + leaf for n in names], None if kept else dtype, scheme, "scale")
     zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme, "zero")
     own = reader.companion([n + TABLE for n in names], None, scheme, "table").split(1) if scheme.table_width else ()
     table = joined(own, [m.N for m in row])

@@ -71,12 +71,6 @@ class Reader:
         self._good.append(plausible(found, scheme, role))
         return found
 
-    def finite(self, names: Sequence[str]) -> torch.Tensor:
-        """Scales of blocks, side by side, noted for `check`."""
-        found = self.join(names)
-        self._good.append(found.isfinite().all())
-        return found
-
     def check(self) -> None:
         """Raise NotPlain if scales or zeros were read that no quantizer writes: transformers' way says which."""
         if self._good and not bool(torch.stack(self._good).all()):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
@@ -35,7 +34,7 @@ class Matrix:
     N: int
     K: int
     bias: bool = False
-    how: Stored | InBlocks | None = None
+    how: Stored | None = None
 
 
 class Named:

@@ -1,25 +1,15 @@
 """An fp8-block checkpoint in files: e4m3 weights with float32 scales of blocks, of one size and for one kind of activations."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from lowq_cli.files.packed_tensors import Tensors
+from lowq_cli.files.packed_tensors import OF_BLOCKS, WEIGHT
+from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.safetensors_io import E4M3, TensorHeader
-from lowq_packers.scheme import ACT_KEY, BLOCKS, Act, Block, scale_shape
+from lowq_packers import scheme
+from lowq_packers.scheme import ACT_KEY, BLOCKS, Scheme
 
 METHOD = "fp8"
-WEIGHT, SCALE = ".weight", ".weight_scale_inv"
-
-
-class InBlocks(NamedTuple):
-    """How an e4m3 matrix is held: rows and columns that share a scale; how activations are rounded."""
-
-    block: Block
-    act: Act
-
-    def tensors(self, N: int, K: int) -> Tensors:
-        """The tensors of an (N, K) matrix."""
-        return {WEIGHT: ((N, K), (E4M3,)), SCALE: (scale_shape((N, K), self.block), ("F32",))}
 
 
 def why_not(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> str | None:
@@ -34,17 +24,18 @@ def why_not(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> s
     found = quantized(headers)
     for name, header in headers.items():
         if header.dtype.startswith("F8") and (name not in found or headers[found[name]].dtype != "F32"):
-            return f"{name} has no {SCALE[1:]} in float32"
+            return f"{name} has no {OF_BLOCKS[1:]} in float32"
     return None
 
 
-def in_blocks(quantization: Mapping[str, Any]) -> InBlocks:
-    """What `why_not` has nothing against."""
-    rows, columns = quantization["weight_block_size"]
-    return InBlocks((rows, columns), quantization.get(ACT_KEY, "fp8"))
+def stored(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Stored]:
+    """How each e4m3 matrix is held, of a `quantization_config` and tensors that `why_not` has nothing against."""
+    rows, columns = config["weight_block_size"]
+    how = Stored(Scheme.in_blocks((rows, columns)), scheme.E4M3)
+    return {n.removesuffix(WEIGHT): how for n in quantized(headers)}
 
 
 def quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
     """Name of each e4m3 weight -> name of its scales."""
-    pairs = {n: n.removesuffix(WEIGHT) + SCALE for n in headers if n.endswith(WEIGHT) and headers[n].dtype == E4M3}
+    pairs = {n: n.removesuffix(WEIGHT) + OF_BLOCKS for n in headers if n.endswith(WEIGHT) and headers[n].dtype == E4M3}
     return {n: s for n, s in pairs.items() if s in headers and len(headers[n].shape) == 2}

@@ -1,21 +1,26 @@
 """A packed matrix in files: the names of its tensors, and their shapes and dtypes for a scheme, a layout, N and K."""
 
 from lowq_cli.files.quant_config import Stored
+from lowq_cli.files.safetensors_io import E4M3
+from lowq_packers import scheme
 from lowq_packers.errors import SchemeError
-from lowq_packers.layouts import stored
+from lowq_packers.layouts import get
 
 WEIGHT, SCALE, ZERO, TABLE = ".weight", ".weight_scale", ".weight_zero", ".weight_table"
+OF_BLOCKS = ".weight_scale_inv"  # scales of blocks, which multiply, whatever their name says
 WORDS, COMPANIONS, BYTES, TABLES = ("I32",), ("F16", "BF16", "F32"), ("U8",), ("F32",)  # dtypes of words, scales and zeros, ..
 Tensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # suffix -> its shape and the dtypes that it may have
 
 
 def tensors(how: Stored, N: int, K: int) -> Tensors:
     """The tensors of an (N, K) matrix stored so. Raises SchemeError for an N or K that cannot be."""
-    form = stored(how.layout)
+    form = get(how.layout)
     assert form.shapes
     if N % form.row_step:
         raise SchemeError(f"files hold {how.layout} only for multiples of {form.row_step} rows, not for {N}")
     words, companion = form.shapes(how.scheme, N, K)
+    if how.scheme.table == scheme.E4M3:
+        return {WEIGHT: (words, (E4M3,)), OF_BLOCKS: (companion, ("F32",))}
     zeros: Tensors = {} if how.scheme.zero == "none" else {ZERO: (companion, COMPANIONS)}
     table: Tensors = {TABLE: ((1, how.scheme.table_width), TABLES)} if how.scheme.table_width else {}
     scales = COMPANIONS if how.scheme.scale == "float" else BYTES
@@ -24,7 +29,7 @@ def tensors(how: Stored, N: int, K: int) -> Tensors:
 
 def rows(how: Stored, words: tuple[int, ...]) -> int:
     """Rows of the matrix whose words are of this shape."""
-    form = stored(how.layout)
+    form = get(how.layout)
     assert form.shapes
     each = form.shapes(how.scheme, form.row_step, how.scheme.group_size)[0][0]
     return words[0] * form.row_step // each if words else 0

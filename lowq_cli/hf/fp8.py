@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import extra_of
-from lowq_cli.files.fp8_tensors import in_blocks, quantized
+from lowq_cli.files.fp8_tensors import quantized
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import Source
 from lowq_cli.files.view import only_its_files
@@ -24,7 +24,7 @@ from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_kernels.activations import Act
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.scheme import scale_shape
+from lowq_packers.scheme import ACT_KEY, scale_shape
 
 METHOD = "lowq_fp8"  # what transformers is told while it loads; files keep saying "fp8"
 
@@ -43,10 +43,10 @@ def why_not(source: Source) -> str | None:
 
 def native_config(source: Source) -> Any:
     """What `from_pretrained` takes as `config` to load the checkpoint with fp8 kernels."""
-    how = in_blocks(source.config["quantization_config"])
+    given = source.config["quantization_config"]
     with only_its_files(source) as view:
         config = AutoConfig.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
-    config.quantization_config = {"quant_method": METHOD, "block": list(how.block), "act": how.act}
+    config.quantization_config = {"quant_method": METHOD, "block": given["weight_block_size"], "act": given.get(ACT_KEY, "fp8")}
     return config
 
 

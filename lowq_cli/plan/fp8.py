@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 
+from lowq_cli.files.packed_tensors import tensors
+from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Role
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.source import WHOLE, Source
 from lowq_cli.plan.plan import Item
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import matches
-from lowq_packers.scheme import BLOCKS, scale_shape
+from lowq_packers.scheme import BLOCKS, E4M3, Scheme
 
 KEPT = ("norm", "embedding", "router", "vision", "projector", "audio", "other")
 
@@ -37,7 +39,6 @@ def _item(name: str, header: TensorHeader, kind: str, block: str, kept: str | No
     if kept is not None:
         same = ((name, TensorHeader(header.shape, header.dtype)),)
         return Item(name, name, kind, header.shape, header.dtype, None, None, kept, WHOLE, same)
-    stem, shape = name.removesuffix(".weight"), (header.shape[0], header.shape[1])
-    scales = TensorHeader(scale_shape(shape, BLOCKS[block]), "F32")
-    outputs = ((name, TensorHeader(shape, "F8_E4M3")), (f"{stem}.weight_scale_inv", scales))
-    return Item(stem, name, kind, shape, header.dtype, None, None, "", WHOLE, outputs, block=block)
+    stem, how = name.removesuffix(".weight"), Stored(Scheme.in_blocks(BLOCKS[block]), E4M3)
+    outputs = ((stem + n, TensorHeader(s, dtypes[0])) for n, (s, dtypes) in tensors(how, *header.shape).items())
+    return Item(stem, name, kind, header.shape, header.dtype, how.scheme, None, "", WHOLE, tuple(outputs), how.layout)

@@ -30,7 +30,6 @@ class Item:
 
     name: checkpoint name, without ".weight" where quantized. shape: (N, K), or the tensor's. note: why it is kept, or what
     differs from the recipe. outputs: tensors written for it, in order words, scales, zeros, in `layout`. nbytes: their sum.
-    block: a name of BLOCKS, where it goes to fp8 (which has no `scheme`).
     """
 
     name: str
@@ -44,17 +43,11 @@ class Item:
     cut: Cut
     outputs: tuple[tuple[str, TensorHeader], ...]
     layout: str = DISK
-    block: str = ""
-
-    @property
-    def quantized(self) -> bool:
-        """Whether it does not stay as it is."""
-        return self.scheme is not None or bool(self.block)
 
     @property
     def spelled(self) -> str | None:
         """How it is quantized, in words."""
-        return str(self.scheme) if self.scheme else f"fp8 {self.block}" if self.block else None
+        return str(self.scheme) if self.scheme else None
 
     @cached_property
     def params(self) -> int:
@@ -122,7 +115,7 @@ class Plan:
     @cached_property
     def quantized_params(self) -> int:
         """Weights that are quantized."""
-        return sum(i.params for i in self.items if i.quantized)
+        return sum(i.params for i in self.items if i.scheme)
 
     @property
     def coverage(self) -> float:
@@ -142,7 +135,7 @@ class Plan:
     @property
     def quantized_bpw(self) -> float:
         """Bits per weight over the quantized weights, scales and zeros included."""
-        return 8 * sum(i.nbytes for i in self.items if i.quantized) / max(self.quantized_params, 1)
+        return 8 * sum(i.nbytes for i in self.items if i.scheme) / max(self.quantized_params, 1)
 
     @cached_property
     def classes(self) -> tuple[ClassRow, ...]:
@@ -152,7 +145,7 @@ class Plan:
             some = [i for i in self.items if i.kind == kind]
             if some:
                 schemes = Counter(i.spelled or "kept" for i in some)
-                quantized = sum(i.params for i in some if i.quantized)
+                quantized = sum(i.params for i in some if i.scheme)
                 source_bytes = sum(i.params * ITEMSIZE[i.source_dtype] for i in some)
                 params, nbytes = sum(i.params for i in some), sum(i.nbytes for i in some)
                 spelled = tuple(s for s, _ in schemes.most_common())
@@ -201,13 +194,13 @@ class Plan:
 
 def fp8_config(recipe: Recipe, items: Iterable[Item]) -> dict[str, Any]:
     """The `quantization_config` of fp8 weights, as transformers and vLLM read it."""
-    kept = {i.kept_name for i in items if not i.quantized and i.name.endswith(".weight") and len(i.shape) == 2}
+    kept = {i.kept_name for i in items if not i.scheme and i.name.endswith(".weight") and len(i.shape) == 2}
     section: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCKS[recipe.block]),
-        "modules_to_not_convert": sorted({"lm_head", *kept} - {i.name for i in items if i.quantized}),
+        "modules_to_not_convert": sorted({"lm_head", *kept} - {i.name for i in items if i.scheme}),
     }
     return section if recipe.act == "fp8" else section | {ACT_KEY: recipe.act}
 

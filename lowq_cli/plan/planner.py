@@ -107,7 +107,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
 
 def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str], shard_size: int) -> Plan:
     """The plan of these items, with what is worth a line. Raises UnsupportedError if none is quantized."""
-    if not any(i.quantized for i in items):
+    if not any(i.scheme for i in items):
         raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
     if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):

@@ -45,9 +45,9 @@ def check(name: str) -> str:
     return name
 
 
-def get(name: str) -> Quantize:
-    """The `quantize(W, scheme, dtype=None)` of a method. Raises UsageError, naming those that exist."""
-    return importlib.import_module(f"{__name__}.{check(name)}").quantize
+def get(name: str | None) -> Quantize:
+    """The `quantize(W, scheme, dtype=None)` of a method; None: of blocks in fp8. Raises UsageError, naming those that exist."""
+    return importlib.import_module(f"{__name__}.{check(name) if name else '_blocks'}").quantize
 
 
 def check_scheme(name: str, scheme: "Scheme") -> None:

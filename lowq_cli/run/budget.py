@@ -22,7 +22,6 @@ from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.lazy import torch
-from lowq_packers.scheme import BLOCKS
 
 if TYPE_CHECKING:
     from lowq_cli.run.own_text import Outlook
@@ -102,7 +101,7 @@ def with_text(budget: Budget, own: Outlook | None) -> Budget:
 
 def slab_bytes(item: Item, device: str = "cpu") -> int:
     """Bytes held in memory while an item is worked on."""
-    if not item.quantized:
+    if not item.scheme:
         return 0  # copied in small pieces: part of WORKING
     N, K = item.shape
     weights = min(N, slab_rows(K, device)) * K
@@ -142,12 +141,8 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str |
 
 def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], Any], int]:
     """What an item's weights go through, and the K of a sample for it."""
-    if item.block:
-        from lowq_packers import fp8
-
-        return (lambda W: fp8.quantize(W, BLOCKS[item.block])), BLOCKS[item.block][1]
     assert item.scheme
-    return partial(quantizers.get(str(item.method)), scheme=item.scheme, dtype=scale_dtype(item)), item.scheme.group_size
+    return partial(quantizers.get(item.method), scheme=item.scheme, dtype=scale_dtype(item)), item.scheme.group_size
 
 
 def scale_dtype(item: Item) -> torch.dtype:

@@ -200,8 +200,6 @@ def _write(
         began = time.monotonic()
         if before:
             outcome: Outcome | None = None
-        elif item.block:
-            outcome = transform.quantize_fp8(item, source, file, device)
         elif item.scheme is None:
             outcome = transform.copy(item, source, file, calibration.values(item) if calibration else None)
         else:

@@ -48,7 +48,7 @@ def make_report(
             "bytes": i.nbytes,
             "crc32": record["crc"],
         }
-        if i.quantized:
+        if i.scheme:
             line |= {"scheme": i.spelled, "rel_error": record["rel_error"]} | ({"method": i.method} if i.method else {})
         if note := "; ".join(filter(None, (i.note, notes.get(i.name)))):
             line["note"] = note

@@ -16,11 +16,9 @@ from lowq_cli.quantizers._slabs import UNHELD, unheld
 from lowq_cli.quantizers._table_fit import Companion
 from lowq_cli.run.budget import scale_dtype, slab_rows
 from lowq_cli.run.output_folder import ShardFile
-from lowq_packers import fp8
 from lowq_packers.errors import DamagedError
-from lowq_packers.layouts import pack, stored
+from lowq_packers.layouts import get, pack
 from lowq_packers.qtensor import QuantizedTensor, dequantized
-from lowq_packers.scheme import BLOCKS
 
 COPY = 1 << 24  # bytes of a kept tensor in memory at a time
 # Weights whose error is computed at a time. On one core 3.2 ns each while they stay in cache, 9.4 ns at 1 << 21.
@@ -44,16 +42,17 @@ def quantize_matrix(
     multiplied by first.
     """
     assert item.scheme
-    assert item.method
     dtype = scale_dtype(item)
     by_row, by_column = factors
     N, K = item.shape
     step = slab_rows(K, device.type)
+    if item.scheme.block_rows > 1:  # whole rows of blocks; their fp32 copies take twice what codes of a group take
+        step = max(1, step // 2 // item.scheme.block_rows) * item.scheme.block_rows
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = lost = 0.0
-    rows, unit = read_rows(item, source), stored(item.layout).row_step
+    rows, unit = read_rows(item, source), get(item.layout).row_step
     if quantizer is None:
-        known = {"table": _table(item, rows, step)} if item.scheme.table else {}
+        known = {"table": _table(item, rows, step)} if item.scheme.table and item.method else {}
         quantizer = partial(quantizers.get(item.method), **known)
     rest: QuantizedTensor | None = None  # rows that do not fill a unit of the layout: they go with the next slab
     for first in range(0, N, step):
@@ -107,28 +106,6 @@ def _refuse_scales(item: Item) -> NoReturn:
     raise DamagedError(f"{item.source}: its scales do not fit {TORCH_NAMES[of_scales]}; {then}")
 
 
-@torch.inference_mode()
-def quantize_fp8(item: Item, source: Source, file: ShardFile, device: torch.device) -> tuple[float, list[int]]:
-    """As `quantize`, into e4m3 with a scale for each block; a slab is whole rows of blocks."""
-    (N, K), block = item.shape, BLOCKS[item.block]
-    step = max(1, slab_rows(K, device.type) // 2 // block[0]) * block[0]  # fp32 copies: twice what codes of a group take
-    rows, crc, at = read_rows(item, source), [0, 0], [0, 0]
-    squared_error = squared_norm = 0.0
-    for first in range(0, N, step):
-        W = rows(first, min(N, first + step)).to(device, non_blocking=True).float()
-        q = fp8.quantize(W, block)
-        squared_error += float((q.dequantize() - W).square_().sum(dtype=torch.float64))
-        squared_norm += float(W.square().sum(dtype=torch.float64))
-        if not squared_error < float("inf"):
-            raise DamagedError(f"{item.source} holds NaN or infinite weights; the model file is damaged")
-        for i, tensor in enumerate((q.q, q.scales)):
-            raw = _bytes(tensor)
-            file.write(item.outputs[i][0], at[i], raw)
-            crc[i], at[i] = zlib.crc32(raw, crc[i]), at[i] + len(raw)
-    relative = (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0
-    return float(f"{relative:.6g}"), crc
-
-
 def _cut(q: QuantizedTensor, before: QuantizedTensor | None, unit: int) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """`before` and `q` as one, cut after the last whole `unit` of rows."""
     if before is not None:
@@ -144,12 +121,13 @@ def _squares(W: torch.Tensor, q: QuantizedTensor) -> tuple[float, float]:
     """||W - dequantized||^2 and ||W||^2; row sums in fp32, rows added in fp64."""
     N, K = q.shape
     sums = torch.zeros(2, dtype=torch.float64, device=W.device)
-    rows = max(1, ERROR_SLAB[W.device.type] // K)
+    r = q.block_rows
+    rows = -(-max(1, ERROR_SLAB[W.device.type] // K) // r) * r
     for i in range(0, N, rows):
         part = slice(i, i + rows)
         w = W[part].float()
         difference = dequantized(
-            q.scheme, q.W_q[part], q.scales[part], None if q.zeros is None else q.zeros[part], q.table
+            q.scheme, q.W_q[part], q.scales[i // r : -(-(i + rows) // r)], None if q.zeros is None else q.zeros[part], q.table
         ).sub_(w)
         sums += torch.stack([t.sum(-1).double().sum() for t in (difference.square_(), w.square())])
     error, norm = sums.tolist()

@@ -103,6 +103,7 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {}
+ALONE: dict[str, Layout] = {}  # each the only one of a kind of weight, which it alone can hold
 DISK = "rowstream"  # what files hold unless they say otherwise
 
 
@@ -116,9 +117,10 @@ def register(layout: Layout) -> Layout:
 
 def get(name: str) -> Layout:
     """The layout of that name. Raises SchemeError naming the ones that exist."""
-    if name not in LAYOUTS:
+    found = LAYOUTS.get(name) or ALONE.get(name)
+    if found is None:
         raise SchemeError(f"layout {name!r} does not exist; use one of {', '.join(sorted(LAYOUTS))}")
-    return LAYOUTS[name]
+    return found
 
 
 def stored(name: str) -> Layout:
@@ -132,8 +134,8 @@ def stored(name: str) -> Layout:
 
 def pack(q: QuantizedTensor, layout: str = DISK) -> PackedWeight:
     """Lay a quantized tensor out. Raises SchemeError if the layout cannot hold it."""
-    chosen = get(layout)
-    if reason := chosen.why_not(q.scheme, *q.shape):
+    chosen, alone = get(layout), q.scheme.block_rows > 1 and layout not in ALONE
+    if reason := "it holds no 8-bit floats" if alone else chosen.why_not(q.scheme, *q.shape):
         raise SchemeError(f"layout {layout} cannot hold a {q.shape[0]}x{q.shape[1]} {q.scheme} weight: {reason}")
     return chosen.pack(q)
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from lowq_packers import fp8
 from lowq_packers.errors import SchemeError
-from lowq_packers.layouts import LAYOUTS, pack, repack, unpack
+from lowq_packers.layouts import LAYOUTS, PackedWeight, pack, repack, unpack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme, fit_group
 from papers.warp32 import WARP32
@@ -141,3 +142,31 @@ def test_fit_group(K, wanted, fits):
 def test_one_bit_without_zero_is_plus_minus_half_a_scale():
     q = QuantizedTensor(torch.tensor([[0, 1] * 16], dtype=torch.uint8), torch.full((1, 1), 2.0), None, 1, 32)
     assert q.dequantize().tolist() == [[-1.0, 1.0] * 16]
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "block"), [(256, 384, (128, 128)), (300, 200, (128, 128)), (96, 64, (256, 256)), (33, 700, (256, 256))]
+)
+def test_blocks_in_fp8_are_a_weight_like_others(N, K, block):
+    """Codes and scales survive their layout and the scheme's name; rows are rows; no other layout takes them, nor they it."""
+    scheme = Scheme.in_blocks(block)
+    W = torch.randn(N, K, generator=torch.Generator().manual_seed(N))
+    w = fp8.quantize(W, block)
+    q = QuantizedTensor.of(scheme, w.q.view(torch.uint8), w.scales, None)
+    assert torch.equal(q.dequantize(), w.dequantize())
+    p = pack(q, "e4m3")
+    assert p.words.dtype == torch.float8_e4m3fn
+    back = unpack(PackedWeight.from_facts(p.words, p.scales, None, None, p.facts))
+    assert back.scheme == scheme
+    assert torch.equal(back.dequantize(), q.dequantize())
+    first = block[0] if block[0] < N else 0
+    assert torch.equal(q.rows(first, N).dequantize(), q.dequantize()[first:])
+    with pytest.raises(SchemeError, match="it holds 8-bit floats"):
+        pack(random_q(64, 128, 32, 8), "e4m3")
+    for layout in LAYOUTS.values():
+        with pytest.raises(SchemeError, match="cannot hold"):
+            pack(q, layout.name)
+    with pytest.raises(SchemeError, match="table='e4m3' does not exist"):
+        Scheme(8, 128, "none", "e4m3")
+    with pytest.raises(SchemeError, match="128 rows share a scale"):
+        Scheme(4, 128, block_rows=128)
