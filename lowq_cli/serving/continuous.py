@@ -33,7 +33,7 @@ from lowq_cli.serving.draft_passes import Checked, DraftPasses
 from lowq_cli.serving.drafting import Answers, choose
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.reads import PromptReader
-from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
+from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.seeing import Seeing
 from lowq_cli.serving.sequence import Sequence
@@ -181,6 +181,7 @@ class ContinuousEngine:
 
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record the passes, then begin to compute. `done(n, of)` is told of each recording."""
+        check_unstarted(self._thread)
         if self.device.type == "cuda":
             with torch.inference_mode():
                 self.rows.flush()

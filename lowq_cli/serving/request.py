@@ -9,6 +9,7 @@ token is not.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Thread
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -165,6 +166,12 @@ class Event:
     drafted: tuple[int, int] = (0, 0)
 
 
+def check_unstarted(thread: Thread | None) -> None:
+    """Raise RuntimeError where an engine's thread runs already: two would compute the same requests."""
+    if thread is not None:
+        raise RuntimeError("an engine is started once")
+
+
 def failed(why: Exception) -> Event:
     """The end of a request that cannot go on."""
     return Event(finish_reason="refused" if isinstance(why, UsageError) else "error", message=one_line(why))
@@ -224,7 +231,7 @@ class Engine(Protocol):
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
         """Begin to compute, in a thread of the engine's own; what happens to requests goes to `sink`, from that thread.
 
-        `done(n, of)` is told of each part of what takes seconds before: recording CUDA graphs.
+        `done(n, of)` is told of each part of what takes seconds before: recording CUDA graphs. Once an engine: RuntimeError.
         """
         ...
 

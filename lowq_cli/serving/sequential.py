@@ -15,7 +15,7 @@ from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.reads import PromptReader
-from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, failed
+from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
 from lowq_cli.serving.turns import Turns
 from lowq_kernels.decode.kv import PLAIN, slot_bytes
 from lowq_packers.errors import UnsupportedError
@@ -64,6 +64,7 @@ class SequentialEngine:
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
         """Begin to compute."""
+        check_unstarted(self._thread)
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
         self._thread.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import contextmanager
 
 import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -64,27 +65,32 @@ def served_by(engine, tokenizer, stop_ids=None, draw=None, **how):
     return Served(ModelPool.of_one(ServedModel(engine, tokenizer, "m", ends, draw)), **how)
 
 
-def posts(served, *asked):
-    """(status, body) of each request (path, body), one after the other; a stream's body is its list of chunks. Once a Served:
-    its engine is started.
+@contextmanager
+def opened(served):
+    """What answers requests (path, body) with (status, body), a stream's body being its list of chunks. Once a Served, and once
+    an engine: it is started here.
     """
-
-    async def run():
-        await served.models.start(lambda n, of: None)
-        found = []
+    with asyncio.Runner() as runner:
+        runner.run(served.models.start(lambda n, of: None))
         transport = httpx.ASGITransport(app=make_app(served))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
-            for path, body in asked:
-                raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-                answer = await client.post(f"/v1/{path}", content=raw)
-                if answer.headers["content-type"].startswith("text/event-stream"):
-                    lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
-                    found.append((answer.status_code, [json.loads(line) for line in lines if line != "[DONE]"]))
-                else:
-                    found.append((answer.status_code, answer.json()))
-        return found
+        client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120)
 
-    return asyncio.run(run())
+        def ask(path, body):
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = runner.run(client.post(f"/v1/{path}", content=raw))
+            if not answer.headers["content-type"].startswith("text/event-stream"):
+                return answer.status_code, answer.json()
+            lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
+            return answer.status_code, [json.loads(line) for line in lines if line != "[DONE]"]
+
+        yield ask
+        runner.run(client.aclose())
+
+
+def posts(served, *asked):
+    """The answers of a server that is opened for these requests, one after the other."""
+    with opened(served) as ask:
+        return [ask(path, body) for path, body in asked]
 
 
 def message(answer):

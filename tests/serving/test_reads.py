@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from asking import build
-from saying import byte_tokenizer, posts, served_by
+from saying import byte_tokenizer, opened, served_by
 
 from lowq_cli.engine.ready import ready
 from lowq_cli.evaluate.perplexity import logits_of
@@ -33,23 +33,20 @@ def tiny(request):
 def ask(tiny):
     """Answers of one server."""
     engine, tokenizer, _ = tiny
-    served = served_by(engine, tokenizer)
-    started = []
-
-    def one(path, body):
-        nonlocal served
-        if started:
-            served = served_by(engine, tokenizer)
-        started.append(True)
-        ((status, answer),) = posts(served, (path, body))
-        return status, answer
-
-    return one
+    with opened(served_by(engine, tokenizer)) as one:
+        yield one
 
 
 def logs_of(model, ids):
     with torch.inference_mode():
         return logits_of(model, torch.tensor([ids])).float().log_softmax(-1)[0]
+
+
+def test_an_engine_is_started_once(tiny, ask):
+    """A second thread would compute the same requests."""
+    assert ask("completions", {"prompt": TEXT, "max_tokens": 1})[0] == 200
+    with pytest.raises(RuntimeError, match="started once"):
+        tiny[0].start(lambda batch: None)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
