@@ -30,7 +30,7 @@ EXAMPLES = """Examples:
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
 OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv"
-OWN += ", --act, --prefer"
+OWN += ", --kv-host, --act, --prefer"
 LAST_LINE_S = 2.0  # that a log may take for its last lines
 ENGINES = ("auto", "own", "vllm")
 SHOWN = 8  # names of other models
@@ -59,6 +59,12 @@ def serve(
     keep_alive: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Unload a model that nobody asks for so long, such as 10m.  [default: never]"),
+    ] = None,
+    kv_host: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-host", metavar="SIZE", help="Host memory for what caches have no room for, such as 8GB.  [default: none]"
+        ),
     ] = None,
     lora: Annotated[
         list[str] | None,
@@ -133,7 +139,7 @@ def serve(
     if not through_vllm and for_vllm:
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     if through_vllm:
-        many = models or config or memory or keep_alive
+        many = models or config or memory or keep_alive or kv_host
         own = (host != "127.0.0.1", api_key, name, max_batch, cache_tokens, deterministic, act, kv != "16", prefer != PREFER[0])
         if many or any(own):
             raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
@@ -143,7 +149,7 @@ def serve(
 
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         how |= {"act": act, "prefer": prefer, "draft": draft}
-        asked = Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt))
+        asked = Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt), kv_host)
         address = None if local else (host, port)
         _serve(asked, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
 
@@ -244,6 +250,9 @@ def _run(
             return
         served.models.replace_all(new.models, new.default)
         served.models.memory, served.models.keep_alive = new.memory or served.models.memory, new.keep_alive
+        host = served.models.host
+        if (new.kv_host or 0) != (0 if host is None else host.bytes):
+            printer.say("kv_host stays as it was: it is read at the start alone")
         printer.say(f"read again: {len(new.models)} models")
 
     served.recording = recording
@@ -271,6 +280,7 @@ def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, An
         "cache_tokens": limits.cache_tokens,
         "cache_bytes": limits.cache_bytes,
         "kv": kv,
+        "kv_host_bytes": 0 if served.models.host is None else served.models.host.bytes,
         "drafts": loaded.facts.drafts,
         "url": url,
         "local": bool(served.hosts),
@@ -290,6 +300,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
         f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
         f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
     )
+    if plan["kv_host_bytes"]:
+        console.say(f"up to {console.size(plan['kv_host_bytes'])} of host memory for what the cache has no room for")
     console.say(f"drafts: {plan['drafts']}")
     if others := [m for m in plan["models"] if m != plan["model"]]:
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")

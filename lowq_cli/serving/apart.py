@@ -35,6 +35,7 @@ STUCK_S = (
 )
 LOST_S = 60.0  # of either, after which open requests are ended
 ENDS_S = 10.0  # that the process is given to end by itself
+KEEPS_S = 30.0  # with what it is to leave in host memory
 OURS = {signal.SIGINT, signal.SIGTERM}  # the other process's to obey: they come to both from a terminal, or from systemd
 
 
@@ -71,6 +72,7 @@ class ApartEngine:
         make: a function of a module, given: its arguments; they are pickled, as is what it tells.
         standby: the process to take, None for a new one.
     Attributes beside Engine's:
+        kept: what the engine's `keep` told, where `stop` was to ask for it.
         told: what `make` told. It and limits, vocabulary, name and reason are there once `made` has returned.
     """
 
@@ -89,6 +91,7 @@ class ApartEngine:
         self._changed = threading.Condition()
         self._heard = self._moved = time.monotonic()  # when it spoke last, and when it last took a step or had none to take
         self._open: set[int] = set()
+        self.kept: Any = None
         self._stats, self._number, self.closed = Stats(), 0, "the server has not started yet"
         self._listener: threading.Thread | None = None
 
@@ -128,6 +131,10 @@ class ApartEngine:
         if number in self._open:
             self._tell("cancel", number)
 
+    def keep(self) -> Any:
+        """As Engine.keep, once `stop` has asked for it."""
+        return self.kept
+
     def stats(self) -> Stats:
         """Where it stood at its last step, or FRESH_S ago; what waits is counted here."""
         waiting = max(0, len(self._open) - self._stats.running)
@@ -143,7 +150,7 @@ class ApartEngine:
             return f"the engine's process has not answered for {silent:.0f} s"
         return f"the engine has computed nothing for {stuck:.0f} s" if stuck > max(STUCK_S, seconds) else ""
 
-    def stop(self, seconds: float) -> None:
+    def stop(self, seconds: float, keep: bool = False) -> None:
         """Finish what there is within `seconds`, cancel the rest, end the process."""
         until = time.monotonic() + seconds
         with self._changed:
@@ -154,8 +161,8 @@ class ApartEngine:
             self._process.kill()
         else:
             stalled = self._stalled()
-            self._tell("stop")
-            self._process.join(0 if stalled else ENDS_S)
+            self._tell("stop", keep)
+            self._process.join(0 if stalled else KEEPS_S if keep else ENDS_S)
             self._process.kill()
             self._listener.join(ENDS_S)
         self._process.join()
@@ -191,6 +198,9 @@ class ApartEngine:
             while True:
                 if self._pipe.poll(BEAT_S):
                     batch, stats, closed = self._pipe.recv()
+                    if batch is None:
+                        self.kept = stats
+                        continue
                     self._heard = time.monotonic()
                     if stats.steps != self._stats.steps or not stats.running:
                         self._moved = self._heard
@@ -276,6 +286,10 @@ class _Here:
                     continue
                 what, *rest = self.pipe.recv()
                 if what == "stop":
+                    e.stop(0)
+                    if rest[0]:
+                        with suppress(Exception):  # there may be no memory to copy with: prompts are read again
+                            self.send(None, e.keep(), "")
                     return
                 getattr(self, what)(*rest)
         except (EOFError, ConnectionResetError):

@@ -8,7 +8,7 @@ and is never read, goes there.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 Name = bytes
@@ -29,10 +29,12 @@ class BlockPool:
 
     Attributes:
         free: blocks that no text holds, those that still have a name included.
+        evicted: told the name and the block of what gives up its place, before anything is written there.
     """
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
+        self.evicted: Callable[[Name, int], None] = lambda name, block: None
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._idle: OrderedDict[int, None] = OrderedDict()  # named and not held, the least recently used first
         self._holders = [0] * blocks
@@ -67,7 +69,9 @@ class BlockPool:
             block, _ = self._blank.popitem(last=False)
         elif self._idle:
             block, _ = self._idle.popitem(last=False)
-            del self._block[self._name.pop(block)]
+            name = self._name.pop(block)
+            del self._block[name]
+            self.evicted(name, block)
         else:
             return None
         self._holders[block] = 1
@@ -79,6 +83,10 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 (self._idle if block in self._name else self._blank)[block] = None
+
+    def unheld(self) -> list[tuple[Name, int]]:
+        """Names and blocks that no text holds, the least recently used first."""
+        return [(self._name[block], block) for block in self._idle]
 
     def name(self, block: int, name: Name) -> None:
         """Name a held block by its contents. Where another block has these contents already, that one keeps the name."""

@@ -80,6 +80,7 @@ class Cache:
 
     blocks: of each page group, the null block among them. slots, snapshots, copies: of recurrent states. longest: tokens of a
     text. tokens: that are held at most. bytes: of it all.
+    shares: the number of blocks of each page group, then of snapshots; the bytes of one of each.
     """
 
     passes: ModelRunner
@@ -91,6 +92,7 @@ class Cache:
     longest: int
     tokens: int
     bytes: int
+    shares: tuple[list[int], list[int]]
 
 
 @torch.inference_mode()
@@ -104,9 +106,10 @@ def make_cache(
     reads: int | None = None,
     most_bytes: int | None = None,
     drafts: bool = False,
+    beside: int = 0,
 ) -> Cache:
     """A cache for `most` texts at once, of at most `tokens` tokens and `most_bytes`, held as `kind` says; of prompts of `reads`
-    in all. drafts: whether passes check drafts.
+    in all. drafts: whether passes check drafts. beside: bytes of host memory that are somebody else's to fill.
 
     Raises DoesNotFitError.
     """
@@ -117,6 +120,7 @@ def make_cache(
     n = 1 + -(-min(tokens or most * longest, most * longest) // BLOCK)
     try:
         token_budget, room = None, memory.available_memory()
+        room = None if room is None else room - beside
         held = states + sizes.bytes(sizes.blocks(n, most, longest))
         little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
@@ -136,7 +140,8 @@ def make_cache(
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
         held = states + sizes.bytes(blocks)
-        return Cache(passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held)
+        shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
+        return Cache(passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held, shares)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from lowq_cli.serving.block_pool import BlockPool
+from lowq_cli.serving.block_pool import BlockPool, Name
+from lowq_cli.serving.host_blocks import HostBlocks
 
 REWIND = 16  # tokens by which a text can always be taken back: rows of a draft that were wrong
 
@@ -33,17 +34,24 @@ class Group:
 class PageGroup:
     """A group of layers with pages, and its pool.
 
+    Args:
+        places: in host memory, for blocks that the pool has no room for.
     Attributes:
         most: blocks that a text may hold at once; None where it holds all of its tokens.
     """
 
-    def __init__(self, group: Group, blocks: int, size: int, piece: int) -> None:
+    def __init__(self, group: Group, blocks: int, size: int, piece: int, places: int = 0) -> None:
         self.window, self.size, self.pool = group.window, size, BlockPool(blocks)
+        self.host = HostBlocks(places)
         self.most = min(group.blocks(1 << 62, size, piece), blocks - 1) if group.window else None
 
     def first(self, token: int) -> int:
         """The first block that a token at this position, or a later one, attends to."""
         return max(0, token - self.window + 1) // self.size if self.window else 0
+
+    def find(self, name: Name) -> int:
+        """The block of this name; minus its place, if it is in host memory alone; 0 where there is none."""
+        return self.pool.find(name) or -self.host.find(name)
 
     def end(self, tokens: int, first: int) -> int:
         """Blocks, counted from a text's beginning, that it may have for so many tokens while `first` is the first it holds."""

@@ -9,10 +9,13 @@ goes on from there; where the pages of an older text part from a prompt's, for w
 a text runs after every SNAPSHOT_BLOCKS blocks of it.
 """
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from functools import partial
 
 from lowq_cli.serving.block_pool import Name, name_after
 from lowq_cli.serving.cache_groups import REWIND, Group, PageGroup
+from lowq_cli.serving.host_blocks import HostBlocks, Swap
 from lowq_cli.serving.sequence import Sequence, Table
 from lowq_cli.serving.state_slots import StateSlots
 
@@ -26,7 +29,8 @@ SNAPSHOT_BLOCKS = 4
 @dataclass(frozen=True)
 class Match:
     """A beginning that the cache holds: its tokens; blocks by page group, 0 for those that no token needs any more; the
-    snapshot, 0 for none. pages: tokens of the longest beginning whose pages are there, with or without a snapshot."""
+    snapshot, 0 for none. What is in host memory is minus its place there. pages: tokens of the longest beginning whose pages
+    are there, with or without a snapshot."""
 
     tokens: int
     blocks: list[list[int]]
@@ -42,9 +46,12 @@ class CacheManager:
             null block among them. size: tokens of a block. piece: tokens of one text that a pass computes at most.
         slots: texts that have a recurrent state at once. snapshots: slots beyond those that hold snapshots. copies: slots for
             states after rows of drafts.
+        host: places in host memory of each group that has pages, and then of snapshots; () for none.
         shared: whether texts share what begins alike; without it nothing has a name, and no snapshot is taken.
     Attributes:
+        swaps: copies to and from host memory before the next pass, in order, and before all else.
         zero: slots to fill with zeros before the next pass. copies: slots (from, to) to copy before it; no slot is in both.
+        unwritten: slots of snapshots that the pass being planned writes. brought: tokens that came back from host memory.
     """
 
     def __init__(
@@ -57,13 +64,21 @@ class CacheManager:
         snapshots: int = 0,
         shared: bool = True,
         copies: int = 0,
+        host: Several[int] = (),
     ) -> None:
         paged, recurrent = [g for g in groups if not g.recurrent], sum(g.recurrent for g in groups)
         if len(paged) != len(blocks) or recurrent > 1 or bool(slots) != bool(recurrent):
             raise ValueError(f"{groups} need a number of blocks each, or slots, not {blocks} and {slots}")
         self.size, self.shared = size, shared
-        self.pages = [PageGroup(g, n, size, piece) for g, n in zip(paged, blocks, strict=True)]
+        places = [*host, *[0] * (len(paged) + 1 - len(host))]
+        self.pages = [PageGroup(g, n, size, piece, h) for g, n, h in zip(paged, blocks, places[:-1], strict=True)]
         self.states = StateSlots(slots, snapshots if shared else 0, copies) if recurrent else None
+        self.host_states, self.swaps, self.brought = HostBlocks(places[-1] if recurrent else 0), list[Swap](), 0
+        self.unwritten: set[int] = set()
+        for i, group in enumerate(self.pages):
+            group.pool.evicted = partial(self._store, i)
+        if self.states is not None:
+            self.states.evicted = partial(self._store, len(self.pages))
         self.zero: list[int] = []
         self.copies: list[tuple[int, int]] = []
 
@@ -85,19 +100,19 @@ class CacheManager:
         for n in range(1, (len(seq.tokens) - 1) // self.size + 1 if self.shared else 1):
             name, whole = self._name_of(seq, n), True
             for i, group in enumerate(self.pages):
-                found[i].append(group.pool.find(name))
+                found[i].append(group.find(name))
                 held[i] = held[i] + 1 if found[i][-1] else 0
                 whole &= held[i] > 0 or group.window > 0
             if not whole:
                 break
             if all(held[i] >= n - group.first(n * self.size) for i, group in enumerate(self.pages)):
                 pages = n
-                best = n if self.states is None or self.states.find(name) else best
+                best = n if self.states is None or self._snapshot_of(name) else best
         blocks = []
         for group, row in zip(self.pages, found, strict=True):
             first = group.first(best * self.size)
             blocks.append([0] * min(first, best) + row[first:best])
-        snapshot = self.states.find(self._name_of(seq, best)) if self.states is not None and best else 0
+        snapshot = self._snapshot_of(self._name_of(seq, best)) if self.states is not None and best else 0
         return Match(best * self.size, blocks, snapshot, pages * self.size)
 
     def common(self, seq: Sequence, other: Sequence, least: int) -> int:
@@ -123,7 +138,7 @@ class CacheManager:
             return False
         for group, blocks in zip(self.pages, match.blocks, strict=True):
             first = group.first(match.tokens)
-            wanted = max(0, group.end(len(seq.tokens) + 1, first) - len(blocks))
+            wanted = max(0, group.end(len(seq.tokens) + 1, first) - len(blocks)) + sum(b < 0 for b in blocks)
             if group.pool.free - group.pool.idle(blocks) < wanted + spare:
                 return False
         return True
@@ -132,14 +147,19 @@ class CacheManager:
         """Give a text what `match` found, and room for its prompt and the first token of its answer: where a window allows, for
         all of it, else for what one pass may compute."""
         seq.computed, seq.named = match.tokens, match.tokens // self.size
-        seq.tables = [Table(b, g.first(match.tokens)) for g, b in zip(self.pages, match.blocks, strict=True)]
-        for group, blocks in zip(self.pages, match.blocks, strict=True):
-            group.pool.hold(blocks)
+        rows = [self._bring(seq, i, blocks) for i, blocks in enumerate(match.blocks)]
+        seq.tables = [Table(b, g.first(match.tokens)) for g, b in zip(self.pages, rows, strict=True)]
+        self.brought += self.size * max((sum(b < 0 for b in blocks) for blocks in match.blocks), default=0)
         self.grow(seq, match.tokens + 1, len(seq.tokens) + 1)
         if self.states is None:
             return
         seq.slot = self.states.take()
-        if match.snapshot:
+        if match.snapshot < 0:
+            name = seq.names[seq.named - 1]
+            place = self.host_states.take(name)
+            self.swaps.append(Swap(len(self.pages), False, seq.slot, place))
+            self.host_states.keep(name, place)
+        elif match.snapshot:
             self.states.use(seq.names[seq.named - 1])
             self.copies.append((match.snapshot, seq.slot))
         else:
@@ -190,6 +210,7 @@ class CacheManager:
             seq.marks.remove(seq.computed)
         snapshot = self.states.reserve()
         if snapshot:
+            self.unwritten.add(snapshot)
             seq.pending.append((seq.computed, snapshot))
         return snapshot
 
@@ -267,6 +288,62 @@ class CacheManager:
             self.states.give_back(seq.slot)
         seq.tables, seq.slot, seq.computed, seq.named = [], 0, 0, 0
         seq.marks, seq.pending, seq.drafts, seq.drafting = [], [], [], False
+
+    def store_all(self) -> None:
+        """Have all that has a name copied to host memory, as far as there is room: once no text is left."""
+        if self.states is not None:
+            for name, slot in self.states.unretired()[-self.host_states.places or None :]:
+                self._store(len(self.pages), name, slot)
+        for i, group in enumerate(self.pages):
+            for name, block in group.pool.unheld()[-group.host.places or None :]:
+                self._store(i, name, block)
+
+    @property
+    def _places(self) -> list[HostBlocks]:
+        return [*(g.host for g in self.pages), self.host_states]
+
+    def in_host(self) -> list[int]:
+        """Places in host memory that hold something, of each group of pages, then of snapshots."""
+        return [host.used for host in self._places]
+
+    def records(self) -> tuple[list[tuple[Name, int]], ...]:
+        """What is in host memory, of each of these."""
+        return tuple(host.record() for host in self._places)
+
+    def restore(self, records: Several[list[tuple[Name, int]]]) -> None:
+        """Begin with what another one's `records` told."""
+        for host, record in zip(self._places, records, strict=True):
+            host.restore(record)
+
+    def _store(self, group: int, name: Name, block: int) -> None:
+        """Something gives up its place on the device: to host memory with it."""
+        states = group == len(self.pages)
+        if states and block in self.unwritten:
+            return
+        place = (self.host_states if states else self.pages[group].host).put(name)
+        if place:
+            self.swaps.append(Swap(group, True, block, place))
+
+    def _bring(self, seq: Sequence, index: int, blocks: Several[int]) -> list[int]:
+        """The blocks of a match in one group, held for a text; those in host memory are copied to blocks of the device."""
+        group, row = self.pages[index], list(blocks)
+        group.pool.hold(b for b in row if b > 0)
+        away = [(i, self._name_of(seq, i + 1)) for i, b in enumerate(row) if b < 0]
+        places = [group.host.take(name) for _, name in away]  # first: what gives up its place below goes to others
+        for i, name in away:
+            block = group.pool.take(row[i - 1] if i else 0)
+            assert block is not None
+            group.pool.name(block, name)
+            row[i] = block
+        for (i, _), place in zip(away, places, strict=True):
+            self.swaps.append(Swap(index, False, row[i], place))
+            group.host.give_back(place)
+        return row
+
+    def _snapshot_of(self, name: Name) -> int:
+        """The snapshot of this name; minus its place, if it is in host memory alone; 0 where there is none."""
+        assert self.states is not None
+        return self.states.find(name) or -self.host_states.find(name)
 
     def _name_of(self, seq: Sequence, n: int) -> Name:
         """The name of a text's first n blocks of tokens."""

@@ -31,6 +31,8 @@ from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.draft_passes import Checked, DraftPasses
 from lowq_cli.serving.drafting import Answers, choose
+from lowq_cli.serving.host_cache import HostCache, places
+from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.reads import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
@@ -119,6 +121,7 @@ class ContinuousEngine:
         draft: "ngram" has passes check what texts are guessed to go on with, "none" nothing; "auto" is either (`settled`).
         reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
             texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
+        host: host memory for what the cache has no room for, None for none; without effect if `deterministic`.
         prefer: even streams, or early first tokens (`token_budget.PREFER`).
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING.
     """
@@ -137,6 +140,7 @@ class ContinuousEngine:
         cache_bytes: int | None = None,
         prefer: str = PREFER[0],
         draft: str = "none",
+        host: Lent | None = None,
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -145,14 +149,23 @@ class ContinuousEngine:
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
-        cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads, cache_bytes, draft != "none")
+        host = None if deterministic else host
+        beside = 0 if host is None else host.room
+        wanted = (most, cache_tokens, deterministic, reads, cache_bytes, draft != "none", beside)
+        cache = make_cache(model, plan, check_kind(kv), *wanted)
         self.passes, rows = cache.passes, cache.passes.rows
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
         self._everywhere = 0 if plan.adapters is None else plan.adapters.all
         self.passes.token_budget.prefer = prefer
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
-        manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies)
+        self._lent, self._host, self._broken, there = host, None, False, list[int]()
+        if host is not None:
+            there = list(host.kept.places) if host.kept else places(host.room, *cache.shares)
+            self._host = HostCache(host.path, plan, self.passes.state, there)
+        manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies, there)
+        if host is not None and host.kept is not None:
+            manager.restore(host.kept.records)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
         if draft not in SERVED_DRAFTS:
             raise UnsupportedError(f"the server drafts by {' or '.join(SERVED_DRAFTS)}, not by {draft}; generate and chat do")
@@ -255,6 +268,8 @@ class ContinuousEngine:
             steps=self._steps,
             drafted=self._drafted,
             accepted=self._accepted,
+            host_hits=held.brought,
+            host_bytes=0 if self._host is None else self._host.bytes(held.in_host()),
             busy_s=self._busy_s,
         )
 
@@ -276,6 +291,22 @@ class ContinuousEngine:
         if self._thread is not None:
             self._thread.join(timeout=30)
 
+    def keep(self) -> Kept | None:
+        """What is left in host memory for a later engine that is the same, once this one has stopped; None without any."""
+        if self._host is None or self._lent is None or self._broken:
+            return None
+        cache = self.scheduler.cache
+        with torch.inference_mode():
+            cache.store_all()
+            self._swap()
+        return Kept(self._lent.key, self._host.places, cache.records(), self._host.bytes(cache.in_host()))
+
+    def _swap(self) -> None:
+        """Copy what the scheduler has moved to and from host memory."""
+        swaps, self.scheduler.cache.swaps = self.scheduler.cache.swaps, []
+        if swaps and self._host is not None:
+            self._host.run(swaps)
+
     def _work(self) -> None:
         """The thread."""
         try:
@@ -286,6 +317,7 @@ class ContinuousEngine:
                     self._read_one()
                     self._busy_s += time.monotonic() - began
         except Exception as e:  # the engine's own: no text can go on
+            self._broken = True
             message = f"the engine has stopped: {one_line(e)}"
             with self._changed:
                 self.closed, numbers = message, list(self._texts)
@@ -360,6 +392,7 @@ class ContinuousEngine:
         drafts = {} if plan.pieces else self._draft(plan, asked)
         self._write(plan)
         launched = bool(plan.steps or plan.pieces)
+        self._swap()
         self.passes.zero(plan.zero)
         self.passes.copy(plan.copies)
         if launched:

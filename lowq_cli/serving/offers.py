@@ -5,6 +5,7 @@ From three places, of which the later wins a name: what lowq wrote on this disk 
     default = "qwen"            # for requests that name none
     memory = "40GB"             # of all loaded models together
     keep_alive = "10m"          # a model that nobody asked for so long is unloaded
+    kv_host = "8GB"             # host memory for what caches have no room for, also of models that were unloaded
     folders = ["/srv/models"]
 
     [models.qwen]
@@ -42,7 +43,8 @@ TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(DRAWING, (int, float)),
 }
 TOP: dict[str, tuple[type, ...]] = {
-    **{"default": (str,), "memory": (str, int), "keep_alive": (str, int, float), "folders": (list,), "models": (dict,)}
+    **{"default": (str,), "memory": (str, int), "keep_alive": (str, int, float), "kv_host": (str, int)},
+    **{"folders": (list,), "models": (dict,)},
 }
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -102,6 +104,7 @@ class Config:
     default: str | None = None
     memory: int | None = None
     keep_alive: float | None = None
+    kv_host: int | None = None
 
 
 def read_config(path: Path) -> Config:
@@ -129,6 +132,7 @@ def read_config(path: Path) -> Config:
         table.get("default"),
         None if "memory" not in table else size(table["memory"], f"{path}: memory"),
         None if "keep_alive" not in table else seconds(table["keep_alive"], f"{path}: keep_alive"),
+        None if "kv_host" not in table else size(table["kv_host"], f"{path}: kv_host"),
     )
 
 

@@ -211,6 +211,8 @@ class Stats:
     steps: int = 0
     drafted: int = 0  # tokens that were guessed and checked
     accepted: int = 0  # of those, that were right
+    host_hits: int = 0  # of prefix_hits, those that came back from host memory
+    host_bytes: int = 0  # in host memory
     busy_s: float = 0.0
     stalled: str = ""  # why nothing comes from it now, though it has not ended
 
@@ -251,6 +253,10 @@ class Engine(Protocol):
 
     def stats(self) -> Stats:
         """Where it stands now; from any thread."""
+        ...
+
+    def keep(self) -> Any:
+        """What a later engine of the same model can go on from, once this one has stopped; None for nothing."""
         ...
 
     def stop(self, seconds: float) -> None:

@@ -88,6 +88,7 @@ class Scheduler:
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
         pauses: the same -> whether no text steps in this pass.
         """
+        self.cache.unwritten.clear()  # the pass before this one has been launched
         if not self._give_way():
             return None
         self._compact()

@@ -98,6 +98,9 @@ class SequentialEngine:
         """Where it stands now."""
         return Stats(running=int(self._running is not None), waiting=len(self._queue), busy_s=self._busy_s, **self._stats)
 
+    def keep(self) -> None:
+        """Nothing."""
+
     def stop(self, seconds: float) -> None:
         """Finish what there is within `seconds`, cancel the rest."""
         until = time.monotonic() + seconds

@@ -6,13 +6,19 @@ its place is needed, least recently used first.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from lowq_cli.serving.block_pool import Name
 
 
 class StateSlots:
     """The host's record of slots 1 .. `texts` for texts, `snapshots` slots more for snapshots, and `copies` more for states
-    after rows of drafts, so that these take no snapshot's place."""
+    after rows of drafts, so that these take no snapshot's place.
+
+    Attributes:
+        evicted: told the name and the slot of a snapshot that gives up its place, before anything is written there; not of one
+            that was retired.
+    """
 
     def __init__(self, texts: int, snapshots: int, copies: int = 0) -> None:
         self.texts, self.snapshots, self.copies = texts, snapshots, copies
@@ -20,6 +26,8 @@ class StateSlots:
         self._free = deque(range(1, texts + 1))
         self._blank = deque(range(texts + 1, texts + snapshots + 1))
         self._named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
+        self._retired: set[Name] = set()
+        self.evicted: Callable[[Name, int], None] = lambda name, slot: None
 
     @property
     def free(self) -> int:
@@ -41,17 +49,29 @@ class StateSlots:
     def use(self, name: Name) -> None:
         """A snapshot becomes the most recently used one."""
         self._named.move_to_end(name)
+        self._retired.discard(name)
 
     def retire(self, name: Name) -> None:
         """A snapshot, if it is still there, becomes the next to be replaced."""
         if name in self._named:
             self._named.move_to_end(name, last=False)
+            self._retired.add(name)
 
     def reserve(self) -> int:
         """A slot to write a snapshot to, without a name yet; 0 where all are reserved."""
         if self._blank:
             return self._blank.popleft()
-        return self._named.popitem(last=False)[1] if self._named else 0
+        if not self._named:
+            return 0
+        name, slot = self._named.popitem(last=False)
+        if name not in self._retired:
+            self.evicted(name, slot)
+        self._retired.discard(name)
+        return slot
+
+    def unretired(self) -> list[tuple[Name, int]]:
+        """Names and slots of snapshots that were not retired, the least recently used first."""
+        return [(name, slot) for name, slot in self._named.items() if name not in self._retired]
 
     @property
     def free_copies(self) -> int:

@@ -32,9 +32,9 @@ class Checked(CacheManager):
         def there(n):
             for group in self.pages:
                 first = max(0, n * SIZE - group.window + 1) if group.window else 0
-                if not all(group.pool.find(names[i // SIZE + 1]) for i in range(first, n * SIZE)):
+                if not all(group.find(names[i // SIZE + 1]) for i in range(first, n * SIZE)):
                     return False
-            return self.states is None or n == 0 or self.states.find(names[n]) > 0
+            return self.states is None or n == 0 or self.states.find(names[n]) + self.host_states.find(names[n]) > 0
 
         longest = next(n for n in range((len(seq.tokens) - 1) // SIZE, -1, -1) if there(n)) if self.shared else 0
         assert found.tokens == longest * SIZE
@@ -64,11 +64,19 @@ def after(number, token):
 
 
 class Device:
-    def __init__(self, windows, blocks, rows, slots, width):
+    def __init__(self, windows, blocks, rows, slots, width, host):
         self.windows, self.rows = windows, rows
         self.pages = [[[NOTHING] * SIZE for _ in range(n)] for n in blocks]
         self.tables = [[[0] * width for _ in range(rows + READERS)] for _ in blocks]
         self.slot, self.state = [0] * (rows + READERS), [NOTHING] * slots
+        self.away = [[NOTHING] * (n + 1) for n in host]
+
+    def swap(self, swaps):
+        for s in swaps:
+            here, there = [*self.pages, self.state][s.group], self.away[s.group]
+            whole = here[s.block] if s.out else there[s.place]
+            whole = list(whole) if isinstance(whole, list) else whole
+            (there if s.out else here)[s.place if s.out else s.block] = whole
 
     def before(self, plan):
         for row in plan.freed:
@@ -116,15 +124,17 @@ class Device:
 class Driver:
     """Random requests, cancellations and drafts for a scheduler; its passes computed and checked."""
 
-    def __init__(self, rng, groups, blocks, rows, snapshots=0, fixed=False, piece=40, ahead=1, drafts=0.0):
+    def __init__(self, rng, groups, blocks, rows, snapshots=0, fixed=False, piece=40, ahead=1, drafts=0.0, host=()):
         self.rng, self.groups, self.piece, self.ahead, self.drafts = rng, groups, piece, ahead, drafts
         recurrent, sizes = any(g.recurrent for g in groups), buckets(rows)
-        self.cache = Checked(groups, blocks, SIZE, piece, rows if recurrent else 0, snapshots, not fixed)
+        self.host = [*host, *[0] * (len(blocks) + 1 - len(host))] if not fixed else [0] * (len(blocks) + 1)
+        texts = rows if recurrent else 0
+        self.cache = Checked(groups, blocks, SIZE, piece, texts, snapshots, not fixed, host=self.host)
         self.scheduler = Scheduler(self.cache, rows, lambda n: next(s for s in sizes if s >= n) if n else 0, fixed)
         paged = [g for g in groups if not g.recurrent]
         self.longest = min([320, *(g.longest(n, SIZE, 320) for g, n in zip(paged, blocks, strict=True))])
         slots = 1 + rows + snapshots if recurrent else 1
-        self.device = Device([g.window for g in paged], blocks, rows, slots, self.longest // SIZE + 4)
+        self.device = Device([g.window for g in paged], blocks, rows, slots, self.longest // SIZE + 4, self.host)
         self.texts, self.truths, self.beginnings = {}, {}, {}
         self.numbers, self.flights, self.commons = (
             count(1),
@@ -177,6 +187,7 @@ class Driver:
     def run(self, plan, drafts):
         device, drew, high = self.device, [], max((t.row + 1 for t in plan.steps), default=0)
         self.count(plan)
+        self.flush()
         device.before(plan)
         for seq in self.scheduler.active:
             for held, table in zip(seq.tables, device.tables, strict=True):
@@ -214,6 +225,13 @@ class Driver:
             drew.append((seq, [truth.tokens[len(seq.tokens)]], None))
         device.after(plan)
         self.flights.append(drew)
+
+    def flush(self):
+        """The copies to and from host memory that come before a pass."""
+        swaps, self.cache.swaps = self.cache.swaps, []
+        for s in swaps:
+            self.seen["states out" if s.out and s.group == len(self.cache.pages) else "out" if s.out else "in"] += 1
+        self.device.swap(swaps)
 
     def draft(self, seq, truth, first, n, slots):
         """n rows more than one: the tokens that are right and the one drawn after them, and how many are computed rightly."""
@@ -289,6 +307,12 @@ class Driver:
             assert sorted([*states._blank, *states._named.values(), *used]) == list(total)
             for name, slot in states._named.items():
                 assert self.device.state[slot] == self.contents(name)[-1]
+        for g, host in enumerate([*(p.host for p in self.cache.pages), self.cache.host_states]):
+            places = [*host._free, *host._named.values()]
+            assert sorted(places) == list(range(1, host.places + 1))
+            for name, place in host._named.items() if not self.cache.swaps else ():
+                whole, wanted = self.device.away[g][place], self.contents(name)
+                assert whole == (wanted if g < len(self.cache.pages) else wanted[-1])
         for seq in self.scheduler.waiting:
             assert [seq.tables, seq.slot, seq.pending, seq.drafts] == [[], 0, [], []]
 
@@ -314,6 +338,9 @@ class Driver:
         self.check()
         assert self.cache.used == 0
         assert not self.scheduler.active
+        self.cache.store_all()
+        self.flush()
+        self.check()
 
 
 def mixed(rng):
@@ -341,5 +368,7 @@ def driver(seed, **how):
         "rows": rng.choice([1, 2, 5, 12]),
         "drafts": rng.choice([0, 0.1, 0.4]),
     } | how
+    if rng.random() < 0.5:
+        how = {"host": [rng.choice([0, 1, 5, 30, 200]) for _ in range(len(blocks) + 1)]} | how
     how = {"piece": rng.choice([20, 64, 200]), "ahead": rng.choice([0, 1, 1]), "fixed": rng.random() < 0.15} | how
     return Driver(rng, groups, how.pop("blocks", blocks), **how)

@@ -32,7 +32,7 @@ def test_each_text_reads_what_it_wrote_and_nothing_is_lost(seed):
         d.empty()
         seen += d.seen
         scheduled.update(preemptions=d.scheduler.preemptions, prefix_hits=d.scheduler.prefix_hits)
-    for name in ("moves", "zero", "copies", "snapshots", "given back", "drafts", "rewound", "cancelled"):
+    for name in ("moves", "zero", "copies", "snapshots", "given back", "drafts", "rewound", "cancelled", "out", "in"):
         assert seen[name] > 5, name
     assert scheduled["preemptions"] > 5
     assert scheduled["prefix_hits"] > 1000

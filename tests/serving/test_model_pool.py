@@ -292,6 +292,7 @@ def test_the_file(tmp_path):
         ("[models.x]\npath = 'a'\npin = 1", "pin = 1 must be bool"),
         ("[models.x]\npath = 'a'\nmax_batch = 0", "must be at least 1"),
         ("memory = 'lots'", "memory = lots is no size"),
+        ("kv_host = '0GB'", "kv_host = 0GB is no size"),
         ("keep_alive = 'soon'", "keep_alive = soon is no time"),
         ("a = ", "is not TOML"),
     ],

@@ -3,11 +3,14 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
 from lowq_cli.serving.apart import ApartEngine, Made, Standby
+from lowq_cli.serving.host_memory import HostMemory, Lent
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.offers import Offer
 from lowq_cli.serving.request import Done
@@ -23,6 +26,7 @@ MODULES = (  # what a process that is to load a model imports before it is told 
     *("lowq_cli.engine.ready", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
 )
+KEYED = ("kv", "act", "deterministic")  # that say what a cache holds of a text; names of its blocks say the adapter
 SHARE = 0.25  # of the memory for all models that the cache of one may take, where a server has several
 
 
@@ -46,8 +50,8 @@ class Loaded:
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     """In the engine's process: the model loaded, and its engine.
 
-    how: what ContinuousEngine takes; `act`, as `apply_act` has it; and `memory`: bytes for all models of a server, 0 for all
-    that the device has; of them the cache takes its SHARE. Without `memory` it takes what there is.
+    how: what ContinuousEngine takes (`host` without its key); `act`, as `apply_act` has it; and `memory`: bytes for all models
+    of a server, 0 for all that the device has; of them the cache takes its SHARE. Without `memory` it takes what there is.
     """
     console.quiet = quiet
     hf.leave_out()
@@ -76,6 +80,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
         adapters = _adapted(loaded, how.get("lora") or {})
         images = _sees(loaded)
+        if how.get("host") is not None:
+            how = {**how, "host": _known(how["host"], model, owned(loaded).folder, how)}
         engine = engines.engine_of(loaded, **_bounded(how, total))
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
@@ -117,6 +123,15 @@ def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(folders)
 
 
+def _known(lent: Lent, model: str, folder: str, how: Mapping[str, Any]) -> Lent:
+    """Host memory with the key of this model as it is now; what another one has left there is of no use."""
+    files = (f for f in [Path(folder), *Path(folder).glob("*")] if folder and f.is_file())
+    own = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns, f.stat().st_ino) for f in files)
+    others = sorted((n, str(v)) for n, v in how.items() if n in KEYED)
+    key = blake2b(repr((model, own, others)).encode(), digest_size=32).digest()
+    return replace(lent, key=key, kept=lent.kept if lent.kept is not None and lent.kept.key == key else None)
+
+
 def pooling_of(model: str) -> str:
     """How an embedding model's folder says that its texts become vectors (sentence-transformers' file); else by the last token,
     as models that write are trained to."""
@@ -142,11 +157,11 @@ class Loader:
     """Begins to load models, one after another, in processes; between two of them the next process gets ready.
 
     Args:
-        device, how: as `load` takes them, for all models of the server.
+        device, how: as `load` takes them, for all models of the server. host: memory that is lent to their engines.
     """
 
-    def __init__(self, device: str, how: Mapping[str, Any]) -> None:
-        self.device, self.how = device, how
+    def __init__(self, device: str, how: Mapping[str, Any], host: HostMemory | None = None) -> None:
+        self.device, self.how, self.host = device, how, host
         self.standby: Standby | None = None
 
     def begin(self, offer: Offer) -> "LoadingModel":
@@ -155,7 +170,7 @@ class Loader:
         if standby is not None and not standby.process.is_alive():
             standby.stop()
             standby = None
-        return LoadingModel(offer, self.device, self.how, True, standby)
+        return LoadingModel(offer, self.device, self.how, True, standby, self.host)
 
     def prepare(self) -> None:
         """Start the process of the next model, where there is none yet."""
@@ -175,9 +190,18 @@ class LoadingModel:
             requests link to are fetched.
     """
 
-    def __init__(self, offer: Offer, device: str, how: Mapping[str, Any], quiet: bool, standby: Standby | None = None) -> None:
-        self.offer, how = offer, {**how, **offer.how}
+    def __init__(
+        self,
+        offer: Offer,
+        device: str,
+        how: Mapping[str, Any],
+        quiet: bool,
+        standby: Standby | None = None,
+        host: HostMemory | None = None,
+    ) -> None:
+        self.offer, self.host, how = offer, host, {**how, **offer.how}
         self.urls = bool(how.pop("urls", False))
+        self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.engine = ApartEngine(load, offer.path, device, how, quiet, standby=standby)
         self.loaded: Loaded | None = None
 
@@ -191,7 +215,7 @@ class LoadingModel:
             draw = {**loaded.facts.published, **self.offer.draw}
             given = (self.engine, loaded.tokenizer, self.offer.name, loaded.stop_ids, draw, loaded.roofline)
             pictures = PictureReader(loaded.folder, loaded.images, self.urls) if loaded.images else None
-            return ServedModel(*given, facts=loaded.facts, pictures=pictures)
+            return ServedModel(*given, facts=loaded.facts, pictures=pictures, end=self.stop)
         except BaseException:
             self.stop()
             raise
@@ -206,6 +230,8 @@ class LoadingModel:
             raise
         return model
 
-    def stop(self) -> None:
-        """End its process."""
-        self.engine.stop(0)
+    def stop(self, keep: bool = False) -> None:
+        """End its process; keep: what its cache holds stays in host memory, as far as there is room."""
+        self.engine.stop(0, keep and self.lent is not None)
+        if self.host is not None and self.lent is not None:
+            self.host.take_back(self.offer.name, self.lent, self.engine.kept)

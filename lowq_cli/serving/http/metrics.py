@@ -65,9 +65,10 @@ class Watched:
 
 
 class Metrics:
-    """The server's numbers, by model."""
+    """The server's numbers, by model. host_bytes: of each, bytes of its cache in host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, host_bytes: Callable[[str], int] = lambda name: 0) -> None:
+        self.host_bytes = host_bytes
         self.registry = CollectorRegistry()
         self.watched: dict[str, Watched] = {}
         by = {"labelnames": ["model"], "registry": self.registry}
@@ -110,6 +111,10 @@ class Metrics:
                 if self.watched[model].engine is not None:
                     gauge.add_metric([model], value(s))
             yield gauge
+        host = GaugeMetricFamily("lowq_kv_host_bytes", "Bytes of the cache in host memory, loaded or not", labels=["model"])
+        for model in self.watched:
+            host.add_metric([model], self.host_bytes(model))
+        yield host
         yield self._shares()
 
     def _shares(self) -> Metric:
@@ -128,6 +133,7 @@ COUNTERS = (
     ("prompt_tokens", "lowq_prompt_tokens", "Prompt tokens read"),
     ("new_tokens", "lowq_generation_tokens", "Tokens generated"),
     ("prefix_hits", "lowq_prefix_cache_hit_tokens", "Prompt tokens found in the cache"),
+    ("host_hits", "lowq_kv_host_hit_tokens", "Of those, prompt tokens that came back from host memory"),
     ("preemptions", "lowq_preemptions", "Requests put back into the queue for want of cache"),
     ("steps", "lowq_steps", "Steps of the engine"),
     ("drafted", "lowq_draft_tokens", "Tokens that were guessed and checked"),

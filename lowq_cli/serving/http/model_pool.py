@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.metrics import COUNTERS, Metrics
 from lowq_cli.serving.http.refusal import Refusal
@@ -127,7 +128,8 @@ class ModelPool:
         self.places = {name: Place(offer) for name, offer in offers.items()}
         self.default, self.load, self.memory, self.keep_alive, self.only = default, load, memory, keep_alive, only
         self.most_waiting, self.wait_s = waiting, wait_s
-        self.metrics = Metrics()
+        self.host: HostMemory | None = None  # for what caches have no room for
+        self.metrics = Metrics(self.host_bytes)
         self.created = int(time.time())
         self.wanted: dict[Place, None] = {}  # in the order in which they were asked for
         self.work = asyncio.Event()
@@ -183,9 +185,7 @@ class ModelPool:
         """End all engines; from any thread, once the event loop has ended."""
         from concurrent.futures import ThreadPoolExecutor
 
-        ends: list[Callable[[], object]] = [
-            partial(p.model.engine.stop, 0) for p in self.places.values() if p.model is not None
-        ]
+        ends: list[Callable[[], object]] = [partial(p.model.end, False) for p in self.places.values() if p.model is not None]
         ends += [p.loading.stop for p in self.places.values() if p.loading is not None]
         with ThreadPoolExecutor(max(1, len(ends))) as pool:
             list(pool.map(lambda end: end(), ends))
@@ -333,7 +333,7 @@ class ModelPool:
                     await place.drained.wait()
         place.model = None
         self.metrics.leave(place.offer.name)
-        await asyncio.to_thread(model.engine.stop, 0)
+        await asyncio.to_thread(model.end, not place.gone)
         place.state, place.task = State.ABSENT, None
         if place.waiters:
             self._want(place)
@@ -361,7 +361,7 @@ class ModelPool:
         model, place.model, place.loading = place.model, None, None
         if model is not None:
             self.metrics.leave(place.offer.name)
-            asyncio.get_running_loop().run_in_executor(None, model.engine.stop, 0)
+            asyncio.get_running_loop().run_in_executor(None, model.end, False)
         place.state, place.why = State.FAILED, why
         place.again = time.monotonic() + min(PAUSES[1], PAUSES[0] * 2**place.failures)
         place.failures += 1
@@ -449,7 +449,15 @@ class ModelPool:
         head = {"id": place.offer.name, "object": "model", "created": self.created, "owned_by": "lowq"}
         bytes_ = _need(place)
         more = {"state": place.state.value, "loaded": place.state is State.READY, "bytes": bytes_, "pinned": place.offer.pin}
+        more |= {"kv_host_bytes": self.host_bytes(place.offer.name)} if self.host is not None else {}
         return {**head, **known, **more} | ({"error": place.why} if place.why else {})
+
+    def host_bytes(self, name: str) -> int:
+        """Bytes of a model's cache that are in host memory, whether it is loaded or not."""
+        place = self.places.get(name)
+        if place is not None and place.model is not None:
+            return place.model.engine.stats().host_bytes
+        return 0 if self.host is None else self.host.kept_bytes(name)
 
     def stats(self) -> Stats:
         """All engines together, with counters that only grow; `waiting`: those for a model too."""

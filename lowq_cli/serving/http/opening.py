@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli import console, memory, state
 from lowq_cli.files.source import check_there
 from lowq_cli.serving import offers
+from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.http.loading import Loaded, Loader, LoadingModel
 from lowq_cli.serving.offers import Offer
 from lowq_packers.errors import NotFoundError, UsageError
@@ -27,6 +28,7 @@ class Asked:
     keep_alive: str | None
     name: str | None
     lora: Mapping[str, str] = field(default_factory=dict)
+    kv_host: str | None = None
 
     @property
     def one(self) -> bool:
@@ -53,7 +55,8 @@ class Asked:
             )
         memory = offers.size(self.memory, "--memory") if self.memory else file.memory
         alive = offers.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
-        return Offers(found, default, memory, float("inf") if alive is None else alive)
+        host = offers.size(self.kv_host, "--kv-host") if self.kv_host else file.kv_host
+        return Offers(found, default, memory, float("inf") if alive is None else alive, host)
 
     def _last(self, found: dict[str, Offer]) -> str:
         """The checkpoint that commands take without a name, or else the first one there is."""
@@ -67,12 +70,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Offers:
-    """Models by name, the default's, bytes of all loaded ones (None: what there is), seconds until an idle one is unloaded."""
+    """Models by name, the default's, bytes of all loaded ones (None: what there is), seconds until an idle one is unloaded,
+    bytes of host memory for what caches have no room for (None: none)."""
 
     models: dict[str, Offer]
     default: str
     memory: int | None
     keep_alive: float
+    kv_host: int | None = None
 
 
 class Opening:
@@ -85,16 +90,18 @@ class Opening:
     def __init__(self, asked: Asked, found: Offers, device: str, how: Mapping[str, Any]) -> None:
         self.asked, self.found = asked, found
         how = {**how} if asked.one else {**how, "memory": found.memory or 0}
-        self.loader = Loader(device, how)
-        self.first = LoadingModel(found.models[found.default], device, how, console.quiet)
+        self.host = _host_memory(found)
+        self.loader = Loader(device, how, self.host)
+        self.first = LoadingModel(found.models[found.default], device, how, console.quiet, host=self.host)
 
     def pool(self, say: Callable[[str], None]) -> "ModelPool":
         """The pool, its default model loaded and not started yet. Raises what loading raises."""
         from lowq_cli.serving.http.model_pool import ModelPool  # while the model is loaded
 
         found, model = self.found, self.first.made()
-        bound = None if self.asked.one else found.memory or _room(self.loaded)
+        bound = None if self.asked.one else found.memory or _room(self.loaded, found.kv_host or 0)
         pool = ModelPool(found.models, found.default, self.loader.begin, bound, found.keep_alive, only=self.asked.one)
+        pool.host = self.host
         pool.adopt(model)
         pool.say, pool.prepare = say, self.loader.prepare
         pool.refresh = dict if self.asked.one else lambda: self.asked.read().models
@@ -110,11 +117,25 @@ class Opening:
         """End the processes that were begun here."""
         self.first.stop()
         self.loader.stop()
+        if self.host is not None:
+            self.host.close()
 
 
-def _room(loaded: Loaded) -> int | None:
-    """Bytes that all models together may take where nobody says: most of what the device has."""
+def _host_memory(found: Offers) -> HostMemory | None:
+    """What `--kv-host` asks for. Raises UsageError for more than there is."""
+    if found.kv_host is None:
+        return None
+    free = memory.available_memory()
+    if free is not None and found.kv_host > free:
+        has = f"{console.size(found.kv_host)} is more than the {console.size(free)} that are free"
+        raise UsageError(f"--kv-host (or kv_host in the file): {has}; name a smaller size")
+    return HostMemory(found.kv_host, len(found.models))
+
+
+def _room(loaded: Loaded, beside: int) -> int | None:
+    """Bytes that all models together may take where nobody says: most of what the device has, and on a CPU of what is left
+    beside so many bytes."""
     if loaded.device_bytes is not None:
         return int(0.95 * loaded.device_bytes)
     free = memory.available_memory()
-    return None if free is None else int(0.8 * free) + loaded.facts.weight_bytes
+    return None if free is None else int(0.8 * max(0, free - beside)) + loaded.facts.weight_bytes

@@ -1,5 +1,6 @@
 """A model that is loaded, with what its answers are made with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -45,6 +46,7 @@ class ServedModel:
     Args:
         engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
         draw: settings of `Draw` where a request leaves them out. roofline: what `Metrics` takes. facts: what more is known.
+        end: ends the engine; is told whether its cache stays in host memory.
         pictures: what reads those of requests, None where it takes none.
     """
 
@@ -58,10 +60,12 @@ class ServedModel:
         roofline: Roofline | None = None,
         facts: Facts | None = None,
         pictures: PictureReader | None = None,
+        end: Callable[[bool], None] | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.name, self.stop_ids = engine, tokenizer, name, stop_ids
         self.draw, self.roofline, self.facts = draw or {}, roofline or Roofline(), facts or Facts()
         self.hub, self.pictures = Hub(engine), pictures
+        self.end: Callable[[bool], None] = end or (lambda keep: engine.stop(0))
         self.names, self.added = Names(tokenizer), tokenizer.added_tokens()
         self.ways = lru_cache(lambda template: ways_of(template, self.added))  # how it writes, by the template in use
         self.grammars = Grammars(tokenizer, stop_ids, engine.vocabulary)

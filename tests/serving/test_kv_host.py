@@ -1,0 +1,203 @@
+"""Blocks that a cache has no room for: in host memory, and back without a bit changed; also over a model's unloading."""
+
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from asking import Client, build, prompts
+from swaps import make_models
+
+from lowq_cli.serving.host_blocks import HostBlocks
+from lowq_cli.serving.host_memory import HostMemory, Kept
+from lowq_cli.serving.http.loading import _known
+from lowq_cli.serving.http.model_pool import PROCESS
+
+KINDS = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {kind: build(kind, **settings) for kind, settings in KINDS.items()}
+
+
+@pytest.fixture
+def model(models, request):
+    return models[getattr(request, "param", "llama")]
+
+
+@pytest.fixture
+def lend():
+    made = []
+
+    def one(bytes_=16 << 20):
+        made.append(HostMemory(bytes_, 1))
+        return made[-1]
+
+    yield one
+    for memory in made:
+        memory.close()
+
+
+def held(client):
+    """Every name in host memory with the bytes of its block."""
+    cache, found = client.engine._host, {}
+    for g, host in enumerate(client.engine.scheduler.cache._places):
+        for name, place in host.record():
+            found[g, name] = torch.cat([there[place - 1].flatten() for _, there in cache.groups[g]])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "kv"), [*((kind, "16") for kind in KINDS), ("llama", "fp8"), ("llama", "4")], indirect=["model"]
+)
+def test_texts_go_on_from_blocks_that_came_back_as_from_those_that_stayed(model, lend, kv):
+    asked = prompts(200, 150, 190, 140, 170, 160)
+    drawn = {"temperature": 1.5, "seed": 5}
+    roomy, small = Client(model, running=8, kv=kv), Client(model, running=2, kv=kv, cache_tokens=448, host=lend().lend("m"))
+    for c in (roomy, small):
+        for p in asked:
+            c.tokens(c.ask(p, 70 if kv == "16" else 9, **drawn))
+    before = held(small)
+    for i, p in enumerate(asked):
+        wanted, told = (c.follow(c.ask(p, 9, **drawn))[0] for c in (roomy, small))
+        assert [e.token for e in told] == [e.token for e in wanted]
+        assert told[0].cached == wanted[0].cached > 0, i
+    after, stats = held(small), small.engine.stats()
+    assert stats.host_hits > 0 == roomy.engine.stats().host_hits
+    assert any(k in before for k in after)
+    assert all(torch.equal(after[k], before[k]) for k in after if k in before)
+    for c in (roomy, small):
+        c.engine.stop(0)
+    assert roomy.engine.keep() is None
+
+
+@pytest.mark.parametrize("model", KINDS, indirect=True)
+def test_the_next_engine_of_the_same_model_goes_on_from_what_one_left(model, lend):
+    memory, asked = lend(), prompts(200, 150, 190)
+    first = Client(model, running=2, host=(lent := memory.lend("m")))
+    wanted = first.tokens(*[first.ask(p, 20) for p in asked])
+    first.engine.stop(0)
+    kept = first.engine.keep()
+    memory.take_back("m", lent, kept)
+    assert memory.kept_bytes("m") == kept.bytes > 0
+    later = Client(model, running=2, host=memory.lend("m"))
+    told = later.follow(*[later.ask(p, 20) for p in asked])
+    assert [[e.token for e in events] for events in told] == wanted
+    assert [events[0].cached for events in told] == [192, 128, 128]
+    assert later.engine.stats().host_hits == 448
+    later.engine.stop(0)
+
+
+def test_a_deterministic_engine_has_no_use_for_it(model, lend):
+    c = Client(model, running=2, deterministic=True, host=lend().lend("m"))
+    c.tokens(c.ask(prompts(100)[0], 5))
+    c.engine.stop(0)
+    assert c.engine.keep() is None
+
+
+def test_what_a_changed_model_left_is_not_taken(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    lent = HostMemory(1 << 20, 1).lend("m")
+
+    def known(by=lent, **how):
+        return _known(by, "m", str(tmp_path), {"kv": "16", "prefer": "smooth"} | how)
+
+    mine = replace(lent, kept=Kept(known().key, (1,), ([],), 0))
+    assert known(mine).kept is mine.kept
+    assert known(mine, prefer="first-token").kept is mine.kept
+    assert known(mine, kv="4").kept is None
+    assert known(mine, act="int8").kept is None
+    (tmp_path / "model.safetensors").write_bytes(b"others!")
+    assert known(mine).kept is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_files_together_are_never_larger_than_the_bound(seed):
+    rng, bytes_ = random.Random(seed), 1 << 20
+    memory, using = HostMemory(bytes_, rng.choice([1, 2, 4, 9])), {}
+    for _ in range(200):
+        name = rng.choice("abcdefgh")
+        if name in using and rng.random() < 0.7:
+            lent = using.pop(name)
+            kept = rng.choice([None, Kept(b"", (1,), ([],), lent.room // 2)])
+            memory.take_back(name, lent, kept)
+            memory.take_back(name, lent, None)  # a second time changes nothing
+            assert memory.kept_bytes(name) == (kept.bytes if kept else 0)
+        else:  # an engine that died has given nothing back
+            lent = memory.lend(name)
+            using.pop(name, None)
+            if lent is not None:
+                using[name] = lent
+                assert os.stat(lent.path).st_size == lent.room
+        regions = memory._regions.values()
+        assert sum(os.fstat(r.file).st_size for r in regions) <= bytes_
+        assert {n for n, r in memory._regions.items() if r.lent} == set(using)
+    memory.close()
+    assert not any(Path(lent.path).exists() for lent in using.values())
+
+
+def test_a_record_gives_the_least_recently_used_place():
+    host = HostBlocks(2)
+    assert [host.put(n) for n in (b"a", b"b", b"a", b"c")] == [1, 2, 0, 2]
+    assert [host.find(n) for n in (b"a", b"b", b"c")] == [1, 0, 2]
+    taken = host.take(b"a"), host.take(b"c")
+    assert host.put(b"d") == 0
+    for place in taken:
+        host.give_back(place)
+    assert (host.put(b"d"), host.used) == (1, 1)
+    again = HostBlocks(2)
+    again.restore(host.record())
+    assert [again.put(n) for n in (b"d", b"e", b"f")] == [0, 2, 1]
+
+
+# ---- a server
+
+
+def ask(server, model):
+    prompt = " ".join(["Once upon a time there was a king"] * 12)
+    answer = server.post("completions", {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    return told["choices"][0]["text"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def engine_of(server):
+    """The process of the one engine that has a model: it has begun before the one that waits for the next."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = sorted({p for t in tasks for p in (t / "children").read_text().split()}, key=int)
+    return next(int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
+
+
+@pytest.mark.slow
+def test_a_model_that_was_unloaded_remembers_what_it_read_but_not_one_that_was_killed(tmp_path, start_on):
+    two = make_models(tmp_path, ("ash", "birch"))
+    s = start_on(two / "ash", "--models", two, "--memory", PROCESS + (256 << 20), "--cache-tokens", 1024, "--kv-host", "64MB")
+    assert any("up to 64.0 MB of host memory" in line for line in s.said)
+    ash, cached = ask(s, "ash")
+    assert cached == 0
+    birch, cached = ask(s, "birch")
+    assert (cached, birch != ash) == (0, True)
+    told = {m["id"]: m["kv_host_bytes"] for m in httpx.get(f"{s.url}/v1/models", timeout=30).json()["data"]}
+    assert told["ash"] > 0 == told["birch"]
+    assert f'lowq_kv_host_bytes{{model="ash"}} {float(told["ash"])}' in httpx.get(f"{s.url}/metrics", timeout=30).text
+    assert ask(s, "ash") == (ash, 64)
+    os.kill(engine_of(s), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while s.post("completions", {"model": "ash", "prompt": "x", "max_tokens": 1}).status_code != 200:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert ask(s, "ash") == (ash, 0)
+    hits = re.search(r'lowq_kv_host_hit_tokens_total\{model="ash"\} (\S+)', httpx.get(f"{s.url}/metrics", timeout=30).text)
+    assert float(hits[1]) == 64
+    assert s.stop() == 0
