@@ -119,7 +119,7 @@ class Forks:
     def end(self):
         os.close(self.ask)
         self.codes.close()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 def walk(folder, device):

@@ -83,7 +83,7 @@ def test_vllm_ends_with_lowq(family_checkpoints, tmp_path, vllm, number):
                 break
             time.sleep(0.1)
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert told.read_text() == "told\n"
     finally:
         process.kill()

@@ -16,14 +16,14 @@ import pytest
 from lowq_cli import typing_in
 
 TALK = """
-import sys, time
+import select, sys
 from lowq_cli import typing_in
 typing_in.prepare()
 while (said := typing_in.ask()) is not None:
     print("SAID", repr(said), flush=True)
     with typing_in.unechoed():
         print("ANSWERING", flush=True)
-        time.sleep(0.6)
+        select.select([sys.stdin], [], [], 60 if said == "first" else 0)[0]
         print("ANSWERED", flush=True)
 """
 

@@ -75,7 +75,7 @@ def test_the_launches_between_products_are_the_steps_own(decoder):
 
 
 def test_launches_run_side_by_side_and_a_failure_is_left_for_later(monkeypatch):
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
     monkeypatch.setattr("lowq_kernels.dispatch.precompile.SLOW", 0.0)
 
     def fails() -> None:

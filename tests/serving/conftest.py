@@ -53,23 +53,23 @@ class Server:
         return httpx.post(f"{self.url}/v1/{path}", content=raw, timeout=120, **how)
 
     def stats(self):
-        return httpx.get(f"{self.url}/health", timeout=30).json()
+        return httpx.get(f"{self.url}/health", timeout=120).json()
 
-    def said_last(self, text, seconds=30):
+    def said_last(self, text, seconds=120):
         """Wait until the last line on stderr holds `text`."""
         until = time.monotonic() + seconds
         while not (self.said and text in self.said[-1]):
             assert time.monotonic() < until, "".join(self.said)
             time.sleep(0.01)
 
-    def idle(self, seconds=30):
+    def idle(self, seconds=120):
         """Wait until nothing runs and nothing waits."""
         until = time.monotonic() + seconds
         while (s := self.stats())["running"] or s["waiting"]:
             assert time.monotonic() < until, s
             time.sleep(0.01)
 
-    def stop(self, number=signal.SIGTERM, seconds=30):
+    def stop(self, number=signal.SIGTERM, seconds=60):
         self.process.send_signal(number)
         return self.process.wait(seconds)
 

@@ -44,7 +44,7 @@ def beside():
 
 
 def gone(pid):
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
             os.kill(pid, 0)
@@ -89,7 +89,7 @@ def test_what_can_never_be_answered_and_what_has_no_room(apart):
     ends = [events[-1].finish_reason for events in apart.follow(*numbers)]
     assert set(ends) <= {"cancelled", "length"}
     assert "cancelled" in ends
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (s := apart.engine.stats()).running or s.waiting:
         assert time.monotonic() < until, s
     assert len(apart.tokens(apart.ask([5, 6], 5))[0]) == 5
@@ -174,7 +174,7 @@ def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(st
     time.sleep(0.3)
     assert s.post("completions", {"prompt": "Once", "max_tokens": 3}).status_code == 200
     os.kill(engine, signal.SIGKILL)
-    assert s.process.wait(20) == 2
+    assert s.process.wait(60) == 2
     s.said_last("lowq: the engine's process was killed by signal 9; the system kills what takes more memory than there is")
 
 

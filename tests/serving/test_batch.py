@@ -38,7 +38,7 @@ def test_answers_are_those_of_the_server_and_a_killed_batch_goes_on(server, talk
         assert time.monotonic() < until
         assert process.poll() is None, process.stderr.read()
     process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    process.wait(60)
     with out.open("ab") as f:
         f.write(b'{"id": "half')  # as it may be where a disk was full
     done = batch(file, talk, "--json", "--max-batch", 1)

@@ -35,7 +35,7 @@ class Scripted:
         log.append(("begin", offer.name))
 
     def finish(self, loop, done):
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         if self.fails:
             raise LowqError(self.fails)
         model = ServedModel(Engine(self.log, self.offer.name), byte_tokenizer(), self.offer.name, frozenset())
@@ -140,12 +140,13 @@ def test_past_the_bound_of_those_that_wait_one_is_told_when_to_come_again():
 
 def test_who_waits_too_long_is_told_and_counts_no_more():
     async def go():
-        pool, _ = pool_of("ab", room=1, wait_s=0.05)
+        pool, _ = pool_of("ab", room=1, wait_s=60)
         await pool.start(lambda n, of: None)
         held = asyncio.Event()
         busy = asyncio.create_task(use(pool, "a", held))
         while not pool.places["a"].beginning:
             await asyncio.sleep(0)
+        pool.wait_s = 0.05
         with pytest.raises(Refusal) as refused:
             await use(pool, "b")
         assert refused.value.status == 503
@@ -413,7 +414,7 @@ def test_what_dies_takes_nothing_else_with_it(many, four):
 
     left = engines(many)
     many.process.send_signal(signal.SIGKILL)
-    many.process.wait(30)
+    many.process.wait(60)
     until(lambda: not any(Path(f"/proc/{p}").exists() for p in left))
 
 

@@ -41,7 +41,7 @@ def test_only_who_knows_the_key_comes_in_and_sigterm_lets_answers_end(start):
     next(chunks)
     s.process.send_signal(signal.SIGTERM)
     assert [c.choices[0].finish_reason for c in chunks][-1] == "length"
-    assert s.process.wait(30) == 0
+    assert s.process.wait(60) == 0
     s.said_last("stopped: 5 prompt tokens read, 200 generated")
 
 
@@ -110,7 +110,7 @@ def test_a_full_queue_says_when_to_come_again(server, monkeypatch):
     finally:
         for s in held:
             s.close()
-    server.idle(seconds=30)
+    server.idle()
 
 
 def test_what_takes_longer_than_the_grace_is_ended_and_told(start):
@@ -125,7 +125,7 @@ def test_what_takes_longer_than_the_grace_is_ended_and_told(start):
     s.process.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="the server is stopping"):
         list(chunks)
-    assert s.process.wait(30) == 0
+    assert s.process.wait(60) == 0
 
 
 def cli(monkeypatch, *args):
@@ -225,7 +225,7 @@ def test_a_log_that_takes_no_line_costs_no_answer(talk, how):
             answer = client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Once", "max_tokens": 2})
         assert answer.status_code == 200
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         if how != "dead":
@@ -246,11 +246,11 @@ def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
         held.append(socket.create_connection(address))
         held[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
     until = time.monotonic() + 60
-    while (ready := httpx.get(f"{s.url}/ready", timeout=5)).status_code == 200:
+    while (ready := httpx.get(f"{s.url}/ready", timeout=60)).status_code == 200:
         assert time.monotonic() < until
         time.sleep(0.1)
     assert "has not answered for" in ready.json()["status"]
-    assert httpx.get(f"{s.url}/health", timeout=5).status_code == 200  # the process itself is well
+    assert httpx.get(f"{s.url}/health", timeout=60).status_code == 200  # the process itself is well
     refused = s.post("completions", {"prompt": "Once", "max_tokens": 1})
     assert refused.status_code == 503
     assert "has not answered for" in refused.json()["error"]["message"]
@@ -258,7 +258,7 @@ def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
     for some in held:
         assert some.recv(1000).startswith(b"HTTP/1.1 200")
         some.close()
-    assert httpx.get(f"{s.url}/ready", timeout=5).status_code == 200
+    assert httpx.get(f"{s.url}/ready", timeout=60).status_code == 200
     os.kill(engine, signal.SIGSTOP)
     assert s.stop(seconds=apart.ENDS_S + run.DRAIN_S + run.LATE_S + 5) == 0
     with pytest.raises(ProcessLookupError):
