@@ -20,6 +20,7 @@ from safetensors.torch import save
 from lowq_cli import quantizers
 from lowq_cli.calibrate import curvature, scaling, texts
 from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
+from lowq_cli.calibrate.given import Given, GivenFile, better
 from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
 from lowq_cli.calibrate.learn import EPOCHS, learn
 from lowq_cli.calibrate.need import (
@@ -38,8 +39,7 @@ from lowq_cli.files.folder import staged
 from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source
 from lowq_cli.plan.plan import Item, Plan
-from lowq_cli.quantizers import FEW_TOKENS, gptq
-from lowq_cli.quantizers.gptq import Moments
+from lowq_cli.quantizers import FEW_TOKENS
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
@@ -101,7 +101,7 @@ class Calibration:
 
     Args:
         folder: the output folder. run_hash: names the run, so that only its own finished layers are taken up.
-        grids: what another tool made of a matrix, by name: its scales and zeros stay, and its codes where none are better.
+        file: another tool's, whose matrices get better codes and scales instead of new ones.
     Raises:
         UnsupportedError: a family whose layers cannot be walked. UsageError: too short a text.
     """
@@ -114,12 +114,12 @@ class Calibration:
         folder: Path,
         run_hash: str,
         device: torch.device,
-        grids: Callable[[str], QuantizedTensor] | None = None,
+        file: GivenFile | None = None,
     ) -> None:
         from lowq_cli.hf.layers import DecoderLayers
         from lowq_cli.hf.tokenizer import load_tokenizer
 
-        self.device, self.source, self.text, self.recipe, self.grids = device, source, text, plan.recipe, grids
+        self.device, self.source, self.text, self.recipe, self.file = device, source, text, plan.recipe, file
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
         self.blocks = DecoderLayers(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
@@ -166,7 +166,8 @@ class Calibration:
                 if done:
                     scaling.repeat(layer, self._scaled(path, list(mine), kept))
                     for name in mine:
-                        layer.set(name, load_item(path, self.items[name]).dequantize().to(self.device))
+                        q = self.file.load(path, self.items[name]) if self.file else load_item(path, self.items[name])
+                        layer.set(name, q.dequantize().to(self.device))
                     self.rounded += len(mine)
                 else:
                     error = yield from self._quantize(layer, kept, x_ref, x_quant, path)
@@ -242,8 +243,11 @@ class Calibration:
             dtype = _dtype(item.outputs[1][1].dtype)
             method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
             notes[name] = f"{method}, because its layer does not call it: nothing tells what it is given"
+            if self.file:
+                results |= self._kept(layer, name, self.file.given(name).to(self.device))
+                continue
             W = layer.matrix(name, layer.original).contiguous()
-            q = self._given([name]) or quantizers.get(method)(W, item.scheme, dtype)
+            q = quantizers.get(method)(W, item.scheme, dtype)
             results |= save_item(q, name, dtype)
             layer.set(name, q.dequantize())
         for stage in layer.stages(x_ref, x_quant):
@@ -252,14 +256,21 @@ class Calibration:
                 assert item.scheme is not None
                 dtype = _dtype(item.outputs[1][1].dtype)
                 parts = [layer.matrix(n, layer.original) for n in names]
+                if self.file:
+                    (name,), given = names, self.file.given(names[0]).to(self.device)
+                    if stage.moments.tokens >= FEW_TOKENS or item.kind != "expert":
+                        given = better(parts[0], given, stage.moments)
+                    errors.append(_output_error(parts[0], given.dequantize(), stage.moments.second))
+                    results |= self._kept(layer, name, given)
+                    self.rounded += 1
+                    yield MatrixDone(name, self.rounded, len(self.items))
+                    continue
                 W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
                 if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
                     method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
                     why = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
                     notes |= dict.fromkeys(names, why)
-                    q = self._given(names) or quantizers.get(method)(W, item.scheme, dtype)
-                elif given := self._given(names):
-                    q = better_codes(W, given, stage.moments)
+                    q = quantizers.get(method)(W, item.scheme, dtype)
                 else:
                     sides = self._sides(names, [len(p) for p in parts])
                     q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments, **sides)
@@ -283,14 +294,11 @@ class Calibration:
             write_whole(path, save(results, {"notes": json.dumps([notes, unscaled])}))
         return sum(errors) / max(len(errors), 1)
 
-    def _given(self, names: list[str]) -> QuantizedTensor | None:
-        """What another tool made of these matrices, one under the other; None where nothing was given."""
-        if self.grids is None:
-            return None
-        parts = [self.grids(n).to(self.device) for n in names]
-        W_q, scales = torch.cat([q.W_q for q in parts]), torch.cat([q.scales.float() for q in parts])
-        zeros = torch.cat([q.zeros.float() for q in parts if q.zeros is not None]) if parts[0].zeros is not None else None
-        return QuantizedTensor(W_q, scales, zeros, parts[0].bits, parts[0].group_size, parts[0].zero)
+    def _kept(self, layer: Layer, name: str, given: Given) -> dict[str, torch.Tensor]:
+        """A matrix of the file put into the layer; the tensors to set down."""
+        assert self.file
+        layer.set(name, given.dequantize())
+        return self.file.saved(name, given)
 
     def _joined(self, names: list[str]) -> Iterator[list[str]]:
         """The matrices of a stage, those that are quantized alike together while they fit a slab: a third of the launches."""
@@ -301,7 +309,7 @@ class Calibration:
         for group in alike.values():
             scheme = self.items[group[0]].scheme
             own = scheme and scheme.table_width  # a table, or its factor, is a matrix's own
-            if not own and sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
+            if not own and not self.file and sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
                 yield group
             else:
                 yield from ([n] for n in group)
@@ -356,12 +364,6 @@ class Calibration:
 
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[name])
-
-
-def better_codes(W: torch.Tensor, given: QuantizedTensor, moments: Moments) -> QuantizedTensor:
-    """`given`, of W (N, K), with gptq's codes on its scales and zeros if the output's error is less with them."""
-    made, wanted = gptq.quantize(W, given.scheme, None, moments, given), gptq.correct_drift(W, moments)
-    return min((given, made), key=lambda q: _output_error(wanted, q.dequantize(), moments.second))
 
 
 def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:

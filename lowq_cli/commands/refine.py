@@ -1,4 +1,4 @@
-"""lowq refine: better codes inside another tool's quantized file, given the model it was made from."""
+"""lowq refine: better codes and scales inside another tool's quantized file, given the model it was made from."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from lowq_packers.errors import UsageError
 
 EXAMPLES = """Examples:
   lowq refine my-model-gptq --model my-model
-  lowq refine my-model-q4_0.gguf --model my-model --out better.gguf
+  lowq refine my-model-Q4_K_M.gguf --model my-model --out better.gguf
   lowq refine my-model-w4a16 --model my-model --calib book.txt"""
 
 
@@ -30,7 +30,7 @@ def refine(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Choose better codes in a GPTQ, GGUF, MLX, compressed-tensors file: its format, scales and zeros stay."""
+    """Choose better codes and scales in a GPTQ, AWQ, GGUF, MLX, NVFP4 or MXFP4 file: its format and schemes stay."""
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe
@@ -58,6 +58,6 @@ def refine(
         console.out(done.exported.out)
         there = " (was already there)" if done.exported.already_done else ""
         console.say(
-            f"{done.better} of {done.matrices} weights have codes of less error; {console.size(done.exported.bytes)}, "
+            f"{done.better} of {done.matrices} weights have codes or scales of less error; {console.size(done.exported.bytes)}, "
             f"{done.exported.format} as before{there}"
         )

@@ -16,6 +16,7 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+Nearest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 TEXT = True
 CARRIES = True  # errors go on to later columns: a budget of bits weighs them so
 BLOCK = 128  # columns rounded before the rest of the row is corrected in one product
@@ -89,6 +90,25 @@ def rounder(
     table = companion_of(W, scheme) if table is None else table
     book = Book(scheme, table, W.device, dtype) if scheme.table else None
     return W, lambda rows: quantize_rows(rows, scheme, partial(_solve, path, None, book), dtype, GPTQ_SLAB, table)
+
+
+def codes_on(W: torch.Tensor, moments: Moments, size: int, nearest_in: Callable[[int], Nearest]) -> torch.Tensor:
+    """Codes (N, K) uint8 of W, column by column as in `quantize`, on the grids of another format's groups of `size` columns.
+
+    nearest_in: of a group's number what rounds a column (N,) of it to codes and their values.
+    """
+    W, path = _corrected(W, Scheme(8, size), moments)
+    left = W.float()[:, path.order]
+    codes = torch.empty_like(left)
+    for first in range(0, left.shape[1], BLOCK):
+        last = min(first + BLOCK, left.shape[1])
+        groups = iter((path.order[first:last] // size).tolist())
+        part = left[:, first:last], path.factor[first:last, first:last]
+        codes[:, first:last], errors = carry(*part, lambda column, groups=groups: nearest_in(next(groups))(column))  # type: ignore[misc]
+        left[:, last:].addmm_(errors, path.factor[first:last, last:], alpha=-1)
+    back = torch.empty_like(codes)
+    back[:, path.order] = codes
+    return back.to(torch.uint8)
 
 
 def _corrected(W: torch.Tensor, scheme: Scheme, moments: Moments | None) -> tuple[torch.Tensor, "_Path"]:

@@ -173,11 +173,10 @@ class Blocks:
     def _each(self, of_block: torch.Tensor) -> torch.Tensor:
         return of_block.float().repeat_interleave(self.s.shape[1] // self.d.shape[1], 1)
 
-    def rows(self, first: int, last: int) -> Blocks:
-        """Rows first .. last - 1: views."""
-        s, d, part = self.s, self.d, slice(first, last)
-        m, dmin = (None if t is None else t[part] for t in (self.m, self.dmin))
-        return Blocks(self.kind, self.codes[part], s[part], m, d[part], dmin)
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Blocks:
+        """All numbers, each changed alike: other rows, another device."""
+        m, dmin = (None if t is None else change(t) for t in (self.m, self.dmin))
+        return Blocks(self.kind, change(self.codes), change(self.s), m, change(self.d), dmin)
 
     def same(self, other: Blocks) -> bool:
         """Whether all numbers are the same."""

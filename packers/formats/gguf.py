@@ -236,7 +236,7 @@ def _dense(q: Blocks) -> torch.Tensor:
     """(N, K) fp16, some rows at a time."""
     out, step = torch.empty(q.codes.shape, dtype=torch.float16), max(1, ROWS // q.codes.shape[1])
     for i in range(0, len(out), step):
-        out[i : i + step] = q.rows(i, i + step).dequantize()
+        out[i : i + step] = q.each(lambda t, i=i: t[i : i + step]).dequantize()  # type: ignore[misc]
     return out
 
 

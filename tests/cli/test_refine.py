@@ -1,4 +1,4 @@
-"""Better codes inside another tool's file: its format, scales and zeros stay, the outputs come nearer, refusals are told."""
+"""Better codes and scales inside another tool's file: its format and zeros stay, the outputs come nearer, refusals are told."""
 
 import shutil
 from pathlib import Path
@@ -7,15 +7,22 @@ import pytest
 import torch
 from conftest import Bytes
 from exported import HEAD, INT4, SYM, dense_tensors
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowq_cli.calibrate.need import LayerDone
+from lowq_cli.files.checkpoint import Checkpoint
+from lowq_cli.files.source import open_source
+from lowq_cli.interop import gguf_export
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
+from lowq_cli.interop.gguf_file import GgufTensor, f32, head, padded, u32
+from lowq_cli.interop.gguf_file import text as text_value
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import refine
+from lowq_cli.run import pipeline
 from lowq_cli.run.refine import Refining
 from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.formats._gguf_blocks import BLOCK_KINDS
+from lowq_packers.formats.gguf import permute_heads
 from lowq_packers.home import cache_dir
 from lowq_packers.scheme import Scheme
 
@@ -53,49 +60,150 @@ def equal(a, b):
     ("to", "schemes"),
     [("gptq", INT4), ("compressed-tensors", SYM | HEAD), ("mlx", AFFINE)],
 )
-def test_codes_change_and_nothing_else(to, schemes, bf16_checkpoints, text, tmp_path):
+def test_codes_and_scales_change_and_nothing_else(to, schemes, bf16_checkpoints, text, tmp_path):
     made = bf16_checkpoints("llama", schemes)
     export(made.packed, to, tmp_path / "file", rounding=to == "mlx")
     done = refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
     assert done.exported.format == to
-    assert_codes_alone(tmp_path / "file", tmp_path / "refined", done)
+    assert_grids_stay(tmp_path / "file", tmp_path / "refined", done)
     if "head" in schemes:
         assert torch.equal(parts(tmp_path / "file")[0]["lm_head"], parts(tmp_path / "refined")[0]["lm_head"])
 
 
-def test_a_gguf_file_keeps_all_but_codes(demo_gguf, text, tmp_path):
+def test_a_gguf_file_keeps_all_but_codes_and_scales(demo_gguf, text, tmp_path):
     done = refined(demo_gguf, "demo", text, tmp_path / "refined.gguf")
-    assert_codes_alone(demo_gguf, tmp_path / "refined.gguf", done)
+    assert_grids_stay(demo_gguf, tmp_path / "refined.gguf", done)
 
 
-def assert_codes_alone(old, new, done):
-    """Other codes in as many matrices as `done` says, and nothing else."""
+def assert_grids_stay(old, new, done):
+    """Other codes and scales in as many matrices as `done` says, scales of the same dtype, and nothing else."""
     assert done.better > 0
     (before, kept), (after, still) = parts(old), parts(new)
     assert before.keys() == after.keys()
-    assert sum(not torch.equal(before[n], after[n]) for n in before) == done.better
+    changed = [n for n in before if not torch.equal(before[n], after[n]) or not equal(kept[n][1], still[n][1])]
+    assert len(changed) == done.better
     for n, (scheme, scales, zeros) in kept.items():
         assert still[n][0] == scheme
-        assert equal(scales, still[n][1])
+        assert still[n][1].dtype == scales.dtype
+        assert equal(scales, still[n][1]) or scheme.zero != "float"  # which are one with an offset
         assert equal(zeros, still[n][2])
     with open_decoded(old) as a, open_decoded(new) as b:
         first, second = dense_tensors(a), dense_tensors(b)
     assert all(torch.equal(first[n], second[n]) for n in first if n.removesuffix(".weight") not in before)
 
 
-def test_outputs_come_nearer(bf16_checkpoints, text, tmp_path):
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, "gptq", tmp_path / "file")
-    refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
-    model = AutoModelForCausalLM.from_pretrained(made.dense, dtype=torch.float32)
+def errors_of(model, text, *files):
+    """Mean squared errors of the logits with each file's weights."""
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([Bytes()(Path(text).read_text()[:600])["input_ids"]])
     with torch.no_grad():
         wanted, errors = model(ids).logits, []
-        for name in ("file", "refined"):
-            with open_decoded(tmp_path / name) as source:
+        for file in files:
+            with open_decoded(file) as source:
                 model.load_state_dict({n: t.float() for n, t in dense_tensors(source).items()}, strict=False)
             errors.append(float((model(ids).logits - wanted).square().mean()))
-    assert 0 < errors[1] < 0.9 * errors[0]
+    return errors
+
+
+@pytest.mark.parametrize("to", ["gptq", "awq"])
+def test_outputs_come_nearer(to, bf16_checkpoints, text, tmp_path):
+    made = bf16_checkpoints("llama", INT4)
+    export(made.packed, to, tmp_path / "file")
+    refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
+    old, new = errors_of(made.dense, text, tmp_path / "file", tmp_path / "refined")
+    assert 0 < new < 0.9 * old
+
+
+@pytest.mark.parametrize(
+    ("form", "to"), [("nvfp4", "modelopt"), ("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors")]
+)
+def test_four_bit_floats_get_better_codes_and_scales(form, to, bf16_checkpoints, text, tmp_path):
+    dense = bf16_checkpoints("llama", INT4).dense
+    pipeline.quantize(dense, tmp_path / "m", format=form, method="rtn", lm_head="keep", device="cpu")
+    export(tmp_path / "m", to, tmp_path / "file")
+    done = refined(tmp_path / "file", dense, text, tmp_path / "refined")
+    assert_grids_stay(tmp_path / "file", tmp_path / "refined", done)
+    old, new = errors_of(dense, text, tmp_path / "file", tmp_path / "refined")
+    assert 0 < new < 0.9 * old
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A Llama of one layer whose rows are whole blocks of 256."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=160, max_position_embeddings=512)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.05)
+    model.save_pretrained(folder := tmp_path_factory.mktemp("wide"))
+    return folder
+
+
+def write_blocks_of(folder, path, kind):
+    """The model as a GGUF file, all matrices of its layer in one type."""
+    with open_source(folder) as source:
+        tensors = dense_tensors(source)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "mlp.up_proj": "ffn_up",
+             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.down_proj": "ffn_down",
+             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    names = {f"model.layers.0.{ours}": f"blk.0.{theirs}" for ours, theirs in names.items()}
+    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    rows, raw = [], []
+    for name, W in tensors.items():
+        theirs = names[name.removesuffix(".weight")]
+        packed = W.dim() == 2 and theirs.startswith("blk")
+        W = permute_heads(W, 4 if theirs.endswith("q") else 2) if theirs in ("blk.0.attn_q", "blk.0.attn_k") else W
+        rows.append(GgufTensor(f"{theirs}.weight", tuple(W.shape), kind if packed else "F32"))
+        raw.append(gguf_export._encoded(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
+    facts = {"context_length": 512, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 160,
+             "attention.head_count": 4, "attention.head_count_kv": 2}  # fmt: skip
+    metadata = [("general.architecture", text_value("llama")), ("general.name", text_value("kept as it is"))]
+    metadata += [(f"llama.{k}", u32(v)) for k, v in facts.items()]
+    metadata.append(("llama.attention.layer_norm_rms_epsilon", f32(1e-6)))
+    with open(path, "wb") as f:
+        f.write(head(metadata, rows))
+        for row, part in zip(rows, raw, strict=True):
+            f.write(part.numpy().tobytes() + bytes(padded(row.nbytes) - row.nbytes))
+
+
+@pytest.mark.parametrize("kind", [*BLOCK_KINDS, "IQ4_NL", "MXFP4"])
+def test_gguf_blocks_get_better_codes_and_scales(kind, wide, text, tmp_path):
+    write_blocks_of(wide, tmp_path / "m.gguf", kind)
+    done = refined(tmp_path / "m.gguf", wide, text, tmp_path / "n.gguf")
+    assert (done.matrices, done.better) == (7, 7)
+    old, new = errors_of(wide, text, tmp_path / "m.gguf", tmp_path / "n.gguf")
+    assert 0 < new < 0.8 * old
+    before, after = (tmp_path / "m.gguf").read_bytes(), (tmp_path / "n.gguf").read_bytes()
+    assert len(before) == len(after)
+    with open_foreign(tmp_path / "m.gguf") as source:
+        first = min(h.offset for h in source.headers.values())
+        spans = [(h.offset, h.offset + h.nbytes) for n, h in source.headers.items() if "proj" not in n]
+    assert before[:first] == after[:first]
+    assert all(before[a:b] == after[a:b] for a, b in spans)
+    package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
+    read = {t.name: t for t in package.GGUFReader(tmp_path / "n.gguf").tensors}["blk.0.attn_q.weight"]
+    theirs = torch.from_numpy(package.quants.dequantize(read.data, read.tensor_type).copy())
+    with open_decoded(tmp_path / "n.gguf") as source:
+        ours = source.read("model.layers.0.self_attn.q_proj.weight").reshape(256, 256)
+    assert torch.equal(permute_heads(theirs, 4, inverse=True).to(ours.dtype), ours)
+
+
+def test_a_killed_run_of_blocks_goes_on_with_the_same_bytes(wide, text, tmp_path):
+    write_blocks_of(wide, tmp_path / "m.gguf", "Q2_K")
+    refined(tmp_path / "m.gguf", wide, text, tmp_path / "once.gguf")
+    shutil.rmtree(cache_dir() / "refined")
+    events = Refining(str(tmp_path / "m.gguf"), str(wide), recipe(text), str(tmp_path / "again.gguf"), "cpu").run()
+    for event in events:
+        if isinstance(event, LayerDone):
+            break
+    with pytest.raises(KeyboardInterrupt):
+        events.throw(KeyboardInterrupt)
+    resumed = Refining(str(tmp_path / "m.gguf"), str(wide), recipe(text), str(tmp_path / "again.gguf"), "cpu")
+    assert [e.resumed for e in resumed.run() if isinstance(e, LayerDone)] == [True]
+    assert not resumed.export().exported.already_done
+    assert refined(tmp_path / "m.gguf", wide, text, tmp_path / "again.gguf").exported.already_done
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "once.gguf").read_bytes()
 
 
 def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_path):
@@ -118,12 +226,14 @@ def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_pa
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-def test_a_matrix_keeps_codes_that_are_better(bf16_checkpoints, text, tmp_path):
-    """A refined file refined again: gptq finds the same codes, so none is better."""
+def test_a_matrix_keeps_what_is_better(bf16_checkpoints, text, tmp_path):
+    """Refined again, where the layers before have moved a little: hardly anything is better, and nothing is worse."""
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
     refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
-    assert refined(tmp_path / "refined", made.dense, text, tmp_path / "twice").better == 0
+    refined(tmp_path / "refined", made.dense, text, tmp_path / "twice")
+    first, once, twice = errors_of(made.dense, text, *(tmp_path / n for n in ("file", "refined", "twice")))
+    assert twice < 1.1 * once < first
 
 
 def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
@@ -143,7 +253,7 @@ def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
 def test_scaled_weights_are_refused(bf16_checkpoints, text, tmp_path, monkeypatch):
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
-    plain = refine.Checkpoint.read_plain
-    monkeypatch.setattr(refine.Checkpoint, "read_plain", lambda self, t: plain(self, t) * (1.5 if "norm" in t.name else 1))
+    plain = Checkpoint.read_plain
+    monkeypatch.setattr(Checkpoint, "read_plain", lambda self, t: plain(self, t) * (1.5 if "norm" in t.name else 1))
     with pytest.raises(UnsupportedError, match="scaled before"):
         list(Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "out"), "cpu").run())

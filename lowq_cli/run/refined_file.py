@@ -1,0 +1,233 @@
+"""Another tool's quantized file while its weights get better codes and scales: a folder of safetensors, or a GGUF file.
+
+Both hand out matrices as they hold them (calibrate/given.py), take better ones, and leave the rest of the file as it is.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lowq_cli.calibrate.given import Given, GivenBlocks, GivenCodes, GivenFile
+from lowq_cli.calibrate.layer_file import load_item, load_tensor, save_item
+from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.files.folder import check_free, sweep, unfinished
+from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
+from lowq_cli.interop import export_checks, exporter
+from lowq_cli.interop.exported import Exported, Progress
+from lowq_cli.interop.foreign import foreign_matrices, open_foreign
+from lowq_cli.interop.gguf_export import ENGINES
+from lowq_cli.interop.importer import cached, runnable
+from lowq_cli.plan.plan import Item
+from lowq_cli.state import remember_export, was_exported, writing
+from lowq_packers.atomic import publish
+from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.formats import gguf
+from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, read_blocks, write_blocks
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+COPIED = 1 << 24  # bytes of a file that are copied at a time
+RESULT = "model.gguf"
+Load = Callable[[], Given]
+
+
+class RefinedFile(GivenFile, Protocol):
+    """matrices: name -> shape and scheme (of blocks that lowq has no scheme for, one of as many groups)."""
+
+    matrices: dict[str, tuple[tuple[int, int], Scheme]]
+    kept: Path  # where results wait for their export, less the run's name
+
+    def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of one dimension that the file holds as they are."""
+
+    def write(self, made: Mapping[str, Load], folder: Path) -> None:
+        """The file once more into a folder, with other matrices where there are some."""
+
+    def is_done(self, work: Path) -> bool:
+        """Whether a folder holds a whole result."""
+
+    def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
+        """The result in its own format, and how many matrices are not what they were."""
+
+
+def opened(checkpoint: str, path: Path) -> RefinedFile:
+    """The file of that name. Raises UsageError: not what another tool quantized; UnsupportedError: forms that are only read."""
+    with open_foreign(checkpoint) as source:
+        read = foreign_matrices(source)
+    if read is None:
+        raise UsageError(
+            f"{checkpoint} is no file that another tool quantized; for a model: lowq quantize MODEL --method learn"
+        )
+    fmt, matrices = read
+    if fmt.export is None:
+        raise UnsupportedError(f"lowq reads {fmt.title} but does not write it; quantize the original instead")
+    if fmt.name == "gguf":
+        return GgufFile(path)
+    if dense := [m.name for m in matrices if m.scheme is None]:
+        raise UnsupportedError(
+            f"{dense[0]} ({len(dense)} such) is stored as {fmt.title} that lowq reads but does not write; quantize the original"
+        )
+    return FolderFile(checkpoint, fmt.name)
+
+
+class FolderFile:
+    """A folder, imported into the cache as a lowq checkpoint, from which it is exported again."""
+
+    def __init__(self, checkpoint: str, form: str) -> None:
+        self.form, self.found = form, open_checkpoint(runnable(checkpoint))
+        self.kept = self.found.folder.parents[1] / "refined" / self.found.folder.name
+        export_checks.check(self.found, export_checks.formats.get(form))
+        self.packed = {t.name: t for t in self.found.tensors if t.scheme}
+        self.matrices = {n: (self.found.shapes[n], s) for n, s in self.found.schemes.items()}
+
+    def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `RefinedFile` says."""
+        return ((t.name, self.found.read_plain(t)) for t in self.found.tensors if t.scheme is None and len(t.shape) == 1)
+
+    def given(self, name: str) -> Given:
+        """A matrix as the file has it."""
+        return GivenCodes(self.found.read_matrix(self.packed[name]))
+
+    def saved(self, name: str, given: Given) -> dict[str, torch.Tensor]:
+        """As `GivenFile` says."""
+        assert isinstance(given, GivenCodes)
+        return save_item(given.q, name, torch.float32)
+
+    def load(self, path: Path, item: Item) -> Given:
+        """As `GivenFile` says."""
+        return GivenCodes(load_item(path, item))
+
+    def write(self, made: Mapping[str, Load], folder: Path) -> None:
+        """As `RefinedFile` says."""
+        with SafetensorsWriter(folder) as shards:
+            for t in self.found.tensors:
+                if t.scheme is None:
+                    shards.add({t.name: self.found.read_plain(t)})
+                    continue
+                p = self.found.read_packed(t)
+                if t.name in made:
+                    given = made[t.name]()
+                    assert isinstance(given, GivenCodes)
+                    p = replace(pack(given.q), scales=given.q.scales.to(p.scales.dtype), zeros=p.zeros, table=p.table)
+                companions = {"scale": p.scales, "zero": p.zeros, "table": p.table}
+                found = {f"{t.name}.weight_{leaf}": x for leaf, x in companions.items() if x is not None}
+                shards.add({f"{t.name}.weight": p.words, **found})
+            shards.finish()
+        with writing(folder):
+            for name, raw in self.found.source.companion_files().items():
+                (folder / name).write_bytes(raw)
+            (folder / "config.json").write_bytes(to_json(self.found.config))
+
+    def is_done(self, work: Path) -> bool:
+        """As `RefinedFile` says."""
+        return is_checkpoint(work)
+
+    def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
+        """As `RefinedFile` says."""
+        done = exporter.export(work, self.form, out, progress=progress)
+        with open_checkpoint(self.found.folder).source as old, open_checkpoint(work).source as new:
+            names = [(f"{n}.weight", f"{n}.weight_scale") for n in self.matrices]
+            better = sum(any(not torch.equal(old.read(n), new.read(n)) for n in both) for both in names)
+        return done, better
+
+
+class GgufFile:
+    """A GGUF file: the same bytes but for the tensors that get better ones. Types that lowq only reads stay as they are."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.raw = path, open_foreign(path)
+        self.kept = cached(self.raw, "refined")
+        written = [k for k, s in gguf.SCHEMES.items() if gguf.type_for(s) == k]
+        stored = {n.removesuffix(".weight"): facts for n, facts in self.raw.config["gguf"].items()}
+        self.facts = {n: f for n, f in stored.items() if f["type"] in BLOCK_KINDS or f["type"] in written}
+        self.matrices = {n: ((f["shape"][0], f["shape"][1]), _scheme(f["type"])) for n, f in self.facts.items()}
+
+    def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `RefinedFile` says."""
+        headers = self.raw.headers.items()
+        return ((n, self.raw.read(n)) for n, h in headers if len(h.shape) == 1 and n.removesuffix(".weight") not in self.facts)
+
+    def given(self, name: str) -> Given:
+        """A matrix as the file has it, its rows in Hugging Face's order."""
+        whole = self.raw.headers[f"{name}.weight"].nbytes
+        return self._read(name, torch.frombuffer(self.raw.read_raw(f"{name}.weight", 0, whole), dtype=torch.uint8))
+
+    def saved(self, name: str, given: Given) -> dict[str, torch.Tensor]:
+        """As `GivenFile` says: the file's own bytes."""
+        given = given.to("cpu")
+        if isinstance(given, GivenBlocks):
+            return {f"{name}.raw": write_blocks(given.blocks.each(self._permuted(name, inverse=False))).flatten()}
+        assert isinstance(given, GivenCodes)
+        q, order = given.q, self._permuted(name, inverse=False)
+        zeros = None if q.zeros is None else order(q.zeros)
+        return {f"{name}.raw": gguf.encode(QuantizedTensor.of(q.scheme, order(q.W_q), order(q.scales), zeros), name).flatten()}
+
+    def load(self, path: Path, item: Item) -> Given:
+        """As `GivenFile` says."""
+        raw = load_tensor(path, f"{item.name}.raw")
+        assert raw is not None
+        return self._read(item.name, raw)
+
+    def _read(self, name: str, raw: torch.Tensor) -> Given:
+        (N, K), kind, order = self.matrices[name][0], self.facts[name]["type"], self._permuted(name, inverse=True)
+        if kind in BLOCK_KINDS:
+            return GivenBlocks(read_blocks(raw, kind, N, K, name).each(order))
+        q = gguf.decode(raw, kind, N, K, name)
+        zeros = None if q.zeros is None else order(q.zeros)
+        return GivenCodes(QuantizedTensor.of(q.scheme, order(q.W_q), order(q.scales), zeros))
+
+    def _permuted(self, name: str, inverse: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        heads = self.facts[name]["heads"]
+        if heads is None:
+            return lambda t: t
+        return lambda t: gguf.permute_heads(t, heads, inverse).contiguous()
+
+    def write(self, made: Mapping[str, Load], folder: Path) -> None:
+        """As `RefinedFile` says."""
+        with writing(folder), open(folder / f"{RESULT}.part", "wb") as file:
+            _copy(self.path, file.write)
+            for name, load in made.items():
+                file.seek(self.raw.headers[f"{name}.weight"].offset)
+                file.write(self.saved(name, load())[f"{name}.raw"].numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(folder / f"{RESULT}.part", folder / RESULT)
+
+    def is_done(self, work: Path) -> bool:
+        """As `RefinedFile` says."""
+        return (work / RESULT).is_file()
+
+    def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
+        """As `RefinedFile` says."""
+        result, run = open_foreign(work / RESULT), f"refined {work.name}"
+        spans = {n: (f"{n}.weight", 0, self.raw.headers[f"{n}.weight"].nbytes) for n in self.matrices}
+        better = sum(result.read_raw(*span) != self.raw.read_raw(*span) for span in spans.values())
+        facts = Exported(str(out), "gguf", self.path.stat().st_size, len(self.matrices), ENGINES, ())
+        if was_exported(out, run):
+            sweep(out)
+            return replace(facts, already_done=True), better
+        check_free(out)
+        with unfinished(out, run) as folder, writing(out), open(folder / "file", "wb") as file:
+            _copy(work / RESULT, file.write)
+            file.flush()
+            os.fsync(file.fileno())
+            remember_export(out, run, folder / "file")
+            publish(folder / "file", out)
+        return facts, better
+
+
+def _scheme(kind: str) -> Scheme:
+    """What stands for a type in a plan: its own scheme, or one of as many groups."""
+    return gguf.SCHEMES.get(kind) or Scheme(8, BLOCK_KINDS[kind].sub, "none")
+
+
+def _copy(path: Path, write: Callable[[bytes], object]) -> None:
+    with open(path, "rb") as file:
+        for part in iter(partial(file.read, COPIED), b""):
+            write(part)
