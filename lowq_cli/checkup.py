@@ -11,11 +11,13 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.activations import STEPS, rounded
 from lowq_kernels.dispatch import policy, registry
-from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.fp8.matmul import WIDENED
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native
 from lowq_packers import fp8
-from lowq_packers.layouts import LAYOUTS, pack
+from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
 
 N, K, GROUP = 80, 256, 64  # a product small enough to check every kernel in a second, with an N no tile divides
 AT_ONCE = 8  # one after the other some sixty kernels took 46 s to compile on an H200's host
@@ -116,10 +118,12 @@ def _fp8() -> Check:
     g = torch.Generator().manual_seed(0)
     w = fp8.quantize(torch.randn(N, K, generator=g), (128, 128))
     x = torch.randn(3, K, generator=g).to(device, torch.bfloat16)
-    layer = Fp8Linear.from_matrix(fp8.Fp8Matrix(w.q.to(device), w.scales.to(device), w.block))
+    scheme = Scheme.in_blocks(w.block)
+    layer = QuantLinear.from_packed(PackedWeight(w.q.to(device), w.scales.to(device), None, scheme, N, K, scheme.table))
+    layer.set_act("fp8")
     truth = fp8.quantize(x, (1, 128)).dequantize() @ w.dequantize().t().to(device)
     error = float((layer(x).float() - truth).norm() / truth.norm())
-    path = "no FP8 hardware: weights are widened to 16 bits while loading" if layer.widened else "multiplied as fp8"
+    path = "no FP8 hardware: weights are widened to 16 bits while loading" if layer.layout == WIDENED else "multiplied as fp8"
     return Check("fp8 weights", error <= TOLERANCE[torch.bfloat16], f"{path}; relative error {error:.1e} on {device.type}")
 
 

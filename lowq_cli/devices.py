@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lowq_cli import console
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -119,9 +119,9 @@ def _hash_triton() -> None:
             return
 
 
-def say_widened(device: torch.device, nbytes: int) -> None:
-    """Say how many bytes of 16-bit weights a device without FP8 hardware holds in the place of fp8's, where it does."""
-    if nbytes:
+def say_widened(device: torch.device, model: Any) -> None:
+    """Say how many bytes of 16-bit weights a device without FP8 hardware holds in the place of a model's fp8, where it does."""
+    if nbytes := sum(m.weight.nbytes for m in model.modules() if getattr(m, "layout", "") == "widened"):
         size = console.size(nbytes)
         console.say(f"{device} has no FP8: weights widened to {size} of 16 bits, activations rounded in software")
 

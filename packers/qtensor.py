@@ -20,7 +20,7 @@ def plausible(t: torch.Tensor, s: Scheme, role: str) -> torch.Tensor:
     """
     if role == "table":
         return tables.good_companion(s, t)
-    if role == "scale" and s.scale != "float":
+    if role == "scale" and s.scale in tables.BYTES:
         return tables.good_scales(t, s.scale)
     good = t.isfinite().all()
     if role == "zero" and s.zero == "int":
@@ -106,9 +106,9 @@ class QuantizedTensor:
         if (self.zeros is None) != (kind == "none"):
             raise SchemeError(f'zero="{kind}" and zeros={"None" if self.zeros is None else "a tensor"} contradict each other')
         for name, t in (("scales", self.scales), ("zeros", self.zeros)):
-            right = t is None or (t.is_floating_point() if self.scale == "float" else t.dtype == torch.uint8)
+            right = t is None or (t.dtype == torch.uint8 if self.scale in tables.BYTES else t.is_floating_point())
             if t is not None and (tuple(t.shape) != expected or not right):
-                wanted = "float" if self.scale == "float" else "uint8"
+                wanted = "uint8" if self.scale in tables.BYTES else "float"
                 raise SchemeError(f"{name} must be {expected} {wanted} for W_q {(N, K)}, got {tuple(t.shape)} {t.dtype}")
         tables.check_shape(self.scheme, self.table, N)
         if self.bits < 8 and self.W_q.numel() and int(self.W_q.max()) >= self.scheme.levels:

@@ -13,8 +13,8 @@ GROUP_STEP = 16  # groups are multiples of one tensor-core k step, so no fragmen
 ZeroKind = Literal["float", "int", "none"]
 ZERO_KINDS: tuple[ZeroKind, ...] = get_args(ZeroKind)
 TABLES: dict[str, tuple[int, ...]] = {"e2m1": (4,), "nf4": (4,), "iq4_nl": (4,), "fitted": (4, 3, 2)}  # and their widths
-ScaleKind = Literal["float", "e4m3", "e8m0"]
-SCALE_KINDS: tuple[ScaleKind, ...] = get_args(ScaleKind)
+ScaleKind = Literal["float", "e4m3", "e8m0", "f32"]
+SCALE_KINDS: tuple[ScaleKind, ...] = get_args(ScaleKind)[:3]  # "f32", which no model's dtype changes, is of blocks alone
 Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
 ACTS: tuple[Act, ...] = get_args(Act)
 E4M3 = "e4m3"  # the table of all values of an 8-bit float; the only one whose scales may be those of blocks: see fp8.py
@@ -50,7 +50,7 @@ class Scheme:
         if self.zero not in ZERO_KINDS:
             raise SchemeError(f"zero={self.zero!r} is not a kind of zero; use one of {', '.join(ZERO_KINDS)}")
         if self.block_rows != 1:
-            if self.block_rows < 1 or (self.bits, self.zero, self.table, self.scale) != (8, "none", E4M3, "float"):
+            if self.block_rows < 1 or (self.bits, self.zero, self.table, self.scale) != (8, "none", E4M3, "f32"):
                 raise SchemeError(f"{self.block_rows} rows share a scale, which those of {E4M3} weights alone do")
             return
         if self.table and self.table not in TABLES:
@@ -78,7 +78,7 @@ class Scheme:
     @classmethod
     def in_blocks(cls, block: Block) -> Scheme:
         """Weights in fp8 with a scale for each block."""
-        return cls(8, block[1], "none", E4M3, "float", block[0])
+        return cls(8, block[1], "none", E4M3, "f32", block[0])
 
     @property
     def block(self) -> Block:

@@ -3,21 +3,25 @@
 Hopper                         cuda/fp8_gemm (gemm_wgmma.py); triton where NVRTC is missing or K is no multiple of 16
 other GPUs with FP8 (8.9, 10+) triton/fp8_gemm
 many rows of 16 bits           fp8_widened: the weight widened a slab at a time
-anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which, fp8_linear.py does it
+anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which
 """
+
+from dataclasses import replace
 
 import torch
 
 from lowq_kernels import gpu
-from lowq_kernels.activations import Act
+from lowq_kernels.activations import Act, rounded
 from lowq_kernels.dispatch.registry import Config, register, select
 from lowq_kernels.fp8.call import Fp8Call
 from lowq_kernels.gpu import capability
 from lowq_kernels.products.dequant import SLAB_BYTES
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
+from lowq_packers.layouts import PackedWeight
 
 GROUP = 128  # values of a token that share a scale
+WIDENED = "widened"  # the layout of a weight of blocks that is held in 16 bits, for want of FP8 hardware: words (N, K) floats
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -74,10 +78,28 @@ def widened_product(
     return y
 
 
-def kernel_for(w: Fp8Matrix, act: Act) -> str:
-    """The name of the kernel that `matmul` takes for one row."""
-    x_block, (N, K) = None if act == "none" else activation_block(w), w.q.shape
-    return select(Fp8Call(1, N, K, x_block, w.block, torch.bfloat16, w.q.device.type, capability(w.q.device)))[0].name
+def kernel_for(p: PackedWeight, act: Act) -> str:
+    """The name of what multiplies one row by a weight of blocks."""
+    if p.layout == WIDENED:
+        return "torch (widened)"
+    w = matrix(p)
+    x_block = None if act == "none" else activation_block(w)
+    return select(Fp8Call(1, p.N, p.K, x_block, w.block, torch.bfloat16, w.q.device.type, capability(w.q.device)))[0].name
+
+
+def matrix(p: PackedWeight) -> Fp8Matrix:
+    """A weight of blocks as kernels take it."""
+    return Fp8Matrix(p.words, p.scales, p.scheme.block)
+
+
+def widened(p: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """A weight of blocks in 16 bits."""
+    return replace(p, words=matrix(p).dequantize(dtype), layout=WIDENED)
+
+
+def widened_linear(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None, act: Act) -> torch.Tensor:
+    """x (M, K), rounded as `act` says, @ W (N, K)^T + bias -> (M, N) in x's dtype, by torch's own operations."""
+    return torch.nn.functional.linear(rounded(x, act, GROUP), W.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def multiply(x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_kernels.fp8.matmul import WIDENED
 from lowq_kernels.modules.dense import Dense
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import tables
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack, unpack
@@ -25,7 +25,7 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
         return parts[0].whole
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
         return dense(_shared(parts, "weight"), None if parts[0].bias is None else _shared(parts, "bias"))
-    if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1:
+    if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1 and _whole_blocks(parts):
         whole = _join_packed(parts)
         whole.set_act(parts[0].act)
         at = 0
@@ -33,15 +33,12 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
             setattr(parent, name, JoinedRows(whole, at, at + p.out_features))
             at += p.out_features
         return whole
-    if all(type(p) is Fp8Linear for p in parts) and _fit(parts):
-        return _join_fp8(parts)
     return SideBySide(parts)
 
 
-def _fit(parts: list[Fp8Linear]) -> bool:
-    """Whether fp8 layers can be joined: alike, and no scale block would straddle two parts."""
-    alike = len({(p.block, p.act, p.widened, p.bias is None) for p in parts}) == 1
-    return alike and all(p.out_features % p.block[0] == 0 for p in parts[:-1])
+def _whole_blocks(parts: list[QuantLinear]) -> bool:
+    """Whether no block of rows that share a scale would begin inside a part."""
+    return all(p.out_features % p.scheme.block_rows == 0 for p in parts[:-1])
 
 
 def _shared(parts: Sequence[nn.Module], leaf: str) -> torch.Tensor:
@@ -55,17 +52,9 @@ def _shared(parts: Sequence[nn.Module], leaf: str) -> torch.Tensor:
     return joined
 
 
-def _join_fp8(parts: list[Fp8Linear]) -> Fp8Linear:
-    first, N = parts[0], sum(p.out_features for p in parts)
-    whole = Fp8Linear(N, first.in_features, first.block, first.bias is not None, first.dtype, "meta", first.act)
-    for leaf in ("weight", "weight_scale_inv", *(["bias"] if first.bias is not None else [])):
-        setattr(whole, leaf, nn.Parameter(_shared(parts, leaf), requires_grad=False))
-    return whole
-
-
 def _kind(p: QuantLinear) -> tuple[object, ...]:
     """The facts that layers must share to be joined."""
-    return p.scheme, p.kernel, p.dtype, p.act
+    return p.scheme, p.kernel, p.dtype, p.act, p.in_blocks and p.layout
 
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> Dense:
@@ -96,6 +85,8 @@ def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
 
 def _side_by_side(parts: list[QuantLinear]) -> str:
     """A layout in which joining along N is concatenating tensors: the current one if files may have it, else `DISK`."""
+    if parts[0].in_blocks:
+        return parts[0].layout
     layout = LAYOUTS[parts[0].layout]
     fits = layout.shapes and all(p.layout == layout.name and p.out_features % layout.row_step == 0 for p in parts)
     return layout.name if fits else DISK
@@ -158,9 +149,7 @@ def weight_of(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([weight_of(p, dtype) for p in layer.parts])
     if isinstance(layer, JoinedRows):
         return weight_of(layer.whole, dtype)[layer.begin : layer.end]
-    if isinstance(layer, QuantLinear):
+    if isinstance(layer, QuantLinear) and layer.layout != WIDENED:
         return unpack(layer.packed).dequantize(dtype)
-    if isinstance(layer, Fp8Linear):
-        return layer.matrix.dequantize(dtype)
-    assert isinstance(layer, nn.Linear)
+    assert isinstance(layer, nn.Linear | QuantLinear)
     return layer.weight.detach().to(dtype)

@@ -2,7 +2,9 @@
 
 Its tensors are `weight`, `weight_scale`, `weight_zero` or `weight_table`, `bias`. Files hold them in the layout `stored_in`
 (rowstream by default). Before the first product `prepare` converts them to the layout that the device's kernels read;
-`state_dict` converts them back to rowstream, bit for bit.
+`state_dict` converts them back to rowstream, bit for bit. Weights of blocks in fp8 stay as files hold them. On a device without
+FP8 hardware they are widened once; activations are then rounded to fp8 and back, so the numbers are those of the hardware up to
+the order of sums.
 """
 
 from collections.abc import Iterator
@@ -13,12 +15,12 @@ from torch import nn
 
 from lowq_kernels.activations import Act, check_act
 from lowq_kernels.dispatch.layouts import best_layout
-from lowq_kernels.dispatch.registry import matmul
+from lowq_kernels.fp8.matmul import WIDENED, has_fp8, widened, widened_linear
 from lowq_kernels.modules import ops
-from lowq_packers.errors import SchemeError
-from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, pack_facts, repack, stored
+from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, pack_facts, repack
 from lowq_packers.qtensor import QuantizedTensor, check_fits
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import E4M3, Scheme
 
 
 def blank_table(scheme: Scheme, device: torch.device | str | None, *lead: int) -> nn.Parameter | None:
@@ -46,7 +48,7 @@ class QuantLinear(nn.Module):
         N, K: out_features, in_features.
         scheme: bits, group size, kind of zero.
         bias: whether there is one.
-        dtype: of scales, zeros, bias (fp16, bf16 or fp32).
+        dtype: of scales (unless the scheme says it), zeros, bias (fp16, bf16 or fp32).
         layout: the layout to compute in; "auto" chooses by `best_layout` once the device is known.
         kernel: force one kernel by name; None lets dispatch choose.
         stored_in: the layout of the tensors that will be assigned to it.
@@ -68,13 +70,14 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features, self.scheme = N, K, scheme
-        self.layout_wanted, self.kernel, self.layout = layout, kernel, stored_in
-        shapes = stored(stored_in).shapes
-        assert shapes
-        of_words, of_scales = shapes(scheme, N, K)
-        words = torch.zeros(of_words, dtype=torch.int32, device=device)
+        self.in_blocks = scheme.block_rows > 1
+        self.layout_wanted, self.kernel, self.layout = layout, kernel, E4M3 if self.in_blocks else stored_in
+        form = get(self.layout)
+        assert form.shapes
+        of_words, of_scales = form.shapes(scheme, N, K)
+        words = torch.zeros(of_words, dtype=getattr(torch, form.words), device=device)
         self.weight = nn.Parameter(words, requires_grad=False)
-        of_scale = dtype if scheme.scale == "float" else torch.uint8
+        of_scale = {"float": dtype, "f32": torch.float32}.get(scheme.scale, torch.uint8)
         self.weight_scale = nn.Parameter(torch.zeros(of_scales, dtype=of_scale, device=device), requires_grad=False)
         zeros = None if scheme.zero == "none" else torch.zeros(of_scales, dtype=dtype, device=device)
         self.weight_zero = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
@@ -116,7 +119,7 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """A ready layer that takes over a packed weight, on its device; a bias (N,) is cast to the dtype of the scales.
 
-        dtype: that the layer computes in where its scales, of 8 bits, do not say so.
+        dtype: that the layer computes in where its scales, whose dtype the scheme says, do not say so.
         """
         dtype = p.scales.dtype if p.scheme.scale == "float" else dtype
         lin = cls(p.N, p.K, p.scheme, bias is not None, dtype, "meta", layout, kernel)
@@ -127,7 +130,7 @@ class QuantLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it computes in: that of its scales, unless those have 8 bits."""
+        """The dtype it computes in: that of its scales, unless the scheme fixes theirs."""
         return self.weight_scale.dtype if self.scheme.scale == "float" else self.computed_in
 
     @property
@@ -155,6 +158,11 @@ class QuantLinear(nn.Module):
         """Move the weight into the layout this device computes in. Called after loading; idempotent."""
         if self.weight.is_meta:
             raise SchemeError("QuantLinear holds no weight yet (meta device); load a state dict first")
+        if self.in_blocks:
+            self.computed_in = dtype or self.computed_in
+            if self.layout != WIDENED and not has_fp8(self.weight.device):
+                self._hold(widened(self.packed, self.computed_in))
+            return self
         wanted = self.layout_wanted
         if wanted == "auto":
             device = self.weight.device
@@ -167,8 +175,13 @@ class QuantLinear(nn.Module):
     act: Act = "none"
 
     def set_act(self, act: Act) -> None:
-        """Round the rows of x to 8 bits from now on ("int8", "fp8"), or leave them ("none")."""
-        self.act = check_act(act)
+        """Round the rows of x to 8 bits from now on ("int8", "fp8"), or leave them ("none").
+
+        Raises UnsupportedError for int8 against weights in fp8: no hardware multiplies those.
+        """
+        if check_act(act) == "int8" and self.in_blocks:
+            raise UnsupportedError("fp8 weights take activations in fp8 or as they are, not in int8; use --act fp8 or none")
+        self.act = act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) -> (..., N), in x's dtype."""
@@ -177,20 +190,27 @@ class QuantLinear(nn.Module):
         if not x.numel():  # like nn.Linear: no rows in, no rows out
             return x.new_empty(*x.shape[:-1], self.out_features)
         flat = x.reshape(-1, self.in_features)
-        if ops.through_autograd(flat):
+        if self.layout == WIDENED:
+            y = widened_linear(flat, self.weight, self.bias, self.act)
+        elif ops.through_autograd(flat):
             tensors = (self.weight, self.weight_scale, self.weight_zero, self.aux, self.bias)
             facts = pack_facts(self.scheme, self.out_features, self.in_features, self.layout)
             y = ops.linear(flat, *tensors, facts, self.kernel, self.act, self.weight_table)
         else:
-            y = matmul(flat, self.packed, self.bias, self.kernel, self.act)
+            y = ops.product(flat, self.packed, self.bias, self.kernel, self.act)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device may change the layout; a layout that does not exist there is converted to `DISK`."""
         before, scales = self.weight.device.type, self.weight_scale
         self.computed_in = kind = fn(torch.empty(0, dtype=self.dtype, device=scales.device)).dtype
-        if not scales.is_meta and scales.is_floating_point() and kind != scales.dtype:
+        if not scales.is_meta and self.scheme.scale == "float" and kind != scales.dtype:
             check_fits(f"a layer {self.out_features} x {self.in_features}", kind, scales.data, self.packed.zeros)
+        if self.in_blocks:  # which move, and keep their dtype
+            kept = [scales] if self.layout == WIDENED else [scales, self.weight]
+            super()._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is k for k in kept) else fn(t), recurse)
+            self._packed = None
+            return self
         if self.layout != DISK and before != "meta":
             probe = fn(torch.empty(0, device=self.weight.device))
             if probe.device.type != before:
@@ -206,7 +226,7 @@ class QuantLinear(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        p = self.packed if self.weight.is_meta else repack(self.packed, DISK)
+        p = self.packed if self.weight.is_meta or self.in_blocks else repack(self.packed, DISK)
         tensors = {
             "weight": p.words,
             "weight_scale": p.scales,
@@ -219,7 +239,7 @@ class QuantLinear(nn.Module):
                 destination[prefix + name] = t if keep_vars else t.detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        ready = self.layout != DISK
+        ready = self.layout != DISK and not self.in_blocks
         if ready:
             self._hold(repack(self.packed, DISK))
         super()._load_from_state_dict(state_dict, prefix, *args)

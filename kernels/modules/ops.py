@@ -1,7 +1,7 @@
 """torch.ops.lowq.linear: the op through which compiled graphs and autograd call the kernels.
 
 It is a custom op with a fake implementation, so torch.compile traces it without a graph break, and CUDA graphs capture its
-launches. Eager calls skip it (QuantLinear calls `registry.matmul`), since torch's dispatcher costs 15 to 20 us per call on a
+launches. Eager calls skip it (QuantLinear calls `product`), since torch's dispatcher costs 15 to 20 us per call on a
 CPU core. If x requires a gradient they use it too: kernels only see addresses, so autograd would take y for a constant.
 """
 
@@ -9,14 +9,24 @@ from typing import Any
 
 import torch
 
-from lowq_kernels.activations import check_act
+from lowq_kernels.activations import Act, check_act
 from lowq_kernels.dispatch.registry import matmul
+from lowq_kernels.fp8 import matmul as fp8
 from lowq_packers.layouts import PackedWeight, read_facts, unpack
 
 
 def through_autograd(x: torch.Tensor) -> bool:
     """Whether a product of x must be a torch op: it is being compiled, or x requires a gradient."""
     return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
+
+
+def product(
+    x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, kernel: str | None = None, act: Act = "none"
+) -> torch.Tensor:
+    """x (M, K) @ dequantize(p)^T + bias -> (M, N) in x's dtype. kernel: as `registry.select` says, of packed weights."""
+    if p.scheme.block_rows > 1:
+        return fp8.matmul(x, fp8.matrix(p), bias, act)
+    return matmul(x, p, bias, kernel, act)
 
 
 @torch.library.custom_op("lowq::linear", mutates_args=())
@@ -33,7 +43,7 @@ def linear(
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x (M, K), its rows rounded to 8 bits where `act` says so, @ dequantize(W)^T + bias -> (M, N). facts: W's."""
-    return matmul(x, PackedWeight.from_facts(words, scales, zeros, aux, facts, table), bias, kernel, check_act(act))
+    return product(x, PackedWeight.from_facts(words, scales, zeros, aux, facts, table), bias, kernel, check_act(act))
 
 
 @linear.register_fake

@@ -16,9 +16,9 @@ from lowq_cli.models import CausalModel
 from lowq_kernels.activations import act_of
 from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
+from lowq_kernels.fp8.matmul import kernel_for
 from lowq_kernels.gpu import capability
 from lowq_kernels.modules.dense import choice
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.dense_call import DenseCall
 
@@ -75,11 +75,11 @@ def _pattern(name: str) -> str:
 def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
     """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
     for name, m in model.named_modules():
-        if isinstance(m, QuantLinear):
+        if isinstance(m, QuantLinear) and m.in_blocks:
+            kernel = kernel_for(m.packed, m.act)
+            yield name, 1, (m.out_features, m.in_features, m.scheme, "fp8", kernel, m.weight.device, m.act)
+        elif isinstance(m, QuantLinear):
             yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device, act_of(m.act, M))
-        elif isinstance(m, Fp8Linear):
-            scheme = f"fp8 {m.block[0]}x{m.block[1]}"
-            yield name, 1, (m.out_features, m.in_features, scheme, "fp8", m.kernel, m.weight.device, m.act)
         elif isinstance(m, nn.Linear):
             dense = str(m.weight.dtype).removeprefix("torch.")
             yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none")

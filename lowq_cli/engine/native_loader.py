@@ -33,14 +33,12 @@ from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode import activation
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide, dense, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.arch.config import Config, NotPlain, read_config
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, SchemeError, UnsupportedError
-from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.regular import MAX_CONFIG, read_text
 from lowq_packers.scheme import ACT_KEY, E4M3
@@ -306,8 +304,7 @@ class FileWeights:
 def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
     weights = read_weights(contents, reader)
     model = NativeModel(contents, weights, reader.device, _generation(source, contents.config)).eval()
-    in_fp8 = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.widened]
-    say_widened(model.device, sum(m.weight.nbytes for m in in_fp8))
+    say_widened(model.device, model)
     return model
 
 
@@ -342,11 +339,7 @@ def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "n
         return dense(reader.join([n + WEIGHT for n in names], dtype), bias)
     if any(m.N % first.how.scheme.block_rows for m in row[:-1]):  # a block would begin inside a matrix
         return SideBySide([_linear([m], dtype, reader, act) for m in row])
-    packed = _packed(row, dtype, reader)
-    if first.how.scheme.table == E4M3:
-        w = Fp8Matrix(packed.words, packed.scales, first.how.scheme.block)
-        return Fp8Linear.from_matrix(w, bias, dtype, check_act(act))
-    layer = QuantLinear.from_packed(packed, bias, dtype=dtype)
+    layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias, dtype=dtype)
     layer.set_act(check_act(act))
     return layer
 
@@ -356,8 +349,8 @@ def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeig
     assert row[0].how
     names, (scheme, layout) = [m.stem for m in row], row[0].how
     words = reader.join([n + WEIGHT for n in names])
-    leaf, kept = (OF_BLOCKS, True) if scheme.table == E4M3 else (SCALE, scheme.scale != "float")
-    scales = reader.companion([n + leaf for n in names], None if kept else dtype, scheme, "scale")
+    leaf = OF_BLOCKS if layout == E4M3 else SCALE
+    scales = reader.companion([n + leaf for n in names], dtype if scheme.scale == "float" else None, scheme, "scale")
     zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme, "zero")
     own = reader.companion([n + TABLE for n in names], None, scheme, "table").split(1) if scheme.table_width else ()
     table = joined(own, [m.N for m in row])

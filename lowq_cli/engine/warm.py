@@ -25,7 +25,6 @@ from lowq_kernels.decode.attend import LONG
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules import dense
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 
 SLOTS = 64  # of caches that attention is compiled on; from LONG on it is another instance
@@ -82,7 +81,7 @@ def products(linears: nn.Module, dtype: torch.dtype, rows: set[int]) -> Iterator
     """One launch for each distinct matmul and number of rows: a step has one for each sequence, a prompt one a token."""
     seen = set()
     for layer in linears.modules():
-        if isinstance(layer, QuantLinear | Fp8Linear | nn.Linear):
+        if isinstance(layer, QuantLinear | nn.Linear):
             shape = (layer.out_features, layer.in_features, _compiled_for(layer), layer.bias is None)
             for M in rows:
                 if (M, shape) not in seen and (M <= dense.MOST_ROWS or not isinstance(layer, nn.Linear)):
@@ -90,13 +89,13 @@ def products(linears: nn.Module, dtype: torch.dtype, rows: set[int]) -> Iterator
                     yield partial(_multiply, layer, M, dtype)
 
 
-def _compiled_for(layer: QuantLinear | Fp8Linear | nn.Linear) -> tuple[object, ...]:
+def _compiled_for(layer: QuantLinear | nn.Linear) -> tuple[object, ...]:
     if isinstance(layer, QuantLinear):
-        return layer.scheme, layer.layout, layer.kernel
-    return (layer.block, layer.act) if isinstance(layer, Fp8Linear) else (layer.weight.dtype,)
+        return layer.scheme, layer.layout, layer.kernel, layer.in_blocks and layer.act
+    return (layer.weight.dtype,)
 
 
-def _multiply(layer: QuantLinear | Fp8Linear | nn.Linear, M: int, dtype: torch.dtype) -> None:
+def _multiply(layer: QuantLinear | nn.Linear, M: int, dtype: torch.dtype) -> None:
     dense.linear(layer, torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
 
 

@@ -14,7 +14,6 @@ from lowq_cli.engine import rope
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.expert_kinds import kind_of
 from lowq_cli.hf.experts import QuantExperts
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import dense, join, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.arch import Family, families
@@ -47,7 +46,7 @@ class ModelWeights:
         """As `compiling.Weights` says."""
         module, _, leaf = name.rpartition(".")
         owner = self.text.get_submodule(module)
-        if leaf == "weight" and isinstance(owner, QuantLinear | Fp8Linear):
+        if leaf == "weight" and isinstance(owner, QuantLinear):
             return weight_of(owner, self.model.dtype)
         return getattr(owner, leaf).detach()
 

@@ -84,7 +84,7 @@ def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choic
     """
     set_activations(model, "none")
     names = {m: n for n, m in model.named_modules()}
-    layers = {names[m]: m for m in quantized_linears(model) if isinstance(m, QuantLinear)}
+    layers = {names[m]: m for m in quantized_linears(model) if not m.in_blocks}
     warm_reading(model, ids.numel())
     expected = _log_probabilities(model, ids)
     best = Choice("none", (), tuple(layers), 0.0, 0.0)

@@ -4,7 +4,6 @@ from typing import TypeVar
 
 from lowq_cli.hf.embedding import TiedHead
 from lowq_cli.models import CausalModel
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Act
@@ -12,12 +11,10 @@ from lowq_packers.scheme import Act
 AnyModel = TypeVar("AnyModel", bound=CausalModel)
 
 
-def quantized_linears(model: CausalModel) -> list[QuantLinear | Fp8Linear]:
+def quantized_linears(model: CausalModel) -> list[QuantLinear]:
     """The packed and fp8 linear layers, but for the output head, whose rounding every logit would see."""
     head = model.get_output_embeddings()
-    return [
-        m for m in model.modules() if isinstance(m, QuantLinear | Fp8Linear) and m is not head and not isinstance(m, TiedHead)
-    ]
+    return [m for m in model.modules() if isinstance(m, QuantLinear) and m is not head and not isinstance(m, TiedHead)]
 
 
 def set_activations(model: AnyModel, act: Act) -> AnyModel:
@@ -38,4 +35,4 @@ def modes(model: CausalModel) -> list[Act]:
     layers = quantized_linears(model)
     if not layers:
         return ["none"]
-    return ["none", "fp8"] if any(isinstance(m, Fp8Linear) for m in layers) else ["none", "int8", "fp8"]
+    return ["none", "fp8"] if any(m.in_blocks for m in layers) else ["none", "int8", "fp8"]

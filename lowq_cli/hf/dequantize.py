@@ -15,7 +15,7 @@ from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.hf.parallel import ranks
 from lowq_cli.hf.shared import SharedLinear
-from lowq_kernels.modules.joined import JoinedRows
+from lowq_kernels.modules.joined import JoinedRows, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import unpack
@@ -65,7 +65,7 @@ def _fill(dense: Any, packed: nn.Module, dtype: torch.dtype) -> None:
     else:
         assert isinstance(packed, QuantLinear | QuantEmbedding)
         rows, whole = slice(None), packed  # type: ignore[assignment]
-    W = unpack(whole.packed).dequantize()[rows]
+    W = (weight_of(whole, torch.float32) if isinstance(whole, QuantLinear) else unpack(whole.packed).dequantize())[rows]
     dense.weight = _parameter(W.T if type(dense) is Conv1D else W, dtype)
     if isinstance(whole, QuantLinear):
         dense.bias = None if whole.bias is None or dense.bias is None else _parameter(whole.bias[rows], dtype)

@@ -66,7 +66,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     if in_fp8:
         if ranks.world() > 1:
             raise UnsupportedError("lowq does not split fp8 weights over processes; run one, or quantize to lowq's own format")
-        from lowq_cli.hf.fp8 import native_config, prepare_fp8
+        from lowq_cli.hf.fp8 import native_config
 
         direct["config"] = native_config(source)
     try:
@@ -87,8 +87,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
-        if in_fp8:
-            say_widened(chosen, prepare_fp8(loaded))
+        say_widened(chosen, loaded)
     except LowqError:
         raise
     except torch.OutOfMemoryError as e:

@@ -33,22 +33,8 @@ class LowqConfig(QuantizationConfigMixin):
         self.__dict__.update(others)
 
 
-class Frozen(HfQuantizer):
-    """What both quantizers of lowq say to transformers: packed and fp8 weights have no gradient, their decode step compiles."""
-
-    @property
-    def is_trainable(self) -> bool:
-        """Nothing is trained."""
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """`generate` may compile the decode step."""
-        return True
-
-
 @register_quantizer(METHOD)
-class LowqQuantizer(Frozen):
+class LowqQuantizer(HfQuantizer):
     """Puts QuantLinear, QuantExperts and QuantEmbedding where the checkpoint holds packed weights."""
 
     def __init__(self, quantization_config: LowqConfig, **kwargs: Any) -> None:
@@ -60,11 +46,15 @@ class LowqQuantizer(Frozen):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """transformers' rules, and ours for experts that it keeps stacked in files; each for the companions, too."""
+        from transformers.core_model_loading import WeightRenaming
+
+        from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE
         from lowq_cli.hf.conversions import with_companions
         from lowq_cli.hf.skeleton import Skeleton
 
         model = self._model if model is None else model  # transformers before 5.21 hands over none
-        return with_companions(weight_conversions + Skeleton(model).own, model)
+        of_files = [] if self.is_serializable() else [WeightRenaming(OF_BLOCKS + "$", SCALE)]
+        return with_companions(weight_conversions + Skeleton(model).own, model) + of_files
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse to keep packed weights on disk: nothing would repack them."""
@@ -99,6 +89,8 @@ class LowqQuantizer(Frozen):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""
+        if not self.is_serializable():
+            raise UnsupportedError("a loaded fp8 checkpoint is not saved again; copy its folder")
         from lowq_cli.hf.swap import saved_config
 
         saved = saved_config(model)
@@ -108,5 +100,15 @@ class LowqQuantizer(Frozen):
         return None, {}
 
     def is_serializable(self) -> bool:
-        """`save_pretrained` writes the same format."""
+        """`save_pretrained` writes the same format, but for fp8."""
+        return not hasattr(self.quantization_config, "fp8")
+
+    @property
+    def is_trainable(self) -> bool:
+        """Nothing is trained."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` may compile the decode step."""
         return True

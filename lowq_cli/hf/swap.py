@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import extra_of
-from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, rows, tensors
+from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, rows, tensors
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.files.source import Cut
@@ -32,6 +33,7 @@ from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
 Packed = QuantLinear | QuantExperts | QuantEmbedding
+FP8 = "fp8"  # in the config given to transformers: the `quantization_config` of a checkpoint in fp8
 _PREPARE: ContextVar[bool] = ContextVar("_PREPARE", default=True)
 
 
@@ -54,7 +56,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     filled: set[str] = set()
     for name, header in headers.items():
         stem = name.rpartition(".")[0]
-        if stem in schemes and name.endswith((SCALE, ZERO, TABLE)):
+        if stem in schemes and name.endswith((SCALE, ZERO, TABLE, OF_BLOCKS)):
             continue
         place = skeleton.place(name)
         if place is None:
@@ -94,7 +96,10 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         if len(members) > 1 and how.scheme.table_width:
             tables[module, leaf] = _tables(skeleton, param, members, slices)
     for path, leaves in by_module.items():
-        model.set_submodule(path, _packed_module(skeleton, path, leaves, tables))
+        made = _packed_module(skeleton, path, leaves, tables)
+        if isinstance(made, QuantLinear) and made.in_blocks:  # the head, too
+            made.set_act(config["activations"])
+        model.set_submodule(path, made)
     _share_tied(model, skeleton)
     parallel.split(model)
 
@@ -108,6 +113,8 @@ def _headers(files: list[str] | None) -> dict[str, TensorHeader]:
 
 def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Stored]:
     """Packed tensor (without ".weight") -> how it is stored. Raises DamagedError unless config and files agree on them."""
+    if FP8 in config:
+        return fp8_tensors.stored(config[FP8], headers)
     stems = {n.removesuffix(WEIGHT) for n in headers if n.endswith(WEIGHT)}
     schemes = expand_stored(config, stems)
     packed = {n.removesuffix(suffix) for n in headers for suffix in (SCALE, ZERO, TABLE) if n.endswith(suffix)}
@@ -260,11 +267,12 @@ def _check_values(packed: Mapping[str, Packed]) -> None:
             stack, _, role = leaf.rpartition("_")
             scheme = module.schemes.get(stack) if isinstance(module, QuantExperts) else module.scheme
             if scheme and role in ("scale", "zero", "table"):
-                tests[p.device].append((f"{name}.{leaf}", plausible(p, scheme, role)))
+                full = f"{name}{OF_BLOCKS if scheme.block_rows > 1 else f'.{leaf}'}"  # as in files
+                tests[p.device].append((full, plausible(p, scheme, role)))
     for found in tests.values():
         for (name, _), good in zip(found, torch.stack([g for _, g in found]).tolist(), strict=True):
             if not good:
-                kind = {"scale": "scales", "zero": "zeros"}.get(name.rpartition("_")[2], "numbers of a table")
+                kind = {"zero": "zeros", "table": "numbers of a table"}.get(name.rpartition("_")[2], "scales")
                 raise DamagedError(
                     f"{name} holds {kind} that are not finite or out of range; fetch or quantize the model again"
                 )

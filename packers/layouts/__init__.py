@@ -90,6 +90,7 @@ class Layout:
     Layouts that only differ from rowstream by a cheap move set `from_rowstream`, which skips the one-byte-per-code detour.
     Layouts that files may hold say the `shapes` of words and of scales (and zeros) for a scheme, N and K; in files N is a
     multiple of `row_step`, and rows are packed in slabs of so many. `device`: the only kind of device that can pack it.
+    `words`: the dtype of words.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Layout:
     shapes: Callable[[Scheme, int, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     row_step: int = 1
     device: str | None = None
+    words: str = "int32"
 
 
 LAYOUTS: dict[str, Layout] = {}

@@ -20,4 +20,8 @@ def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
     return None if scheme.table == E4M3 else "it holds 8-bit floats"
 
 
-ALONE[E4M3] = Layout(E4M3, _pack, _unpack, _why_not, shapes=lambda s, N, K: ((N, K), scale_shape((N, K), s.block)))
+def _shapes(s: Scheme, N: int, K: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (N, K), scale_shape((N, K), s.block)
+
+
+ALONE[E4M3] = Layout(E4M3, _pack, _unpack, _why_not, shapes=_shapes, words="float8_e4m3fn")

@@ -16,7 +16,6 @@ from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.activations import rounded
-from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import fp8
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
@@ -68,7 +67,7 @@ def test_transformers_reads_the_same_weights(checkpoint, monkeypatch):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     ours = load(checkpoint, "cpu")[0]
     layer = ours.model.layers[3].mlp.gate_proj
-    assert isinstance(layer, Fp8Linear)
+    assert isinstance(layer, QuantLinear)
     assert torch.equal(layer.weight, theirs.model.layers[3].mlp.gate_proj.weight)
     set_activations(ours, "none")
     with torch.no_grad():
@@ -90,8 +89,8 @@ def test_act_none_is_recorded(tmp_path):
         "quantize", "demo", "--format", "fp8", "--block", "256x256", "--act", "none", "--out", tmp_path / "m", "--device", "cpu"
     )
     layer = load(tmp_path / "m", "cpu")[0].model.layers[0].mlp.up_proj
-    assert (layer.act, layer.block) == ("none", (256, 256))
-    assert layer.weight_scale_inv.shape == (3, 1)
+    assert (layer.act, layer.scheme.block) == ("none", (256, 256))
+    assert layer.weight_scale.shape == (3, 1)
 
 
 def test_a_plan_without_a_file(tmp_path):
@@ -163,7 +162,7 @@ def test_damage_is_one_line(checkpoint, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"][0, 0] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DamagedError, match=r"up_proj\.weight_scale_inv holds values that are not finite"):
+    with pytest.raises(DamagedError, match=r"up_proj\.weight_scale_inv holds scales that are not finite"):
         load(folder, "cpu")
 
 

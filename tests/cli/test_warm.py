@@ -11,7 +11,7 @@ from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.quantizers import rtn
 from lowq_kernels.dispatch.precompile import launch_all
-from lowq_kernels.modules import linear
+from lowq_kernels.modules import ops
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
@@ -37,8 +37,8 @@ def decoder():
 
 def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     seen = []
-    whole = linear.matmul
-    monkeypatch.setattr(linear, "matmul", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
+    whole = ops.product
+    monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)  # on a CPU there would be nothing to do
     told = []
     n = warm.warm(model, decoder, PROMPTS, Sampling(), lambda *progress: told.append(progress))
@@ -56,8 +56,8 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
 
 def test_texts_launch_their_own_products_and_what_lies_between(decoder, monkeypatch):
     seen, work = [], []
-    whole = linear.matmul
-    monkeypatch.setattr(linear, "matmul", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
+    whole = ops.product
+    monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
     monkeypatch.setattr(warm, "launch_all", lambda launches, done: work.extend(launches) or len(work))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     assert warm.warm_texts(model, decoder, 14) == 4 + 4  # attention, both norms, activation

@@ -18,10 +18,12 @@ from lowq_kernels import activations, gpu
 from lowq_kernels.dispatch.registry import kernels, named, select
 from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
 from lowq_kernels.fp8.call import Fp8Call
-from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import fp8
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.scheme import Scheme
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -302,8 +304,10 @@ def test_layer(act):
     """What a layer answers is its weight times its rounded input, on any device."""
     w = fp8.quantize(torch.randn(200, 400, device=DEVICE), (128, 128))
     bias = torch.randn(200, device=DEVICE)
-    layer = Fp8Linear.from_matrix(w, bias, torch.float16, act)
-    assert layer.widened is not matmul.has_fp8(DEVICE)
+    p = PackedWeight(w.q, w.scales, None, Scheme.in_blocks(w.block), 200, 400, "e4m3")
+    layer = QuantLinear.from_packed(p, bias, dtype=torch.float16)
+    layer.set_act(act)
+    assert (layer.layout == matmul.WIDENED) is not matmul.has_fp8(DEVICE)
     x = torch.randn(2, 3, 400, device=DEVICE).to(torch.float16)
     flat = activations.rounded(x.reshape(6, 400), act, 128).float()
     ref = (flat @ w.dequantize().T + bias.to(torch.float16).float()).reshape(2, 3, 200)
@@ -313,9 +317,23 @@ def test_layer(act):
 
 
 def test_layer_refuses():
+    scheme = Scheme.in_blocks((128, 128))
     with pytest.raises(UnsupportedError, match="not in int8"):
-        Fp8Linear(8, 16, (128, 128), act="int8")
+        QuantLinear(8, 16, scheme).set_act("int8")
     with pytest.raises(SchemeError, match="takes K=16"):
-        Fp8Linear(8, 16, (128, 128))(torch.zeros(1, 8))
+        QuantLinear(8, 16, scheme)(torch.zeros(1, 8))
     with pytest.raises(SchemeError, match="holds no weight yet"):
-        Fp8Linear(8, 16, (128, 128), device="meta").prepare()
+        QuantLinear(8, 16, scheme, device="meta").prepare()
+
+
+@pytest.mark.parametrize("hold", [lambda layer: layer, lambda layer: layer.prepare()], ids=["as in files", "widened on a CPU"])
+def test_casts_leave_weights_of_blocks_as_they_are(hold):
+    """`model.to(dtype)` changes bias and what the layer computes in; codes, and scales in fp32, only move."""
+    layer = hold(QuantLinear(200, 400, Scheme.in_blocks((128, 128)), bias=True, dtype=torch.bfloat16))
+    scales, words = layer.weight_scale.data.clone(), layer.weight.data.clone()
+    layer.to(torch.float16)
+    assert (layer.dtype, layer.bias.dtype, layer.weight_scale.dtype) == (torch.float16, torch.float16, torch.float32)
+    assert torch.equal(layer.weight_scale, scales)
+    assert torch.equal(layer.weight.float(), words.float())
+    assert layer.weight.dtype == (torch.float16 if layer.layout == matmul.WIDENED else fp8.FP8)
+    assert layer.to("meta").weight_scale.is_meta
