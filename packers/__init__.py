@@ -1,1 +1,1 @@
-"""What the bytes mean: schemes, quantized tensors, memory layouts, foreign formats. Pure torch; needs no GPU."""
+"""Quantization schemes, quantized tensors, memory layouts, foreign formats and model families. Pure torch; needs no GPU."""

@@ -15,7 +15,7 @@ NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 @contextmanager
 def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Iterator[Path]:
-    """A name beside `path`, of the same suffix, that the block writes to; then renamed to `path`, or removed on failure.
+    """Yield a temporary name next to `path`, with its suffix; renamed to `path` after the block, or removed on failure.
 
     made: the name, where no other process is at it. What a killed process left under such a name is removed first, whatever
     it is: nothing is written through it. sync: on disk before it is renamed. Raises OSError.
@@ -46,14 +46,14 @@ def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Itera
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a whole file, in a folder that is made if it is not there. Raises OSError."""
+    """Write a whole file; creates its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as made:
         made.write_bytes(content)
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """As `write_whole`, but never over anything. Raises FileExistsError, OSError."""
+    """As `write_whole`, but never overwrites. Raises FileExistsError, OSError."""
     _sweep(path)
     made, fd = _own(path)
     try:
@@ -65,7 +65,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def publish(made: Path, path: Path) -> None:
-    """Give a whole file its name, beside its old one; never over anything. Raises FileExistsError, OSError."""
+    """Add the name `path` to a finished file; never overwrites. Raises FileExistsError, OSError."""
     try:
         os.link(made, path)
     except FileExistsError:
@@ -77,7 +77,7 @@ def publish(made: Path, path: Path) -> None:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Give a file its full size, and its disk blocks where the file system can, so that a full disk shows now."""
+    """Reserve a file's full size, and its disk blocks if the file system can, so that a full disk fails at the start."""
     try:
         os.posix_fallocate(fd, 0, size)
     except AttributeError:  # macOS
@@ -98,7 +98,7 @@ def write_at(fd: int, content: memoryview | bytes | bytearray, offset: int) -> N
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One process at a time reads a file of `folder` and writes it again, or what one adds another would lose.
+    """Lock `folder` so that one process at a time reads and rewrites its file; else one process would lose another's additions.
 
     Waits for the others, milliseconds; no lock where the file system has none, or the folder is not there. Raises nothing.
     """
@@ -138,7 +138,7 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _own(path: Path) -> tuple[Path, int]:
-    """A new empty file beside `path`, and a descriptor that holds it: `_sweep` of another process leaves it alone."""
+    """A new empty file in the folder of `path`, and a locked descriptor of it, which another process's `_sweep` respects."""
     while True:
         made = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
         fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
@@ -150,7 +150,7 @@ def _own(path: Path) -> tuple[Path, int]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left of earlier writes of `path`."""
+    """Remove temporary files that killed processes left from earlier writes of `path`."""
     _remove_left(path.parent, rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}", Path.unlink)
 
 

@@ -34,9 +34,9 @@ def _steps(bits: int) -> list[tuple[int, int]]:
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """`t` with the strides of its shape, from an address that wide words may begin at: else `view` to a dtype fails.
+    """`t` contiguous and at an aligned address, so that `view` as a wider dtype works.
 
-    `contiguous` leaves the strides of one-row tensors, and where in its storage a run of rows or columns begins.
+    `contiguous` alone does not change the strides of one-row tensors or the storage offset of a slice.
     """
     flat = t.contiguous().flatten()
     wrong = flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8  # a single element keeps any stride

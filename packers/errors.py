@@ -1,4 +1,4 @@
-"""Every mistake a person can make, as one type with an exit code.
+"""The errors that users can cause or fix: one exception type with an exit code.
 
 A message names what failed, the value, the limit and the way out, in one line. `lowq_cli.main` prints it on stderr and
 exits with `exit_code`; library callers catch `LowqError`. An exception that is not a LowqError is a bug of ours (exit 1).
@@ -6,11 +6,11 @@ exits with `exit_code`; library callers catch `LowqError`. An exception that is 
 
 import errno
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says where nothing more can be written
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write for which there is no room
 
 
 class LowqError(Exception):
-    """Something the caller can mend. `exit_code` is what the command line returns for it."""
+    """An error that the user can fix. The command line exits with `exit_code`."""
 
     exit_code = 2
 
@@ -26,13 +26,13 @@ class SchemeError(UsageError):
 
 
 class NotFoundError(LowqError):
-    """A model, file or tensor that is not there."""
+    """A model, file or tensor that does not exist."""
 
     exit_code = 3
 
 
 class DamagedError(NotFoundError):
-    """A file that is there but truncated, malformed, or at odds with its config."""
+    """A file that exists but is truncated, malformed, or contradicts its config."""
 
 
 class DoesNotFitError(LowqError):
@@ -54,19 +54,19 @@ class QualityError(LowqError):
 
 
 def one_line(e: BaseException) -> str:
-    """What an exception of another library says, on one line of at most 300 characters."""
+    """The message of another library's exception, as one line of at most 300 characters."""
     return " ".join(str(e).split())[:300] or type(e).__name__
 
 
 def disk_full(e: OSError, path: object, then: str = "run the same command again") -> DoesNotFitError | None:
-    """What to raise where `e`, met in writing `path` (None: unknown), says that the disk is full; None where it does not."""
+    """The error to raise if `e`, from writing `path` (None: unknown), means that the disk is full; else None."""
     if e.errno not in _DISK_FULL:
         return None
     return DoesNotFitError(f"the disk is full{f' ({path})' if path else ''}; make room and {then}")
 
 
-class no_panic:  # a class: `with` on a generator would take longer than the decoding of a token
-    """Turn what a library written in Rust raises, a panic or a bare Exception, into a DamagedError of what it was fed."""
+class no_panic:  # a class, since a generator's `with` would take longer than decoding a token
+    """Turn a panic or bare Exception of a library written in Rust into a DamagedError about its input."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -1,4 +1,4 @@
-"""lowq's folders in the user's home: what can be made again, and what it remembers. They are the user's and nobody else's."""
+"""lowq's cache and state folders in the user's home, private to the user."""
 
 import os
 import stat
@@ -19,15 +19,15 @@ def cache_dir() -> Path:
 
 
 def _folder(variable: str, below_home: str) -> Path:
-    """lowq's folder there, made if it can be, closed to other users: programs are run from it, and it names what `rm` removes.
+    """lowq's folder there, created if possible and closed to other users: it holds code that runs, and lists what `rm` deletes.
 
-    Raises NotFoundError: this user has no home, or the folder is another user's.
+    Raises NotFoundError if this user has no home, or the folder is another user's.
     """
     try:
         path = Path(os.environ.get(variable) or Path.home() / below_home) / "lowq"
     except RuntimeError:
         raise NotFoundError(f"this user has no home folder; name another: {variable}=DIR") from None
-    with suppress(OSError):  # a home that is read-only, or not there: whoever writes there is told
+    with suppress(OSError):  # a home that is read-only or missing: writing there reports it
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(0o700, exist_ok=True)
         found = path.stat()
@@ -42,4 +42,4 @@ def check_own(path: Path, fd: int) -> None:
     """Raise UnsupportedError unless the open file `fd` is this user's and no other user may write into it."""
     found = os.fstat(fd)
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise UnsupportedError(f"{path} may be written by other users, so nothing of it is run")
+        raise UnsupportedError(f"other users can write to {path}, so lowq does not run it")

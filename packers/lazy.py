@@ -1,11 +1,11 @@
-"""torch, imported when a tensor is first touched: what a header says is known without it.
+"""torch, imported when a tensor is first used, so that reading headers needs no torch.
 
-Names, shapes, dtypes (there a string: "BF16"), schemes and layouts of a model are facts of its headers. `lowq inspect` of
-dense models and other tools' files and `quantize --dry-run` ask for nothing else; which exports can hold a checkpoint of
-lowq's is asked of its scales and zeros too. Importing torch takes 1.5 to 3.6 s, these commands 0.2. So a module that has such
-facts beside the arithmetic of tensors takes its torch from here: it names torch inside functions and in annotations, which
-`from __future__ import annotations` leaves unread, and nowhere else. Modules that only compute import torch as ever.
-tests/cli/test_headers.py runs the commands and looks at what they imported.
+Names, shapes, dtypes (in headers a string: "BF16"), schemes and layouts of a model are in the headers of its files. `lowq
+inspect` of dense models and other tools' files, and `quantize --dry-run`, need nothing else (for a checkpoint of lowq `inspect`
+also reads scales and zeros, to name the possible exports). Importing torch takes 1.5 to 3.6 s, these commands 0.2 s. A module
+with both header facts and tensor arithmetic therefore imports torch from here, and uses it only inside functions and in
+annotations, which `from __future__ import annotations` leaves unevaluated. Modules that only compute import torch directly.
+tests/cli/test_headers.py runs the commands and checks what they imported.
 """
 
 from types import ModuleType
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     class _AtFirstUse(ModuleType):
-        """Every attribute is torch's own, looked up anew: tests replace some."""
+        """Every attribute is torch's, looked up at each use, since tests replace some."""
 
         def __getattr__(self, name: str) -> Any:
             import torch

@@ -1,4 +1,4 @@
-"""QuantizedTensor: one code per byte with its scales and zeros. `dequantize` is the definition all kernels are held to."""
+"""QuantizedTensor: one code per byte with its scales and zeros. `dequantize` is the definition that tests hold kernels to."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.lazy import torch
 from lowq_packers.scheme import E4M3, ScaleKind, Scheme, ZeroKind, scale_shape
 
-LOST = 2.0**-6  # of a tensor's norm: bf16 rounds by 2**-9
+LOST = 2.0**-6  # max. change of a tensor, relative to its norm, that counts as rounding (bf16 rounds by 2**-9)
 
 
 def plausible(t: torch.Tensor, s: Scheme, role: str) -> torch.Tensor:
-    """Whether a scheme's scales, zeros or table (`role`: "scale", "zero", "table") are what a quantizer writes: a bool () on
-    their device.
+    """Whether a scheme's scales, zeros or table (`role`: "scale", "zero", "table") are valid: a bool () on their device.
 
-    That is finite; of the zero kind "int" also whole codes; bytes that are scales; factors above 0.
+    Valid are finite numbers; for zeros of the kind "int" only codes; for bytes only those that are scales; factors above 0.
     """
     if role == "table":
         return tables.good_companion(s, t)
@@ -29,9 +28,9 @@ def plausible(t: torch.Tensor, s: Scheme, role: str) -> torch.Tensor:
 
 
 def fits(t: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether scales or zeros survive in `dtype`: none becomes infinite, and what is lost is rounding, not the values.
+    """Whether scales or zeros can be cast to `dtype`: none becomes infinite, and the change is no more than rounding.
 
-    Some may become 0, as those of rows that are next to nothing do in fp16 (below 6e-8); all of them may not.
+    Some may become 0, like those of nearly empty rows in fp16 (below 6e-8), but not all.
     """
     if t.dtype == dtype or t.is_meta or not t.numel():
         return True
@@ -40,7 +39,7 @@ def fits(t: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def check_fits(what: str, dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
-    """Raise SchemeError, naming a dtype that can, where `dtype` cannot hold scales or zeros."""
+    """Raise SchemeError, naming a wider dtype, if `dtype` cannot hold scales or zeros."""
     if not all(t is None or fits(t, dtype) for t in tensors):
         narrow = str(dtype).removeprefix("torch.")
         then = "bfloat16 or float32" if dtype == torch.float16 else "float32"
@@ -50,7 +49,7 @@ def check_fits(what: str, dtype: torch.dtype, *tensors: torch.Tensor | None) -> 
 def dequantized(
     s: Scheme, W_q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None
 ) -> torch.Tensor:
-    """The definition: what a QuantizedTensor of these stands for, fp32 (N, K)."""
+    """The definition: the values of a QuantizedTensor of these, fp32 (N, K)."""
     if s.table == E4M3:
         from lowq_packers import fp8
 
@@ -120,12 +119,12 @@ class QuantizedTensor:
         return self.W_q.shape[0], self.W_q.shape[1]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The (N, K) weight these codes stand for, computed in fp32 and rounded once to `dtype` (None: not)."""
+        """The dequantized (N, K) weight, computed in fp32 and rounded once to `dtype` (None: not rounded)."""
         return dequantized(self.scheme, self.W_q, self.scales, self.zeros, self.table).to(dtype or torch.float32)
 
     @property
     def wide_scales(self) -> torch.Tensor:
-        """(N, K // group_size) fp32: the scales with what multiplies them."""
+        """(N, K // group_size) fp32: the scales times their factor."""
         return tables.wide(self.scheme, self.scales, self.table)
 
     @classmethod

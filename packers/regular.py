@@ -1,7 +1,7 @@
-"""The one door through which a file that somebody else made is opened: a regular one, of bounded size, or one line about it.
+"""Opens files from outside: regular files of bounded size only; anything else is an error of one line.
 
-A FIFO would wait for ever, /dev/zero never end, and a sparse file of a terabyte takes no disk at all. A test holds every other
-way of opening a file against a list (tests/test_architecture.py).
+Reading a FIFO would wait for ever, /dev/zero never ends, and a sparse file of a terabyte takes no disk space. A test allows
+other ways of opening a file only where a list names them (tests/test_architecture.py).
 """
 
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 
-MAX_TEXT = 1 << 28  # bytes of tokenizer.json, an index or a report; the tokenizer.json of 256k tokens takes 33 MB
-MAX_CONFIG = 1 << 25  # bytes of a config, a chat template, a tuning table; a tokenizer_config.json with 256k tokens takes 20 MB
+MAX_TEXT = 1 << 28  # max. bytes of tokenizer.json, an index or a report; the tokenizer.json of 256k tokens has 33 MB
+MAX_CONFIG = 1 << 25  # max. bytes of a config, chat template or tuning table; a tokenizer_config.json of 256k tokens has 20 MB
 
 
 def open_regular(path: Path) -> int:
@@ -26,12 +26,12 @@ def open_regular(path: Path) -> int:
         raise NotFoundError(f"cannot read {path}: {getattr(e, 'strerror', e)}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise DamagedError(f"{path} is no regular file, and nothing else is read")
+        raise DamagedError(f"{path} is not a regular file; lowq reads only regular files")
     return fd
 
 
 def open_bounded(path: Path, most: int) -> int:
-    """As `open_regular`; raises DamagedError for a file of more than `most` bytes as well."""
+    """As `open_regular`; also raises DamagedError for a file of more than `most` bytes."""
     fd = open_regular(path)
     if (size := os.fstat(fd).st_size) > most:
         os.close(fd)
@@ -57,7 +57,7 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
 
 
 def read_given(path: Path, what: str, most: int) -> bytes:
-    """The bytes of a file that a person named on the command line: a pipe, as of <(a command), is waited for.
+    """The bytes of a file named on the command line; it may be a pipe, as in <(a command), which is read to its end.
 
     what: what the file holds, for the message. Raises NotFoundError, and UsageError for a device or more than `most` bytes.
     """
@@ -77,13 +77,13 @@ def read_given(path: Path, what: str, most: int) -> bytes:
 
 
 def name_of_open(fd: int, path: Path) -> str:
-    """A name of the open file `fd` of `path` for others in this process; its own path where the system has no such names."""
+    """A path of the open file descriptor `fd`, for other code in this process; `path` itself where the system has none."""
     return f"/proc/{os.getpid()}/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path.resolve())
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """A name of the regular file at `path`, held open, for a library that opens files by itself. Raises as `open_regular`."""
+    """A path of the regular file at `path`, held open, for libraries that open files themselves. Raises as `open_regular`."""
     fd = open_regular(path)
     try:
         yield name_of_open(fd, path)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from lowq_packers.errors import SchemeError
 
 BITS = (8, 4, 3, 2, 1)
-GROUP_STEP = 16  # groups are multiples of one tensor-core k step, so no fragment ever straddles two groups
+GROUP_STEP = 16  # group sizes are multiples of a tensor core's k step, so that no fragment straddles two groups
 ZeroKind = Literal["float", "int", "none"]
 ZERO_KINDS: tuple[ZeroKind, ...] = get_args(ZeroKind)
 TABLES: dict[str, tuple[int, ...]] = {"e2m1": (4,), "nf4": (4,), "iq4_nl": (4,), "fitted": (4, 3, 2)}  # and their widths
@@ -20,8 +20,8 @@ ACTS: tuple[Act, ...] = get_args(Act)
 E4M3 = "e4m3"  # the table of all values of an 8-bit float; the only one whose scales may be those of blocks: see fp8.py
 Block = tuple[int, int]  # rows and columns of a matrix in fp8 that share a scale
 BLOCKS: dict[str, Block] = {"128x128": (128, 128), "256x256": (256, 256)}
-ACT_KEY = "lowq_act"  # in fp8's quantization_config, where activations are not its own "dynamic"
-DEFAULT_BLOCK = "128x128"  # what DeepSeek's own checkpoints and every other engine have
+ACT_KEY = "lowq_act"  # key in the quantization_config of fp8 for activations other than its "dynamic"
+DEFAULT_BLOCK = "128x128"  # the block of DeepSeek's checkpoints and of all other engines
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tables: the value that each code of a table scheme stands for, and scales of 8 bits.
+"""Tables: the values of a table scheme's codes, and scales of 8 bits.
 
     w[n, k] = table[q[n, k]] * scale[n, k // group_size]
 
@@ -36,7 +36,7 @@ FIXED: dict[str, tuple[float, ...]] = {
     # ggml's kvalues_iq4nl
     "iq4_nl": (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
 }
-E4M3_MAX = 448.0  # byte 126; 127 is NaN, and bytes from 128 on are negative, as no scale is
+E4M3_MAX = 448.0  # byte 126; 127 is NaN, and bytes from 128 on are negative, which scales never are
 E8M0_NAN = 255
 BYTES = {"e4m3": 127, "e8m0": E8M0_NAN}  # the first byte that is no scale
 
@@ -47,7 +47,7 @@ def _fixed(name: str, device: torch.device) -> torch.Tensor:
 
 
 def values(scheme: Scheme, companion: torch.Tensor | None, device: torch.device | None = None) -> torch.Tensor:
-    """What the codes stand for, fp32 (T, 2**bits), or (1, 2**bits) where the table is fixed."""
+    """The values of the codes, fp32 (T, 2**bits), or (1, 2**bits) if the table is fixed."""
     if scheme.table == "fitted":
         assert companion is not None
         return companion

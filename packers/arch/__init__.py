@@ -1,7 +1,7 @@
-"""Families of models as descriptions: a file each, whose FAMILIES say how a config becomes a `parts.Model`.
+"""Descriptions of model families, one file each: its FAMILIES say how a config becomes a `parts.Model`.
 
-The folder is the list. Whoever asks what a family is, asks here: the decoder, the names and shapes of tensors, rotation,
-GGUF, MLX. A new family is one file with a function config -> Model of 6 to 20 lines. No torch is imported.
+All files of this folder are loaded. The decoder, the names and shapes of tensors, rotation, GGUF and MLX all use these
+descriptions. A new family is one file with a function config -> Model of 6 to 20 lines. No torch is imported.
 """
 
 import importlib
@@ -41,12 +41,12 @@ class Family:
     gguf: str = ""
     gguf_class: str = ""
     mlx: bool = False
-    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = field(default=None)  # where config.json names none
+    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = field(default=None)  # if config.json has none
     sizes: tuple[float | None, ...] = (None,) * len(SIZES)
 
     @property
     def filled(self) -> dict[str, Any]:
-        """Every field that config.json may leave out."""
+        """The defaults of every field that config.json may leave out."""
         return {name: v for name, v in zip(SIZES, self.sizes, strict=True) if v is not None} | dict(self.defaults or {})
 
 

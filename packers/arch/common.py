@@ -1,4 +1,4 @@
-"""What most families' layers have in common, for the functions that describe them. `c` is a config, `p` a module's path."""
+"""Parts that many families share, for the functions that describe them. `c` is a config, `p` the path of a module."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,21 +21,21 @@ from lowq_packers.arch.parts import (
     Update,
 )
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of a config's layer_types
-ACTS: dict[str, Act] = {  # as config.json spells them
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # values in a config's layer_types
+ACTS: dict[str, Act] = {  # config.json's name -> activation
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
-GATED = ("gate_proj", "up_proj", "down_proj")  # an expert's matrices, as most files name them
-STACKS = ("gate_up_proj", "down_proj")  # and those of all experts, where files hold them in two tensors
+GATED = ("gate_proj", "up_proj", "down_proj")  # an expert's matrices in most files
+STACKS = ("gate_up_proj", "down_proj")  # the matrices of all experts, in files that stack them in two tensors
 
 
 class NotDescribed(ValueError):
-    """Why a config of a known family is not described: the reason, for people."""
+    """Why a config of a known family cannot be described; the message is shown to users."""
 
 
 def unless(wrong: Any, reason: str) -> None:
-    """Raise NotDescribed where something is `wrong`."""
+    """Raise NotDescribed if `wrong`."""
     if wrong:
         raise NotDescribed(reason)
 
@@ -57,15 +57,15 @@ def kv_heads(c: Any) -> int:
 
 
 def rope_parameters(c: Any, kind: str = "") -> dict[str, Any]:
-    """The rope_parameters of a kind of layer, or of all."""
+    """The rope_parameters of one kind of layer, or of all layers."""
     given = c.rope_parameters or {}
     return given[kind] if kind else given
 
 
 def rope(c: Any, kind: str = "", pairing: Any = "halves", share: float | None = None, **more: Any) -> Rope:
-    """How heads turn: all of a head, unless the family takes partial_rotary_factor or the rotation is scaled.
+    """The rotation of heads: of all dims, unless the family has partial_rotary_factor or the rotation is scaled.
 
-    share: what that factor is where a config has none.
+    share: the default of that factor.
     """
     given = rope_parameters(c, kind)
     if share is not None or given.get("rope_type", "default") != "default":
@@ -74,7 +74,7 @@ def rope(c: Any, kind: str = "", pairing: Any = "halves", share: float | None = 
 
 
 def window(c: Any, i: int) -> int:
-    """The sliding window of layer i, by layer_types; 0 where it sees all."""
+    """The sliding window of layer i, by layer_types; 0: it sees all tokens."""
     return (c.sliding_window or 0) if c.layer_types[i] == SLIDING else 0
 
 
@@ -84,7 +84,7 @@ def rms(c: Any, name: str, size: int = 0, **more: Any) -> Norm:
 
 
 def linear(c: Any, name: str | tuple[str, ...], rows: int | tuple[int, ...], columns: int = 0, **more: Any) -> Linear:
-    """A product of the residual stream unless `columns` is given."""
+    """A linear layer over the residual stream unless `columns` is given."""
     parts = (name,) if isinstance(name, str) else name
     return Linear(parts, (rows,) if isinstance(rows, int) else rows, columns or c.hidden_size, **more)
 
@@ -100,7 +100,7 @@ def attention(
     turned: Rope | str | None = "own",
     **more: Any,
 ) -> Attention:
-    """Llama's attention, its projections by name: q, k and v, or one that holds them. more: what else `Attention` has."""
+    """Llama's attention. names: its projections q, k and v, or one for all. more: further fields of `Attention`."""
     D, kv = more.pop("dim", 0) or head_dim(c), more.pop("kv_heads", 0) or kv_heads(c)
     parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
     rows = (sum(parts),) if len(names) == 1 and more.get("shares") is None else parts[: len(names)]
@@ -135,7 +135,7 @@ def mlp(
     gated: bool = True,
     **more: Any,
 ) -> Mlp:
-    """Llama's gated MLP at path `p`. names: gate and up, one projection that holds both, or up where it is not gated."""
+    """Llama's gated MLP at path `p`. names: gate and up, one projection for both, or only up if it is not gated."""
     inner = inner or c.intermediate_size
     rows = (2 * inner if gated and len(names) == 1 else inner,) * len(names)
     return Mlp(
@@ -151,13 +151,13 @@ def router(c: Any, name: str, experts: int, **more: Any) -> Router:
 
 
 def experts(c: Any, p: str, of: Router, inner: int, leaves: tuple[str, ...] = GATED, **more: Any) -> Experts:
-    """A mixture whose experts are below path `p`, and so in files unless said otherwise."""
+    """A mixture whose experts are below path `p`, also in files by default."""
     files, activation = more.pop("files", f"{p}.experts"), more.pop("activation", "") or c.hidden_act
     return Experts(of, f"{p}.experts", files, leaves, inner, more.pop("hidden", c.hidden_size), act(activation), **more)
 
 
 def mamba2(c: Any, p: str, heads: int, dim: int, groups: int, N: int, width: int, eps: float, **more: Any) -> Mamba2:
-    """Mamba-2 as most families build it. biases: of (in, out, conv); limit: of dt; normed: whether it has a norm."""
+    """Mamba-2 as most families have it. biases: of (in, out, conv); limit: of dt; normed: whether it has a norm."""
     in_bias, out_bias, conv_bias = more.pop("biases")
     least, most = more.pop("limit", None) or (0.0, float("inf"))
     inner, channels = heads * dim, heads * dim + 2 * groups * N
@@ -182,9 +182,9 @@ def pre_norm(
 def model(
     c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, by_layer: bool = False, **more: Any
 ) -> Model:
-    """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given.
+    """A model of layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given.
 
-    by_layer: whether the family reads per_layer_config, in which transformers lets layers of any model differ.
+    by_layer: whether the family supports per_layer_config, transformers' field for layers that differ.
     """
     differ = getattr(c, "is_heterogeneous", False) or isinstance(getattr(c, "per_layer_config", None), dict)
     unless(differ and not by_layer, "layers that differ by per_layer_config")
@@ -196,7 +196,7 @@ def model(
 
 
 def mtp_layers(c: Any) -> tuple[str, ...]:
-    """Prefixes of the layers beyond the last, in which DeepSeek's kin publish their heads that predict further tokens."""
+    """Prefixes of the layers past the last one, in which DeepSeek V3's kind of models publish their MTP layers."""
     n = getattr(c, "num_nextn_predict_layers", 0) or 0
     return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n))
 
@@ -210,9 +210,9 @@ def wrapper(
     placeholders: Mapping[str, int] | None = None,
     read_as: Callable[[Any], int] = lambda c: 0,
 ) -> Callable[[Any], Model]:
-    """A model with a text part: that part under a prefix. Its config is text_config, or in old files the whole config.
+    """A model with a tower: describes its text part, under a prefix, from text_config, or in old files from the whole config.
 
-    images: from the whole config; a wrapper whose vision_config is null takes none.
+    images: from the whole config; a wrapper with vision_config null takes no images.
     placeholders: fields of the config that name tokens of `Model.read_as`, and their defaults; read_as: by the text's config.
     """
 
@@ -230,19 +230,19 @@ def wrapper(
 
 
 def of_vision(c: Any, name: str, default: Any) -> Any:
-    """A field of a wrapper's vision_config, which is a table where config.json was read without transformers."""
+    """A field of a wrapper's vision_config, which is a dict if config.json was read without transformers."""
     inside = getattr(c, "vision_config", {})
     found = inside.get(name) if isinstance(inside, Mapping) else getattr(inside, name, None)
     return default if found is None else found
 
 
 def token_of(c: Any, name: str, default: int) -> int:
-    """The id of a token of pictures ("image", "boi", "eoi"), which configs call ..._token_id or ..._token_index."""
+    """The id of an image token ("image", "boi", "eoi"); the field's name ends in _token_id or _token_index."""
     return getattr(c, f"{name}_token_id", None) or getattr(c, f"{name}_token_index", None) or default
 
 
 def three_part(token: int, sections: tuple[int, ...], interleaved: bool, deepstack: bool = False) -> Callable[[Any], Images]:
-    """Qwen's pictures, whose tokens have a place in time, height and width. token, sections: where the config says none."""
+    """Qwen's images, whose tokens have positions in time, height and width. token, sections: defaults for the config's."""
 
     def described(c: Any) -> Images:
         inside = getattr(c, "text_config", None) or c

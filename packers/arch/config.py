@@ -1,7 +1,6 @@
-"""A config.json of a described family as the attributes that transformers' config class would have, without transformers.
+"""Reads the config.json of a described family without transformers, as attributes like those of transformers' config class.
 
-Only what is spelled out is taken: a field of another type, or one that is missing and has no default in `lowq_packers.arch`, is
-a reason to let transformers read it.
+It is strict: if a field has another type, or is missing and has no default, transformers reads the config.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from lowq_packers.arch import SIZES, Family, families
 from lowq_packers.arch.common import FULL, SLIDING, NotDescribed
 from lowq_packers.arch.parts import Model, Router, walk
 
-ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary angles
+ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary embeddings
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # one field by the names that versions gave it
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
 BY_TYPE = (FULL, SLIDING)
@@ -20,8 +19,8 @@ KINDS = (*BY_TYPE, "conv")
 MOST = 4096  # layers, and experts of a layer, where the files' number of tensors does not bound them: four times the largest
 
 
-class NotPlain(Exception):  # no error: the reason why a checkpoint goes by way of transformers
-    """Why a checkpoint is not one of a described family in its plain form."""
+class NotPlain(Exception):  # not an error: the reason why transformers reads a checkpoint
+    """Why a checkpoint is not a described family in its plain form."""
 
 
 class Config(SimpleNamespace):
@@ -33,17 +32,17 @@ class Config(SimpleNamespace):
 
 
 def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Model, Family]:
-    """The config, what it describes, and its family. tensors: how many the files have. Raises NotPlain."""
+    """The config, the model it describes, and its family. tensors: their number in the files. Raises NotPlain."""
     family = families().get(str(raw.get("model_type")))
     if family is None:
-        raise NotPlain(f"model_type {raw.get('model_type')!r} is not a family that is described")
+        raise NotPlain(f"model_type {raw.get('model_type')!r} is not a described family")
     try:
         config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
         model = family.describe(config)
     except NotDescribed as e:
         raise NotPlain(str(e)) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-        raise NotPlain(f"config.json does not say all that its family asks for ({type(e).__name__}: {e})") from None
+        raise NotPlain(f"config.json lacks fields that its family needs ({type(e).__name__}: {e})") from None
     if any(part.experts > max(tensors, MOST) for part in walk(model.layers) if isinstance(part, Router)):
         raise NotPlain("config.json has more experts than a model can have")
     return config, model, family
@@ -51,7 +50,7 @@ def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Mo
 
 def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     inside = raw.get("text_config")
-    if inside is None:  # older configs are flat
+    if inside is None:  # older configs have no text_config
         inside = {k: v for k, v in raw.items() if k not in ("model_type", "vision_config")}
     if not isinstance(inside, Mapping):
         raise NotPlain("config.json has no text_config")
@@ -87,10 +86,12 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         whole = [fields[n] for n in ("num_key_value_heads", "head_dim")]
         if any(type(v) is not int or v < 1 for v in whole) or not divides or heads % whole[0]:
             raise NotPlain("config.json has heads of an unusual kind")
-    if "use_sliding_window" in family.defaults and not fields["use_sliding_window"]:  # others do not have this switch
+    if "use_sliding_window" in family.defaults and not fields["use_sliding_window"]:  # a switch of some families only
         fields["sliding_window"] = None
     layers = fields.get("per_layer_config")
-    if isinstance(layers, Mapping) and all(isinstance(v, Mapping) for v in layers.values()):  # what differs, by number as text
+    if isinstance(layers, Mapping) and all(
+        isinstance(v, Mapping) for v in layers.values()
+    ):  # differences by layer number, a string
         n = fields["num_hidden_layers"]
         fields["per_layer_config"] = {i: SimpleNamespace(**{**fields, **layers.get(str(i), {})}) for i in range(n)}
     window = fields.get("sliding_window")
@@ -99,7 +100,7 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if family.layer_types and fields.get("layer_types") is None:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
-    odd = set(kinds) - set(KINDS)  # those of one family alone
+    odd = set(kinds) - set(KINDS)
     own = family.layer_types is None or not odd or odd <= set(family.layer_types(fields))
     if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not own):
         raise NotPlain("config.json has layers of an unusual kind")
@@ -108,7 +109,7 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
 
 
 def _number(value: Any) -> Any:
-    """A value of config.json, infinities as numbers: transformers writes them as tables, which JSON has."""
+    """A value of config.json with infinities as floats; transformers writes them as objects, since JSON has no infinity."""
     if isinstance(value, list):
         return [_number(v) for v in value]
     given = value.get("__float__") if isinstance(value, Mapping) else None
@@ -125,7 +126,7 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The same for each kind of layer; older configs have two bases and scale only full attention."""
+    """`rope_parameters` for each kind of layer; older configs have two bases and scale only full attention."""
     given = _mapping(fields.get("rope_parameters"))
     found = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
     found[FULL].update(_mapping(fields.get("rope_scaling")))
@@ -135,11 +136,11 @@ def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _standard(rope: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One kind's, the older spellings of its type and what that needs beside."""
+    """The rope_parameters of one kind of layer, with older spellings and their extra fields."""
     rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] == "mrope":  # of three positions a token, which in text are one
+    if rope["rope_type"] == "mrope":  # three positions per token, which are equal in text
         rope["rope_type"] = "default"
-    if "long_factor" in rope:  # Phi-3 called it su, and yarn
+    if "long_factor" in rope:  # Phi-3's names for longrope were su and yarn
         rope["rope_type"] = "longrope"
     if rope["rope_type"] in STRETCHED:
         if fields.get("original_max_position_embeddings"):
@@ -154,14 +155,14 @@ def _standard(rope: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _mapping(given: Any) -> dict[str, Any]:
-    """A copy; of nothing, an empty one. Raises NotPlain for what is none."""
+    """A copy of a mapping; an empty one for None. Raises NotPlain for anything else."""
     if given and not isinstance(given, Mapping):
         raise NotPlain("config.json has rope_parameters of an unusual kind")
     return dict(given or {})
 
 
 def _checked(rope: dict[str, Any]) -> dict[str, Any]:
-    """The rotation itself. Raises NotPlain for values that are no numbers, and for a field that its kind needs."""
+    """Check one rotation. Raises NotPlain for values that are not numbers, and for a missing field."""
     one = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
     needs = one | {"llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     numbers = ("rope_theta", *needs.get(str(rope["rope_type"]), ()))

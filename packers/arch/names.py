@@ -1,7 +1,7 @@
-"""The tensors that a described model has: name, shape and kind, as transformers' modules hold them and as files do.
+"""The tensors of a described model (name, shape and kind), as in transformers' modules and as in files.
 
-Three forms. "modules": names in transformers' module tree, experts of a layer in stacks. "files": as published, experts one by
-one unless the publisher stacks them. "split": as "files", but every expert one by one; so lowq writes checkpoints.
+There are three forms. "modules": names in transformers' module tree, experts in stacks. "files": as published, experts
+separate unless the publisher stacks them. "split": as "files", but every expert separate; lowq writes checkpoints so.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 def tensors(model: Model, form: Form, place: tuple[str, str] | None = None) -> dict[str, Tensor]:
-    """Every tensor by its whole name.
+    """Every tensor by its full name.
 
     place: (prefix, head) that the names have, where not transformers': one of `model.files`.
     """
@@ -46,13 +46,13 @@ def tensors(model: Model, form: Form, place: tuple[str, str] | None = None) -> d
 
 
 def renamed(model: Model, name: str) -> str:
-    """A name of modules as files have it; experts' are files' already."""
+    """The name in files of a tensor of modules; experts' names are already those of files."""
     pair = next((pair for pair in model.renamed if pair[0] in name), None)
     return name.replace(*pair) if pair else name
 
 
 def part_tensors(part: Any, form: Form, kind: str = "other") -> Named:
-    """The tensors of one part and of what is inside. kind: of the linear layers."""
+    """The tensors of one part and of its inner parts. kind: of its linear layers."""
     match part:
         case tuple():
             for one in part:
@@ -117,7 +117,7 @@ def _vectors(kind: str, *given: tuple[Any, ...]) -> Named:
 
 
 def _experts(part: parts.Experts, form: Form) -> Named:
-    """The matrices of experts: two stacks, or each expert's own."""
+    """The matrices of experts: two stacks, or separate ones."""
     E, N, K, stacks = part.router.experts, part.inner, part.hidden, ("gate_up_proj" if part.gated else "up_proj", "down_proj")
     if form == "modules" or (form == "files" and part.stacked):
         turned = part.transposed == "both" or (form == "files" and part.transposed == "files")

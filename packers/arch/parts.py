@@ -1,9 +1,9 @@
-"""What a decoder-only model is made of, as data: layers are updates of the residual stream, and updates are mixers.
+"""The parts of a decoder-only model as data: a layer is a list of updates of the residual stream, and an update has mixers.
 
-Names are those of transformers' modules below the text model: "layers.3.self_attn.q_proj" stands for
-"model.layers.3.self_attn.q_proj.weight" in a plain checkpoint and for "model.language_model.layers..." in one with a vision
-tower (`Model.prefix`). Shapes are (N, K) = (out_features, in_features). No torch is imported, and nothing is computed here:
-the definitions of the mixers are torch functions in `lowq_kernels.decode`, whose plan a model is compiled to.
+Names are those of transformers' modules below the text model: "layers.3.self_attn.q_proj" is
+"model.layers.3.self_attn.q_proj.weight" in a plain checkpoint and "model.language_model.layers..." in one with a vision
+tower (`Model.prefix`). Shapes are (N, K) = (out_features, in_features). This file imports no torch and computes nothing: the
+mixers are defined as torch functions in `lowq_kernels.decode`, and a model is compiled to a plan of those operations.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 
 @dataclass(frozen=True)
 class Linear:
-    """A product y = x W^T + b whose rows may be stored as several modules side by side.
+    """A linear layer y = x W^T + b whose rows may be stored as several modules.
 
-    parts: names of the modules. rows: N of each. columns: K. bias: whether each part has one.
-    cut: how tensor parallel ranks share it: by "rows" (N), by "columns" (K), or not at all ("").
+    parts: names of the modules. rows: N of each. columns: K. bias: whether each part has a bias.
+    cut: how tensor parallel ranks split it: by "rows" (N), by "columns" (K), or not at all ("").
     """
 
     parts: tuple[str, ...]
@@ -32,9 +32,9 @@ class Linear:
 class Norm:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last `size` values; "layer" subtracts the mean first.
 
-    name: of the module; "" for a norm without weight. add_one: the factor is 1 + weight. bias: added in the end.
-    groups: the mean is taken over each of so many equal parts of the values apart.
-    shape: of the weight in files, where that is not (size,); its values in their order are the factors all the same.
+    name: of the module; "" for a norm without weight. add_one: the factor is 1 + weight. bias: added last.
+    groups: this many equal parts of the values are normed separately.
+    shape: of the weight in files if it is not (size,); its values in order are the factors.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of the first `dims` values of a head.
+    """Rotary position embedding of the first `dims` values of a head.
 
-    kind: the key of the config's rope_parameters that this layer takes; "" where there is one set for all layers.
-    pairing: value i turns with value i + dims / 2 ("halves") or 2i with 2i + 1 ("neighbours").
-    of: number of values that the exponents of the frequencies count, where it is not `dims`.
+    kind: the key of the config's rope_parameters for this layer; "" if all layers share one set.
+    pairing: value i is paired with i + dims / 2 ("halves"), or 2i with 2i + 1 ("neighbours").
+    of: the number of values in the exponents of the frequencies, if it is not `dims`.
     """
 
     dims: int
@@ -71,14 +71,14 @@ class PositionScale:
     offset: int = 0
 
 
-# What a layer has to remember of a sequence
+# The state of a sequence in a layer
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of every token, or of the last `window` tokens: (heads, k_dim) and (heads, v_dim) a token.
+    """Keys and values of every token, or of the last `window` tokens: (heads, k_dim) and (heads, v_dim) per token.
 
-    v_dim 0: values are the first values of the keys, and are not held twice (latent attention).
+    v_dim 0: values are a prefix of the keys and are not stored separately (latent attention).
     """
 
     heads: int
@@ -89,27 +89,27 @@ class Pages:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Tensors of fixed size: name -> shape, one set a sequence. fp32 says which of them are held in fp32."""
+    """Tensors of fixed size: name -> shape, one set per sequence. fp32: the names of those stored in fp32."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     fp32: tuple[str, ...] = ()
 
 
-# Mixers: what is added to the residual stream, as a function of the normed stream
+# Mixers: functions of the normed residual stream whose result is added to it
 
 
 @dataclass(frozen=True)
 class Attention:
     """softmax(scale * q k^T) v over the sequence so far.
 
-    qkv: q, k and v side by side; gated: each head of q is followed by a gate of its output, sigmoid(gate) * y.
+    qkv: q, k and v concatenated; gated: each head of q is followed by a gate of its output, sigmoid(gate) * y.
     order "heads": rows are (q, k, v) of head 0, then of head 1, ... (GPT-NeoX).
-    window: a token sees itself and the window - 1 before it, 0 is all. chunk: it sees its own chunk of so many positions alone.
-    norm_over "all": q_norm and k_norm are over all heads at once, "head": over each. norm_last: they come after the rotation.
+    window: a token sees itself and the window - 1 tokens before it; 0: all. chunk: it sees only its own chunk of this size.
+    norm_over: q_norm and k_norm are over "all" heads at once or over each "head". norm_last: they come after the rotation.
     key_scale: keys are multiplied by it. v_is_k: there is no v, values are the keys before norm and rotation.
-    shares: index of the layer whose keys and values are attended to; such a layer has no k and v of its own.
-    block: rows that are computed together may see one another whole (draft heads that guess a block).
-    sinks: name of a vector (heads,) of scores that take their share of the softmax and have no value.
+    shares: index of the layer whose keys and values this layer reads; it has no k and v of its own.
+    block: rows that are computed together all see one another (draft heads that draft a block).
+    sinks: name of a vector (heads,) of scores that are part of the softmax but have no value.
     """
 
     qkv: Linear
@@ -143,10 +143,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """DeepSeek's MLA: of a token one latent of `rank` values and one rotated key of `rotated` values are remembered.
+    """DeepSeek's MLA: the cache holds per token one latent of `rank` values and one rotated key of `rotated` values.
 
-    q: (Linear,) or (down, Norm, up), rows of a head being its nope values, then its rotated ones. kv_down: rows are the latent,
-    then the rotated key. kv_up: rows of a head are its nope keys, then its v_dim values. Source: arXiv:2405.04434.
+    q: (Linear,) or (down, Norm, up); rows of a head are its unrotated values, then its rotated ones. kv_down: rows are the
+    latent, then the rotated key. kv_up: rows of a head are its unrotated keys, then its v_dim values. Source: arXiv:2405.04434.
     """
 
     q: tuple[Any, ...]
@@ -182,7 +182,7 @@ class Conv:
 class GatedDelta:
     """Qwen3-Next's linear attention: S <- exp(g) S + k (beta (v - exp(g) S^T k))^T; y = S^T q, normed and gated by z.
 
-    inputs: q, k, v, z, b (beta), a (g) side by side; grouped: q, k, v, z of a key head together, then b, a of each
+    inputs: q, k, v, z, b (beta), a (g) concatenated; grouped: q, k, v, z of a key head together, then b, a of each
     (Qwen3-Next), else all of q, k, v, then z, b, a (Qwen 3.5). a_log, dt_bias: names of vectors (v_heads,).
     norm: over the v_dim values of a head; its output is multiplied by silu(z).
     Source: Gated Delta Networks (arXiv:2412.06464).
@@ -210,8 +210,8 @@ class GatedDelta:
 class Mamba2:
     """S <- exp(dt A) S + dt x B^T; y = S C + D x, gated by z and normed. Source: Mamba-2 (arXiv:2405.21060).
 
-    inputs: rows are z, x, B, C, dt. scales: constants of those five (Falcon-H1). a_log, dt_bias, d: names of vectors (heads,).
-    groups: heads share B and C of N values by groups. gate_last: y is normed, then gated. dt: its least and largest value.
+    inputs: rows are z, x, B, C, dt. scales: factors of those five (Falcon-H1). a_log, dt_bias, d: names of vectors (heads,).
+    groups: heads share B and C of N values by group. gate_last: y is normed, then gated. dt: its min. and max. value.
     """
 
     inputs: Linear
@@ -250,7 +250,7 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(gate x) * up x), or down(act(up x)) where it is not gated. gate_scale: what the gate is multiplied by."""
+    """down(act(gate x) * up x), or down(act(up x)) if it is not gated. gate_scale: the factor of the gate."""
 
     up: Linear
     down: Linear
@@ -262,15 +262,15 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Router:
-    """Which experts a token visits, and their weights.
+    """The router of a mixture: selects a token's experts and their weights.
 
-    name: of the module with weight (experts, hidden). logits_bias: it has a bias, added to the logits. score: of the logits.
-    bias: name of a vector (experts,) that is added to the scores for the choice alone. groups: experts are in so many groups,
-    of which a token visits experts of so many; the best are those with the largest sum of two scores, or score ("max").
+    name: of the module with weight (experts, hidden). logits_bias: it has a bias, added to the logits. score: the function of
+    the logits. bias: name of a vector (experts,) that is added to the scores for the choice alone. groups: (number of groups,
+    groups per token); the best groups have the largest sum of two scores, or the largest score ("max").
     normalise: weights are divided by their sum (+ sum_eps). factor: then multiplied by it. rounded: then rounded to x's dtype.
-    A softmax over the chosen experts' logits alone is a softmax over all, normalised.
-    bias_shape: of `bias` in files, where that is not (experts,).
-    norm, scale: x is normed, and multiplied by a vector and hidden^-0.5 first (Gemma 4). each: vector of factors of experts.
+    A softmax over only the chosen experts' logits is a softmax over all, normalised.
+    bias_shape: of `bias` in files, if it is not (experts,).
+    norm, scale: x is first normed, and multiplied by a vector and hidden^-0.5 (Gemma 4). each: a vector of factors of experts.
     """
 
     name: str
@@ -294,14 +294,14 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """The sum over a token's experts of their weighted MLPs, and a shared MLP beside.
+    """The weighted sum of a token's experts, plus a shared MLP.
 
-    module: path of the module that holds them in transformers, as two stacks. files: path before an expert's number in files.
-    leaves: names of gate, up and down of an expert there (up and down where it is not gated). bias: they have biases.
-    stacked: files hold all experts of a layer in two tensors, and `leaves` are their whole names below `files`.
-    transposed: where stacks are (experts, columns, rows): in "files", in files and modules ("both"), or nowhere ("").
-    interleaved: rows of gate and up alternate in the stacks. weigh_inputs: weights multiply what experts are given (Llama 4).
-    shared_gate: name of a linear (1, hidden) whose sigmoid multiplies the shared MLP's output. latent: (down, up) around them.
+    module: path of transformers' module that holds them as two stacks. files: path before an expert's number in files.
+    leaves: names of an expert's gate, up and down in files (only up and down if it is not gated). bias: they have biases.
+    stacked: files hold all experts of a layer in two tensors, and `leaves` are their names below `files`.
+    transposed: stacks are (experts, columns, rows) in "files", in files and modules ("both"), or nowhere ("").
+    interleaved: rows of gate and up alternate in the stacks. weigh_inputs: weights multiply the experts' inputs (Llama 4).
+    shared_gate: name of a linear (1, hidden) whose sigmoid multiplies the shared MLP's output. latent: (down, up) around all.
     """
 
     router: Router
@@ -336,7 +336,7 @@ class PerLayer:
 
 @dataclass(frozen=True)
 class Branch:
-    """A mixer of a parallel block that has norms or constants of its own: out * post(mixer(into * norm(x)))."""
+    """A mixer of a parallel block with its own norms or factors: out * post(mixer(into * norm(x)))."""
 
     mixer: Any
     norm: Norm | None = None
@@ -354,7 +354,7 @@ Mixer = Attention | LatentAttention | GatedDelta | Mamba2 | ShortConv | Mlp | Ex
 
 @dataclass(frozen=True)
 class Beside:
-    """A token's embedding and a hidden state side by side, each normed: what draft heads read (`lowq_packers.heads`).
+    """A token's embedding and a hidden state, each normed, then concatenated: the input of draft heads (`lowq_packers.heads`).
 
     hidden_first: the hidden state comes first. zero_first: the embedding at position 0 is zero. replaces: from there on the
     residual stream is the normed hidden state.
@@ -369,7 +369,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Merge:
-    """How the residual stream of a draft head begins that has a product there: project(beside)."""
+    """The start of a draft head's residual stream: project(beside)."""
 
     beside: Beside
     project: Linear
@@ -379,7 +379,7 @@ class Merge:
 class Update:
     """x <- (x + scale * post(sum of mixers(norm(x)))) * after. Two mixers are a parallel block. after: name of a scalar.
 
-    beside: what the mixers of a draft head's first layer are given in place of norm(x).
+    beside: the input of the mixers of a draft head's first layer, instead of norm(x).
     """
 
     mixers: tuple[Mixer, ...]
@@ -409,16 +409,16 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class Images:
-    """How pictures enter a text: the rows of a tower's features take the place of the embeddings of one token.
+    """How images enter a text: rows of the tower's features replace the embeddings of image tokens.
 
-    token: the id of that token. form: how a picture is written where the chat template has its place (`hf.pictures.written`):
-    "run" of tokens, "framed" by two others, "rows" that end in a token, "tiles". begin, end: ids of the two others.
-    around: text beside those, in whose place templates write `begin`. rows: of each picture; 0: they depend on its size.
-    patch: pixels of a patch's side. merge: patches a side that become one row of features.
-    sections: pairs of a head that turn by a token's place in time, height and width; () where it has one position. interleaved:
-    pairs alternate between the three, else they lie one section after the other. Source: Qwen2-VL (arXiv:2409.12191).
-    deepstack: number of first layers after which features of their own are added (arXiv:2406.04334).
-    whole: layers in which a token of a picture sees all of it, also what comes after: "all", or those with a window.
+    token: the id of the image token. form: the tokens of an image in the text (`hf.pictures.written`): a "run" of image tokens,
+    "framed" by two others, "rows" that end in a token, or "tiles". begin, end: ids of the two others.
+    around: text around the image, for which templates write `begin`. rows: per image; 0: they depend on its size.
+    patch: side of a patch in pixels. merge: patches per side that become one row of features.
+    sections: pairs of a head rotated by a token's position in time, height and width; () if it has one position. interleaved:
+    pairs alternate between the three, else sections follow one another. Source: Qwen2-VL (arXiv:2409.12191).
+    deepstack: number of first layers after which further features are added (arXiv:2406.04334).
+    whole: layers in which an image token sees its whole image, later tokens included: "all", or those with a window.
     """
 
     token: int
@@ -435,7 +435,7 @@ class Images:
     whole: Literal["", "all", "windows"] = ""
 
     def axes(self, dims: int) -> list[int]:
-        """Which of the three places each of the first `dims` values of a head turns by."""
+        """For each of the first `dims` values of a head: which of the three positions rotates it."""
         if self.interleaved:
             axes = [next((a for a in (1, 2) if j % 3 == a and j < 3 * self.sections[a]), 0) for j in range(dims // 2)]
         else:
@@ -447,14 +447,14 @@ class Images:
 class Model:
     """logits = softcap(logit_scale * head(norm(layers(embed_scale * embed[ids])))).
 
-    prefix: of the names in transformers' module tree. embed: name below the prefix. head: name of the module, whole.
+    prefix: of names in transformers' module tree. embed: name below the prefix. head: full name of the module.
     tied: the head is the embedding. beside: prefixes of modules that text does not need (a vision tower).
-    files: further prefixes that published files have in place of (prefix, head).
-    renamed: (part of a name in modules, what stands in its place in files), for tensors below the prefix; experts say theirs.
-    extra: prefixes of whole names of tensors that are kept but not run here (MTP heads), written with `prefix` where they are
-    below the text model. images: how pictures enter; None where it takes none.
-    merge: what a draft head's layers are given, whose stream is else the hidden state itself.
-    read_as: tokens that stand for pictures or sound -> the token whose embedding they have in a text without.
+    files: further prefixes that published files have instead of (prefix, head).
+    renamed: (part of a name in modules, its replacement in files), for tensors below the prefix except experts.
+    extra: prefixes of full names of tensors that are kept but not run (MTP heads), written with `prefix` if they are below the
+    text model. images: how images enter; None if it takes no images.
+    merge: the input of a draft head's layers, by default the hidden state itself.
+    read_as: image or sound tokens -> the token whose embedding they get in a text without images or sound.
     """
 
     layers: tuple[tuple[Update, ...], ...]
@@ -481,7 +481,7 @@ class Model:
 
 
 def walk(part: Any) -> Iterator[Any]:
-    """Every part that is inside `part`, itself first, in the order of the fields."""
+    """All parts inside `part`, itself first, in the order of the fields."""
     if isinstance(part, tuple):
         for one in part:
             yield from walk(one)

@@ -1,4 +1,4 @@
-"""Names of the parts of a model that are not its text part: towers of pictures and sound, and what projects their features."""
+"""Names of the parts outside the text model: image and sound towers, and the projectors of their features."""
 
 import re
 

@@ -1,8 +1,8 @@
 """Draft heads as descriptions: small models that guess further tokens from the hidden states of a large one, the target.
 
-A file each kind of published files, which says how a config and the names and shapes of tensors become a `Head`. Names are
-those of the kind's own modules without what publishers put before them; `Read.files` says what files call them. Without torch.
-What no reader knows is refused by name: a head that is read wrongly still gives right text, only slowly.
+There is one file per published kind: it turns a config and the names and shapes of tensors into a `Head`, without torch. Names
+are those of the kind's modules without publishers' prefixes; `Read.files` maps them to names in files. Unknown kinds and
+fields are refused by name, since a head that is read wrongly still gives the right text, only slowly.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lowq_packers.heads import block, eagle3
 from lowq_packers.heads.parts import Read, Shapes, Target
 
 KINDS = "EAGLE-3, P-EAGLE, DFlash, DSpark (their authors' files and speculators'), MTP layers inside a checkpoint"
-OTHERS = {  # by what names them in config.json: published kinds that are not run
+OTHERS = {  # published kinds that are not supported, by their name in config.json
     "dflash2draftmodel": "DFlash2", "domino": "Domino", "medusa": "Medusa", "hydra": "Hydra",
     "mlp_speculator": "MLP speculators",
     "gemma4_assistant": "Gemma 4 assistants", "mtp": "stand-alone MTP files",
@@ -24,7 +24,7 @@ OTHERS = {  # by what names them in config.json: published kinds that are not ru
 
 
 def is_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a draft head, of whatever kind."""
+    """Whether a config.json is that of a draft head of any kind."""
     if "speculators_model_type" in config or "eagle_config" in config or "dflash_config" in config:
         return True
     names = [str(a).lower() for a in config.get("architectures") or ()]
@@ -33,7 +33,7 @@ def is_head(config: Mapping[str, Any]) -> bool:
 
 
 def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
-    """The head of a folder. Raises UnsupportedError for a kind that is not run, DamagedError for one that lacks something."""
+    """The head of a folder. Raises UnsupportedError for a kind that is not supported, DamagedError for missing parts."""
     given = [str(n) for n in (config.get("speculators_model_type"), *(config.get("architectures") or ())) if n]
     given += [name] if (name := str(config.get("model_type"))) in OTHERS else []
     names = [n.lower() for n in given[:1] if "speculators_model_type" in config] or [n.lower() for n in given]
@@ -46,6 +46,6 @@ def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read
                 return eagle3.read(config, shapes, target)
             return block.read(config, shapes, target, "DSpark" if projector == "dspark" else kind)
     except (NotDescribed, NotPlain) as e:
-        raise UnsupportedError(f"the draft head is not run: {e}") from None
+        raise UnsupportedError(f"this draft head is not supported: {e}") from None
     kind = next((OTHERS[n] for n in names if n in OTHERS), " or ".join(given) or "unnamed")
-    raise UnsupportedError(f"draft heads of the kind {kind} are not run; those that are: {KINDS}")
+    raise UnsupportedError(f"draft heads of the kind {kind} are not supported; supported: {KINDS}")

@@ -1,7 +1,7 @@
-"""DFlash and DSpark heads: a block of tokens guessed at once, whose rows attend to each other and to the target's features.
+"""DFlash and DSpark heads: they draft a block of tokens at once, whose rows attend to each other and to the target's features.
 
-A head has no tokens in its cache: of every token of the text it holds keys and values of the target's features there. A block
-is the newest token and mask tokens behind it. DSpark's guesses are one place earlier, and the one before corrects each.
+The head's cache holds, for every token of the text, keys and values of the target's features. A block is the newest token,
+followed by mask tokens. DSpark's drafts are one position earlier, and each is corrected by the previous one.
 Source: the models and configs of z-lab/dflash, deepseek-ai/DeepSpec and vllm-project/speculators.
 """
 
@@ -18,7 +18,7 @@ from lowq_packers.heads.eagle3 import SIZES
 from lowq_packers.heads.parts import MAPS, Block, Fuse, Head, Markov, Read, Shapes, Target, check_tensors
 
 RENAMED = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
-IGNORED = ("t2d", "verifier_", "confidence_head.", "rotary_emb.")  # of training, and an estimate that no guess depends on
+IGNORED = ("t2d", "verifier_", "confidence_head.", "rotary_emb.")  # used in training, or an estimate that drafts do not need
 W1, W2, GATE, JOINT = (f"markov_head.{n}" for n in ("markov_w1", "markov_w2", "gate_proj", "joint_proj"))
 
 
@@ -57,7 +57,7 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target, kind: str) -
     head = Head(kind, made, taps, fuse, "stream", own_embed, own_head, "d2t" in shapes, block=block)
     if rows[0] != c.vocab_size and not head.mapped:
         raise DamagedError(
-            f"the draft head guesses among {rows[0]} of {c.vocab_size} tokens, and d2t, which says of which, is missing"
+            f"the draft head chooses among {rows[0]} of {c.vocab_size} tokens, but d2t, the list of these tokens, is missing"
         )
     check_tensors(_tensors(head, c.vocab_size), shapes, IGNORED)
     return Read(head, c, files)
@@ -70,7 +70,7 @@ def _plain(name: str) -> str:
 
 
 def _taps(said: Mapping[str, Any], speculators: bool, target: Target) -> tuple[int, ...]:
-    """Which layers' incoming streams are read. speculators counts them so, the others by what leaves a layer."""
+    """The layers whose inputs are read. speculators counts layers by their inputs, the other writers by their outputs."""
     given = said.get("aux_hidden_state_layer_ids" if speculators else "target_layer_ids")
     if not isinstance(given, list | tuple) or not given or any(type(i) is not int for i in given):
         raise DamagedError("config.json of the draft head does not say which layers it reads")

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads as SafeAILab, SpecForge and speculators publish them: one layer that reads three of the target's; P-EAGLE's.
+"""EAGLE-3 heads of SafeAILab, SpecForge and speculators: one layer that reads three layers of the target; and P-EAGLE heads.
 
-P-EAGLE guesses all tokens at once: tokens and hidden states that are not known yet are a mask token and a learnt vector.
+P-EAGLE drafts all tokens at once: it uses a mask token and a learnt vector for tokens and hidden states not yet known.
 Source: EAGLE-3 (arXiv:2503.01840); the files' names and config keys as SafeAILab/EAGLE, SpecForge and vllm-project/speculators
 write them.
 """
@@ -17,8 +17,8 @@ from lowq_packers.errors import DamagedError
 from lowq_packers.heads.parts import MAPS, MASK, Fuse, Head, Read, Shapes, Target, check_tensors
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-BUFFERS = ("t2d", "verifier_", "layers.0.self_attn.rotary_emb.", "rotary_emb.")  # of training, and what can be computed
-SIZES = {  # what transformers' config classes fill in where `transformer_layer_config` leaves a size out
+BUFFERS = ("t2d", "verifier_", "layers.0.self_attn.rotary_emb.", "rotary_emb.")  # used in training, or computed here
+SIZES = {  # defaults of transformers' config classes for sizes that `transformer_layer_config` leaves out
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
@@ -41,7 +41,7 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     inside = {**SIZES.get(inside["model_type"], {}), **inside} if speculators else inside
     inside.setdefault("vocab_size", target.model.vocab)
     inside.setdefault("max_position_embeddings", getattr(target.config, "max_position_embeddings", 2048))
-    for name in ("layer_types", "sliding_window"):  # of the target's own layers, which some files repeat
+    for name in ("layer_types", "sliding_window"):  # these describe the target's layers; some files repeat them
         inside.pop(name, None)
     c, model, _ = read_config(inside)
     unless(c.vocab_size != target.model.vocab, f"it is for a vocabulary of {c.vocab_size}, the model has {target.model.vocab}")
@@ -56,13 +56,13 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     if parallel:
         token = config.get("mask_token_id", config.get("pard_token"))
         if type(token) is not int or not 0 <= token < c.vocab_size:
-            raise DamagedError(f"mask_token_id of the draft head is {token!r}, which is no token of the model")
+            raise DamagedError(f"mask_token_id of the draft head is {token!r}, which is not a token of the model")
         head = replace(head, kind="P-EAGLE", parallel=token)
     if named and named != guesses:
-        raise DamagedError(f"the draft head guesses among {guesses} tokens, its config.json says draft_vocab_size = {named}")
+        raise DamagedError(f"the draft head chooses among {guesses} tokens, its config.json says draft_vocab_size = {named}")
     if guesses != c.vocab_size and not head.mapped:
         raise DamagedError(
-            f"the draft head guesses among {guesses} of {c.vocab_size} tokens, and d2t, which says of which, is missing"
+            f"the draft head chooses among {guesses} of {c.vocab_size} tokens, but d2t, the list of these tokens, is missing"
         )
     if not head.own_embed and target.model.hidden != H:
         raise DamagedError(f"the draft head has no embed_tokens, and its width {H} is not the model's {target.model.hidden}")
@@ -76,7 +76,7 @@ def _plain(name: str) -> str:
 
 
 def _taps(config: Mapping[str, Any], shapes: Shapes, target: Target, wide: int) -> tuple[tuple[int, ...], str]:
-    """Which layers' incoming streams are read, and what was assumed."""
+    """The layers whose inputs are read, and a note on what was assumed."""
     n, own = target.layers, config.get("eagle_config") or {}
     if own.get("use_aux_hidden_state") is False:
         return (), ""
@@ -86,9 +86,9 @@ def _taps(config: Mapping[str, Any], shapes: Shapes, target: Target, wide: int) 
     given = config.get(LAYERS)
     ids = tuple(given or own.get(LAYERS) or own.get("layer_ids") or default)
     if any(type(i) is not int for i in ids):
-        raise DamagedError(f"{LAYERS} of the draft head is {list(ids)}, which are no layers")
+        raise DamagedError(f"{LAYERS} of the draft head is {list(ids)}, which are not indices of layers")
     note = ""
-    if n not in ids and (ids == outputs or not (given or ids == default)):  # SGLang counts layers by what leaves them
+    if n not in ids and (ids == outputs or not (given or ids == default)):  # SGLang counts layers by their outputs
         ids, note = tuple(i + 1 for i in ids), f"reads what leaves layers {', '.join(map(str, ids))}"
     read = (shapes["fc.weight"] or (len(ids) * wide,))[-1]
     unless(read != len(ids) * wide, f"fc reads {read / wide:g} layers, config.json names {len(ids)}")
@@ -130,7 +130,7 @@ def _renamed(layer: tuple[Update, ...], i: int, shapes: Shapes) -> tuple[Update,
 
 
 def _tensors(head: Head, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor that it must have. vocab: of the target."""
+    """Every tensor that the head must have. vocab: of the target."""
     m, parts = head.model, (head.model.layers, head.model.norm, *((head.fuse.project, head.fuse.before) if head.fuse else ()))
     found = {n: t.shape for n, t in part_tensors(parts, "files")}
     if head.own_embed:

@@ -1,4 +1,4 @@
-"""MTP layers, which publishers put beside a model's own: one more decoder layer that reads a token and a hidden state.
+"""MTP layers, which publishers add to a model: one more decoder layer that reads a token and a hidden state.
 
 Qwen3-Next and Qwen 3.5 (`mtp.`), DeepSeek V3, GLM-4.5 and kin (a layer past the last), MiMo. Their layer is one of the model's
 own kind; embedding and output head are the model's, but where a layer past the last has copies.
@@ -51,12 +51,12 @@ EMBED, HEAD = f"{LAYER}.embed_tokens", f"{LAYER}.shared_head.head"
 
 
 def style_of(config: Mapping[str, Any]) -> Style | None:
-    """How the MTP layers of a config.json's family are published; None for a family whose are not run."""
+    """How the MTP layers of a config.json's family are published; None if that family's are not supported."""
     return STYLES.get(str(config.get("model_type")))
 
 
 def prefix_of(config: Mapping[str, Any], target: Target, names: Any) -> str:
-    """What the names of a checkpoint's MTP tensors begin with; "" where it has none."""
+    """The prefix of a checkpoint's MTP tensors; "" if it has none."""
     style = style_of(config)
     if style is None:
         return ""
@@ -104,7 +104,7 @@ def _number(target: Target) -> int:
         mixer = mixer.mixer if isinstance(mixer, Branch) else mixer
         if isinstance(mixer, Attention | LatentAttention) and not getattr(mixer, "window", 0):
             return i
-    raise UnsupportedError("an MTP layer of a model none of whose layers attends to all tokens is not run")
+    raise UnsupportedError("an MTP layer needs a model with a layer that attends to all tokens")
 
 
 def _layer(target: Target) -> tuple[Update, ...]:

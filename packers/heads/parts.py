@@ -1,4 +1,4 @@
-"""What a draft head is, as data; and what its readers share."""
+"""Draft heads as data, and functions that their readers share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,9 +25,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Fuse:
-    """What a head makes of the target's features: after(project(before(features))).
+    """A head's projection of the target's features: after(project(before(features))).
 
-    before: a norm of each feature, or one over all of them side by side.
+    before: a norm of each feature, or one over all of them, concatenated.
     """
 
     project: Linear
@@ -37,7 +37,7 @@ class Fuse:
 
 @dataclass(frozen=True)
 class Markov:
-    """How DSpark's guesses are corrected by the ones before them: logits + out(f(first[token before])).
+    """DSpark's correction of each draft by the previous one: logits + out(f(first[previous token])).
 
     kind: "vanilla" (f is nothing), "gated" (times a gate of it and the hidden state) or "rnn" (a state beside). join: of the
     latter two their product. first: name of a table (vocab, rank).
@@ -109,7 +109,7 @@ def check_tensors(wanted: Shapes, shapes: Shapes, ignored: tuple[str, ...] = ())
     if missing := sorted(wanted.keys() - shapes.keys()):
         raise DamagedError(f"the draft head has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
     if odd := sorted(n for n in shapes.keys() - wanted.keys() if not n.startswith(ignored)):
-        raise DamagedError(f"the draft head has a tensor that its kind does not ask for: {odd[0]}")
+        raise DamagedError(f"the draft head has a tensor that its kind does not use: {odd[0]}")
     if wrong := next((n for n, shape in wanted.items() if shapes[n] not in (shape, None)), None):
         raise DamagedError(f"{wrong} of the draft head is {shapes[wrong]}, its config.json asks for {wanted[wrong]}")
 

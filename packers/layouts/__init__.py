@@ -1,7 +1,7 @@
-"""Memory layouts: where each code of an (N, K) weight lies. One file per layout; each calls `register`.
+"""Memory layouts: the place of each code of an (N, K) weight. One file per layout; each calls `register`.
 
-A kernel names the layouts it reads; a weight is held in one layout at a time. Files hold `rowstream`;
-`tile` or `cpu` where asked.
+A kernel names the layouts it reads; a weight is in one layout at a time. Files are written in `rowstream`, or on request in
+`tile` or `cpu`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def read_facts(facts: str) -> tuple[Scheme | None, int, int, str]:
 class PackedWeight:
     """An (N, K) weight in one layout: `words`, `scales`, `zeros` (None for the zero kind "none"), shaped as the layout says.
 
-    `aux` is whatever else a layout precomputes from those three; it never reaches disk. `table` is a QuantizedTensor's: the
-    same in every layout.
+    `aux` is what a layout precomputes from those three; it is never written to disk. `table` is a QuantizedTensor's, the same
+    in every layout.
     """
 
     words: torch.Tensor
@@ -58,7 +58,7 @@ class PackedWeight:
 
     @property
     def facts(self) -> str:
-        """What the tensors do not say, for torch's custom ops, whose schema takes no dataclass; `from_facts` reads it."""
+        """Facts that the tensors do not contain, as a string for torch's custom ops; `from_facts` reads it."""
         return pack_facts(self.scheme, self.N, self.K, self.layout)
 
     @classmethod
@@ -85,7 +85,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout. `why_not(scheme, N, K)` is the reason it cannot hold such a weight, or None.
+    """One layout. `why_not(scheme, N, K)` returns why it cannot hold such a weight, or None.
 
     Layouts that only differ from rowstream by a cheap move set `from_rowstream`, which skips the one-byte-per-code detour.
     Layouts that files may hold say the `shapes` of words and of scales (and zeros) for a scheme, N and K; in files N is a
@@ -106,11 +106,11 @@ class Layout:
 
 LAYOUTS: dict[str, Layout] = {}
 ALONE: dict[str, Layout] = {}  # each the only one of a kind of weight, which it alone can hold
-DISK = "rowstream"  # what files hold unless they say otherwise
+DISK = "rowstream"  # the default layout of files
 
 
 def register(layout: Layout) -> Layout:
-    """Make a layout known by its name. Raises SchemeError on a second registration."""
+    """Register a layout by its name. Raises SchemeError on a second registration."""
     if layout.name in LAYOUTS:
         raise SchemeError(f"layout {layout.name!r} is registered twice")
     LAYOUTS[layout.name] = layout
@@ -118,7 +118,7 @@ def register(layout: Layout) -> Layout:
 
 
 def get(name: str) -> Layout:
-    """The layout of that name. Raises SchemeError naming the ones that exist."""
+    """The layout of that name. Raises SchemeError that lists the existing ones."""
     found = LAYOUTS.get(name) or ALONE.get(name)
     if found is None:
         raise SchemeError(f"layout {name!r} does not exist; use one of {', '.join(sorted(LAYOUTS))}")
@@ -126,16 +126,16 @@ def get(name: str) -> Layout:
 
 
 def stored(name: str) -> Layout:
-    """The layout of that name, which files may hold. Raises SchemeError naming those that they may."""
+    """The layout of that name, if files may have it. Raises SchemeError that lists those of files."""
     layout = LAYOUTS.get(name)
     if layout is None or layout.shapes is None:
         known = ", ".join(sorted(k for k, v in LAYOUTS.items() if v.shapes))
-        raise SchemeError(f"files hold no layout {name!r}; they hold {known}")
+        raise SchemeError(f"files cannot have the layout {name!r}; use one of {known}")
     return layout
 
 
 def pack(q: QuantizedTensor, layout: str = DISK) -> PackedWeight:
-    """Lay a quantized tensor out. Raises SchemeError if the layout cannot hold it."""
+    """Convert a quantized tensor to a layout. Raises SchemeError if the layout cannot hold it."""
     chosen, alone = get(layout), q.scheme.block_rows > 1 and layout not in ALONE
     if reason := "it holds no 8-bit floats" if alone else chosen.why_not(q.scheme, *q.shape):
         raise SchemeError(f"layout {layout} cannot hold a {q.shape[0]}x{q.shape[1]} {q.scheme} weight: {reason}")
@@ -158,7 +158,7 @@ def repack(p: PackedWeight, layout: str) -> PackedWeight:
 
 
 def meta_rows(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """scales and zeros as (N, K // group_size), contiguous: kernels get an address and no strides."""
+    """scales and zeros as (N, K // group_size), contiguous, since kernels get an address and no strides."""
     return q.scales.contiguous(), None if q.zeros is None else q.zeros.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""cpu: rows interleaved for a CPU's registers. One load of 16 words holds the same codes of 16 rows.
+"""cpu: rows interleaved for vector registers: one load of 16 words holds codes of the same k of 16 rows.
 
 Rows come in tiles of 16, n = 16*t + r; N is padded to whole tiles, K to whole chunks of 32 codes, both with code 0.
 words (T, C*bits*16) int32, T = N'/16, C = K'/32: [chunk][word of the row's chunk][r 16].
@@ -17,7 +17,7 @@ from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-ROWS = 16  # of a tile
+ROWS = 16  # rows per tile
 CHUNK = 32  # codes of a row that fill whole words at every width
 
 

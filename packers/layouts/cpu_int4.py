@@ -18,7 +18,7 @@ from lowq_packers.scheme import Scheme
 TORCH_GROUPS = (256, 128, 64, 32)
 ROWS = 64  # torch orders the words within slabs of 64 rows; the last slab may be shorter
 ROW_STEP = 16
-AT_ONCE = 256  # rows interleaved at a time: their bytes stay in the cache
+AT_ONCE = 256  # rows interleaved at a time, so that their bytes stay in the cache
 LOW = 0x0F0F0F0F0F0F0F0F
 
 
@@ -36,7 +36,7 @@ def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
 
 
 def _shift(scheme: Scheme) -> int:
-    """What is added to a code to centre it among torch's sixteen."""
+    """The offset that centres codes among torch's sixteen."""
     return 8 - scheme.levels // 2 if scheme.bits < 8 else 0
 
 
@@ -67,7 +67,7 @@ def _interleaved(pairs: torch.Tensor, half: int) -> torch.Tensor:
 
 @cache
 def _half() -> int:
-    """The `half` with which `_interleaved` gives what torch does on this CPU; 0 where torch has another order."""
+    """The `half` with which `_interleaved` equals torch's order on this CPU; 0 if torch has another order."""
     codes = torch.arange(ROWS * 32, dtype=torch.int32).mul_(40503).bitwise_right_shift_(7).bitwise_and_(15).reshape(ROWS, 32)
     wanted, pairs = _convert(codes), _pairs(codes.to(torch.uint8))
     return next((half for half in (32, 16) if torch.equal(_interleaved(pairs, half), wanted)), 0)

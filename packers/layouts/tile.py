@@ -26,10 +26,10 @@ from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-ROWS = 16  # of a tile
+ROWS = 16  # rows per tile
 ROW_STEP = 64  # N is padded to this: a warpgroup's wgmma takes 64 rows
-CHUNK = {8: 64, 4: 64, 3: 128, 2: 128, 1: 256}  # k that a lane holds whole fragments of
-WORDS = {bits: chunk * bits // 2 for bits, chunk in CHUNK.items()}  # W: words of one tile's chunk
+CHUNK = {8: 64, 4: 64, 3: 128, 2: 128, 1: 256}  # bits -> k of which a lane holds whole fragments
+WORDS = {bits: chunk * bits // 2 for bits, chunk in CHUNK.items()}  # W: words per chunk of a tile
 
 
 def chunks(K: int, bits: int) -> int:

@@ -108,11 +108,11 @@ def test_only_regular_files_are_read(model):
     (model / "config.json").unlink()
     os.mkfifo(model / "config.json")
     assert not is_checkpoint(model)
-    with pytest.raises(DamagedError, match="no regular file"):
+    with pytest.raises(DamagedError, match="not a regular file"):
         read_json(model / "config.json")
     (model / "config.json").unlink()
     (model / "config.json").symlink_to("/dev/zero")
-    with pytest.raises(DamagedError, match="no regular file"):
+    with pytest.raises(DamagedError, match="not a regular file"):
         read_json(model / "config.json")
     (sparse := model / "sparse.json").touch()
     os.truncate(sparse, 1 << 40)

@@ -314,7 +314,7 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
     "a norm is missing": (without("midlayer.hidden_norm.weight"), "no tensor layers.0.hidden_norm.weight"),
     "no map of a reduced vocabulary": (without("d2t", "t2d"), "d2t, which says of which, is missing"),
     "no product of the features": (without("fc.weight"), "no tensor fc.weight"),
-    "a tensor of another kind": (lambda t, c: t.update(mask_hidden=torch.ones(1, 1, 8)), "does not ask for: mask_hidden"),
+    "a tensor of another kind": (lambda t, c: t.update(mask_hidden=torch.ones(1, 1, 8)), "does not use: mask_hidden"),
     "another width": (lambda t, c: t.update({"norm.weight": torch.ones(32)}), "norm.weight of the draft head is (32,)"),
     "a map to nowhere": (lambda t, c: t.update(d2t=t["d2t"] + 1000), "names tokens that the model does not have"),
     "a map of floats": (lambda t, c: t.update(d2t=t["d2t"].float()), "not of whole numbers"),
@@ -322,7 +322,7 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
     "another model's width": (lambda t, c: c.update(target_hidden_size=128), "hidden states of 128 values, the model has 64"),
     "layers that are not there": (lambda t, c: c.update({IDS: [2, 3, 99]}), "reads layers [2, 3, 99] of a model that has 6"),
     "four layers, product of three": (lambda t, c: c.update({IDS: [1, 2, 3, 4]}), "fc reads 3 layers, config.json names 4"),
-    "layers that are words": (lambda t, c: c.update({IDS: ["a", 2, 3]}), "which are no layers"),
+    "layers that are words": (lambda t, c: c.update({IDS: ["a", 2, 3]}), "which are not indices of layers"),
     "draft_vocab_size of another": (lambda t, c: c.update(draft_vocab_size=40), "says draft_vocab_size = 40"),
 }  # fmt: skip
 KINDS = {
@@ -349,7 +349,7 @@ def test_a_head_that_is_not_whole_is_refused_in_a_line(what, llama, tmp_path):
 def test_a_kind_that_is_not_run_is_refused_by_name(kind, llama, tmp_path):
     assert takes(KINDS[kind])
     pub.written(tmp_path / "head", {**pub.FLAT, **KINDS[kind]}, {"fc.weight": torch.ones(4, 4)})
-    with pytest.raises(UnsupportedError, match=f"of the kind {kind} are not run; those that are: EAGLE-3"):
+    with pytest.raises(UnsupportedError, match=f"of the kind {kind} are not supported; supported: EAGLE-3"):
         heads.load(str(tmp_path / "head"), llama[1])
 
 
