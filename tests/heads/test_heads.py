@@ -312,7 +312,7 @@ def without(*names):
 
 REFUSED = {  # what is done to a sound folder -> a part of the line that refuses it
     "a norm is missing": (without("midlayer.hidden_norm.weight"), "no tensor layers.0.hidden_norm.weight"),
-    "no map of a reduced vocabulary": (without("d2t", "t2d"), "d2t, which says of which, is missing"),
+    "no map of a reduced vocabulary": (without("d2t", "t2d"), "d2t, the list of these tokens, is missing"),
     "no product of the features": (without("fc.weight"), "no tensor fc.weight"),
     "a tensor of another kind": (lambda t, c: t.update(mask_hidden=torch.ones(1, 1, 8)), "does not use: mask_hidden"),
     "another width": (lambda t, c: t.update({"norm.weight": torch.ones(32)}), "norm.weight of the draft head is (32,)"),
