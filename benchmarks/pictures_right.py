@@ -54,11 +54,12 @@ def main() -> None:
     args = parser.parse_args()
     r = np.random.default_rng(SEED)
     pictures, rows = [draw(r) for _ in range(args.pictures)], list[dict[str, Any]]()
+    facts = json.loads((args.folder / "trained.json").read_text())  # what the model is
 
     def say(**row: Any) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
-        head = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "pictures": args.pictures}
+        head = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "pictures": args.pictures, "model": facts}
         args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,6 +2,7 @@
 
 Names and metadata are llama.cpp's. Its Llama graph rotates adjacent pairs where Hugging Face's rotates halves, so rows of q
 and k are permuted for it (whole rows: codes, scales and zeros move together). Norms and biases are written in fp32.
+The tower of a model that takes pictures goes into a second file beside it (`gguf_mmproj.py`), as llama.cpp takes it.
 With `mixture` (`--type Q4_K_M`) the weights are quantized here, in blocks that lowq's own checkpoints do not hold.
 """
 
@@ -9,29 +10,28 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowq_cli import quantizers
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
+from lowq_cli.files.family_tensors import Named
 from lowq_cli.files.folder import sweep
-from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
-from lowq_cli.interop.gguf_file import GgufTensor, Value, f32, head, text, u32
+from lowq_cli.interop.exported import Exported, Progress, run_name
+from lowq_cli.interop.gguf_bytes import File, Piece, chosen, stored
+from lowq_cli.interop.gguf_file import INT32, GgufTensor, Value, array, f32, head, text, u32
+from lowq_cli.interop.gguf_mmproj import mmproj
 from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
 from lowq_cli.plan.gguf_types import Facts, Mixture, type_of
-from lowq_cli.quantizers._block_search import quantize_blocks
 from lowq_cli.state import was_exported
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Attention, Experts, Linear, Mlp, Model, Norm, Router, walk
-from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import gguf
-from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, read_blocks, write_blocks
-from lowq_packers.qtensor import QuantizedTensor, check_fits
 
 ENGINES = ("llama.cpp", "Ollama", "LM Studio")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
@@ -47,37 +47,55 @@ Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor
 
 def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tuple[str, list[tuple[str, Value]], Entries]:
     """The architecture, metadata and tensors of a file. Raises UnsupportedError, NotFoundError where there can be none."""
-    arch = ARCHITECTURES.get(str(found.config.get("model_type")))
+    raw, kind = found.config, found.config.get("model_type")
+    inside = raw.get("text_config") or raw
+    if kind == "mistral3":  # whose language model is any of Mistral's
+        kind = inside.get("model_type", "mistral")
+    arch = ARCHITECTURES.get(str(kind))
     if arch is None:
-        raise UnsupportedError(
-            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})"
-        )
-    config, model = _described(found.config)
+        raise UnsupportedError(f"model_type {kind!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})")
+    config, model = _described(raw)
     _check_computed_alike(config, model, arch)
-    facts = _model_metadata(found, config, model, arch, name)
-    entries = _entries(found, model, mixture is not None)
+    facts = _model_metadata(inside, config, model, arch, name)
+    text, beside = parts_of(found, model)
+    entries = _entries(text, model, mixture is not None)
+    if beside:
+        mmproj(found, beside, _embedding(text))  # which may refuse
     if mixture:
         facts.append(("general.file_type", u32(mixture.number)))
         entries = _typed(entries, mixture, _facts(found, config, model))
-    return arch, [*facts, *tokenizer_metadata(found.folder, found.config, config.vocab_size)], entries
+    return arch, [*facts, *tokenizer_metadata(found.folder, {**inside, **raw}, config.vocab_size)], entries
+
+
+def parts_of(found: Checkpoint, model: Model) -> tuple[list[tuple[str, CheckpointTensor]], list[CheckpointTensor]]:
+    """Tensors of the text model with the names that they have in one without a tower, and those of tower and projector."""
+    named = Named.of_files(model, found.source.headers)
+    (prefix, head), text, beside = named.place, list[tuple[str, CheckpointTensor]](), list[CheckpointTensor]()
+    for t in found.tensors:
+        if named.beside(t.name):
+            beside.append(t)
+        elif t.name.startswith(prefix):
+            text.append((f"model.{t.name.removeprefix(prefix)}", t))
+        else:
+            text.append(("lm_head" + t.name.removeprefix(head) if t.name.startswith(head) else t.name, t))
+    return text, beside
+
+
+def _embedding(text: list[tuple[str, CheckpointTensor]]) -> CheckpointTensor:
+    return next(t for own, t in text if own.startswith("model.embed_tokens"))
 
 
 def _facts(found: Checkpoint, config: Any, model: Model) -> Facts:
     """What a mixture of types is chosen by."""
     experts = next((part.experts for part in walk(model.layers) if isinstance(part, Router)), 0)
-    tied = not any(t.name.startswith("lm_head") for t in found.tensors)
+    tied = not any("lm_head" in t.name for t in found.tensors)
     return Facts(config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads, experts, tied)
 
 
 def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
     """The tensors of a file in the types of a mixture; norms, biases and routers stay in fp32."""
-    kinds = [type_of(mixture, row.name, row.shape[-1], facts) if _chosen(row) else row.kind for row, _ in entries]
+    kinds = [type_of(mixture, row.name, row.shape[-1], facts) if chosen(row) else row.kind for row, _ in entries]
     return [(replace(row, kind=kind), members) for (row, members), kind in zip(entries, kinds, strict=True)]
-
-
-def _chosen(row: GgufTensor) -> bool:
-    """Whether a mixture says the type of a tensor."""
-    return len(row.shape) > 1 and row.kind != "F32" and row.name.endswith(".weight")
 
 
 def totals(found: Checkpoint, mixture: Mixture) -> list[tuple[str, int, int, int]]:
@@ -85,7 +103,7 @@ def totals(found: Checkpoint, mixture: Mixture) -> list[tuple[str, int, int, int
     rows: dict[str, list[GgufTensor]] = {}
     for row, _ in prepared(found, "", mixture)[2]:
         rows.setdefault(row.kind, []).append(row)
-    sums = [(kind, len(of), sum(math.prod(r.shape) for r in of), sum(r.nbytes for r in of)) for kind, of in rows.items()]
+    sums = [(kind, len(of), sum(prod(r.shape) for r in of), sum(r.nbytes for r in of)) for kind, of in rows.items()]
     return sorted(sums, key=lambda line: -line[3])
 
 
@@ -95,63 +113,69 @@ def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
         read, model, _ = read_config(config)
     except NotPlain as e:
         raise UnsupportedError(f"lowq writes as GGUF what it knows the computation of: {e}") from None
-    return read, model
+    return read.get_text_config(), model
 
 
 def export_gguf(
     found: Checkpoint, out: Path, rounding: bool, progress: Progress | None, mixture: Mixture | None = None
 ) -> Exported:
-    """Write `found` to the file `out`.
+    """Write `found` to the file `out`, and its tower, where it has one, to mmproj-NAME beside it.
 
-    rounding: accept scales and offsets rounded to fp16 where they do not fit it. mixture: quantize to its types.
+    rounding: accept scales and offsets rounded to fp16 where they do not fit it. mixture: quantize the text model to its types.
     Raises UnsupportedError for a family, tokenizer or scheme that GGUF (as lowq writes it) does not hold, UsageError if `out`
     is there already.
     """
     arch, metadata, entries = prepared(found, out.stem, mixture)
-    config, _ = _described(found.config)
+    config, model = _described(found.config)
     factors = _rope_factors(config)
-    extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    done, total = 0, sum(t.params for t in found.tensors)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch in PERMUTED else {}
+    text, beside = parts_of(found, model)
+    pieces = [Piece(row, t, heads=heads.get(row.name.split(".")[-2])) for row, members in entries for t in members]
+    files = [File(out, metadata, pieces, mixture is not None, factors)]
+    if beside:
+        tower = mmproj(found, beside, _embedding(text))
+        files.insert(0, File(out.with_name(f"mmproj-{out.name}"), tower.metadata, tower.pieces))
+    run = run_name(found, f"gguf {mixture.number}" if mixture else "gguf", rounding)
+    there = [_write(found, file, f"{run} {file.path.name}", rounding, progress) for file in files]
+    notes = tuple(f"its tower and projector: {file.path} (llama.cpp: --mmproj)" for file in files[:-1])
+    matrices = sum(map(chosen, (row for row, _ in entries))) if mixture else len(found.schemes)
+    size = sum(file.path.stat().st_size for file in files)
+    return Exported(str(out), "gguf", size, matrices, ENGINES, notes, all(there))
 
-    def contents(row: GgufTensor, members: list[CheckpointTensor]) -> Iterator[memoryview]:
+
+def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Progress | None) -> bool:
+    """Write one file; whether it was there already, by the same run."""
+    members: dict[GgufTensor, list[Piece]] = {}
+    for piece in file.pieces:
+        members.setdefault(piece.row, []).append(piece)
+    extra = [] if file.factors is None else [GgufTensor("rope_freqs.weight", tuple(file.factors.shape), "F32")]
+    rows, done, total = list(members), 0, sum(prod(row.shape) for row in members)
+
+    def contents(row: GgufTensor) -> Iterator[memoryview]:
         nonlocal done
-        own = heads.get(row.name.split(".")[-2]) if arch in PERMUTED else None
-        for t in members:
-            for part in _bytes(found, t, row, own, rounding, mixture is not None):
+        for piece in members[row]:
+            for part in stored(found, piece, rounding, file.anew):
                 yield part.flatten().view(torch.uint8).numpy().data
-            done += t.params
+            done += prod(row.shape) // len(members[row])
             if progress:
-                progress(100 * done // total, t.name)
+                progress(100 * done // total, piece.of.name)
 
-    start, run = (
-        head(metadata, [*(row for row, _ in entries), *extra]),
-        run_name(found, f"gguf {mixture.number}" if mixture else "gguf", rounding),
-    )
-    facts_of = partial(
-        Exported,
-        str(out),
-        "gguf",
-        matrices=sum(map(_chosen, (row for row, _ in entries))) if mixture else len(found.schemes),
-        engines=ENGINES,
-        notes=(),
-    )
-    if was_exported(out, run):
-        sweep(out)
-        return facts_of(bytes=out.stat().st_size, already_done=True)
-    with new_gguf(out, run, start) as writer:
-        done = sum(t.params for _, members in entries[: writer.finished] for t in members)
-        for row, members in entries[writer.finished :]:
-            writer.write(row, contents(row, members))
-        for row in extra[max(0, writer.finished - len(entries)) :]:
-            assert factors is not None
-            writer.write(row, [factors.view(torch.uint8).numpy().data])
-    return facts_of(bytes=out.stat().st_size)
+    if was_exported(file.path, run):
+        sweep(file.path)
+        return True
+    with new_gguf(file.path, run, head(file.metadata, [*rows, *extra])) as writer:
+        done = sum(prod(row.shape) for row in rows[: writer.finished])
+        for row in rows[writer.finished :]:
+            writer.write(row, contents(row))
+        for row in extra[max(0, writer.finished - len(rows)) :]:
+            assert file.factors is not None
+            writer.write(row, [file.factors.view(torch.uint8).numpy().data])
+    return False
 
 
 BIASED = {
     "llama": (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj"),
-    "qwen2": (".q_proj", ".k_proj", ".v_proj"),
+    **dict.fromkeys(("qwen2", "qwen2vl"), (".q_proj", ".k_proj", ".v_proj")),
 }
 
 
@@ -170,16 +194,16 @@ def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
             raise UnsupportedError(f"{odd[0]} has a bias, which llama.cpp's graph of {arch} does not add")
 
 
-def _entries(found: Checkpoint, model: Model, anew: bool) -> Entries:
+def _entries(text: list[tuple[str, CheckpointTensor]], model: Model, anew: bool) -> Entries:
     """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order.
 
     anew: they are quantized here, so that experts need not have one scheme.
     """
     entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
-    for t in found.tensors:
-        expert = EXPERT.fullmatch(t.name if t.scheme else t.name.removesuffix(".weight"))
+    for own, t in text:
+        expert = EXPERT.fullmatch(own if t.scheme else own.removesuffix(".weight"))
         if expert is None or expert[3] not in STACKS:
-            row = _tensor(t)
+            row = _tensor(own, t)
             entries[row.name] = row, [t]
             continue
         name = f"blk.{expert[1]}.{STACKS[expert[3]]}.weight"
@@ -197,9 +221,9 @@ def _entries(found: Checkpoint, model: Model, anew: bool) -> Entries:
     return list(entries.values())
 
 
-def _tensor(t: CheckpointTensor) -> GgufTensor:
-    """Its row of the tensor table."""
-    stem, leaf = (t.name, "weight") if t.scheme else (t.name.rpartition(".")[0], t.name.rpartition(".")[2])
+def _tensor(own: str, t: CheckpointTensor) -> GgufTensor:
+    """The row of the tensor table of a tensor that a text model has as `own`."""
+    stem, leaf = (own, "weight") if t.scheme else (own.rpartition(".")[0], own.rpartition(".")[2])
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     inside = LAYER | ROUTERS
     name = f"blk.{layer[1]}.{inside[layer[2]]}" if layer and layer[2] in inside else TOP.get(stem)
@@ -211,63 +235,8 @@ def _tensor(t: CheckpointTensor) -> GgufTensor:
     return GgufTensor(f"{name}.{leaf}", t.shape, "F32" if whole else t.dtype)
 
 
-def _bytes(
-    found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int | None, rounding: bool, anew: bool
-) -> Iterator[torch.Tensor]:
-    """What is written for one tensor; its rows permuted where it belongs to `heads` heads. anew: quantized here."""
-
-    def permuted(rows: torch.Tensor) -> torch.Tensor:
-        return rows if heads is None else gguf.permute_heads(rows, heads).contiguous()
-
-    if anew and _chosen(row):
-        W = found.read_matrix(t).dequantize() if t.scheme else found.read_plain(t)
-        yield from _quantized(permuted(W), row.kind, t.name)
-    elif t.scheme is None:
-        plain = found.read_plain(t)
-        yield permuted(plain.float() if row.kind == "F32" else plain).contiguous()
-    else:
-        q = found.read_matrix(t)
-        zeros = None if q.zeros is None else permuted(q.zeros)
-        q = QuantizedTensor.of(q.scheme, permuted(q.W_q), permuted(q.scales), zeros, q.table)
-        try:
-            raw = gguf.encode(q, t.name, rounding)
-        except LowqError as e:
-            raise UnsupportedError(f"cannot export {e}") from None
-        check_same(gguf.decode(raw, row.kind, t.shape[0], t.shape[1], t.name), q, t.name, rounding)
-        yield raw
-
-
-def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
-    """The bytes of a weight (N, K) in a type, some rows at a time, each read back and compared."""
-    step = max(1, gguf.ROWS // W.shape[1])
-    for i in range(0, len(W), step):
-        try:
-            yield _encoded(W[i : i + step], kind, name)
-        except LowqError as e:
-            raise type(e)(f"cannot export {name}: {e}") from None
-
-
-def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
-    """The bytes of rows (R, K) in a type."""
-    R, K = W.shape
-    if kind in BLOCK_KINDS:
-        blocks = quantize_blocks(W, kind)
-        raw = write_blocks(blocks)
-        if not read_blocks(raw, kind, R, K).same(blocks):
-            raise AssertionError(f"{name} ({kind}) does not read back as it was written")
-        return raw
-    if kind in gguf.PLAIN:
-        check_fits("its values", torch.float16, W)
-        return W.to(torch.float16)
-    scheme = gguf.SCHEMES[kind]
-    made = quantizers.get("rtn" if scheme.bits == 8 else "lsq")(W, scheme, torch.float16).held(torch.float16)
-    raw = gguf.encode(made, name)
-    check_same(gguf.decode(raw, kind, R, K, name), made, name, rounding=False)
-    return raw
-
-
-def _int(found: Checkpoint, name: str) -> int:
-    value = found.config.get(name)
+def _int(raw: Mapping[str, Any], name: str) -> int:
+    value = raw.get(name)
     if type(value) is not int:
         raise DamagedError(f"config.json lacks {name}")
     return value
@@ -281,7 +250,7 @@ def _rope(config: Any) -> Mapping[str, Any]:
     return rope
 
 
-def _model_metadata(found: Checkpoint, config: Any, model: Model, arch: str, name: str) -> list[tuple[str, Value]]:
+def _model_metadata(raw: Mapping[str, Any], config: Any, model: Model, arch: str, name: str) -> list[tuple[str, Value]]:
     eps = {part.eps for part in walk((model.layers, model.norm)) if isinstance(part, Norm)}
     if len(eps) > 1:
         raise UnsupportedError(f"its norms have several eps ({', '.join(map(str, sorted(eps)))}), GGUF has one")
@@ -289,7 +258,7 @@ def _model_metadata(found: Checkpoint, config: Any, model: Model, arch: str, nam
         "context_length": u32(config.max_position_embeddings),
         "embedding_length": u32(config.hidden_size),
         "block_count": u32(config.num_hidden_layers),
-        "feed_forward_length": u32(_int(found, "intermediate_size")),
+        "feed_forward_length": u32(_int(raw, "intermediate_size")),
         "attention.head_count": u32(config.num_attention_heads),
         "attention.head_count_kv": u32(config.num_key_value_heads),
         "attention.key_length": u32(config.head_dim),
@@ -300,6 +269,10 @@ def _model_metadata(found: Checkpoint, config: Any, model: Model, arch: str, nam
         "vocab_size": u32(config.vocab_size),
         **_mixture_metadata(config, model),
     }
+    if model.images and model.images.sections:
+        own["rope.dimension_sections"] = array([*model.images.sections, 0], of=INT32)
+    if model.images and arch.startswith("qwen3vl"):
+        own["n_deepstack_layers"] = u32(model.images.deepstack)
     general = [("general.architecture", text(arch)), ("general.name", text(name)), ("general.quantization_version", u32(2))]
     return [*general, *((f"{arch}.{key}", value) for key, value in own.items())]
 

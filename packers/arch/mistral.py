@@ -78,5 +78,5 @@ FAMILIES = (
         sizes=(32000, 4096, 14336, 32, 32, 131072, 1e-6)),
     Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None},
         sizes=(131072, 4096, 14336, 34, 32, 262144, 1e-5)),
-    Family("mistral3", wrapper(text, *TOWERS, images=images), {"tie_word_embeddings": True}, text="mistral"),
+    Family("mistral3", wrapper(text, *TOWERS, images=images), {"tie_word_embeddings": True}, text="mistral", gguf="llama"),
 )  # fmt: skip

@@ -1,0 +1,110 @@
+"""What the tensors of a GGUF file are made of, and their bytes: a checkpoint's codes as they are, or weights quantized anew."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowq_cli import quantizers
+from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
+from lowq_cli.interop.exported import check_same
+from lowq_cli.interop.gguf_file import GgufTensor, Value
+from lowq_cli.quantizers._block_search import quantize_blocks
+from lowq_packers.errors import LowqError, UnsupportedError
+from lowq_packers.formats import gguf
+from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, read_blocks, write_blocks
+from lowq_packers.qtensor import QuantizedTensor, check_fits
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a file: its row of the table, and what of a checkpoint's tensor it is.
+
+    rows: first and end; None: all. frame: of the two that a kernel of patches has. heads: of which rows are written in pairs.
+    """
+
+    row: GgufTensor
+    of: CheckpointTensor
+    rows: tuple[int, int] | None = None
+    frame: int | None = None
+    heads: int | None = None
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that is to be written. Pieces of one row follow one another. anew: weights are quantized to their rows' types.
+
+    factors: Llama 3's divisors of the rotary frequencies, the last tensor.
+    """
+
+    path: Path
+    metadata: list[tuple[str, Value]]
+    pieces: list[Piece]
+    anew: bool = False
+    factors: torch.Tensor | None = None
+
+
+def chosen(row: GgufTensor) -> bool:
+    """Whether a mixture says the type of a tensor."""
+    return len(row.shape) > 1 and row.kind != "F32" and row.name.endswith(".weight")
+
+
+def stored(found: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Iterator[torch.Tensor]:
+    """What is written for a tensor, or for a part of it; rows permuted where they belong to heads."""
+
+    def permuted(rows: torch.Tensor) -> torch.Tensor:
+        return rows if piece.heads is None else gguf.permute_heads(rows, piece.heads).contiguous()
+
+    t, row = piece.of, piece.row
+    if anew and chosen(row):
+        W = found.read_matrix(t).dequantize() if t.scheme else found.read_plain(t)
+        yield from _quantized(permuted(W), row.kind, t.name)
+        return
+    if t.scheme is None:
+        plain = found.read_plain(t)
+        plain = plain[slice(*(piece.rows or (None,)))] if piece.frame is None else plain[:, :, piece.frame]
+        yield permuted(plain.float() if row.kind == "F32" else plain).contiguous()
+        return
+    q = found.read_matrix(t)
+    q = q if piece.rows is None else q.rows(*piece.rows)
+    if row.kind == "F32":  # one row of an embedding
+        yield q.dequantize().float()
+        return
+    zeros = None if q.zeros is None else permuted(q.zeros)
+    q = QuantizedTensor.of(q.scheme, permuted(q.W_q), permuted(q.scales), zeros, q.table)
+    try:
+        raw = gguf.encode(q, t.name, rounding)
+    except LowqError as e:
+        raise UnsupportedError(f"cannot export {e}") from None
+    check_same(gguf.decode(raw, row.kind, *q.shape, t.name), q, t.name, rounding)
+    yield raw
+
+
+def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
+    """The bytes of a weight (N, K) in a type, some rows at a time, each read back and compared."""
+    step = max(1, gguf.ROWS // W.shape[1])
+    for i in range(0, len(W), step):
+        try:
+            yield _encoded(W[i : i + step], kind, name)
+        except LowqError as e:
+            raise type(e)(f"cannot export {name}: {e}") from None
+
+
+def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """The bytes of rows (R, K) in a type."""
+    R, K = W.shape
+    if kind in BLOCK_KINDS:
+        blocks = quantize_blocks(W, kind)
+        raw = write_blocks(blocks)
+        if not read_blocks(raw, kind, R, K).same(blocks):
+            raise AssertionError(f"{name} ({kind}) does not read back as it was written")
+        return raw
+    if kind in gguf.PLAIN:
+        check_fits("its values", torch.float16, W)
+        return W.to(torch.float16)
+    scheme = gguf.SCHEMES[kind]
+    made = quantizers.get("rtn" if scheme.bits == 8 else "lsq")(W, scheme, torch.float16).held(torch.float16)
+    raw = gguf.encode(made, name)
+    check_same(gguf.decode(raw, kind, R, K, name), made, name, rounding=False)
+    return raw
