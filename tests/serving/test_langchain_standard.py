@@ -6,6 +6,7 @@ The engine is one that does what these tests ask for: it calls the tool that the
 import inspect
 import json
 import re
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def url():
 class Standard(standard.ChatModelIntegrationTests):
     """What both interfaces have in common."""
 
-    more = {}
+    more: ClassVar = {}
 
     def __init_subclass__(cls):
         for name in dir(cls):
@@ -93,8 +94,8 @@ class Standard(standard.ChatModelIntegrationTests):
 
 
 class TestChatCompletions(Standard):
-    more = {"stream_usage": True}
+    more: ClassVar = {"stream_usage": True}
 
 
 class TestResponses(Standard):
-    more = {"use_responses_api": True}
+    more: ClassVar = {"use_responses_api": True}
