@@ -20,17 +20,20 @@ const asked = {model: "m", messages: [{role: "user", content: "Rain?"}], tools};
 (async () => {
   const out = {models: (await client.models.list()).data.map(m => m.id)};
   const whole = (await client.chat.completions.create(asked)).choices[0];
-  out.whole = [whole.message.content, whole.message.reasoning_content, whole.message.tool_calls[0].function, whole.finish_reason];
+  const m = whole.message;
+  out.whole = [m.content, m.reasoning_content, m.tool_calls[0].function, whole.finish_reason];
   const stream = client.chat.completions.stream({...asked, stream_options: {include_usage: true}});
   const final = await stream.finalChatCompletion();
-  out.stream = [final.choices[0].message.content, final.choices[0].message.tool_calls[0].function, final.usage.total_tokens > 0];
+  const f = final.choices[0].message;
+  out.stream = [f.content, f.tool_calls[0].function, final.usage.total_tokens > 0];
   const events = [];
   const flat = tools.map(t => ({type: "function", ...t.function}));
   for await (const e of await client.responses.create({model: "m", input: "Rain?", tools: flat, stream: true}))
     events.push([e.type, e.delta, e.response && e.response.output && e.response.output.map(i => i.type)]);
   out.responses = [events[0][0], events.filter(e => e[0] === "response.output_text.delta").map(e => e[1]).join(""),
     events.filter(e => e[0] === "response.function_call_arguments.delta").map(e => e[1]).join(""), events.at(-1)];
-  try { await client.chat.completions.create({...asked, temperature: 9}); } catch (e) { out.error = [e.constructor.name, e.status, e.param]; }
+  await client.chat.completions.create({...asked, temperature: 9}).catch(
+    e => { out.error = [e.constructor.name, e.status, e.param]; });
   console.log(JSON.stringify(out));
 })();
 """
@@ -45,8 +48,9 @@ const asked = {model: "m", max_tokens: 500, messages: [{role: "user", content: "
   const final = await client.messages.stream(asked).finalMessage();
   const whole = await client.messages.create(asked);
   const n = await client.messages.countTokens({model: "m", messages: asked.messages});
-  console.log(JSON.stringify([final, whole].map(m => [m.stop_reason, m.content.map(b => [b.type, b.thinking || b.text || b.input])])
-    .concat([n.input_tokens > 0])));
+  const blocks = m => m.content.map(b => [b.type, b.thinking || b.text || b.input]);
+  const said = [final, whole].map(m => [m.stop_reason, blocks(m)]);
+  console.log(JSON.stringify([...said, n.input_tokens > 0]));
 })();
 """
 ).replace("TOWN", TOWN)
@@ -57,7 +61,8 @@ const client = new Ollama({host: process.argv[1]});
 const tools = [{type: "function", function: {name: "weather", description: "", parameters: TOWN}}];
 (async () => {
   let text = "", thought = "", calls = [];
-  for await (const part of await client.chat({model: "m", messages: [{role: "user", content: "Rain?"}], tools, think: true, stream: true})) {
+  const asked = {model: "m", messages: [{role: "user", content: "Rain?"}], tools, think: true};
+  for await (const part of await client.chat({...asked, stream: true})) {
     text += part.message.content; thought += part.message.thinking || ""; calls.push(...(part.message.tool_calls || []));
   }
   console.log(JSON.stringify([text, thought, calls.map(c => c.function), (await client.list()).models.map(m => m.name)]));
