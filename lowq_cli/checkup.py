@@ -15,6 +15,7 @@ from lowq_kernels.fp8.matmul import WIDENED
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native
 from lowq_packers import fp8
+from lowq_packers.errors import device_lost, log_error, one_line
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -36,7 +37,7 @@ class Check:
 
 def checkup() -> list[Check]:
     """Every check, in the order to read them."""
-    return [*_libraries(), *_devices(), *_kernel_files(), *_kernels(), _fp8()]
+    return [*_libraries(), *_devices(), *_kernel_files(), *_products()]
 
 
 def _installed(package: str) -> str | None:
@@ -95,6 +96,18 @@ def _kernel_files() -> Iterator[Check]:
         yield Check(f"kernel file {name}", None, f"skipped: {library} is not installed")
 
 
+def _products() -> Iterator[Check]:
+    """Products of kernels, up to one that loses the GPU: after it every other would fail, too."""
+    try:
+        yield from _kernels()
+        yield _fp8()
+    except RuntimeError as e:  # `_tried` has let it through
+        if not device_lost(e):
+            raise
+        fix = "CUDA_LAUNCH_BLOCKING=1 LOWQ_DEBUG=1 lowq doctor shows the kernel; please report it"
+        yield Check("kernels", False, f"the GPU was lost while they were tried: {one_line(e)}", fix)
+
+
 def _kernels() -> Iterator[Check]:
     """One small product with each kernel that dispatch may take here, against the definition; compiled side by side."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,7 +144,10 @@ def _tried(spec: registry.KernelSpec, layout: str, bits: int, device: torch.devi
     """Whether the kernel is right on this device, None where it is not for it; and what was found, an error too."""
     try:
         return _try(spec, layout, bits, device)
-    except Exception as e:
+    except Exception as e:  # of a compiler, a launch or the product: the row of this kernel says it
+        log_error(f"{spec.name} at {bits} bits, layout {layout}", e)
+        if device_lost(e):
+            raise
         return False, f"{type(e).__name__} at {bits} bits, layout {layout}: {(str(e).splitlines() or [''])[0]}"
 
 

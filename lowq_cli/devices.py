@@ -114,7 +114,7 @@ def _make_context(index: int) -> None:
 def _hash_triton() -> None:
     """Have Triton find the digest of its own 400 MB, which the name of each kernel on disk holds; it keeps it."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # of Triton 3.5 and later, of 3.4
-        with suppress(Exception):  # Triton is not there, or keeps it elsewhere: the first launch will find it
+        with suppress(ImportError, AttributeError, OSError):  # Triton is not there, or keeps it elsewhere: a launch finds it
             import_module(module).triton_key()
             return
 

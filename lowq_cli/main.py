@@ -210,7 +210,7 @@ def _run() -> int:
         return _fail("out of memory; close other programs, or use fewer bits or a smaller model", EXIT_NO_MEMORY)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else EXIT_OUR_BUG
-    except Exception as e:
+    except Exception as e:  # what is no LowqError: the machine's, a library's, or a bug of ours; each has its line and code
         if isinstance(e, OSError) and (full := disk_full(e, e.filename)):
             return _fail(str(full), full.exit_code)
         if isinstance(e, OSError) and e.filename and e.errno in REFUSED:

@@ -33,7 +33,7 @@ def others_at_work() -> str:
     """Where other work keeps the processors busy, so that times mean little: what to say of it; "" where it does not."""
     try:
         load, processors = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # a system that does not tell
         return ""
     return f"load {load:.1f} on {processors} processors" if load > BUSY * processors else ""
 

@@ -51,7 +51,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     """The path that a person named, its ~ replaced; ~ stays where it names no user of this machine."""
     try:
         return Path(name).expanduser()
-    except RuntimeError:
+    except RuntimeError:  # of pathlib, where ~NAME names no user
         return Path(name)
 
 
@@ -96,7 +96,7 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
             )
             for r in rows
         ]
-    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no JSON, or of another shape
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
     return [k for k in found if k.checkpoint.is_dir()]
@@ -144,7 +144,7 @@ def begun() -> list[Path]:
     try:
         found = json.loads(read_text(state_dir() / LAST, MAX_CONFIG)).get("begun", [])
         return [Path(p) for p in found if isinstance(p, str)]
-    except (LowqError, ValueError, TypeError, AttributeError, RecursionError):
+    except (LowqError, ValueError, TypeError, AttributeError, RecursionError):  # no file, or JSON of another shape
         return []
 
 

@@ -5,8 +5,21 @@ exits with `exit_code`; library callers catch `LowqError`. An exception that is 
 """
 
 import errno
+import os
+import sys
+import traceback
+from types import TracebackType
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write for which there is no room
+_MACHINE = (  # errors of this machine, which no file's bytes cause
+    *(*_DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE),
+)
+_OURS = ("lowq_packers", "lowq_kernels", "lowq_cli")
+_LOST = (  # CUDA's texts of errors after which a process can use its GPU no more; torch, Triton and the driver pass them on
+    *("illegal memory access", "illegal instruction", "misaligned address", "invalid program counter"),
+    *("unspecified launch failure", "device-side assert", "hardware stack error", "launch timed out", "context is destroyed"),
+    *("operation not supported on global/shared address space", "uncorrectable ECC error", "uncorrectable NVLink error"),
+)
 
 
 class LowqError(Exception):
@@ -56,6 +69,50 @@ class QualityError(LowqError):
 def one_line(e: BaseException) -> str:
     """The message of another library's exception, as one line of at most 300 characters."""
     return " ".join(str(e).split())[:300] or type(e).__name__
+
+
+def device_lost(e: BaseException) -> bool:
+    """Whether an error says that the GPU answers this process no more: every later call fails, whoever makes it."""
+    return isinstance(e, RuntimeError | LowqError) and any(text in str(e) for text in _LOST)
+
+
+def is_no_refusal(e: BaseException) -> bool:
+    """Whether an exception that came out of a library says nothing of the file or the value that the library was given.
+
+    Such are a LowqError, which says enough itself; too little memory, a full disk and a lost GPU; what is no error, as Ctrl-C;
+    and a mistake in code of ours that the library called. To be asked where the exception is caught.
+    """
+    if isinstance(e, OSError):
+        return e.errno in _MACHINE
+    if isinstance(e, LowqError | MemoryError) or type(e).__name__ == "OutOfMemoryError" or device_lost(e):
+        return True
+    if not isinstance(e, Exception):
+        return type(e).__name__ != "PanicException"  # of a library in Rust
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(e.__traceback__)]
+    return len(frames) > 1 and frames[-1].partition(".")[0] in _OURS  # the first is of whoever catches it
+
+
+class library_errors:  # a class, as `no_panic`
+    """Turn what a library raises of something that the person gave into `error`, "WHAT: its text"; the cause is kept."""
+
+    def __init__(self, error: type[LowqError], what: str) -> None:
+        self.error, self.what = error, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, _: TracebackType | None) -> None:
+        if e is None or is_no_refusal(e):
+            return
+        if isinstance(e, ImportError):  # the file is as it should be
+            raise UnsupportedError(f"{self.what}: {one_line(e)}") from e
+        raise self.error(f"{self.what}: {one_line(e)}") from e
+
+
+def log_error(what: str, e: BaseException) -> None:
+    """Show an error after which the work goes on, with its lines of code, where LOWQ_DEBUG=1 asks for it."""
+    if os.environ.get("LOWQ_DEBUG"):
+        sys.stderr.write(f"{what}:\n{''.join(traceback.format_exception(e))}")
 
 
 def disk_full(e: OSError, path: object, then: str = "run the same command again") -> DoesNotFitError | None:

@@ -205,3 +205,68 @@ def test_what_tests_import_by_a_bare_name_has_that_name_alone():
 def test_no_result_names_a_path_of_the_machine_that_measured_it():
     named = [p.relative_to(ROOT) for p in (ROOT / "benchmarks" / "results").rglob("*.json") if '": "/' in p.read_text()]
     assert named == []
+
+
+TOO_MANY_KINDS = {"Exception", "BaseException"}
+OUR_MISTAKES = {"RuntimeError", "AttributeError", "NameError", "AssertionError"}  # what a bug of ours, or CUDA, raises
+
+
+def caught(node: ast.ExceptHandler | ast.Call) -> set[str]:
+    """Names of the exceptions that a handler or a `suppress(...)` takes; of a bare `except` all of them."""
+    if isinstance(node, ast.Call):
+        kinds = node.args
+    elif node.type is None:
+        return TOO_MANY_KINDS
+    else:
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return {name for kind in kinds if (name := getattr(kind, "id", getattr(kind, "attr", None)))}
+
+
+def swallowing(source: str) -> list[str]:
+    """Places of a source that may hide an error, as "LINE: why not"."""
+    found, lines = [], source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        called = isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "suppress"
+        if not called and not isinstance(node, ast.ExceptHandler):
+            continue
+        body = [] if isinstance(node, ast.Call) else node.body
+        if body and isinstance(body[-1], ast.Raise) and body[-1].exc is None:
+            continue  # it cleans up
+        every, ours = caught(node) & TOO_MANY_KINDS, caught(node) & OUR_MISTAKES
+        raised = bool(body) and isinstance(body[-1], ast.Raise)
+        used = {n.id for statement in body for n in ast.walk(statement) if isinstance(n, ast.Name)}
+        if every and getattr(node, "name", None) not in used:
+            found.append(f"{node.lineno}: every error is caught, and none is shown or raised")
+        elif (every or (ours and not raised)) and "#" not in lines[node.lineno - 1]:
+            found.append(f"{node.lineno}: no comment says what may come, and where it goes")
+    return found
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_no_error_is_swallowed(package):
+    """What is caught of every kind, or of the kinds that our own mistakes have, is kept, and a comment says where it goes."""
+    found = [f"{path}:{why}" for whose, path in SOURCES if whose == package for why in swallowing(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("body", "hides"),
+    [
+        ("except Exception:\n    pass", True),
+        ("except:\n    x = 1", True),
+        ("except Exception as e:  # of the library: said\n    pass", True),
+        ("except (ValueError, BaseException) as e:\n    say(e)", True),
+        ("except Exception as e:\n    raise DamagedError('it cannot be read') from e", True),
+        ("except AttributeError:\n    return None", True),
+        ("except builtins.RuntimeError:\n    x = 1", True),
+        ("except Exception as e:  # of the library: said\n    say(e)", False),
+        ("except BaseException:\n    close()\n    raise", False),
+        ("except AttributeError:  # a system without it\n    x = 1", False),
+        ("except ValueError:\n    pass", False),
+    ],
+)
+def test_the_rule_for_errors_sees_what_hides_one(body, hides):
+    assert bool(swallowing("def f():\n    try:\n        g()\n    " + body.replace("\n", "\n    "))) == hides
+    assert swallowing("with suppress(Exception):  # whatever\n    g()")
+    assert swallowing("with contextlib.suppress(RuntimeError):\n    g()")
+    assert not swallowing("with suppress(OSError):\n    g()")

@@ -14,7 +14,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda import nvrtc
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, device_lost
 
 _CLUSTER, _SERIALIZE = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SMEM, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -71,7 +71,8 @@ def _check(code: int, what: str) -> None:
         raise UnsupportedError(
             f"the GPU driver speaks CUDA {have_text}, the kernels were compiled for {need}: update it ({detail})"
         )
-    raise UnsupportedError(f"CUDA driver: {what}: {detail}")
+    lost = RuntimeError(f"CUDA driver: {what}: {detail}")
+    raise lost if device_lost(lost) else UnsupportedError(str(lost))
 
 
 @cache

@@ -23,7 +23,7 @@ from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.dispatch.tuning_file import Entry
 from lowq_kernels.gpu import capability
 from lowq_packers import tables
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, device_lost
 from lowq_packers.layouts import DISK, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Act
@@ -275,8 +275,8 @@ def _time(
     calls = [lambda w=w: spec.launch(x, w, None, config) for w in weights]
     try:
         return graph_time(calls, replays, replay_us) if x.is_cuda else wall_time(calls, WALL_SECONDS / CPU_ROUNDS)
-    except Exception as e:
-        if "illegal memory access" in str(e) or "misaligned" in str(e):
-            raise  # the device is lost: later times would be meaningless
+    except Exception as e:  # a config that cannot run: of Triton's compiler, NVRTC or a launch; the caller reads `failed`
+        if device_lost(e):
+            raise  # later times would be meaningless
         failed[f"{spec.name} {config}"] = f"{type(e).__name__}: {e}"
         return None

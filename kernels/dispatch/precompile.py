@@ -16,6 +16,7 @@ import torch
 
 from lowq_kernels import workspaces
 from lowq_kernels.dispatch.registry import Config, kernels
+from lowq_packers.errors import device_lost, log_error
 from lowq_packers.scheme import Scheme
 
 WORKERS = 8
@@ -72,7 +73,8 @@ def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], 
     """Make every launch once, in threads: what NVRTC compiles, and few kernels of Triton's. Returns how many there were.
 
     For a process that will run these kernels itself: nothing is found again on disk, and no worker has to start. `done(n, of)`
-    is told of each once SLOW seconds have passed. A launch that fails is left for its real caller to report.
+    is told of each once SLOW seconds have passed. A launch that fails is left for its real caller to report, but
+    an error that loses the GPU is raised.
     """
     started = monotonic()
 
@@ -80,11 +82,14 @@ def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], 
         try:
             with torch.inference_mode():
                 item()
-        except Exception:
-            return
+        except Exception as e:  # of a compiler or a launch: the caller that needs the kernel meets it again
+            if device_lost(e):
+                raise  # the next caller would be blamed
+            log_error("a kernel cannot be launched ahead of its use", e)
 
     with ThreadPoolExecutor(workers) as pool:
-        for i, _ in enumerate(as_completed([pool.submit(launch, item) for item in work])):
+        for i, launched in enumerate(as_completed([pool.submit(launch, item) for item in work])):
+            launched.result()
             if monotonic() - started > SLOW:
                 done(i + 1, len(work))
     workspaces.release()  # scratch memory of ended threads: 0.27 GB for eight of them
@@ -101,5 +106,7 @@ def _launch_once(work: Work) -> None:
         x = torch.zeros(work.M, work.K, dtype=work.dtype, device=device)
         kernels()[work.kernel].launch(x, weight, None, dict(work.config))
         torch.cuda.synchronize()
-    except Exception:
-        return  # the timing run meets the same error and reports it
+    except Exception as e:  # of a compiler or a launch: the timing run meets it again and reports it
+        if device_lost(e):
+            raise  # that run would be told of a GPU that is lost, and not by what
+        log_error(f"{work.kernel} cannot be compiled ahead of its timing", e)

@@ -31,7 +31,7 @@ def last_level_cache(device: torch.device) -> int | None:
         return torch.cuda.get_device_properties(device).L2_cache_size
     try:
         return next((n for level in ("3", "2") if (n := os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE")) > 0), None)
-    except (ValueError, OSError, AttributeError):
+    except (ValueError, OSError, AttributeError):  # a system without this name, or without os.sysconf
         return None
 
 

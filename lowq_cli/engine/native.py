@@ -33,7 +33,7 @@ from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.arch.parts import Pages, Rope
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, device_lost
 
 KEPT_GRAPHS = 8
 
@@ -350,7 +350,9 @@ class NativeDecoder:
             back = keep([*self.sampler.state, *tensors_of(self.state)])
             try:
                 found = capture(self.forward_step)
-            except RuntimeError as e:
+            except RuntimeError as e:  # the step waits for the device, or there is no room: `reason` says it
+                if device_lost(e):
+                    raise
                 self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
                 found = None
             back()

@@ -15,7 +15,7 @@ from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.dispatch.tuning import Named
 from lowq_kernels.gpu import capability
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_packers.errors import LowqError
+from lowq_packers.errors import LowqError, device_lost, log_error
 
 REPLAYS = 30  # of a recorded step that is timed
 WORTH = 0.998  # of the best time so far: a gain that is not the clock's
@@ -65,6 +65,8 @@ def search(
         now: what each call takes at present.
         candidates: what else it may take.
         left: whether there is time for another trial.
+
+    Raises what loses the GPU; another error of a trial only keeps its kernels from being chosen.
     """
     if _trial.get not in registry.TABLES:
         registry.TABLES.insert(0, _trial.get)
@@ -74,7 +76,10 @@ def search(
         _trial.update(trial)
         try:
             return step_us(decoder)
-        except (RuntimeError, LowqError):
+        except (RuntimeError, LowqError) as e:  # it cannot be launched or recorded: never chosen
+            if device_lost(e):
+                raise  # each later trial would count as slow
+            log_error("a trial of kernels within a step", e)
             return float("inf")
 
     try:

@@ -43,8 +43,8 @@ def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
         text = read_text(file)
         with no_panic(str(file)):
             tokens = Tokenizer.from_str(text)
-    except Exception as e:  # the library raises Exception itself
-        raise NotPlain(f"tokenizer.json: {e}") from None
+    except (LowqError, ValueError) as e:  # transformers reads it, or says what is wrong with it
+        raise NotPlain(f"tokenizer.json: {e}") from e
     check_growth(tokens, file)
     head = _without_vocabulary(text)
     _check_class(facts, model_type, head)

@@ -19,6 +19,7 @@ from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.arch import Family, families
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.parts import Experts, Linear, Model, mixers
+from lowq_packers.errors import is_no_refusal
 
 
 class ModelWeights:
@@ -95,7 +96,9 @@ def why_not(model: Any) -> str | None:
         scale = embed_scale(weights.embed) if isinstance(weights.embed, nn.Embedding) else 1.0
         weights.vector(f"{described.norm.name}.weight")
         assert weights.head is not None
-    except AttributeError:
+    except AttributeError as e:  # torch's, of a module that is not there
+        if is_no_refusal(e):
+            raise
         return f"{type(model).__name__} is not built like the causal models of its family"
     if scale is None:
         return f"an embedding of a kind lowq does not know ({type(weights.embed).__name__})"

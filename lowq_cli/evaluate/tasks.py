@@ -25,7 +25,7 @@ from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE
 from lowq_cli.evaluate.task_names import YAML, check_names
 from lowq_cli.models import CausalModel, Tokenizer
 from lowq_kernels.decode.kv import PLAIN
-from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, one_line
+from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, library_errors, one_line
 
 SEED = 1234  # lm-eval's own: which examples are shown before a question
 NEW_TOKENS = 256  # of an answer whose task does not say, as lm-eval has it
@@ -81,15 +81,13 @@ def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | No
         if name not in files and name not in manager.all_tasks:
             near = get_close_matches(name, manager.all_tasks, 3)
             raise UsageError(f"lm-eval has no task {name!r}{'; near it: ' + ', '.join(near) if near else ''}")
-        try:
-            with contextlib.chdir(here.parent if name in files else "."):
-                loaded = manager.load([str(here) if name in files else name])
-                for kind, things in loaded.items():
-                    found[kind] |= things
-                for task in loaded["tasks"].values():
-                    len(task.eval_docs)  # fetched now
-        except Exception as e:  # of many libraries: what is missing is a file, a network, or a field
-            raise NotFoundError(f"the task {name} cannot be loaded: {one_line(e)}") from e
+        missing = library_errors(NotFoundError, f"the task {name} cannot be loaded")  # for want of a file, a network, a field
+        with missing, contextlib.chdir(here.parent if name in files else "."):
+            loaded = manager.load([str(here) if name in files else name])
+            for kind, things in loaded.items():
+                found[kind] |= things
+            for task in loaded["tasks"].values():
+                len(task.eval_docs)  # fetched now
     rows = []
     for name, task in found["tasks"].items():
         fixed = task.get_config("num_fewshot")

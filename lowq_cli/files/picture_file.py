@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, one_line
+from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, library_errors
 from lowq_packers.regular import read_regular
 
 if TYPE_CHECKING:
@@ -39,18 +39,14 @@ def decode(data: bytes, name: str = "the picture") -> "Image":
     if not any(data.startswith(start) for start in STARTS.values()):
         raise UsageError(f"{name} is no PNG, JPEG, WebP or GIF; convert it to one of them")
     try:
-        with Image.open(BytesIO(data), formats=FORMATS) as image:
+        with library_errors(UsageError, f"{name} cannot be read"), Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, name)
             if _moves(image):
                 raise UsageError(f"{name} is animated; give one of its frames")
             image.load()
             return _on_white(_eight_bits(ImageOps.exif_transpose(image)), Image)
-    except UsageError:
-        raise
     except MemoryError:
         raise UsageError(f"{name} does not fit into memory; make it smaller") from None
-    except Exception as e:  # each of the library's readers fails in ways of its own
-        raise UsageError(f"{name} cannot be read: {one_line(e)}") from None
 
 
 def _pil() -> Any:

@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -31,7 +32,7 @@ from lowq_cli.files.safetensors_io import (
 from lowq_cli.files.templates import OTHERS, in_one_folder
 from lowq_cli.files.text_alone import lifted, text_alone
 from lowq_cli.state import DEMO, known, user_path
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, is_no_refusal
 from lowq_packers.regular import name_of_open, open_regular, read_regular
 
 if TYPE_CHECKING:
@@ -379,26 +380,28 @@ def _download(repo: str) -> Path:
 
     try:
         return Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except Exception as e:
+    except Exception as e:  # of the hub's client and the network: `_hub_error` says which
+        if is_no_refusal(e):
+            raise
         raise _hub_error(repo, e) from e
 
 
 def _hub_headers(repo: str) -> Source:
     """A hub model's config and headers, from the local cache or by range requests: no weight is downloaded."""
     from huggingface_hub import HfApi, get_safetensors_metadata, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    try:
+    with suppress(LocalEntryNotFoundError, HFValidationError):  # the hub is asked, too, where the cache holds a part
         cached = Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True))
-        return _open_folder(repo, cached)
-    except Exception:  # not cached, or only in part: ask the hub
-        pass
+        if _is_whole(cached):
+            return _open_folder(repo, cached)
     try:
         HfApi().model_info(repo, timeout=10)  # fails at once without a network, where hf_hub_download retries for 24 s
         config = read_json(Path(hf_hub_download(repo, "config.json")))
         found = get_safetensors_metadata(repo)
-    except LowqError:
-        raise
-    except Exception as e:
+    except Exception as e:  # of the hub's client and the network: `_hub_error` says which
+        if is_no_refusal(e):
+            raise
         raise _hub_error(repo, e) from e
     headers: dict[str, TensorHeader] = {}
     where: dict[str, str] = {}
@@ -413,6 +416,15 @@ def _hub_headers(repo: str) -> Source:
         files[file] = FileHeader(Path(file), tensors, sum(t.nbytes for t in tensors.values()), 0)
         headers |= tensors
     return Source(repo, None, text_alone(lifted(config), headers), headers, files, where)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot of the hub's cache has its config and all files of weights: damaged ones, too."""
+    if (folder / INDEX).is_file():
+        whole = all((folder / check_file_name(file, INDEX)).is_file() for file in _weight_map(folder / INDEX).values())
+    else:
+        whole = any(folder.glob("*.safetensors"))
+    return whole and (folder / "config.json").is_file()
 
 
 def _hub_error(repo: str, e: Exception) -> LowqError:

@@ -21,7 +21,7 @@ from lowq_cli.hf.skeleton import model_class
 from lowq_cli.hf.structure import check_affordable, check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
-from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, UnsupportedError, UsageError, one_line
+from lowq_packers.errors import DamagedError, DoesNotFitError, UnsupportedError, UsageError, library_errors
 from lowq_packers.qtensor import check_fits
 
 
@@ -70,7 +70,12 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
 
         direct["config"] = native_config(source)
     try:
-        with unprepared(), _silent(), only_its_files(source) as view:
+        with (
+            library_errors(DamagedError, f"{source.name} cannot be loaded as {cls.__name__}"),
+            unprepared(),
+            _silent(),
+            only_its_files(source) as view,
+        ):
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 str(view),
                 dtype=kind,
@@ -88,14 +93,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
         say_widened(chosen, loaded)
-    except LowqError:
-        raise
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{source.name} does not fit into the memory of {chosen}; use fewer bits, or --device cpu") from e
-    except BaseException as e:  # transformers refuses in many ways (one is no Exception): the folder is not what it says
-        if isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
-            raise
-        raise DamagedError(f"{source.name} cannot be loaded as {cls.__name__}: {one_line(e)}") from e
     return loaded.eval()
 
 

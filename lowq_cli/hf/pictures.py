@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli.files.source import open_source
 from lowq_cli.files.view import only_its_files
 from lowq_packers.arch.parts import Images
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, one_line
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError, library_errors
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
@@ -84,15 +84,9 @@ class Processor:
             raise NotFoundError(f"{folder} has no {NAMES[0]}, which says how pictures are prepared; copy the original model's")
         from transformers import AutoImageProcessor
 
-        try:
-            with open_source(folder) as source, only_its_files(source) as view:
-                self.own: Any = AutoImageProcessor.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
-        except LowqError:
-            raise
-        except ImportError as e:
-            raise UnsupportedError(f"the processor of {folder} is not there: {one_line(e)}") from e
-        except Exception as e:  # each class refuses in ways of its own
-            raise DamagedError(f"the processor of {folder} cannot be read: {one_line(e)}") from e
+        unread = library_errors(DamagedError, f"the processor of {folder} cannot be read")
+        with unread, open_source(folder) as source, only_its_files(source) as view:
+            self.own: Any = AutoImageProcessor.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
         _check_sizes(self.own)
 
     def __call__(self, image: "Image") -> Picture:
@@ -100,12 +94,9 @@ class Processor:
         how: dict[str, Any] = {"return_tensors": "pt"}
         if self.images.form == "rows":
             how["patch_size"] = self.images.patch * self.images.merge
-        try:
-            return self._picture(dict(self.own(images=[image], **how)))
-        except LowqError:
-            raise
-        except Exception as e:
-            raise UsageError(f"the model's processor refuses the picture: {one_line(e)}") from None
+        with library_errors(UsageError, "the model's processor refuses the picture"):
+            made = dict(self.own(images=[image], **how))
+        return self._picture(made)
 
     def _picture(self, made: dict[str, Any]) -> Picture:
         images, pixels = self.images, made["pixel_values"]

@@ -33,7 +33,7 @@ from lowq_cli.files.source import Cut
 from lowq_cli.files.view import known_type
 from lowq_cli.hf.expert_kinds import LISTED, Kind, converters, kind_of
 from lowq_cli.hf.experts import QuantExperts
-from lowq_packers.errors import DamagedError, UnsupportedError, one_line
+from lowq_packers.errors import DamagedError, UnsupportedError, library_errors
 
 
 def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
@@ -70,12 +70,9 @@ def build(config: dict[str, Any]) -> PreTrainedModel:
     """The model of a config.json on the meta device. Raises DamagedError for values no such model can have."""
     cls = model_class(config)
     fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"} | {"model_type": _model_type(config)}
-    try:
-        parsed = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-        with torch.device("meta"):
-            return cls(parsed)
-    except Exception as e:  # each config class has its own ways of refusing a value
-        raise DamagedError(f"config.json does not describe a {config['model_type']} model: {one_line(e)}") from e
+    refused = library_errors(DamagedError, f"config.json does not describe a {config['model_type']} model")
+    with refused, torch.device("meta"):
+        return cls(CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
 
 
 def _untagged(value: Any) -> Any:

@@ -9,7 +9,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.files.templates import old_template
 from lowq_cli.files.view import only_its_files
 from lowq_cli.hf.chat_template import render
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, no_panic, one_line
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, is_no_refusal, no_panic, one_line
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -21,9 +21,9 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         with only_its_files(source) as view, no_panic(f"the tokenizer of {source.name}"):
             found = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
         found.name_or_path = str(source.folder)
-    except LowqError:
-        raise
-    except Exception as e:
+    except Exception as e:  # each tokenizer class refuses in ways of its own: what the folder lacks, or a damaged file
+        if is_no_refusal(e):
+            raise
         if "trust_remote_code" in str(e):
             raise UnsupportedError(
                 f"the tokenizer of {source.name} is code of its own, which lowq does not run; with a tokenizer.json beside it, "

@@ -17,7 +17,7 @@ from lowq_cli.files.family_tensors import beside_prefixes
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import model_class
-from lowq_packers.errors import DamagedError, LowqError, one_line
+from lowq_packers.errors import DamagedError, library_errors
 
 SMALL = {  # of its text part
     "num_hidden_layers": 1, "num_kv_shared_layers": 0, "vocab_size": 8, "vocab_size_per_layer_input": 8, "intermediate_size": 8,
@@ -60,16 +60,11 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
     tensors = _dense(source, names, dtype)
     model: Any
     found: dict[str, Any]
-    try:
-        with _silent():
-            config = _config(source.config)
-            model, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
-                None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-    except LowqError:
-        raise
-    except Exception as e:  # each class refuses in ways of its own
-        raise DamagedError(f"the tower of {source.name} cannot be built: {one_line(e)}") from e
+    with library_errors(DamagedError, f"the tower of {source.name} cannot be built"), _silent():
+        config = _config(source.config)
+        model, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     text = ("language_model.", "lm_head.")
     missing = sorted(n for n in map(str, found["missing_keys"]) if not any(part in n for part in (*text, *AUDIO)))
     if missing or found["mismatched_keys"]:

@@ -15,7 +15,7 @@ from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHea
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.state import user_path
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, library_errors
 from lowq_packers.regular import opened
 
 if TYPE_CHECKING:
@@ -230,14 +230,9 @@ def _open_qmodel(name: str, folder: Path) -> TensorSource:
 
     config = read_json(folder / "config.json")
     path = folder / QMODEL
-    try:
-        with opened(path) as name_of_open:
-            loaded = torch.load(name_of_open, map_location="cpu", weights_only=True, mmap=True)
-    except LowqError:
-        raise
-    except Exception as e:  # a truncated zip, a class that is not on torch's list, ...: many types
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise UnsupportedError(f"{path} is no plain HQQ checkpoint, and lowq runs no pickled code: {reason}") from None
+    refused = library_errors(UnsupportedError, f"{path} is no plain HQQ checkpoint, and lowq runs no pickled code")
+    with refused, opened(path) as name_of_open:  # a truncated zip, a class that is not on torch's list, ...
+        loaded = torch.load(name_of_open, map_location="cpu", weights_only=True, mmap=True)
     tensors = flatten(loaded) if isinstance(loaded, Mapping) else {}
     names = {getattr(torch, t): s for s, t in DTYPES.items()}
     headers: dict[str, TensorHeader] = {}

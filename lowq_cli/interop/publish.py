@@ -13,7 +13,7 @@ from lowq_cli.files.safetensors_io import check_file_name
 from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, REPORT
 from lowq_cli.interop.card import CARD, model_card
 from lowq_kernels.dispatch import tuning
-from lowq_packers.errors import DamagedError, NotFoundError, UsageError
+from lowq_packers.errors import DamagedError, NotFoundError, UsageError, is_no_refusal
 
 REPO = re.compile(r"(?!.{97})(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
 
@@ -79,7 +79,9 @@ def _send(folder: Path, files: list[str], repo: str, private: bool, card: str) -
         api.upload_file(
             path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=repo, commit_message="Model card from the report"
         )
-    except Exception as e:  # every refusal of the hub is its own type
+    except Exception as e:  # every refusal of the hub is its own type: said in its first line
+        if is_no_refusal(e):
+            raise
         reason = str(e).strip().splitlines()
         raise NotFoundError(
             f"the hub did not take {repo}: {reason[0] if reason else type(e).__name__}; check the name, or: hf auth login"

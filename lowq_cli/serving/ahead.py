@@ -6,7 +6,6 @@ text, a prompt of any length and a server launch is launched once, in threads; w
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from lowq_cli import console
 from lowq_cli.engine import native_loader, warm
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
@@ -27,6 +27,7 @@ from lowq_cli.serving import cache_allocator
 from lowq_cli.serving.continuous import MOST
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_packers.arch.config import read_config
+from lowq_packers.errors import device_lost, log_error, one_line
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROOM = 12 << 30  # free bytes of a GPU below which nothing is tried: logits of 4,096 rows take 1 GB a thread
@@ -36,12 +37,17 @@ WAYS = (Sampling(), Sampling(temperature=1.0))
 def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
     """Compile on the run's first GPU until `stopped()`. Raises nothing: whoever needs what failed here says what is wrong."""
     device = torch.device(str(prepared.workers[0]))
-    with suppress(Exception), torch.inference_mode():
-        if torch.cuda.mem_get_info(device)[0] < ROOM:
-            return
-        source = stand_in(prepared.source, prepared.plan, prepared.out)
-        model = native_loader.read(cast(Source, source), device, Blank)
-        launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
+    try:
+        with torch.inference_mode():
+            if torch.cuda.mem_get_info(device)[0] < ROOM:
+                return
+            source = stand_in(prepared.source, prepared.plan, prepared.out)
+            model = native_loader.read(cast(Source, source), device, Blank)
+            launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
+    except Exception as e:  # no memory, a family or kernel that is not for this GPU: the first text meets it again
+        log_error("kernels are not compiled ahead", e)
+        if device_lost(e):
+            console.warn(f"{device} was lost while kernels were compiled ahead: {one_line(e)}")
 
 
 def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:

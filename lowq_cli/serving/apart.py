@@ -25,7 +25,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from lowq_cli.serving.request import Busy, Done, Engine, Event, Limits, Mask, Request, Sink, Stats, check, failed
-from lowq_packers.errors import LowqError, UnsupportedError, one_line
+from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
 
 FRESH_S = 0.25  # so old Stats may become while no token comes
 BEAT_S = 1.0  # between two words of the process at most, while it can speak
@@ -258,7 +258,7 @@ def _compute(pipe: Connection, modules: tuple[str, ...]) -> None:
         here.run(*pipe.recv())
     except EOFError:  # it was not needed
         pass
-    except Exception as e:
+    except Exception as e:  # whatever it is: the other process raises it
         here.fail(e)
     os._exit(0)  # taking torch's modules and CUDA's context apart takes 1.3 to 1.8 s
 
@@ -309,7 +309,7 @@ class _Here:
             whole = request if recipe is None else replace(request, mask=self.mask(recipe))
             with self.lock:
                 self.numbers[self.engine.submit(whole)] = number
-        except Exception as e:  # this request's alone
+        except Exception as e:  # of its grammar or its settings: this request alone ends, with this as its reason
             self.tell([(number, failed(e))])
 
     def cancel(self, number: int) -> None:
@@ -356,7 +356,8 @@ class _Here:
         """Say why there is no engine, with the lines of code that LOWQ_DEBUG shows."""
         try:
             pickle.loads(pickle.dumps(why))
-        except Exception:
+        except Exception as e:  # of the class of `why`, which says how it is pickled: its text alone goes to the other process
+            log_error("an error that cannot be pickled", e)
             why = LowqError(f"{type(why).__name__}: {one_line(why)}")
         why.add_note(traceback.format_exc())
         self.send("failed", why)

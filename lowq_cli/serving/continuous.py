@@ -44,7 +44,7 @@ from lowq_cli.serving.token_budget import PREFER
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind
 from lowq_kernels.decode.reference import MOST_DRAFTS
-from lowq_packers.errors import UnsupportedError, UsageError, one_line
+from lowq_packers.errors import UnsupportedError, UsageError, device_lost, log_error, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
 MOST_RUNNING = 1024
@@ -316,8 +316,9 @@ class ContinuousEngine:
                     self._turn()
                     self._read_one()
                     self._busy_s += time.monotonic() - began
-        except Exception as e:  # the engine's own: no text can go on
+        except Exception as e:  # the engine's own: no text can go on, and each is told
             self._broken = True
+            log_error("the engine has stopped", e)
             message = f"the engine has stopped: {one_line(e)}"
             with self._changed:
                 self.closed, numbers = message, list(self._texts)
@@ -363,6 +364,8 @@ class ContinuousEngine:
             try:
                 event = Event(finish_reason="stop", read=self._reader(text.tokens, text.request.read, text.request.adapter))
             except Exception as e:  # this prompt's: there may be no room for it
+                if device_lost(e):
+                    raise  # no text can go on
                 event = failed(e)
             self._end(text)
             self._sink([(text.number, event)])
@@ -581,7 +584,7 @@ class ContinuousEngine:
         if text.request.mask is not None and not text.failed and not again:
             try:
                 text.request.mask.accept(token)
-            except Exception as e:
+            except Exception as e:  # its own grammar's, a library in Rust: the text ends, with this as its reason
                 text.failed = e
         if text.failed:
             self._end(text)

@@ -18,7 +18,7 @@ from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
 from lowq_kernels import counters
 from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_kernels.products.cpu.team import Follower
-from lowq_packers.errors import one_line
+from lowq_packers.errors import device_lost, one_line
 
 MOST_ROWS = 256  # of a pass with drafts: past that products take as long as they have rows
 NUMBERS = 6  # of a row that are sent: its token, position and text; a text's first row, rows, and where it is drawn for
@@ -140,7 +140,9 @@ class DraftPasses:
                 found = capture(step, self.passes.pool)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as e:
+            except RuntimeError as e:  # the pass waits for the device: `reason` says it
+                if device_lost(e):
+                    raise
                 self.reason = f"passes with drafts are not recorded: {one_line(e)}"
                 return
             found.logits = made[-1]

@@ -9,7 +9,7 @@ start; on a CPU each is as large as it has to be.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import CHUNK, Run, Runs, states_of
 from lowq_kernels.products.cpu.team import Team
-from lowq_packers.errors import one_line
+from lowq_packers.errors import device_lost, log_error, one_line
 
 RECORDED = 1024  # rows up to which passes are recorded: launching an 8B's kernels one by one takes 6 to 15 ms, 512 rows 10.5
 # Rows of a pass with prompt tokens. Those that are not recorded cost nothing to have, and a prompt of 3,200 tokens in a pass of
@@ -151,11 +151,16 @@ class ModelRunner:
         images = self.plan.model.images
         for b in self.sizes if images is not None and images.sections else ():
             made: list[torch.Tensor | None] = [self.forward(b, b, None, 0, (), [])]  # its kernels are compiled
-            with suppress(RuntimeError):  # slower, and as right
+            try:
                 found = capture(lambda: made.append(self.forward(b, b, None, 0, (), [])), self.pool)  # noqa: B023
-                assert made[-1] is not None
-                found.logits = made[-1]
-                self.turned[b] = found
+            except RuntimeError as e:  # it cannot be recorded, or there is no room: slower, and as right
+                if device_lost(e):
+                    raise
+                log_error(f"steps of {b} rows with pictures are not recorded", e)
+                continue
+            assert made[-1] is not None
+            found.logits = made[-1]
+            self.turned[b] = found
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
         """The prompt tokens of a pass by text."""

@@ -90,7 +90,7 @@ class Offer:
             config = json.loads(read_text(self.folder / CONFIG, MAX_CONFIG))
             inner = config.get("text_config") or config
             longest = inner.get("max_position_embeddings")
-        except (LowqError, ValueError, AttributeError):
+        except (LowqError, ValueError, AttributeError):  # no config, or JSON of another shape: loading it will say so
             return {}
         return {"max_model_len": longest if isinstance(longest, int) else None, "chat": has_template(self.folder)}
 

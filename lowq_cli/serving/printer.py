@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lowq_cli import console
+from lowq_packers.errors import log_error
 
 MOST = 1000  # lines that wait for a log; those after them are lost, and counted
 
@@ -39,8 +40,10 @@ class Printer:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            with suppress(Exception):  # nobody is left to be told
+            try:
                 job()
+            except Exception as e:  # of one line, as one that its terminal cannot show: the next ones are printed all the same
+                log_error("a line of the server's log is not printed", e)
             if self._lost and self._jobs.empty():
                 lost, self._lost = self._lost, 0
                 console.say(f"{lost} lines were lost while this log took none")

@@ -19,7 +19,7 @@ from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.ranges import Range
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.pictures import Packed
-from lowq_packers.errors import LowqError, UsageError, one_line
+from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
 MOST_LOGPROBS = 20  # alternatives a token, as OpenAI has it
 BIAS = Range(-100, 100, off=0)  # of a token's logit, as OpenAI has it
@@ -174,6 +174,8 @@ def check_unstarted(thread: Thread | None) -> None:
 
 def failed(why: Exception) -> Event:
     """The end of a request that cannot go on."""
+    if not isinstance(why, LowqError):
+        log_error("a request cannot go on", why)
     return Event(finish_reason="refused" if isinstance(why, UsageError) else "error", message=one_line(why))
 
 

@@ -53,6 +53,6 @@ class Seeing:
                         text.shown = sight.shown(text.request.prompt, [unpacked(p) for p in text.request.pictures])
                 if stream is not None:
                     stream.synchronize()
-            except Exception as e:  # this text's alone
+            except Exception as e:  # this text's alone, which ends; a lost GPU ends the engine at its next pass
                 why = e
             self.seen(text, why)

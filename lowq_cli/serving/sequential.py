@@ -18,7 +18,7 @@ from lowq_cli.serving.reads import PromptReader
 from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
 from lowq_cli.serving.turns import Turns
 from lowq_kernels.decode.kv import PLAIN, slot_bytes
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, device_lost, one_line
 
 FIRST_ROOM = 512  # tokens that a cache is made for beyond the prompt; an answer that outgrows it gets twice that, and so on
 NO_LIMIT = 32768  # tokens of a text whose model names no limit
@@ -132,13 +132,22 @@ class SequentialEngine:
                 self._answer(self._running, request)
             except _Cancelled:
                 self._sink([(self._running, Event(finish_reason="cancelled"))])
-            except Exception as e:  # one request's: the others are answered all the same
+            except Exception as e:  # one request's, whatever it is: the others are answered all the same
                 self._sink([(self._running, failed(e))])
+                if device_lost(e):
+                    self._end(f"the engine has stopped: {one_line(e)}")
             self._busy_s += time.monotonic() - began
             with self._changed:
                 self._cancelled.discard(self._running)
                 self._running = None
                 self._changed.notify_all()
+
+    def _end(self, why: str) -> None:
+        """Take no more requests, and refuse those that wait."""
+        with self._changed:
+            self.closed, numbers = why, [queued.number for queued in self._queue]
+            self._queue.clear()
+        self._sink([(n, Event(finish_reason="error", message=why)) for n in numbers])
 
     @torch.inference_mode()
     def _answer(self, number: int, request: Request) -> None:

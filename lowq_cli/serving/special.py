@@ -13,6 +13,7 @@ from lowq_cli.engine.sampling import penalise
 from lowq_cli.serving.batch_state import BatchState, upload
 from lowq_cli.serving.request import MOST_LOGPROBS, Draw, allow
 from lowq_cli.serving.sequence import Sequence
+from lowq_packers.errors import device_lost
 
 BITS = 32  # of a word of a mask
 Logs = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
@@ -53,7 +54,9 @@ class Special:
         self.biases.pop(text.row, None)
         try:
             self._begin(text.request.draw, text.row, text)
-        except Exception as e:  # no room for its penalties, say
+        except Exception as e:  # no room for its penalties, say: the text ends, with this as its reason
+            if device_lost(e):
+                raise  # no text can go on
             text.failed = e
 
     def _begin(self, d: Draw, row: int, text: Sequence) -> None:
@@ -89,7 +92,9 @@ class Special:
         """
         try:
             return self._draw(logits, places)
-        except Exception as e:
+        except Exception as e:  # of one text's settings, or no room for all at once: that text ends, with this as its reason
+            if device_lost(e):
+                raise  # no text can go on
             if len(places) > 1:
                 return [logs for place in places for logs in self.draw(logits, [place])]
             places[0][1].failed = e

@@ -145,3 +145,19 @@ def test_a_tokenizer_that_is_code_is_refused_without_a_question(packed, monkeypa
     with pytest.raises(UnsupportedError, match="is code of its own, which lowq does not run"):
         lowq.load(packed, device="cpu")
     assert not (packed / "ran").exists()
+
+
+def test_a_mistake_of_ours_while_loading_is_not_called_a_damaged_folder(packed, monkeypatch):
+    """What transformers calls of ours, and what runs after it."""
+    from lowq_cli.hf import load, quantizer
+
+    source = open_source(packed)
+    with monkeypatch.context() as patched:
+        patched.setattr(load, "prepare", lambda model: model.no_such_name)
+        with pytest.raises(AttributeError):
+            load_model(source, torch.device("cpu"))
+    broken = "def broken(self, model, **_):\n    return self.no_such_name\n"
+    exec(broken, scope := {"__name__": "lowq_cli.hf.quantizer"})
+    monkeypatch.setattr(quantizer.LowqQuantizer, "_process_model_before_weight_loading", scope["broken"])
+    with pytest.raises(AttributeError):
+        load_model(source, torch.device("cpu"))

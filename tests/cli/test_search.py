@@ -44,3 +44,23 @@ def test_search_keeps_what_helps_together(decoder, monkeypatch):
     assert tables == registry.TABLES
     trials = iter([True, False, False, False, False])
     assert search.search(decoder, now, options, lambda: next(trials))[2] == 9.0
+
+
+@pytest.mark.parametrize("trials", [0, 2])
+def test_a_gpu_that_is_lost_ends_the_search_and_leaves_dispatch_as_it_was(decoder, monkeypatch, trials):
+    """As "slow" it would make every later trial slow, and keep what was taken until then."""
+    now = dict.fromkeys(search.calls_of(decoder, 1, torch.bfloat16), ("a", {}))
+    timed = []
+
+    def step_us(decoder):
+        if len(timed) == trials:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        timed.append(1)
+        return 10.0 - len(timed)
+
+    monkeypatch.setattr(search, "step_us", step_us)
+    tables = list(registry.TABLES)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        search.search(decoder, now, {call: [("b", {}), ("c", {})] for call in now})
+    assert len(timed) == trials
+    assert tables == registry.TABLES

@@ -1,5 +1,6 @@
 """Opening a model: what is accepted, what is refused and with which way out."""
 
+import errno
 import json
 import os
 import struct
@@ -254,3 +255,58 @@ def test_a_mistyped_demo_is_answered_without_the_network():
     """It waited for the hub, then blamed the network."""
     with pytest.raises(NotFoundError, match="did you mean demo\\?"):
         source_module.check_there("dmo")
+
+
+def _hub(monkeypatch, folder):
+    """A hub's cache that holds `folder` and a network that is not there; the names of the calls made of it."""
+    import huggingface_hub
+
+    called = []
+
+    def unreachable(*_, **__):
+        called.append("model_info")
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    return called
+
+
+def test_a_damaged_snapshot_of_the_hub_is_said_and_not_fetched_by_headers(monkeypatch, folder):
+    called = _hub(monkeypatch, folder)
+    assert open_source("org/name", headers_only=True).headers.keys() == TENSORS.keys()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:60])
+    with pytest.raises(DamagedError, match=r"shorter|truncated|header"):
+        open_source("org/name", headers_only=True)
+    assert called == []
+
+
+@pytest.mark.parametrize("lacks", ["config.json", "model.safetensors"])
+def test_of_a_snapshot_that_holds_a_part_the_hub_is_asked(monkeypatch, folder, lacks):
+    called = _hub(monkeypatch, folder)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")})
+    )
+    (folder / lacks).unlink()
+    with pytest.raises(NotFoundError, match="cannot reach huggingface"):
+        open_source("org/name", headers_only=True)
+    assert called == ["model_info"]
+
+
+@pytest.mark.parametrize("headers_only", [False, True])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, None])
+def test_what_this_machine_lacks_is_not_called_an_unreachable_hub(monkeypatch, headers_only, code):
+    import huggingface_hub
+
+    why = MemoryError() if code is None else OSError(code, os.strerror(code), "/cache/x")
+
+    def fails(*_, local_files_only=False, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not cached") if local_files_only else why
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    with pytest.raises(type(why)) as caught:
+        open_source("org/name", headers_only)
+    assert caught.value is why

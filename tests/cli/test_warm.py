@@ -85,3 +85,11 @@ def test_launches_run_side_by_side_and_a_failure_is_left_for_later(monkeypatch):
     assert launch_all([together.wait, together.wait, fails], lambda n, of: told.append((n, of)), workers=2) == 3
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert not together.broken  # one thread alone would have waited in vain
+
+
+def test_a_launch_that_loses_the_gpu_is_not_left_for_later():
+    def lost() -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launch_all([lost, lambda: None], lambda n, of: None, workers=2)

@@ -1,6 +1,7 @@
 """The engine that answers one request after the other: the texts of `generate`, whatever else is asked for in between."""
 
 import queue
+import threading
 from dataclasses import replace
 
 import pytest
@@ -249,3 +250,20 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, en
     assert read == [16, 16, 16]
     fresh, again = (tokens(follow(engine, engine.submit(Request(tuple(range(5, 405)), 4)))[0]) for _ in range(2))
     assert fresh == again  # nothing of what was left half read is taken for a prompt
+
+
+def test_a_lost_gpu_ends_the_engine_and_each_request_is_told(demo, engine):
+    both = threading.Event()
+
+    class Loses(Only):
+        def accept(self, token):
+            assert both.wait(60)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    lost, waits = engine.submit(Request(prompt(demo), 4, mask=Loses(7))), engine.submit(Request(prompt(demo), 2))
+    both.set()
+    first, second = follow(engine, lost, waits)
+    assert [e[-1].finish_reason for e in (first, second)] == ["error", "error"]
+    assert second[-1].message == "the engine has stopped: CUDA error: an illegal memory access was encountered"
+    with pytest.raises(UnsupportedError, match="illegal memory access"):
+        engine.submit(Request(prompt(demo), 2))

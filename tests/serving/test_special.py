@@ -1,5 +1,7 @@
 """Requests that ask for more than a temperature: as `picking.Picker`, the definition, draws for one at a time."""
 
+import threading
+
 import pytest
 import torch
 from asking import Client, build, prompts
@@ -162,3 +164,33 @@ def test_a_bias_ends_with_its_text(model, client):
     wanted = by_definition(model, second, 24, Draw(repetition_penalty=1.7))[0]
     numbers = [client.ask(first, 4, logit_bias={17: 100.0}), client.ask(second, 24, repetition_penalty=1.7)]
     assert client.tokens(*numbers) == [[17] * 4, wanted]
+
+
+class Lost:
+    """A setting in whose place the GPU's last error comes up, once there is another request."""
+
+    def __init__(self, both):
+        self.both = both
+
+    def __lt__(self, _):
+        assert self.both.wait(60)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    __gt__ = __lt__
+
+    def __bool__(self):
+        return True
+
+
+def test_a_lost_gpu_ends_the_engine_and_not_one_text_after_the_other(model):
+    client, both = Client(model, running=3), threading.Event()
+    draw = Draw(temperature=1.0)
+    object.__setattr__(draw, "top_k", Lost(both))
+    prompt, other = prompts(20, 31)
+    numbers = [client.engine.submit(Request(tuple(prompt), 10, frozenset(), draw)), client.ask(other, 10)]
+    both.set()
+    ends = [events[-1] for events in client.follow(*numbers)]
+    assert [(e.finish_reason, e.message) for e in ends] == [
+        ("error", "the engine has stopped: CUDA error: an illegal memory access was encountered")
+    ] * 2
+    assert "illegal memory access" in client.engine.closed

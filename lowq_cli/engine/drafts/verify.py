@@ -11,6 +11,7 @@ from lowq_cli.engine.graph import Captured, capture, keep
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_cli.engine.state import tensors_of
 from lowq_kernels.products.cpu.repeated import Repeated
+from lowq_packers.errors import device_lost
 
 
 class Verification:
@@ -140,7 +141,9 @@ class Verification:
             back = keep([*d.sampler.state, *tensors_of(d.state), self.result, *guesses])
             try:
                 found = capture(self.compute)
-            except RuntimeError as e:
+            except RuntimeError as e:  # the step waits for the device, or there is no room: `reason` says it
+                if device_lost(e):
+                    raise
                 d.reason = f"no CUDA graph of steps with drafts: {str(e).splitlines()[0]}"
                 return None
             finally:

@@ -9,7 +9,7 @@ from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.output.ways import Ways, switches
 from lowq_cli.serving.http.fields import Asked, items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
-from lowq_packers.errors import LowqError, UnsupportedError, one_line
+from lowq_packers.errors import LowqError, UnsupportedError, is_no_refusal, one_line
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 OURS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "conversations")
@@ -43,9 +43,13 @@ def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, 
         more["tools"] = tools
     try:
         text = tokenizer.apply_chat_template(found, add_generation_prompt=True, tokenize=False, return_dict=False, **more)
-    except Exception as e:  # a program from strangers: it raises what it wants
-        why = one_line(e) if isinstance(e, LowqError) else f"the model's chat template refuses these messages: {one_line(e)}"
-        raise Refusal(400, why, param="messages") from None
+    except LowqError as e:
+        raise Refusal(400, one_line(e), param="messages") from e
+    except Exception as e:  # the template is a program from strangers, which raises what it wants: the client's messages
+        if is_no_refusal(e):
+            raise
+        why = f"the model's chat template refuses these messages: {one_line(e)}"
+        raise Refusal(400, why, param="messages") from e
     return ways.begun(text, asked.think)
 
 

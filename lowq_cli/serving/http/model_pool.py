@@ -279,7 +279,7 @@ class ModelPool:
                 if place.waiters or (place.offer.pin and place.state is State.ABSENT):
                     try:
                         await self._bring(place)
-                    except Exception as e:  # whatever it is, the other models are served
+                    except Exception as e:  # whatever it is: those who wait for this model are told, the others are served
                         self._failed(place, one_line(e))
 
     async def _bring(self, place: Place) -> None:

@@ -30,7 +30,7 @@ from lowq_cli.hf.pictures import Packed
 from lowq_cli.serving.http.fields import Asked, known, shown, table, text
 from lowq_cli.serving.http.refusal import wrong
 from lowq_packers.arch.parts import Images
-from lowq_packers.errors import LowqError, UsageError, one_line
+from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
 MOST = 16  # pictures of a request
 DATA = re.compile(r"data:image(/[\w.+-]+)?;base64,", re.ASCII)
@@ -204,8 +204,9 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
             found = e
         except MemoryError:
             found = UsageError("the picture does not fit into memory; make it smaller")
-        except Exception as e:
-            found = UsageError(f"the picture cannot be read: {one_line(e)}")
+        except Exception as e:  # a bug of ours, as a reader's errors are LowqErrors: the server answers it as one
+            log_error("a picture cannot be read", e)
+            found = RuntimeError(f"{type(e).__name__}: {one_line(e)}")
         pipe.send(found)
 
 

@@ -94,7 +94,7 @@ class EventStream(Response):
                 how = await self._error(send, refused)
             except Gone:
                 raise
-            except Exception as e:
+            except Exception as e:  # a bug of ours: the answer ends with it, and LOWQ_DEBUG shows its place
                 self.failed(e)
                 how = await self._error(send, bug(e))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
