@@ -152,7 +152,7 @@ def _follow_curvature(events: "Iterator[Event]") -> "Iterator[Event]":
 
 
 def _follow_first(
-    events: "Iterator[Event]", kind: type, title: str, shown: "Callable[[Any], tuple[int, str]]"
+    events: "Iterator[Event]", kind: type[Any], title: str, shown: "Callable[[Any], tuple[int, str]]"
 ) -> "Iterator[Event]":
     """The events behind those of one kind that come first, which move a bar. shown: how far one is, and its line."""
     first: Any = next(events, None)

@@ -288,8 +288,10 @@ class _Here:
                 if what == "stop":
                     e.stop(0)
                     if rest[0]:
-                        with suppress(Exception):  # there may be no memory to copy with: prompts are read again
+                        try:
                             self.send(None, e.keep(), "")
+                        except Exception as why:  # there may be no memory to copy with: prompts are read again
+                            log_error("blocks of the cache are not kept", why)
                     return
                 getattr(self, what)(*rest)
         except (EOFError, ConnectionResetError):
