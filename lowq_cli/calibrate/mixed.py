@@ -5,8 +5,6 @@ measured once a model and kept in the user's cache; allocation.py then finds the
 an ordinary recipe with an override per group.
 """
 
-import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,17 +20,15 @@ import torch
 from lowq_cli import drawing, quantizers
 from lowq_cli.calibrate import sensitivity, texts
 from lowq_cli.calibrate.allocation import Choice, allocate
+from lowq_cli.files import memo
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
 from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
 from lowq_cli.plan.recipe import BUDGETS, Recipe
 from lowq_cli.plan.values import Override
-from lowq_packers.atomic import write_whole
 from lowq_packers.bitstream import words_per_row
-from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
 from lowq_packers.formats import FUSED
-from lowq_packers.home import cache_dir
-from lowq_packers.regular import read_text
 from lowq_packers.scheme import Scheme, fit_group
 
 GROUPS = (32, 64, 128)
@@ -282,9 +278,9 @@ def _measured(
         sensitivity.ROWS,
     ]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    with suppress(LowqError, ValueError, KeyError, TypeError):  # not there, spoilt, or no home
-        kept = json.loads(read_text(_cached(key)))
+    file = f"sensitivity/{memo.key(facts)}.json"
+    with suppress(ValueError, KeyError, TypeError, AttributeError):  # not there, or spoilt
+        kept = memo.recall(file)
         named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
         read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}
         return read, str(kept["why_not_nats"])
@@ -302,14 +298,8 @@ def _measured(
     except (UnsupportedError, NotFoundError) as e:
         errors, why = sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
     kept = {"why_not_nats": why, "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()}}
-    with suppress(OSError, NotFoundError):  # it is measured again the next time
-        write_whole(_cached(key), json.dumps(kept).encode())
+    memo.keep(file, kept)
     return errors, why
-
-
-def _cached(key: str) -> Path:
-    """Where the answer to one question is kept. Raises NotFoundError: no home."""
-    return cache_dir() / "sensitivity" / f"{key}.json"
 
 
 def _spell(s: Scheme) -> str:

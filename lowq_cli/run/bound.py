@@ -7,12 +7,10 @@ measured is kept in the user's cache, so a run that was killed goes on behind it
 checkpoint.
 """
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import exp, log, log1p
@@ -24,15 +22,15 @@ from lowq_cli.console import size
 from lowq_cli.devices import pick_device
 from lowq_cli.engine import bandwidth
 from lowq_cli.evaluate.perplexity import measure
+from lowq_cli.files import memo
 from lowq_cli.files.folder import held
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.run.own_text import Make
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import LowqError, QualityError, UsageError
+from lowq_packers.errors import QualityError, UsageError
 from lowq_packers.home import cache_dir
-from lowq_packers.regular import read_text
 
 ROUNDS = 8
 NEAR, AIM = 0.9, 0.96  # parts of the bound: what is near enough, and what is aimed at
@@ -119,10 +117,8 @@ class Search:
         calibrated, self.judge = texts
         facts = [version("lowq"), spread.source.identity, spread.plain.to_json(), calibrated, self.judge, TOKENS]
         facts += [device.split(":")[0], *(["timed"] if asked.tokens_per_s else [])]
-        self.folder = cache_dir() / "bounds" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        self.known: dict[str, dict[str, float]] = {}
-        with suppress(LowqError, ValueError):
-            self.known = json.loads(read_text(self.folder / "measured.json"))
+        self.folder = cache_dir() / "bounds" / memo.key(facts)
+        self.known: dict[str, dict[str, float]] = memo.recall(self.folder / "measured.json")
         self.trials: dict[int, Trial] = {}  # bytes of the groups -> what was measured
         self.best: Path | None = None
         self.most = self._most()
@@ -260,7 +256,7 @@ class Search:
         return trial
 
     def _folder(self, recipe: Recipe) -> Path:
-        return self.folder / hashlib.sha256(json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
+        return self.folder / memo.key(recipe.to_json())
 
     def _smallest(self) -> Path | None:
         met = [t.nbytes for t in self.trials.values() if self._loss(t) <= self._nats(self.limit) and self._fast(t)]

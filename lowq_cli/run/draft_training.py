@@ -5,7 +5,6 @@ leaves and learns from its predictions. A run that was killed goes on: the text 
 beside the result, and the order of windows follows from the seed.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Generator
@@ -24,6 +23,7 @@ from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
+from lowq_cli.files import memo
 from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, SINGLE, open_source
 from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.recipe import make_recipe
@@ -348,7 +348,7 @@ def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[fl
 
 def _facts(of: Training) -> str:
     facts = [1, of.model, asdict(of.of), of.text, of.tokens, of.seed, of.steps, of.windows, of.device.type]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return memo.key(facts)
 
 
 def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:

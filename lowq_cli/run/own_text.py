@@ -8,7 +8,6 @@ from the template alone: arXiv:2406.08464.
 """
 
 import gc
-import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -31,6 +30,7 @@ from lowq_cli.engine import ready
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files import memo
 from lowq_cli.files.folder import sweep, unfinished
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.interop.importer import runnable
@@ -43,7 +43,7 @@ from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DoesNotFitError, LowqError, NotFoundError, UnsupportedError
 from lowq_packers.home import cache_dir
-from lowq_packers.regular import opened, read_text
+from lowq_packers.regular import opened
 
 SIDE = {"cpu": 32, "cuda": 128}  # texts side by side
 PLAIN, CHAT, GREEDY = "text", "chat", "greedy"
@@ -126,7 +126,7 @@ def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) ->
     side = _side(source, device)
     bits = _bits(source, side, device)
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
-    folder = cache_dir() / "own-text" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    folder = cache_dir() / "own-text" / memo.key(facts)
     kept = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
     left = max(0, recipe.tokens - kept)
     seconds = left / _rate(folder, source, side, device) if left else 0.0
@@ -350,8 +350,8 @@ def _keep(path: Path, ids: torch.Tensor) -> None:
 
 def _rate(folder: Path, source: Source, side: int, device: torch.device) -> float:
     """Tokens a second: what this model had here the last time, else by one product and one sum that are timed now."""
-    with suppress(LowqError, ValueError, KeyError, TypeError):
-        return float(json.loads(read_text(folder / "rate.json"))["tokens_per_s"])
+    with suppress(ValueError, KeyError, TypeError):
+        return float(memo.recall(folder / "rate.json")["tokens_per_s"])
     n = 2048 if device.type == "cpu" else 8192
     dtype = torch.float32 if source.nbytes >= 4 * source.params else torch.bfloat16
     W, x = torch.zeros(n, n, dtype=dtype, device=device), torch.zeros(side, n, dtype=dtype, device=device)
