@@ -23,7 +23,7 @@ from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
 from lowq_cli.state import as_argument, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
-from lowq_packers.layouts import DISK, PackedWeight, stored, unpack
+from lowq_packers.layouts import DISK, PackedWeight, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.regular import read_regular
@@ -234,7 +234,7 @@ def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTens
     for name, header in source.headers.items():
         stem, _, leaf = name.rpartition(".")
         if leaf == "weight" and stem in schemes:
-            found.append(_packed(source, stem, *schemes[stem]))
+            found.append(_packed(source, stem, schemes[stem]))
         elif leaf in COMPANIONS:
             if stem not in schemes:
                 raise DamagedError(f"{name} is there, but quantization_config has no scheme for {stem}")
@@ -245,44 +245,19 @@ def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTens
     return tuple(found)
 
 
-def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> CheckpointTensor:
+def _packed(source: Source, name: str, how: Stored) -> CheckpointTensor:
     """One packed matrix. Its scales say N and K, and the words must say the same."""
-    headers = source.headers
-    words, scales, zeros, table = (headers.get(f"{name}.{leaf}") for leaf in ("weight", *COMPANIONS))
-    assert words is not None
-    due = True, scheme.zero != "none", scheme.table_width > 0
-    for leaf, found, belongs in zip(COMPANIONS, (scales, zeros, table), due, strict=True):
-        if (found is not None) != belongs:
-            raise DamagedError(f"{name} ({scheme}) {'lacks' if belongs else 'has a stray'} {leaf}; quantize again")
-    assert scales is not None
-    if words.dtype != "I32" or len(words.shape) != 2:
-        raise DamagedError(f"{name}.weight is {words.dtype} {list(words.shape)}; {scheme} words are a two-dimensional I32")
-    form = stored(layout)
-    assert form.shapes
-    dims = len(form.shapes(scheme, form.row_step, scheme.group_size)[1])
-    dtypes = packed_tensors.COMPANIONS if scheme.scale == "float" else packed_tensors.BYTES
-    for leaf, companion in zip(COMPANIONS, (scales, zeros), strict=False):
-        if companion is None:
-            continue
-        fits = len(companion.shape) == dims and companion.shape[0] == words.shape[0] and companion.shape == scales.shape
-        if not fits or companion.dtype not in dtypes or companion.dtype != scales.dtype:
-            raise DamagedError(
-                f"{name}.{leaf} is {companion.dtype} {list(companion.shape)}, which does not fit words {list(words.shape)}"
-            )
-    if table and (table.shape, table.dtype) != ((1, scheme.table_width), packed_tensors.TABLES[0]):
-        raise DamagedError(
-            f"{name}.weight_table is {table.dtype} {list(table.shape)}; {scheme} has F32 [1, {scheme.table_width}]"
-        )
-    G = scales.shape[1]
-    N, K = packed_tensors.rows(Stored(scheme, layout), words.shape), G * scheme.group_size
-    if 0 in (N, G) or scheme.groups(K) != G or form.shapes(scheme, N, K) != (words.shape, scales.shape):
-        wanted = " and ".join(str(list(shape)) for shape in form.shapes(scheme, N, K)) if N and G else "at least one group"
-        raise DamagedError(
-            f"{name} is {scheme} with {G} groups, so K={K} and {layout} words and scales are {wanted}, "
-            f"but they are {list(words.shape)} and {list(scales.shape)}; config.json and weights do not belong together"
-        )
-    nbytes = sum(h.nbytes for h in (words, scales, zeros, table) if h)
-    return CheckpointTensor(name, (N, K), scheme, scales.dtype, nbytes, layout)
+    found = {leaf: h for leaf in ("weight", *COMPANIONS) if (h := source.headers.get(f"{name}.{leaf}"))}
+    scales = found.get("weight_scale")
+    groups = scales.shape[1] if scales and len(scales.shape) > 1 else 1
+    N, K = packed_tensors.rows(how, found["weight"].shape), groups * how.scheme.group_size
+    why = packed_tensors.misfit(name, how, N, K, source.headers) if N and K else f"{name} has no rows, or no groups"
+    if not why and len({h.dtype for leaf, h in found.items() if leaf in COMPANIONS[:2]}) > 1:
+        why = f"{name}.weight_zero is {found['weight_zero'].dtype}, its scales are {found['weight_scale'].dtype}"
+    if why:
+        raise DamagedError(f"{why}; config.json and weights do not belong together, quantize again")
+    assert scales
+    return CheckpointTensor(name, (N, K), how.scheme, scales.dtype, sum(h.nbytes for h in found.values()), how.layout)
 
 
 def _is_line(line: Any) -> bool:

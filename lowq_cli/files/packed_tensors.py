@@ -1,10 +1,12 @@
 """A packed matrix in files: the names of its tensors, and their shapes and dtypes for a scheme, a layout, N and K."""
 
+from collections.abc import Mapping
+
 from lowq_cli.files.quant_config import Stored
-from lowq_cli.files.safetensors_io import E4M3
+from lowq_cli.files.safetensors_io import E4M3, TensorHeader
 from lowq_packers import scheme
 from lowq_packers.errors import SchemeError
-from lowq_packers.layouts import get
+from lowq_packers.layouts import DISK, get
 
 WEIGHT, SCALE, ZERO, TABLE = ".weight", ".weight_scale", ".weight_zero", ".weight_table"
 OF_BLOCKS = ".weight_scale_inv"  # scales of blocks, which multiply, whatever their name says
@@ -33,3 +35,23 @@ def rows(how: Stored, words: tuple[int, ...]) -> int:
     assert form.shapes
     each = form.shapes(how.scheme, form.row_step, how.scheme.group_size)[0][0]
     return words[0] * form.row_step // each if words else 0
+
+
+def misfit(stem: str, how: Stored, N: int, K: int, headers: Mapping[str, TensorHeader]) -> str | None:
+    """What is wrong with the tensors of an (N, K) matrix that is to be stored so, or None."""
+    try:
+        wanted = tensors(how, N, K)
+    except SchemeError as e:
+        return f"{stem} cannot be {how.scheme}: {e}"
+    for suffix in (SCALE, ZERO, TABLE, OF_BLOCKS):
+        if suffix in wanted and stem + suffix not in headers:
+            return f"{stem}{suffix} is missing; {how.scheme} needs it"
+        if suffix not in wanted and stem + suffix in headers:
+            return f"{stem}{suffix} is in the files, but {how.scheme} stores none"
+    for suffix, (shape, dtypes) in wanted.items():
+        header = headers[stem + suffix]
+        if tuple(header.shape) != shape or header.dtype not in dtypes:
+            form = "" if how.layout == DISK else f" in layout {how.layout}"
+            needs = f"{how.scheme} of a row of {K}{form} needs {'/'.join(dtypes)} {shape}"
+            return f"{stem}{suffix} is {header.dtype} {tuple(header.shape)}; {needs}"
+    return None

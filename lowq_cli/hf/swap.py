@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import extra_of
-from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, rows, tensors
+from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, misfit, rows
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.files.source import Cut
@@ -27,7 +27,7 @@ from lowq_cli.hf.skeleton import Skeleton, is_linear
 from lowq_cli.hf.structure import check_complete, check_shape
 from lowq_kernels.modules.joined import JoinedRows
 from lowq_kernels.modules.linear import QuantLinear, blank_table
-from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.layouts import DISK
 from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
@@ -82,7 +82,8 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         for stem, how in members.items():
             part = slices.get(stem + WEIGHT)
             own = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else None
-            _check_packed(stem, headers, how, own, K)
+            if why := misfit(stem, how, rows(how, headers[stem + WEIGHT].shape) if own is None else own, K, headers):
+                raise DamagedError(why)
         if (found := packed_rows[param]) != N:
             raise DamagedError(f"{param} has {N} rows; the checkpoint packs {found} for it, in {len(members)} tensors")
         agreed = set(members.values())
@@ -128,26 +129,6 @@ def _dense_shape(skeleton: Skeleton, param: str) -> tuple[int, int]:
     """(N, K) of a parameter, experts along N."""
     shape = torch.Size(skeleton.shape(param))
     return shape[:-1].numel(), shape[-1]
-
-
-def _check_packed(stem: str, headers: Mapping[str, TensorHeader], how: Stored, N: int | None, K: int) -> None:
-    """Raise DamagedError unless weight, scale and zero of one tensor are what its scheme says. N None: whatever weight has."""
-    scheme, layout = how
-    try:
-        wanted = tensors(how, rows(how, headers[stem + WEIGHT].shape) if N is None else N, K)
-    except SchemeError as e:
-        raise DamagedError(f"{stem} cannot be {scheme}: {e}") from e
-    for suffix, what in ((ZERO, "zeros"), (TABLE, "table")):
-        if suffix not in wanted and stem + suffix in headers:
-            raise DamagedError(f"{stem}{suffix} is in the files, but {scheme} stores no {what}")
-    for suffix, (shape, dtypes) in wanted.items():
-        header = headers.get(stem + suffix)
-        if header is None:
-            raise DamagedError(f"{stem}{suffix} is missing; {scheme} needs it")
-        if tuple(header.shape) != shape or header.dtype not in dtypes:
-            got = f"{header.dtype} {tuple(header.shape)}"
-            form_of = "" if layout == DISK else f" in layout {layout}"
-            raise DamagedError(f"{stem}{suffix} is {got}; {scheme} of a row of {K}{form_of} needs {'/'.join(dtypes)} {shape}")
 
 
 def _tables(skeleton: Skeleton, param: str, members: Mapping[str, Stored], slices: Mapping[str, Cut]) -> int:

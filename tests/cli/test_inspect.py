@@ -106,11 +106,11 @@ def test_a_damaged_tuning_file_is_a_note_and_the_rest_is_shown(content, tmp_path
 
 
 BAD = {
-    "no scales": ({f"{NAME}.weight_scale": None}, "lacks weight_scale"),
-    "no zeros": ({f"{NAME}.weight_zero": None}, "lacks weight_zero"),
-    "fewer rows of zeros": ({f"{NAME}.weight_zero": torch.ones(47, 2)}, "does not fit words"),
-    "too few words": ({f"{NAME}.weight": torch.zeros(48, 15, dtype=torch.int32)}, "but they are \\[48, 15\\]"),
-    "floats for words": ({f"{NAME}.weight": torch.zeros(48, 16)}, "two-dimensional I32"),
+    "no scales": ({f"{NAME}.weight_scale": None}, "weight_scale is missing"),
+    "no zeros": ({f"{NAME}.weight_zero": None}, "weight_zero is missing"),
+    "fewer rows of zeros": ({f"{NAME}.weight_zero": torch.ones(47, 2)}, "weight_zero is .* needs"),
+    "too few words": ({f"{NAME}.weight": torch.zeros(48, 15, dtype=torch.int32)}, r"is I32 \(48, 15\)"),
+    "floats for words": ({f"{NAME}.weight": torch.zeros(48, 16)}, "needs I32"),
     "no weight": ({f"{NAME}.weight": None}, "which the checkpoint does not hold"),
 }
 
