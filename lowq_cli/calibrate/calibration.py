@@ -125,13 +125,20 @@ class Calibration:
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         tokenizer = load_tokenizer(source)
         count = plan.recipe.tokens if text.ids is None else text.ids.numel()
-        self.ids = text.windows(tokenizer, count, self.blocks.model)
+        pictured = None
+        if text.pairs:
+            from lowq_cli.calibrate.pictures import Pictured
+
+            pictured = Pictured(source, self.blocks.base, tokenizer, text, count, texts.window_of(self.blocks.model))
+            self.blocks.pictures = pictured
+        self.ids = pictured.ids if pictured else text.windows(tokenizer, count, self.blocks.model)
         self.tokens = self.ids.numel()
         self.distills = any(quantizers.needs_distilling(str(i.method)) for i in self.items.values())
         if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
             rows = self.blocks.model.get_input_embeddings().weight.shape[0]
             count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
-            self.ids = torch.cat([self.ids, texts.random_token_windows(tokenizer, count, rows, self.ids.shape[1])])
+            unseen = texts.random_token_windows(tokenizer, count, rows, self.ids.shape[1])
+            self.ids = torch.cat([self.ids, pictured.before(unseen) if pictured else unseen])
         kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)

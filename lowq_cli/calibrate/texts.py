@@ -20,27 +20,40 @@ WINDOW = 512
 BATCH = 8  # windows at a time
 MAX_TEXT = 1 << 32  # bytes of a file
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 SELF, BUNDLED = "self", "bundled"  # what a recipe calls the model's own text and ours
 
 
 @dataclass(frozen=True)
 class Text:
-    """What is calibrated on: words, or the tokens (T,) that the model wrote itself. name: the recipe's, a path for one."""
+    """What is calibrated on: words, or the tokens (T,) that the model wrote itself. name: the recipe's, a path for one.
+
+    pairs: pictures, and the text of each, which words fill up.
+    """
 
     name: str
     words: str = ""
     ids: torch.Tensor | None = None
+    pairs: tuple[tuple[Path, str], ...] = ()
 
     @classmethod
     def read(cls, path: str | None) -> Text:
         """The text that a recipe names, if it is not the model's own. Raises as `read_text`."""
-        return cls(path or BUNDLED, read_text(path))
+        root = None if path in (None, BUNDLED) else user_path(str(path))
+        if root is None or not root.is_dir() or not (found := picture_pairs(root)):
+            return cls(path or BUNDLED, read_text(path))
+        beside = {file.with_suffix(".txt") for file, _ in found}
+        others = [read_text(str(p)) for p in text_files(root) if p not in beside]
+        return cls(str(path), "\n\n".join(others) or read_text(None), pairs=tuple(found))
 
     @cached_property
     def digest(self) -> str:
         """The hash of what is read."""
         raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
-        return hashlib.sha256(raw).hexdigest()[:16]
+        found = hashlib.sha256(raw)
+        for file, words in self.pairs:
+            found.update(hashlib.sha256(read_given(file, "picture", MAX_TEXT)).digest() + words.encode() + b"\0")
+        return found.hexdigest()[:16]
 
     def windows(self, tokenizer: Tokenizer, tokens: int, model: CausalModel) -> torch.Tensor:
         """(n, window) token ids for a model, as `choose_windows` takes them. Raises as that, and as `check_ids`."""
@@ -56,7 +69,7 @@ def read_text(path: str | None) -> str:
     """
     root = DEFAULT_TEXT if path in (None, BUNDLED) else user_path(str(path))
     if root.is_dir():
-        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl") and p.is_file())
+        files = text_files(root)
         if not files:
             raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
         return "\n\n".join(read_text(str(p)) for p in files)
@@ -70,6 +83,17 @@ def read_text(path: str | None) -> str:
     if not text.strip():
         raise UsageError(f"the calibration text {root} is empty")
     return text
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The texts of a folder."""
+    return sorted(p for p in folder.iterdir() if p.suffix in (".txt", ".jsonl") and p.is_file())
+
+
+def picture_pairs(folder: Path) -> list[tuple[Path, str]]:
+    """The pictures of a folder that have a text beside them, a.txt for a.png, and it."""
+    found = sorted(f for f in folder.iterdir() if f.suffix.lower() in PICTURES and f.with_suffix(".txt").is_file())
+    return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in found]
 
 
 def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "calib": (
         str,
         option(
-            "Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, unless that is more work]",
+            "Text for calibrated methods: self, .txt, .jsonl, pictures or bundled.  [default: self, unless that is more work]",
             None,
             "self|FILE|DIR",
         ),

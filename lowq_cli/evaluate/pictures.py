@@ -6,21 +6,19 @@ from typing import Any
 
 import torch
 
-from lowq_cli.calibrate.texts import read_utf8
+from lowq_cli.calibrate.texts import picture_pairs
 from lowq_cli.evaluate.perplexity import Progress, Report
 from lowq_packers.errors import NotFoundError, UsageError
-
-KINDS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 
 def pairs(folder: Path) -> list[tuple[Path, str]]:
     """The pictures of a folder that have a text beside them, a.txt for a.png, and it. Raises NotFoundError, UsageError."""
     if not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder} of pictures")
-    found = sorted(f for f in folder.iterdir() if f.suffix.lower() in KINDS and f.with_suffix(".txt").is_file())
+    found = picture_pairs(folder)
     if not found:
         raise UsageError(f"{folder} has no picture with a text beside it: a.png with a.txt")
-    return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in found]
+    return found
 
 
 @torch.inference_mode()

@@ -59,6 +59,7 @@ class DecoderLayers:
             if hasattr(config, "_experts_implementation"):
                 config._experts_implementation = "eager"
         self.base = self.model.base_model
+        self.pictures: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None  # ids (n, T) -> the model's arguments
         self.layers, prefix = find_layers(self.base)
         prefix = f"{self.model.base_model_prefix}.{prefix}." if self.base is not self.model else f"{prefix}."
         self._mine: dict[int, list[_Tensor]] = defaultdict(list)
@@ -128,8 +129,10 @@ class DecoderLayers:
             layer.forward = _recorder(number, first, others)
         try:
             for i in range(0, len(windows), batch):
+                ids = windows[i : i + batch]
+                given = self.pictures(ids) if self.pictures else {"input_ids": ids}
                 with _layer_errors_as_unsupported(type(self.model).__name__):
-                    self.base(input_ids=windows[i : i + batch].to(self.device), use_cache=False)
+                    self.base(**{k: t.to(self.device) for k, t in given.items()}, use_cache=False)
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
                 layer.forward = forward
@@ -150,7 +153,8 @@ class DecoderLayers:
             def logits(ids: torch.Tensor, hidden: Hidden) -> torch.Tensor:
                 for layer in self.layers:
                     layer.forward = lambda *_, **__: hidden.as_subclass(_Output)
-                return self.model(input_ids=ids.to(self.device), use_cache=False).logits
+                words = ids.clamp(min=0).to(self.device)  # those below zero are rows of pictures, which `hidden` has seen
+                return self.model(input_ids=words, use_cache=False).logits
 
             yield logits
         finally:
@@ -224,13 +228,15 @@ def _in_fp32(t: torch.Tensor) -> torch.dtype:
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Give buffers that no file holds (rotary frequencies) their values, as transformers does after loading."""
+    """Give buffers that no file holds (rotary frequencies) their values, as transformers does after loading: each part's own
+    class those of the part, a tower's class the tower's."""
+    owners = {m: part for part in model.modules() if hasattr(part, "_init_weights") for m in part.modules()}  # the innermost
     for module in model.modules():
         missing = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
         if missing:
             for name in missing:
                 module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-            model._init_weights(module)
+            owners[module]._init_weights(module)
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Pictures with texts to calibrate on: windows that begin with a picture, which its own text follows, and then others'.
+
+All windows of a run have their picture at the same place and of as many rows, so that layers are called alike for all of them
+(positions of three parts, what sees a picture whole): pictures are fitted into a square of one size. In the token ids (n, T) a
+picture's rows are a number below zero that says which picture it is.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowq_cli.calibrate import texts
+from lowq_cli.files.picture_file import read_picture
+from lowq_cli.files.source import Source
+from lowq_cli.hf.pictures import Picture, Processor, expanded, framed
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.parts import Images
+from lowq_packers.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIDE = 16  # rows of features a side that a picture is sized for, where its model takes any size: half of a window's tokens
+
+
+class Pictured:
+    """The pictures of a calibration.
+
+    Raises UnsupportedError for a model that takes none, or whose layers cannot be walked with them; UsageError where they leave
+    no room for a text.
+    """
+
+    def __init__(self, source: Source, base: Any, tokenizer: Any, text: texts.Text, tokens: int, window: int) -> None:
+        self.images, self.takes = _images(source), inspect.signature(base.forward).parameters
+        assert source.folder
+        processor = Processor(source.folder, self.images)
+        count = max(1, tokens // window // texts.BATCH) * texts.BATCH
+        chosen = torch.linspace(0, len(text.pairs) - 1, min(count, len(text.pairs))).round().long().tolist()
+        spelled, side = tokenizer.convert_ids_to_tokens, SIDE * self.images.patch * self.images.merge
+        self.pictures: list[Picture] = [processor(_squared(read_picture(text.pairs[i][0]), side)) for i in chosen]
+        own = framed(self.images, spelled)
+        written = [expanded(own, [p], self.images, spelled) for p in self.pictures]
+        heads = [texts.tokenize(tokenizer, w) for w in written]
+        self.lead = len(heads[0])
+        if len({len(h) for h in heads}) > 1 or self.lead >= window:
+            raise UsageError(f"the pictures make {self.lead} tokens of {window} that are read at once: no text follows them")
+        wholes = [texts.tokenize(tokenizer, f"{w} {text.pairs[i][1]}\n\n") for w, i in zip(written, chosen, strict=True)]
+        self.ids = self._windows(wholes, texts.tokenize(tokenizer, text.words), count, window)
+        texts.check_ids(self.ids.clamp(min=0).unique().tolist(), base.config.get_text_config().vocab_size)
+
+    def _windows(self, wholes: Sequence[torch.Tensor], others: torch.Tensor, count: int, window: int) -> torch.Tensor:
+        """(count, window): each picture with its text as often as there are windows for, what is left filled with others."""
+        rows, at = list[torch.Tensor](), 0
+        for i in range(count):
+            number = i % len(wholes)
+            ids = wholes[number][:window].clone()
+            ids[: self.lead][ids[: self.lead] == self.images.token] = -1 - number
+            filling = torch.arange(at, at + window - len(ids)) % len(others)
+            at += len(filling)
+            rows.append(torch.cat([ids, others[filling]]))
+        return torch.stack(rows)
+
+    def before(self, windows: torch.Tensor) -> torch.Tensor:
+        """Windows (n, T) of other tokens, with pictures in place of their first."""
+        turns = torch.arange(len(windows)) % len(self.ids)
+        return torch.cat([self.ids[turns, : self.lead], windows[:, self.lead :]], 1)
+
+    def __call__(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What transformers' model is called with for windows (n, T)."""
+        seen = [self.pictures[-1 - int(row.min())] for row in ids]
+        found = {key: torch.cat([p.inputs[key] for p in seen]) for key in seen[0].inputs}
+        kinds = next((k for k in ("mm_token_type_ids", "token_type_ids") if k in self.takes), None)
+        if kinds:
+            found[kinds] = (ids < 0).long()
+        return found | {"input_ids": torch.where(ids < 0, self.images.token, ids)}
+
+
+def _images(source: Source) -> Images:
+    """How a model takes pictures. Raises UnsupportedError."""
+    try:
+        images = read_config(source.config, len(source.headers))[1].images
+    except NotPlain as e:
+        raise UnsupportedError(f"{source.name} takes no pictures to calibrate on: {e}; give a text") from None
+    if images is None:
+        raise UnsupportedError(f"{source.name} takes no pictures to calibrate on; give a text")
+    if images.deepstack or images.form == "tiles":
+        what = "adds features of pictures behind its first layers" if images.deepstack else "takes pictures in tiles"
+        raise UnsupportedError(f"{source.name} {what}, which lowq does not calibrate by; give a text")
+    return images
+
+
+def _squared(image: "Image", side: int) -> "Image":
+    """A picture in the middle of a white square."""
+    from PIL import Image, ImageOps
+
+    return ImageOps.pad(image, (side, side), Image.Resampling.BICUBIC, color=(255, 255, 255))
