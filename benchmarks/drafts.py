@@ -130,21 +130,25 @@ def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]
 def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int, draft: str = "ngram") -> Row:
     """Greedy texts with drafts and without: where they part, the gap of the two largest logits there."""
     tokens = equal = 0
-    ties = []
+    ties, decoder = [], _decoder(model)
     for ids in asked:
         a, b = (_tokens(model, tokenizer, ids, new, way) for way in ("none", draft))
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         tokens, equal = tokens + len(a), equal + n
         if n < len(a):
-            top = decoder_of(model).logits(torch.tensor([ids + a[:n]], device=model.device))[0, -1].float().topk(2).values
+            top = decoder.logits(torch.tensor([ids + a[:n]], device=model.device))[0, -1].float().topk(2).values
             ties.append(round(float(top[0] - top[1]) / float(top[0].abs()), 6))
     row = {"part": "same", "model": name, "prompts": len(asked), "tokens": tokens, "equal": equal, "parted_at_gaps": ties}
     print(row, flush=True)
     return row
 
 
+def _decoder(model: Any) -> Any:
+    return decoder_of(model)
+
+
 def _tokens(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) -> list[int]:
-    decoder_of(model).held = []  # else the second reads the prompt's last token alone, by another order of sums
+    _decoder(model).held = []  # else the second reads the prompt's last token alone, by another order of sums
     g = stream(model, tokenizer, ids, max_new_tokens=new, draft=draft)
     for _ in g:
         pass

@@ -37,7 +37,7 @@ TEXT = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "vocab_size": 151936, "max_position_embeddings": 32768, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-TOWER = {
+TOWER: dict[str, Any] = {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096, "patch_size": 16,
     "deepstack_visual_indexes": [8, 16, 24],
 }  # fmt: skip
@@ -92,7 +92,8 @@ def recorded(work: Callable[[], Any]) -> Callable[[], Any]:
 def measure(layers: int, say: Callable[[str, float | str], None]) -> None:
     """Tell of every row."""
     device = "cuda"
-    tower = Qwen3VLVisionModel(Qwen3VLVisionConfig(**TOWER)).to(device, torch.bfloat16).eval()
+    tower: Any = Qwen3VLVisionModel(Qwen3VLVisionConfig(**TOWER))
+    tower = tower.to(device, torch.bfloat16).eval()
     pixels = torch.randn(SIDE * SIDE, 3 * 2 * 16 * 16, device=device, dtype=torch.bfloat16)
     grid = torch.tensor([[1, SIDE, SIDE]], device=device)
 
@@ -123,7 +124,8 @@ def measure(layers: int, say: Callable[[str, float | str], None]) -> None:
         for _ in range(NEW - 1):
             decoder.step()
 
-    for name, prompt, seen in (("picture", ids, [shown]), ("text", text, [None])):
+    asked: list[tuple[str, list[int], list[Shown | None]]] = [("picture", ids, [shown]), ("text", text, [None])]
+    for name, prompt, seen in asked:
         first = timed(lambda: read(prompt, seen))  # noqa: B023
         whole = timed(lambda: answer(prompt, seen), 3)  # noqa: B023
         say(f"prompt of {len(prompt)} tokens with a {name}", first)

@@ -41,12 +41,19 @@ PROCESSOR = {
 }  # fmt: skip
 
 
+def place_of(tokens: Tokenizer) -> int:
+    """The token that stands for a row of a picture."""
+    found = tokens.token_to_id(TOKENS[0])
+    assert found is not None
+    return found
+
+
 def model_of(base: Path, tokens: Tokenizer) -> Any:
     """The model: base's weights, a new tower."""
     text = AutoConfig.from_pretrained(str(base)).to_dict() | {"vocab_size": VOCAB}
     text.pop("_name_or_path", None)
     config = Mistral3Config(
-        text_config=text, vision_config=TOWER, image_token_index=tokens.token_to_id(TOKENS[0]), spatial_merge_size=2,
+        text_config=text, vision_config=TOWER, image_token_index=place_of(tokens), spatial_merge_size=2,
         vision_feature_layer=-1, multimodal_projector_bias=False, tie_word_embeddings=True,
     )  # fmt: skip
     model = Mistral3ForConditionalGeneration(config).float()
@@ -95,12 +102,12 @@ def answers(model: Any, tokens: Tokenizer, r: np.random.Generator, batch: int) -
     longest = max(len(a) + len(b) for a, b in texts)
     ids, mask = (torch.zeros(len(texts), longest, dtype=torch.int64) for _ in range(2))
     labels = torch.full_like(ids, -100)
-    for i, (asked, answer) in enumerate(texts):
-        end = len(asked) + len(answer)
-        ids[i, :end], mask[i, :end] = torch.tensor(asked + answer), 1
-        labels[i, len(asked) : end] = torch.tensor(answer)
+    for i, (before, after) in enumerate(texts):
+        end = len(before) + len(after)
+        ids[i, :end], mask[i, :end] = torch.tensor(before + after), 1
+        labels[i, len(before) : end] = torch.tensor(after)
     embedded = model.get_input_embeddings()(ids)
-    embedded = embedded.masked_scatter((ids == tokens.token_to_id(TOKENS[0]))[..., None], rows_of(model, pictures).float())
+    embedded = embedded.masked_scatter((ids == place_of(tokens))[..., None], rows_of(model, pictures).float())
     inner = model.model.language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).last_hidden_state
     asks = labels[:, 1:] >= 0  # logits of 8,256 tokens for these places only
     return cross_entropy(model.lm_head(inner[:, :-1][asks]), labels[:, 1:][asks])
