@@ -20,7 +20,7 @@ from safetensors.torch import save
 from lowq_cli import quantizers
 from lowq_cli.calibrate import curvature, scaling, texts
 from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
-from lowq_cli.calibrate.given import Given, GivenFile, better
+from lowq_cli.calibrate.given import Given, GivenCodes, GivenFile, better
 from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
 from lowq_cli.calibrate.learn import EPOCHS, learn
 from lowq_cli.calibrate.need import (
@@ -281,6 +281,8 @@ class Calibration:
                 else:
                     sides = self._sides(names, [len(p) for p in parts])
                     q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments, **sides)
+                    if item.scheme.scale != "float":
+                        q = better(W, GivenCodes(q), stage.moments).q
                 at = 0
                 for name, part in zip(names, parts, strict=True):
                     rows, at = q.rows(at, at + len(part)), at + len(part)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowq_cli.calibrate.need import LayerDone
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.files.source import open_source
-from lowq_cli.interop import gguf_export
+from lowq_cli.interop import gguf_bytes
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.gguf_file import GgufTensor, f32, head, padded, u32
@@ -155,7 +155,7 @@ def write_blocks_of(folder, path, kind):
         packed = W.dim() == 2 and theirs.startswith("blk")
         W = permute_heads(W, 4 if theirs.endswith("q") else 2) if theirs in ("blk.0.attn_q", "blk.0.attn_k") else W
         rows.append(GgufTensor(f"{theirs}.weight", tuple(W.shape), kind if packed else "F32"))
-        raw.append(gguf_export._encoded(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
+        raw.append(gguf_bytes._encoded(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
     facts = {"context_length": 512, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 160,
              "attention.head_count": 4, "attention.head_count_kv": 2}  # fmt: skip
     metadata = [("general.architecture", text_value("llama")), ("general.name", text_value("kept as it is"))]

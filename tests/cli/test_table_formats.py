@@ -14,7 +14,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.plan.table_formats import TABLE_FORMATS
-from lowq_cli.quantizers import _table_fit, rtn
+from lowq_cli.quantizers import _table_book, _table_fit, rtn
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import tables
@@ -159,6 +159,29 @@ def test_codes_are_the_nearest_and_a_search_does_better(form):
         assert float(q.dequantize().abs().max()) == pytest.approx(float(W.abs().max()))
     zero = quantizers.get("lsq")(torch.zeros(2, 128), s, torch.float16)
     assert zero.dequantize().abs().max() <= (2.0**-24 if form == "table" else 0)  # fp16's least scale: a fitted table has no 0
+
+
+@pytest.mark.parametrize(("form", "last"), [("nvfp4", 0x7E), ("mxfp4", 0xFE)])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_no_scale_of_a_byte_is_better_than_the_one_chosen(form, last, weighed):
+    """Every byte is tried here; the search tries few, and loses nothing by it where weights are as a model's."""
+    scheme = TABLE_FORMATS[form].scheme(4, TABLE_FORMATS[form].group)
+    W = torch.randn(64, 4 * scheme.group_size, generator=torch.Generator().manual_seed(0)) * 0.02
+    importance = torch.rand(scheme.group_size, generator=torch.Generator().manual_seed(1)) + 0.1 if weighed else None
+    book = _table_book.Book(scheme, _table_fit.companion_of(W, scheme), W.device, None)
+    groups, best = W.reshape(64, 4, -1), torch.full((64, 4), torch.inf)
+
+    def losses(stored):
+        wide = book.wide(stored)
+        off = groups - tables.values(scheme, None, W.device)[0][book.nearest(groups, wide).int()] * wide.unsqueeze(-1)
+        return (off.square() if importance is None else off.square() * importance).sum(-1)
+
+    for byte in range(1, last + 1):
+        best = torch.minimum(best, losses(torch.full((64, 4), byte, dtype=torch.uint8)))
+    codes, stored = book.search(groups, importance)
+    assert torch.equal(codes, book.nearest(groups, book.wide(stored)))
+    assert losses(stored).sum() <= 1.0005 * best.sum()
+    assert losses(stored).sum() < 0.95 * losses(book.start(groups)[0]).sum() or form == "mxfp4"
 
 
 def test_weights_of_other_widths_keep_the_grid(made):
