@@ -128,7 +128,7 @@ def folded_product(
 
 def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | None:
     """Why a product of M rows cannot fuse `fold` (a sum of tile_mma's bits), or None."""
-    packed = type(layer) is QuantLinear
+    packed = type(layer) is QuantLinear and not layer.in_blocks
     if not (packed or type(layer) is Dense) or not layer.weight.is_cuda:
         return "takes layers on a GPU, packed or in 16 bits"
     if M > MOST_ROWS:  # fewer than those whose inputs layers round

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import emulation
 from lowq_kernels.dispatch import policy, registry
@@ -93,6 +94,10 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
 def test_who_may_not():
     why = "takes layers on a GPU, packed or in 16 bits"
     assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == why
+    with FakeTensorMode():  # a layer on a GPU that is not there
+        in_fp8 = QuantLinear(256, 256, Scheme.in_blocks((128, 128)), device="cuda")
+        assert in_fp8.weight.is_cuda
+        assert fold.why_not(in_fp8, 1, F16, fold.NORMED) == why
 
 
 @pytest.mark.parametrize(
