@@ -294,6 +294,57 @@ def test_the_other_dialects_show_pictures_too(seeing):
     assert responses["output"][-1]["content"][0]["text"] == answer
 
 
+def test_langchain_shows_pictures(seeing):
+    chat = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    from langchain_core.messages import HumanMessage
+
+    data = base64.b64encode(sighted.encoded(sighted.drawing(1))).decode()
+    wanted = seeing.post(
+        "chat/completions", {"messages": [message(*[url(sighted.drawing(1))] * 2)], "max_tokens": 6, "temperature": 0}
+    ).json()["choices"][0]["message"]["content"]
+    ways = (
+        {"type": "image_url", "image_url": {"url": url(sighted.drawing(1))}},
+        {"type": "image", "base64": data, "mime_type": "image/png"},
+    )
+    model = chat.ChatOpenAI(base_url=f"{seeing.url}/v1", api_key="none", model="sees", temperature=0, max_tokens=6)
+    for part in ways:
+        asked = [HumanMessage(content=[part, part, {"type": "text", "text": QUESTION}])]
+        assert model.invoke(asked).content == wanted
+        assert "".join(str(c.content) for c in model.stream(asked)) == wanted
+    video = HumanMessage(content=[{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}])
+    with pytest.raises(openai.BadRequestError, match="no videos"):
+        model.invoke([video])
+
+
+ELSEWHERE = [
+    ("messages", {"type": "video", "source": {"type": "base64", "media_type": "video/mp4", "data": "AAAA"}}, "video"),
+    ("messages", {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}}, "document"),
+    ("messages", {"type": "image", "source": {"type": "base64", "media_type": "video/mp4", "data": "AAAA"}}, "video/mp4"),
+    ("responses", {"type": "input_video", "video_url": "data:video/mp4;base64,AAAA"}, "input_video"),
+    ("responses", {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
+    ("responses", {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}, "input_file"),
+]
+
+
+@pytest.mark.parametrize(("path", "part", "name"), ELSEWHERE)
+def test_what_is_not_taken_is_named_in_the_other_dialects(seeing, path, part, name):
+    said = [{"role": "user", "content": [part]}]
+    body = {"input": said} if path == "responses" else {"messages": said, "max_tokens": 2}
+    answer = seeing.post(path, {"model": "sees", **body})
+    assert answer.status_code == 400, answer.text
+    assert name in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("field", ["videos", "audio"])
+def test_ollama_s_messages_take_pictures_alone(seeing, field):
+    import httpx
+
+    said = {"role": "user", "content": "x", field: ["AAAA"]}
+    answer = httpx.post(f"{seeing.url}/api/chat", json={"model": "sees", "messages": [said], "stream": False})
+    assert answer.status_code == 400, answer.text
+    assert field in answer.json()["error"], answer.text
+
+
 @pytest.fixture
 def page(seeing, tmp_path):
     if browser.found() is None:

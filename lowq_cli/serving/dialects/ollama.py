@@ -22,6 +22,7 @@ OPTIONS = {
     "penalize_newline": None,
     "min_p": "min_p",
 }  # None: a default of theirs
+NOT_TAKEN = ("video", "videos", "audio", "audios", "files")  # fields of a message: other unknown ones are no contents
 
 
 class Ollama:
@@ -105,6 +106,9 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     """One of their messages as one of a chat: there pictures are apart from the text, arguments objects, calls without ids."""
     message = table(name, given)
     found: dict[str, Any] = {"role": message.get("role"), "content": message.get("content")}
+    for other in NOT_TAKEN:
+        if message.get(other):
+            raise wrong(f"{name}.{other}", "is not taken: this server takes texts and pictures")
     if images := message.get("images"):
         urls = [i if str(i).startswith("data:") else f"data:image;base64,{i}" for i in items(f"{name}.images", images)]
         pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
