@@ -10,6 +10,7 @@ From three places, of which the later wins a name: what lowq wrote on this disk 
 
     [models.qwen]
     path = "/srv/models/Qwen3-8B-lowq-4b"
+    aliases = ["gpt-4o"]        # other names of it
     pin = true                  # loaded at the start, never unloaded
     max_batch = 16
     cache_tokens = 65536
@@ -22,6 +23,7 @@ import json
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,7 @@ DRAWING = ("temperature", "top_p", "top_k", "repetition_penalty")
 ENGINE = {"max_batch": "running"} | {n: n for n in ("cache_tokens", "kv", "deterministic", "draft")}
 TYPES: dict[str, tuple[type, ...]] = {
     **{"path": (str,), "pin": (bool,), "keep_alive": (str, int, float), "max_batch": (int,), "cache_tokens": (int,)},
-    **{"kv": (str, int), "deterministic": (bool,), "draft": (str,), "lora": (dict,)},
+    **{"kv": (str, int), "deterministic": (bool,), "draft": (str,), "lora": (dict,), "aliases": (list,)},
     **dict.fromkeys(DRAWING, (int, float)),
 }
 TOP: dict[str, tuple[type, ...]] = {
@@ -56,6 +58,7 @@ class Offer:
 
     path: as commands take it. how: of its engine, where it differs from the server's. pin: never unloaded. keep_alive: seconds
     without a request after which it is unloaded, None for the server's. draw: settings that requests leave out.
+    aliases: other names of it.
     """
 
     name: str
@@ -64,6 +67,12 @@ class Offer:
     pin: bool = False
     keep_alive: float | None = None
     draw: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Names beside its own: its aliases, and those of its adapters."""
+        return (*self.aliases, *self.lora)
 
     @property
     def lora(self) -> Mapping[str, str]:
@@ -123,6 +132,13 @@ def read_config(path: Path) -> Config:
             raise UsageError(f'{where} needs a path, such as path = "/srv/models/{name}"')
         _check(given, TYPES, where)
         models[name] = _offer(name, given, where, path.parent)
+        if given["path"] in table["models"] and not models[name].folder.exists():
+            raise UsageError(f'{where}: path = {given["path"]} is a model of this file; write aliases = ["{name}"] there')
+    names = Counter(n for o in models.values() for n in (o.name, *o.others))
+    if twice := next((n for n, times in names.items() if times > 1 or not n.strip()), None):
+        raise UsageError(f"{path}: {twice} is the name of several models, aliases or adapters; each needs one of its own")
+    if twice is not None:
+        raise UsageError(f"{path}: a name of a model, an alias or an adapter is empty; write one")
     folders = table.get("folders", [])
     if not all(isinstance(f, str) for f in folders):
         raise UsageError(f"{path}: folders must be a list of paths")
@@ -152,16 +168,22 @@ def _offer(name: str, given: Mapping[str, Any], where: str, beside: Path) -> Off
         if how.get(number, 1) < 1:
             raise UsageError(f"{where}: {number} = {how[number]} must be at least 1")
     if "lora" in given:
+        if wrong := next((n for n, d in given["lora"].items() if not isinstance(d, str)), None):
+            raise UsageError(f"{where}: lora.{wrong} must be the path of a folder")
         how["lora"] = {n: str(_beside(beside, str(d))) for n, d in given["lora"].items()}
     draw = {n: given[n] for n in DRAWING if n in given}
     try:
         Sampling(**draw)
     except UsageError as e:
         raise UsageError(f"{where}: {e}") from None
+    if not all(isinstance(a, str) for a in given.get("aliases", ())):
+        raise UsageError(f"{where}: aliases must be a list of names")
     path = given["path"]
     local = _beside(beside, path)
     alive = None if "keep_alive" not in given else seconds(given["keep_alive"], f"{where}: keep_alive")
-    return Offer(name, str(local) if local.exists() else path, how, given.get("pin", False), alive, draw)
+    return Offer(
+        name, str(local) if local.exists() else path, how, given.get("pin", False), alive, draw, tuple(given.get("aliases", ()))
+    )
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -172,11 +194,12 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
     """Every model that can be asked for, by name. first: one that has its name before all. Raises NotFoundError."""
     found: dict[str, Offer] = {} if first is None else {first.name: first}
     named = {**found, **config.models}
+    taken = {n for o in config.models.values() for n in o.others}
     for path in [*_in_folders([*folders, *config.folders]), *_written()]:
         if any(path == o.folder.absolute() for o in named.values()):
             continue
         name = path.stem if path.suffix == ".gguf" else path.name
-        name = name if name not in named else str(path)
+        name = name if name not in named and name not in taken else str(path)
         named.setdefault(name, Offer(name, str(path)))
     return named
 

@@ -194,6 +194,21 @@ def test_an_engine_that_died_is_loaded_again_by_the_next_request():
     run(go())
 
 
+def test_an_alias_is_another_name_of_the_same_loaded_model():
+    async def go():
+        pool, log = pool_of("ab")
+        await pool.start(lambda n, of: None)
+        pool.update({"a": Offer("a", "/nowhere/a", aliases=("gpt", "claude"))})
+        assert [await use(pool, n) for n in ("gpt", "a", "claude")] == ["a", "a", "a"]
+        assert [n for what, n in log if what == "begin"] == ["a"]
+        listed = {m["id"]: (m.get("parent"), m["loaded"]) for m in pool.all_shown()}
+        assert listed == {"a": (None, True), "gpt": ("a", True), "claude": ("a", True), "b": (None, False)}
+        with pytest.raises(Refusal):
+            await use(pool, "gpt-5")
+
+    run(go())
+
+
 def test_what_nobody_asks_for_is_unloaded():
     async def go():
         pool, log = pool_of("ab", keep_alive=0.0, pinned="b")
@@ -294,6 +309,12 @@ def test_the_file(tmp_path):
         ("[models.x]\npath = 'a'\nmax_batch = 0", "must be at least 1"),
         ("memory = 'lots'", "memory = lots is no size"),
         ("kv_host = '0GB'", "kv_host = 0GB is no size"),
+        ("[models.x]\npath = 'y'\n[models.y]\npath = 'x'", r'path = y is a model of this file; write aliases = \["x"\] there'),
+        ("[models.x]\npath = 'a'\naliases = ['y']\n[models.y]\npath = 'b'", "y is the name of several models"),
+        ("[models.x]\npath = 'a'\nlora = {x = 'b'}", "x is the name of several models, aliases or adapters"),
+        ("[models.x]\npath = 'a'\naliases = ['']", "or an adapter is empty"),
+        ("[models.x]\npath = 'a'\naliases = [3]", "aliases must be a list of names"),
+        ("[models.x]\npath = 'a'\nlora = {y = 3}", "lora.y must be the path of a folder"),
         ("keep_alive = 'soon'", "keep_alive = soon is no time"),
         ("a = ", "is not TOML"),
     ],

@@ -225,10 +225,10 @@ class ModelPool:
         return place
 
     def _named(self, name: str | None) -> Place | None:
-        """The model of a name, or that which has an adapter of it."""
+        """The model of a name, or that which has an alias or an adapter of it."""
         if (place := self.places.get(self.default if name is None else name)) is not None:
             return place
-        return next((p for p in self.places.values() if name in p.offer.lora and not p.gone), None)
+        return next((p for p in self.places.values() if name in p.offer.others and not p.gone), None)
 
     async def _wait(self, place: Place, receive: Receive | None) -> ServedModel:
         """The model once it is ready, with its place in `beginning`."""
@@ -442,7 +442,7 @@ class ModelPool:
 
     def _with_adapters(self, place: Place) -> list[dict[str, Any]]:
         own = self._shown(place)
-        return [own, *({**own, "id": name, "parent": own["id"]} for name in place.offer.lora)]
+        return [own, *({**own, "id": name, "parent": own["id"]} for name in place.offer.others)]
 
     def _shown(self, place: Place) -> dict[str, Any]:
         known = place.model.shown() if place.model is not None else place.known or place.offer.published()

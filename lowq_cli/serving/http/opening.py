@@ -47,6 +47,7 @@ class Asked:
             raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
         found = {first.name: first} if first and self.one else offers.gather(file, self.models, first)
         default = file.default or (first.name if first else self._last(found))
+        default = next((n for n, o in found.items() if default in o.aliases), default)
         if default not in found:
             raise NotFoundError(
                 f"default = {default} is none of the models that there are: {', '.join(found)}"
