@@ -1,4 +1,7 @@
-"""docs/formats.md: exports read by other tools, two GPUs beside one. Results: accuracy/interop.json, h200x2/two_gpus.json."""
+"""docs/formats.md: exports read by other tools, GGUF's types, two GPUs beside one.
+
+Results: accuracy/interop.json, accuracy/gguf_types.json, h200x2/two_gpus.json.
+"""
 
 from typing import Any
 
@@ -32,6 +35,30 @@ def judged() -> str:
     told = f"Model `{report['model']}`, {report['text']}, {tokens:,} tokens; {report['date']}, on a CPU "
     told += f"({versions(report['versions'])}).\n\n"
     return told + table(("export", "read by", "scheme", "found", ">ours"), lines)
+
+
+@part
+def gguf_types() -> str:
+    """What each of GGUF's block types loses by lowq's search, by llama.cpp's, and by rounding as its definition has it."""
+    report = read("accuracy/gguf_types.json")
+    columns = ("type", ">bits", ">lowq", ">llama.cpp", ">rounded", ">squared error beside llama.cpp's")
+    lines = [
+        (
+            r["type"],
+            f"{r['bits']:.4g}",
+            *(f"{r[n]:.4f}" for n in ("lowq", "llama.cpp", "plain")),
+            _less(r["lowq"], r["llama.cpp"]),
+        )
+        for r in report["rows"]
+    ]
+    told = (
+        f"Relative errors of the linears of layers {' and '.join(report['layers'])} of `{report['model']}`, without a text.\n\n"
+    )
+    return told + table(columns, lines)
+
+
+def _less(ours: float, theirs: float) -> str:
+    return f"{100 * ((ours / theirs) ** 2 - 1):+.0f}%"
 
 
 @part

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,9 @@ class Given(Protocol):
         """The same codes with better scales."""
 
 
+Held = TypeVar("Held", bound=Given)
+
+
 class GivenFile(Protocol):
     """A file of such matrices, by checkpoint name."""
 
@@ -51,11 +54,11 @@ class GivenFile(Protocol):
         """What was set down in a finished layer's file."""
 
 
-def better(W: torch.Tensor, given: Given, moments: Moments) -> Given:
+def better(W: torch.Tensor, given: Held, moments: Moments) -> Held:
     """`given`, of W (N, K), with other codes and scales where the output's error is less with them."""
     target = Target(gptq.correct_drift(W, moments).float(), moments.second.float())
     best, least = given, target.error(given)
-    made = given
+    made: Held = given
     for _ in range(ROUNDS):
         for step in (lambda g: g.codes_for(W, moments), lambda g: g.rescaled(target)):
             made = step(made)
