@@ -64,7 +64,7 @@ def test_how_do_i_add_blackwell(monkeypatch):
         assert gpu.of((10, 3)) == new
         assert policy.file_for(new) is own
         assert registry.select(call_of(4096, 4096, (10, 3)))[0].name == "cuda/tile_mma"
-        assert "wgmma is Hopper's" in registry.named("cuda/tile_wgmma").why_not(call_of(4096, 4096, (10, 3)))
+        assert "needs wgmma (Hopper)" in registry.named("cuda/tile_wgmma").why_not(call_of(4096, 4096, (10, 3)))
     finally:
         for cached in caches:
             cached.cache_clear()

@@ -30,6 +30,7 @@ from lowq_packers.formats import gguf
 from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, read_blocks, write_blocks
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.regular import open_regular
 from lowq_packers.scheme import Scheme
 
 COPIED = 1 << 24  # bytes of a file that are copied at a time
@@ -228,6 +229,6 @@ def _scheme(kind: str) -> Scheme:
 
 
 def _copy(path: Path, write: Callable[[bytes], object]) -> None:
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         for part in iter(partial(file.read, COPIED), b""):
             write(part)

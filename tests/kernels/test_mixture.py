@@ -71,7 +71,7 @@ def test_a_forced_kernel_is_obeyed_for_any_number_of_tokens(taken, monkeypatch, 
 
 def test_a_forced_kernel_that_cannot_says_why(taken, monkeypatch):
     monkeypatch.setenv("LOWQ_KERNEL", GROUPED)
-    with pytest.raises(UnsupportedError, match="wgmma is Hopper's"):
+    with pytest.raises(UnsupportedError, match=r"needs wgmma \(Hopper\)"):
         taken(200, (8, 0))
 
 

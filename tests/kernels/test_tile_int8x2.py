@@ -123,7 +123,7 @@ def test_compiles_without_spills(bits):
         (2, 192, 16, (9, 0), "groups of 192"),
         (8, 128, 16, (9, 0), "takes 4/3/2/1 bits"),
         (2, 128, 17, (9, 0), "takes M 1 .. 16"),
-        (2, 128, 16, (10, 0), "wgmma is Hopper's"),
+        (2, 128, 16, (10, 0), "needs wgmma (Hopper)"),
     ],
 )
 def test_refuses(bits, group, M, capability, why):
