@@ -13,9 +13,10 @@ WARM_UP = 1  # kernels compile and libraries take their workspaces before anythi
 
 
 class Captured:
-    """A recorded step. Its inputs and outputs are the tensors that the step used; logits: those of the step."""
+    """A recorded step. Its inputs and outputs are the tensors that the step used; logits, noted: those of the step."""
 
     logits: torch.Tensor
+    noted: dict[int, torch.Tensor] | None = None
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph = graph

@@ -47,11 +47,13 @@ class Sizes:
     state_bytes: int
 
     @classmethod
-    def of(cls, plan: Plan, kind: str) -> "Sizes":
-        """Of a model whose keys and values are held as `kind` says."""
+    def of(cls, plan: Plan, kind: str, drafter: Plan | None = None) -> "Sizes":
+        """Of a model whose keys and values are held as `kind` says, and of its drafter's beside those of all tokens."""
         pages = [spec for spec in plan.states if isinstance(spec, Pages)]
         windows = sorted({spec.window for spec in pages})
-        of_window = (sum(block_bytes(spec, kind, plan.dtype) for spec in pages if spec.window == w) for w in windows)
+        of_window = [sum(block_bytes(spec, kind, plan.dtype) for spec in pages if spec.window == w) for w in windows]
+        if drafter is not None:
+            of_window[0] += sum(block_bytes(spec, kv.PLAIN, drafter.dtype) for spec in _pages_of(drafter))
         state = sum(state_bytes(spec, plan.dtype) for spec in plan.states if isinstance(spec, Recurrent))
         groups = [Group(w) for w in windows] + [Group(recurrent=True)] * (state > 0)
         return cls(tuple(groups), tuple(of_window), state)
@@ -80,7 +82,8 @@ class Cache:
 
     blocks: of each page group, the null block among them. slots, snapshots, copies: of recurrent states. longest: tokens of a
     text. tokens: that are held at most. bytes: of it all.
-    shares: the number of blocks of each page group, then of snapshots; the bytes of one of each.
+    shares: the number of blocks of each page group, then of snapshots; the bytes of one of each. drafter: keys and values of
+    a drafter's layers.
     """
 
     passes: ModelRunner
@@ -93,6 +96,7 @@ class Cache:
     tokens: int
     bytes: int
     shares: tuple[list[int], list[int]]
+    drafter: list[KeyValues]
 
 
 @torch.inference_mode()
@@ -107,13 +111,15 @@ def make_cache(
     most_bytes: int | None = None,
     drafts: bool = False,
     beside: int = 0,
+    drafter: Plan | None = None,
 ) -> Cache:
     """A cache for `most` texts at once, of at most `tokens` tokens and `most_bytes`, held as `kind` says; of prompts of `reads`
     in all. drafts: whether passes check drafts. beside: bytes of host memory that are somebody else's to fill.
+    drafter: a drafter's plan, whose keys and values lie beside those of layers that see all tokens.
 
     Raises DoesNotFitError.
     """
-    device, sizes, longest = plan.device, Sizes.of(plan, kind), context_limit(model) or NO_LIMIT
+    device, sizes, longest = plan.device, Sizes.of(plan, kind, drafter), context_limit(model) or NO_LIMIT
     slots, snapshots = (most, 0 if fixed else SNAPSHOTS * most) if sizes.state_bytes else (0, 0)
     copies = COPIES if drafts and sizes.state_bytes and not fixed else 0
     states = sizes.state_bytes * (slots + snapshots + copies + 1)
@@ -141,7 +147,9 @@ def make_cache(
             launch_all(launches(passes, reads), lambda n, of: None)
         held = states + sizes.bytes(blocks)
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
-        return Cache(passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held, shares)
+        beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]
+        own = [KeyValues(*both, passes.rows.tables[0]) for both in beside_it]
+        return Cache(passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held, shares, own)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 
@@ -155,10 +163,18 @@ def _runner(plan: Plan, kind: str, most: int, longest: int, blocks: Sequence[int
             state.append(recurrent(spec, slots + 1, plan.dtype, plan.device))
             continue
         group = windows.index(spec.window)
-        k, v = (_pages(plan, kind, blocks[group], spec.heads, D) if D else None for D in (spec.k_dim, spec.v_dim))
-        assert k is not None
-        state.append(KeyValues(k, v, rows.tables[group]))
+        state.append(KeyValues(*_held(plan, kind, blocks[group], spec), rows.tables[group]))
     return ModelRunner(plan, rows, most, state, width * BLOCK, fixed)
+
+
+def _pages_of(plan: Plan) -> list[Pages]:
+    return [spec for spec in plan.states if isinstance(spec, Pages)]
+
+
+def _held(plan: Plan, kind: str, blocks: int, spec: Pages) -> tuple[kv.Cache, kv.Cache | None]:
+    """So many blocks of one layer's keys, and of its values unless they are the first of the keys."""
+    k = _pages(plan, kind, blocks, spec.heads, spec.k_dim)
+    return k, _pages(plan, kind, blocks, spec.heads, spec.v_dim) if spec.v_dim else None
 
 
 def _pages(plan: Plan, kind: str, blocks: int, heads: int, D: int) -> kv.Cache:

@@ -23,14 +23,19 @@ import torch
 
 from lowq_cli.engine import plan as plans
 from lowq_cli.engine.drafts.attaching import settled
+from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.drafts.drafting import AGAIN, BEFORE, step_s
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.block_pool import START
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.draft_passes import Checked, DraftPasses
-from lowq_cli.serving.drafting import Answers, choose
+from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
+from lowq_cli.serving.device_drafts import why_not as drafter_why_not
+from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
+from lowq_cli.serving.drafting import Answers, choose, rounds
+from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
 from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.model_runner import Piece
@@ -73,6 +78,7 @@ class Flight:
     def __init__(self, device: torch.device) -> None:
         self.began = self._now(device)
         self.rows: list[int] = []  # of each text, of a pass with drafts
+        self.guessed: list[Sequence] = []
 
     def launched(
         self,
@@ -87,6 +93,11 @@ class Flight:
         self.tokens, self.sound = fetch(token), None if sound is None else fetch(sound)
         self.ended = self._now(token.device)
         return self
+
+    def guess(self, texts: list[Sequence], guesses: torch.Tensor | None) -> None:
+        """What a drafter guesses (n, K) that each of some texts goes on with; None: it was not asked."""
+        if guesses is not None:
+            self.guessed, self.guesses, self.after = texts, fetch(guesses), self._now(guesses.device)
 
     def over(self) -> bool:
         """Whether it has ended."""
@@ -118,7 +129,8 @@ class ContinuousEngine:
         cache_tokens: tokens whose keys and values are held at most; None: as memory allows. cache_bytes: of them all.
         deterministic: see above.
         kv: what keys and values are held in (`decode.kv.KINDS`).
-        draft: "ngram" has passes check what texts are guessed to go on with, "none" nothing; "auto" is either (`settled`).
+        draft: "ngram" has passes check what texts are guessed to go on with, so does a head or model that drafts (n-grams
+            beside it), "none" nothing; "auto" is "ngram" or "none" (`settled`).
         reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
             texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
         host: host memory for what the cache has no room for, None for none; without effect if `deterministic`.
@@ -139,20 +151,29 @@ class ContinuousEngine:
         reads: int | None = None,
         cache_bytes: int | None = None,
         prefer: str = PREFER[0],
-        draft: str = "none",
+        draft: str | PagedDrafter = "none",
         host: Lent | None = None,
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
         self.device, self.vocabulary = plan.device, plan.vocabulary
-        draft = settled(draft, self.device.type)
+        drafter = None if isinstance(draft, str) else draft
+        draft = settled(draft, self.device.type) if isinstance(draft, str) else draft.name
+        if drafter is None and draft not in SERVED_DRAFTS:
+            raise UnsupportedError(f"the server drafts by {' or '.join(SERVED_DRAFTS)}, or by a head or model, not by {draft}")
+        why = "as asked" if draft == "none" or reads is not None else SAME if deterministic else ""
+        reason = "" if drafter is None or why else drafter_why_not(drafter, plan)
+        self._only_ngrams = f" ({drafter.name} does not: {reason})" if drafter is not None and reason else ""
+        drafter = None if why or reason else drafter
+        if drafter is not None:
+            plan.tap(tuple(i for i in drafter.layers if i >= 0))
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
         host = None if deterministic else host
         beside = 0 if host is None else host.room
         wanted = (most, cache_tokens, deterministic, reads, cache_bytes, draft != "none", beside)
-        cache = make_cache(model, plan, check_kind(kv), *wanted)
+        cache = make_cache(model, plan, check_kind(kv), *wanted, drafter=None if drafter is None else drafter.plan)
         self.passes, rows = cache.passes, cache.passes.rows
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
         self._everywhere = 0 if plan.adapters is None else plan.adapters.all
@@ -162,18 +183,22 @@ class ContinuousEngine:
         self._lent, self._host, self._broken, there = host, None, False, list[int]()
         if host is not None:
             there = list(host.kept.places) if host.kept else places(host.room, *cache.shares)
-            self._host = HostCache(host.path, plan, self.passes.state, there)
+            self._host = HostCache(host.path, plan, self.passes.state, there, cache.drafter)
         manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies, there)
         if host is not None and host.kept is not None:
             manager.restore(host.kept.records)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
-        if draft not in SERVED_DRAFTS:
-            raise UnsupportedError(f"the server drafts by {' or '.join(SERVED_DRAFTS)}, not by {draft}; generate and chat do")
-        drafts = DraftPasses(self.passes) if draft != "none" and not self._brief else None
-        self.drafts = None if drafts is None or drafts.reason else drafts
-        self.why_no_drafts = "as asked" if drafts is None else drafts.reason
+        drafts = None if why else DraftPasses(self.passes)
+        self.why_no_drafts = why if drafts is None else drafts.reason
+        self.drafts = None if self.why_no_drafts else drafts
+        self.guesses: DeviceDrafts | None = None
+        if self.drafts is not None and drafter is not None:
+            self.guesses = DeviceDrafts(drafter, rows, cache.drafter, self.passes.slots)
+            self.passes.noted, self.scheduler.beyond = {}, drafter.reach
         self._answers = Answers()
-        self.drafter: Callable[[], NGram] = lambda: NGram(self._answers)  # of a text that begins
+        self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
+        self._guess_costs = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
+        self._unguessed = 0  # passes since the last for which the drafter guessed
         self._gap_s = GAP_S if self.device.type == "cuda" else 0.0
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
         self._drafted = self._accepted = 0
@@ -192,6 +217,11 @@ class ContinuousEngine:
         self._busy_s = self._due = 0.0  # due: when the pass on the device is expected to end
         self._thread: threading.Thread | None = None
 
+    def drafter(self) -> TextDrafter:
+        """What guesses for a text that begins."""
+        ngram = NGram(self._answers)
+        return ngram if self.guesses is None else Guessed(self._rates, ngram)
+
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record the passes, then begin to compute. `done(n, of)` is told of each recording."""
         check_unstarted(self._thread)
@@ -204,7 +234,7 @@ class ContinuousEngine:
                     self.drafts.record()
                     self.why_no_drafts = self.drafts.reason
                 if self.reason or self.why_no_drafts:
-                    self.drafts = None
+                    self.drafts = self.guesses = self.passes.noted = None
         self.passes.token_budget.begin()
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
@@ -276,7 +306,9 @@ class ContinuousEngine:
     @property
     def drafts_by(self) -> str:
         """What drafts, or why nothing does."""
-        return "ngram" if self.drafts is not None else f"none ({self.why_no_drafts})"
+        if self.drafts is None:
+            return f"none ({self.why_no_drafts})"
+        return f"ngram{self._only_ngrams}" if self.guesses is None else f"{self.guesses.drafter.name}, ngram"
 
     def stop(self, seconds: float) -> None:
         """Finish what there is within `seconds`, cancel the rest."""
@@ -399,7 +431,8 @@ class ContinuousEngine:
         self.passes.zero(plan.zero)
         self.passes.copy(plan.copies)
         if launched:
-            self._flights.append(self._check(plan, drafts) if drafts else self._launch(plan))
+            K = self._wanted()
+            self._flights.append(self._check(plan, drafts, K) if drafts else self._launch(plan, K))
             if drafts and self._ahead:
                 self._gap_s += NEWEST * (time.perf_counter() - began - self._gap_s)
             self.passes.copy(plan.snapshots)
@@ -414,10 +447,10 @@ class ContinuousEngine:
     def _asked(self) -> dict[int, int]:
         """Drafts of texts by number, as many as make the next pass bring the most tokens a second."""
         s = self.scheduler
-        if self.drafts is None or s.reading or s.waiting:  # prompts are read by passes without drafts
+        if self.drafts is None or s.admits:  # prompts are read by passes without drafts
             return {}
         texts = [t for t in s.running if t is not None and t.remaining > 0]
-        if any(t.request.pictures for t in texts):  # whose tokens may turn by other places than their positions
+        if any(t.request.pictures for t in texts) and not self.drafts.shows():
             return {}
         likely = [t for t in texts if t.drafter is not None and t.remaining > 1 and t.drafter.chance >= LIKELY]
         n, apart = len(texts), self._gap_s
@@ -425,7 +458,33 @@ class ContinuousEngine:
         if not likely or not plain:
             return {}
         guesses = ((t.number, t.drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t in likely)  # type: ignore[union-attr]
+        apart += self._guess_s(plain) * max((len(t.drafter.given) for t in likely if isinstance(t.drafter, Guessed)), default=0)
         return choose(guesses, n, self.drafts.sizes, lambda rows: self._seconds(rows, n, plain) + apart, plain)
+
+    def _wanted(self) -> int:
+        """Guesses that the drafter is to make after the pass that is launched now, for those that run: as many as make the
+        next ones bring the most tokens a second."""
+        s = self.scheduler
+        if self.guesses is None or self.drafts is None or s.admits:
+            return 0
+        texts = [t for t in s.running if t is not None]
+        n = len(texts)
+        plain = self.passes.token_budget.seconds(self.passes.bucket(n), self.passes.bucket(n))
+        if not plain:
+            return 0
+        chances = [(t.number, t.drafter.rates.chances[: t.remaining]) for t in texts if isinstance(t.drafter, Guessed)]
+        seconds = lambda rows: self._seconds(rows, n, plain) + self._gap_s  # noqa: E731
+        K = rounds(chances, n, self.drafts.sizes, seconds, plain, self._guess_s(plain))
+        self._unguessed = 0 if K else self._unguessed + 1
+        if self._unguessed == AGAIN:  # what comes may be easier to guess than what came
+            self._unguessed = 0
+            for rates in (self._rates, *(t.drafter.rates for t in texts if isinstance(t.drafter, Guessed))):
+                rates.begin([BEFORE] * len(rates.tried))
+        return K
+
+    def _guess_s(self, plain: float) -> float:
+        """What one guess for each text takes where a plain pass takes so long."""
+        return plain * statistics.median(self._guess_costs)
 
     def _seconds(self, rows: int, texts: int, plain: float) -> float:
         """What a pass of so many rows with drafts takes."""
@@ -446,7 +505,7 @@ class ContinuousEngine:
                 found[text.number] = tokens, slots
         return found
 
-    def _check(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]]) -> Flight:
+    def _check(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]], K: int) -> Flight:
         """A pass in which some texts check drafts; the others step in it."""
         assert self.drafts is not None
         null, texts = self.rows.null_row, list[Checked]()
@@ -463,7 +522,11 @@ class ContinuousEngine:
         looks = self.device.type == "cpu" or not self._steps % LOOK
         flight.rows = [len(t.tokens) for t in texts]
         newest = torch.cat((result, self.rows.token))
-        return flight.launched(places, newest, logs, drawable(logits) if looks else None, (0, firsts[-1]))
+        flight.launched(places, newest, logs, drawable(logits) if looks else None, (0, firsts[-1]))
+        if self.guesses is not None and self.passes.noted is not None:
+            rows = [Rows(t.row, t.pos, first, t.tokens, row=t.row) for t, first in zip(texts, firsts, strict=False)]
+            flight.guess(plan.steps, self.guesses.checked(rows, self.passes.noted, result, K))
+        return flight
 
     def _checked(self, flight: Flight, found: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
         """The texts of a pass with drafts and what each goes on with: what was drawn after its rows that were right."""
@@ -477,6 +540,8 @@ class ContinuousEngine:
                 self.scheduler.rewind(text, len(text.tokens) + accepted)
                 text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted
                 self._drafted, self._accepted = self._drafted + rows - 1, self._accepted + accepted
+                if isinstance(text.drafter, Guessed):
+                    text.drafter.checked(rows - 1, accepted)
             if sound is not None and not all(sound[first : first + accepted + 1]):
                 text.failed = not_finite(self.passes.plan.dtype)
             told.append((text, [found[2 * M + row]] if text.request.special else found[first : first + accepted + 1]))
@@ -524,7 +589,7 @@ class ContinuousEngine:
         self.rows.set_adapter(text.row, text.request.adapter)
         self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special, shift=shift)
 
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan, K: int) -> Flight:
         """The pass of a plan, and the draws that are apart from it."""
         n, null, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.null_row, set(map(id, plan.finishing))
         pieces, drawn = [], np.full(n, null, np.int32)
@@ -534,6 +599,7 @@ class ContinuousEngine:
             own = null if text.request.special else text.row
             pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1, text.slot, text.shown))
         flight = Flight(self.device)
+        before = self.rows.token.clone() if self.guesses is not None and not self.guesses.shifted else None
         logits = self.passes.run(n, pieces, drawn)
         riding = self.passes.riding(n)
         places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
@@ -543,7 +609,17 @@ class ContinuousEngine:
         size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did
         looks = bool(plan.finishing) or self.device.type == "cpu" or not self._steps % LOOK
         sound = drawable(logits) if looks and logits is not None else None
-        return flight.launched(places, self.rows.token, logs, sound, size)
+        flight.launched(places, self.rows.token, logs, sound, size)
+        if self.guesses is not None and self.passes.noted is not None:
+            stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in plan.steps]
+            read, at = list[Rows](), steps
+            for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
+                own = text.row if id(text) in ends else -1
+                read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], own))
+                at += end - first
+            through = [text for text, *_ in plan.pieces if id(text) in ends]
+            flight.guess([*plan.steps, *through], self.guesses.passed(stepped, read, self.passes.noted, before, K))
+        return flight
 
     def _land(self, most: int) -> None:
         """Read passes until at most so many are on their way, and tell what they drew."""
@@ -569,8 +645,23 @@ class ContinuousEngine:
                 for token in drawn:
                     if not text.done and (event := self._event(text, token, logs)) is not None:
                         events.append((text.number, event))
+            self._give(flight)
             if events:
                 self._sink(events)
+
+    def _give(self, flight: Flight) -> None:
+        """What was guessed behind a pass, to its texts."""
+        if not flight.guessed:
+            return
+        if not isinstance(flight.after, float):
+            flight.after.synchronize()
+        for text, guesses in zip(flight.guessed, flight.guesses.tolist(), strict=True):
+            if isinstance(text.drafter, Guessed) and not text.done:
+                text.drafter.give(guesses)
+        n, K = flight.guesses.shape
+        plain = self.passes.token_budget.seconds(n, n)
+        if self.guesses is not None and plain and self.device.type == "cpu":
+            self._guess_costs.append(self.guesses.seconds / (K * plain))
 
     def _note(self, texts: int, rows: int, seconds: float) -> None:
         """A pass of so many texts in so many rows took so long."""

@@ -13,6 +13,7 @@ import torch
 
 from lowq_cli.engine.batch import Batch, Chain, KeyValues, States
 from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.pictures import in_pass
 from lowq_cli.serving.batch_state import upload
 from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
 from lowq_kernels import counters
@@ -21,6 +22,7 @@ from lowq_kernels.products.cpu.team import Follower
 from lowq_packers.errors import device_lost, one_line
 
 MOST_ROWS = 256  # of a pass with drafts: past that products take as long as they have rows
+SAME = "the same kernels are to compute every step"
 NUMBERS = 6  # of a row that are sent: its token, position and text; a text's first row, rows, and where it is drawn for
 
 
@@ -54,9 +56,13 @@ class DraftPasses:
         self.captured: dict[int, tuple[Captured, torch.Tensor]] = {}
         self.reason = ""
         if passes.fixed:
-            self.reason = "the same kernels are to compute every step"
+            self.reason = SAME
         elif passes.recurrent and self.device.type == "cuda":
             self.reason = "its recurrent layers go through drafts text by text, which cannot be recorded"
+
+    def shows(self) -> bool:
+        """Whether a pass may have texts that turn by places of pictures: recorded ones turn by positions."""
+        return not self.captured
 
     def size(self, rows: int) -> int:
         """Rows of the pass that has room for so many."""
@@ -70,6 +76,7 @@ class DraftPasses:
             graph, place = self.captured[M]
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
             graph.replay()
+            self.passes.noted = graph.noted
             return self.result[: 2 * M], graph.logits
         team = Follower(self.passes.teams[len(texts)]) if self.device.type == "cpu" else nullcontext()
         with team:
@@ -106,9 +113,13 @@ class DraftPasses:
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
         adapters = None if p.plan.adapters is None else r.adapter.index_select(0, rows)
-        groups = (first, count, MOST_DRAFTS + 1)
-        batch = Batch(p.ops, ids, M, pos, p.angles, adapters=adapters, drafted=True, chains=chains, groups=groups)
-        logits = p.plan.capped(p.plan.logits(p.plan.hidden(p.plan.embed(ids), batch, state))).contiguous()
+        groups, pictures, images = (first, count, MOST_DRAFTS + 1), None, p.plan.model.images
+        if images is not None and r.shifted(r.null_row):
+            pictures = in_pass(images, (), self.device, pos + r.shift.index_select(0, rows))
+        batch = Batch(
+            p.ops, ids, M, pos, p.angles, adapters=adapters, drafted=True, chains=chains, groups=groups, pictures=pictures
+        )
+        logits = p.plan.capped(p.plan.logits(p.hidden(ids, batch, state))).contiguous()
         drawn, each = (
             torch.zeros(M, dtype=torch.int64, device=self.device),
             torch.arange(M, dtype=torch.int32, device=self.device),
@@ -145,7 +156,7 @@ class DraftPasses:
                     raise
                 self.reason = f"passes with drafts are not recorded: {one_line(e)}"
                 return
-            found.logits = made[-1]
+            found.logits, found.noted = made[-1], self.passes.noted
             self.captured[M] = found, place
             self.seconds[M] = self.passes.timed(found.replay)
             done(i + 1, len(self.sizes))

@@ -20,6 +20,36 @@ def choose(
     chances: of texts by number, that each draft is right where all before it are. texts: all that step, each a row at least.
     sizes: rows that a pass may have, ascending, which take `seconds`; `plain_s`: of a pass without drafts.
     """
+    return _best(chances, texts, sizes, seconds, plain_s)[1]
+
+
+def rounds(
+    chances: Sequence[tuple[int, Sequence[float]]],
+    texts: int,
+    sizes: Sequence[int],
+    seconds: Callable[[int], float],
+    plain_s: float,
+    guess_s: float,
+) -> int:
+    """Guesses that a drafter on the device is to make for each text, of which each takes `guess_s` for all of them; 0 where
+    plain passes are as good. The rest as in `choose`."""
+    most, best, found = max((len(each) for _, each in chances), default=0), 0.0, 0
+    for K in range(1, most + 1):
+        some = [(number, each[:K]) for number, each in chances]
+        rate, _ = _best(some, texts, sizes, lambda rows, K=K: seconds(rows) + K * guess_s, plain_s)  # type: ignore[misc]
+        if rate > best:
+            best, found = rate, K
+    return found
+
+
+def _best(
+    chances: Iterable[tuple[int, Sequence[float]]],
+    texts: int,
+    sizes: Sequence[int],
+    seconds: Callable[[int], float],
+    plain_s: float,
+) -> tuple[float, dict[int, int]]:
+    """(tokens a second, drafts by text) of `choose`; 0 where plain passes are as good."""
     found = list[tuple[float, int]]()
     for number, each in chances:
         sure = 1.0
@@ -41,7 +71,7 @@ def choose(
     counts: dict[int, int] = {}
     for _, number in found[:most]:
         counts[number] = counts.get(number, 0) + 1
-    return counts
+    return best if most else 0.0, counts
 
 
 class Answers:

@@ -29,15 +29,24 @@ class HostCache:
 
     Args:
         path: the file. plan, state: of the engine's passes. places: of each group of pages, in order, then of snapshots.
+        beside: what lies in blocks of the first group besides.
     """
 
-    def __init__(self, path: str, plan: Plan, state: Sequence[KeyValues | States], places: Sequence[int]) -> None:
+    def __init__(
+        self,
+        path: str,
+        plan: Plan,
+        state: Sequence[KeyValues | States],
+        places: Sequence[int],
+        beside: Sequence[KeyValues] = (),
+    ) -> None:
         self.device, self.places = plan.device, tuple(places)
         self.groups, ends = list[list[tuple[torch.Tensor, torch.Tensor]]](), 0
         windows = sorted({spec.window for spec in plan.states if isinstance(spec, Pages)})
         parts: list[list[torch.Tensor]] = [[] for _ in range(len(windows) + 1)]
         for spec, one in zip(plan.states, state, strict=True):
             parts[windows.index(spec.window) if isinstance(spec, Pages) else -1] += map(_bytes, _tensors(one))
+        parts[0] += [t for one in beside for t in map(_bytes, _tensors(one))]
         size = sum(n * t[0].numel() for n, group in zip(places, parts, strict=True) for t in group)
         flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         for n, group in zip(places, parts, strict=True):

@@ -99,6 +99,7 @@ class ModelRunner:
         self.reason = ""  # why passes are not recorded that should be
         self.token_budget = TokenBudget(self.totals)
         self.teams = defaultdict[int, Team](Team)  # by rows that step
+        self.noted: dict[int, torch.Tensor] | None = None  # of the last pass (M, H), where a drafter reads them
 
     def bucket(self, n: int) -> int:
         """Rows that a step of n computes."""
@@ -138,6 +139,7 @@ class ModelRunner:
         """`run` of a pass in which some text has pictures: of such, steps alone are recorded."""
         if not pieces and b in self.turned:
             self.turned[b].replay()
+            self.noted = self.turned[b].noted
             return self.turned[b].logits
         runs = self._runs(pieces)
         chunk, n = (None, 0) if not pieces else self._describe(b, M - b, pieces, drawn, runs)
@@ -159,7 +161,7 @@ class ModelRunner:
                 log_error(f"steps of {b} rows with pictures are not recorded", e)
                 continue
             assert made[-1] is not None
-            found.logits = made[-1]
+            found.logits, found.noted = made[-1], self.noted
             self.turned[b] = found
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
@@ -179,6 +181,7 @@ class ModelRunner:
         if place is not None and chunk is not None:
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
         graph.replay()
+        self.noted = graph.noted
         return graph.logits
 
     @staticmethod
@@ -260,7 +263,7 @@ class ModelRunner:
             self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own, pictures=pictures,
             adapters=adapters,
         )  # fmt: skip
-        x = self.plan.hidden(self.plan.embed(tokens), batch, self.state)
+        x = self.hidden(tokens, batch, self.state)
         if take is not None:
             if not take.shape[0]:
                 return None
@@ -268,6 +271,15 @@ class ModelRunner:
         logits = self.plan.capped(self.plan.logits(x)).contiguous()
         self.ops.choose_rows(logits, target, r.token, r.pos, r.seed, r.temperature)
         return logits
+
+    def hidden(self, ids: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]) -> torch.Tensor:
+        """Hidden states of a pass's rows; what `plan.tap` asks for stays in `noted`, and the last one as -1."""
+        if self.noted is None:
+            return self.plan.hidden(self.plan.embed(ids), batch, state)
+        taps = list[torch.Tensor]()
+        y = self.plan.hidden(self.plan.embed(ids), batch, state, taps)
+        self.noted = dict(zip(self.plan.taps, taps, strict=True)) | {-1: y}
+        return y
 
     def zero(self, slots: Sequence[int]) -> None:
         """Recurrent states of texts that begin."""
@@ -335,7 +347,7 @@ class ModelRunner:
             return False
         self.pool = self.pool or found.graph.pool()
         assert made[-1] is not None
-        found.logits = made[-1]
+        found.logits, found.noted = made[-1], self.noted
         self.captured[b, M] = found, place
         return True
 

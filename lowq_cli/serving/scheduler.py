@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(self, cache: CacheManager, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
         self.cache, self.bucket, self.fixed = cache, bucket, fixed
-        self._stepped = True
+        self._stepped, self.beyond = True, 0  # beyond: tokens behind its next for which a text has room where there is some
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.running: list[Sequence | None] = [None] * rows
@@ -68,6 +68,11 @@ class Scheduler:
     def active(self) -> list[Sequence]:
         """All that are read or run."""
         return [*self.reading, *(t for t in self.running if t is not None)]
+
+    @property
+    def admits(self) -> bool:
+        """Whether a prompt is being read, or one that waits may be from the next pass on."""
+        return bool(self.reading) or (bool(self.waiting) and len(self.active) < len(self.running))
 
     @property
     def high(self) -> int:
@@ -94,10 +99,10 @@ class Scheduler:
         self._compact()
         for seq in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
             # one that was put back meanwhile has no row; of another all that it may get may be on its way
-            if seq.row >= 0 and self._steps(seq) and not self._allocate(seq, seq.computed + 1):
+            if seq.row >= 0 and self._steps(seq) and not self._allocate(seq, seq.computed + 1 + self.beyond):
                 return None
         for seq in list(self.reading):  # where a window allows blocks for a part of the prompt alone
-            if seq.row >= 0 and not self._allocate(seq, len(seq.tokens) + 1):
+            if seq.row >= 0 and not self._allocate(seq, len(seq.tokens) + 1 + self.beyond):
                 return None
         plan = StepPlan(steps=[t for t in self.running if t is not None and self._steps(t)])
         self._admit()

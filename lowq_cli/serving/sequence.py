@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.pictures import Shown, end_of_pass
 from lowq_cli.serving.block_pool import START, Name
+from lowq_cli.serving.guessing import TextDrafter
 from lowq_cli.serving.request import Request
 
 
@@ -76,7 +76,7 @@ class Sequence:
         self.marks: list[int] = []
         self.pending: list[tuple[int, int]] = []
         self.drafts: list[tuple[int, int]] = []
-        self.drafter: NGram | None = None
+        self.drafter: TextDrafter | None = None
         self.drafted = self.accepted = 0
         self.snapshot: Name | None = None
         self.slot_sent = self.drafting = self.started = self.done = False

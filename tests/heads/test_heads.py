@@ -32,14 +32,14 @@ def native(folder):
         return native_loader.read(source, CPU)
 
 
-def states_of(model, layers, ids=TEXT):
+def states_of(model, layers, ids=TEXT, slots=32):
     """The hidden states that a head reads, by the engine: streams entering layers, or the last one normed."""
     plan = plan_of(model)
     plan.tap(tuple(i for i in layers if i >= 0))
     there = Rectangle(slice(0, 1), 0, len(ids), [len(ids)], 1)
-    batch = Batch(plan.ops, ids, 0, torch.zeros(1, dtype=torch.int32), plan.angles(32, CPU), rectangle=there)
+    batch = Batch(plan.ops, ids, 0, torch.zeros(1, dtype=torch.int32), plan.angles(slots, CPU), rectangle=there)
     taps = []
-    y = plan.hidden(plan.embed(ids), batch, static_state(plan, 1, 32, "16"), taps)
+    y = plan.hidden(plan.embed(ids), batch, static_state(plan, 1, slots, "16"), taps)
     return taps or [y]
 
 

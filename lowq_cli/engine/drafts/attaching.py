@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter
+from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, PagedDrafter
 from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.owned import owned
@@ -50,6 +50,13 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
         known[name] = _loaded(name, model, tokenizer)
     found: DeviceDrafter = known[name]
     return found
+
+
+def served(draft: str, model: Any, tokenizer: Any) -> str | PagedDrafter:
+    """What `make` gives as the server's engine takes it: "none", "ngram", or a drafter on the device. On a GPU "auto" takes no
+    head: none has been measured in the server there."""
+    made: Any = make(draft if model.device.type in BY_NGRAMS else settled(draft, model.device.type), model, tokenizer)
+    return "none" if made is None else made if hasattr(made, "go_on") else made.name
 
 
 def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:

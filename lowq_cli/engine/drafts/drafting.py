@@ -1,14 +1,11 @@
 """One text that is decoded with drafts: how many its next step checks, and what came of it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
 from lowq_cli.engine.drafts.pace import ENOUGH, Costs, TableCosts, TimedCosts, worth
 from lowq_packers.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # rows of steps with drafts: each has a recording of its own, so on a GPU they are few
 WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
@@ -67,7 +64,7 @@ class FromHost(Drafting):
     def __init__(self, drafter: HostDrafter, decoder: Any) -> None:
         super().__init__(drafter, decoder)
         self.host = drafter
-        self.apart = GAP_S / _step_s(decoder.linears, len(decoder.plan.states)) if decoder.ahead else 0.0
+        self.apart = GAP_S / step_s(decoder.plan) if decoder.ahead else 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """The text begins with these."""
@@ -106,8 +103,7 @@ class OnDevice(Drafting):
     def __init__(self, drafter: DeviceDrafter, decoder: Any) -> None:
         super().__init__(drafter, decoder)
         self.widths = tuple(w for w in self.widths if w <= drafter.most + 1)
-        layers = len(getattr(getattr(drafter, "plan", None), "states", ())) or 1
-        own = _step_s(drafter.linears, layers) / _step_s(decoder.linears, len(decoder.plan.states))
+        own = step_s(drafter.plan) / step_s(decoder.plan)
         if self.timed is not None:  # of all texts: each that begins would else take plain steps first, to know what they take
             self.timed = decoder.timed.setdefault(drafter.name, self.timed)
         rows = self.timed or self.costs
@@ -147,7 +143,7 @@ class OnDevice(Drafting):
         return found[1 : accepted + 2]
 
 
-def _step_s(linears: "nn.Module", layers: int) -> float:
-    """Seconds of a step, about, from what does not change between two runs."""
-    tensors = [*linears.parameters(), *linears.buffers()]
-    return sum(t.nbytes for t in tensors) / READ + layers * LAYER_S
+def step_s(plan: Any) -> float:
+    """Seconds of a step of a plan, about, from what does not change between two runs."""
+    tensors = [*plan.linears.parameters(), *plan.linears.buffers()]
+    return sum(t.nbytes for t in tensors) / READ + (len(plan.states) or 1) * LAYER_S

@@ -4,15 +4,14 @@ A head's row t pairs the token after t with the model's hidden states at t. What
 approximate, and is written over by the rows of the next round, which have the model's own hidden states.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowq_cli.engine import heads
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.drafter import Angles, DraftRows
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.heads import BlockPlan, HeadPlan
 from lowq_cli.engine.owned import owned
@@ -29,13 +28,12 @@ MOST = 7  # guesses of a round: a step of 8 rows costs 1.24 of one on an H100, a
 class HeadDrafter:
     """A head as a `DeviceDrafter`; its cache is a static one of its own."""
 
-    most = MOST
+    most = reach = MOST
 
     def __init__(self, plan: HeadPlan) -> None:
         if any(getattr(spec, "window", 0) for spec in plan.states):
             raise UnsupportedError("a draft head whose layers look back over a window is not run")
         self.plan, self.name, self.layers = plan, plan.described.kind, plan.layers
-        self.linears: nn.Module = plan.linears
         self.state: list[KeyValues | States] = []
 
     def make_room(self, batch: int, slots: int) -> None:
@@ -65,28 +63,47 @@ class HeadDrafter:
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
     ) -> torch.Tensor:
         """As `DeviceDrafter.draft`."""
-        plan, held = self.plan, self._at(rows.rows.int()[:, None])
-        batch = Batch(plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
-        y, x = (t.index_select(0, last) for t in plan.guess(ids, self._entering(hidden), batch, held))
-        pos, held = rows.pos.index_select(0, last), self._at(rows.rows.index_select(0, last).int()[:, None])
+        batch = Batch(self.plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
+        made = self.write(ids, hidden, batch, self._at(rows.rows.int()[:, None]))
+        places = rows.rows.index_select(0, last).int()[:, None]
+        drawn, pos = ids.index_select(0, last), rows.pos.index_select(0, last)
+        return self.go_on(drawn, [t.index_select(0, last) for t in made], pos, self._at(places), self.angles, K)
+
+    def write(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> Sequence[torch.Tensor]:
+        """As `PagedDrafter.write`."""
+        return self.plan.guess(ids, self._entering(hidden), batch, held)
+
+    def go_on(
+        self,
+        drawn: torch.Tensor,
+        made: Sequence[torch.Tensor],
+        pos: torch.Tensor,
+        held: Sequence[KeyValues | States],
+        angles: Angles,
+        K: int,
+    ) -> torch.Tensor:
+        """As `PagedDrafter.go_on`."""
+        plan, (y, x) = self.plan, made
         drafts = [plan.ids(plan.logits(y).argmax(-1))]
         if plan.unknown is not None and K > 1:
-            return torch.cat((drafts[0][:, None], self._at_once(pos, held, K - 1)), 1)
+            return torch.cat((drafts[0][:, None], self._at_once(pos, held, angles, K - 1)), 1)
         while len(drafts) < K:
             pos = pos + 1
-            batch = Batch(plan.ops, drafts[-1], len(pos), pos, self.angles)  # a row of each sequence: one kernel attends
+            batch = Batch(plan.ops, drafts[-1], len(pos), pos, angles)  # a row of each sequence: one kernel attends
             y, x = plan.guess(drafts[-1], x, batch, held)
             drafts.append(plan.ids(plan.logits(y).argmax(-1)))
         return torch.stack(drafts, 1)
 
-    def _at_once(self, pos: torch.Tensor, held: list[KeyValues | States], K: int) -> torch.Tensor:
+    def _at_once(self, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles, K: int) -> torch.Tensor:
         """K guesses (B, K) after rows at `pos` (B,), of rows whose tokens and hidden states are not known."""
         plan, B = self.plan, len(pos)
         assert plan.unknown is not None
         there = (pos[:, None] + torch.arange(1, K + 1, dtype=torch.int32, device=pos.device)).flatten()
         ids = torch.full_like(there, plan.described.parallel, dtype=torch.int64)  # type: ignore[arg-type]
         table = [KeyValues(one.k, one.v, one.table.repeat_interleave(K, 0)) for one in held]  # type: ignore[union-attr]
-        batch = Batch(plan.ops, ids, B * K, there, self.angles, drafted=True)
+        batch = Batch(plan.ops, ids, B * K, there, angles, drafted=True)
         y, _ = plan.guess(ids, plan.unknown.repeat(B * K, 1), batch, table)
         return plan.ids(plan.logits(y).argmax(-1)).reshape(B, K)
 
@@ -109,28 +126,38 @@ class BlockDrafter(HeadDrafter):
 
     def __init__(self, plan: BlockPlan) -> None:
         super().__init__(plan)
-        self.most = min(MOST_DRAFTS, plan.block.size - (not plan.block.earlier))
+        self.most, self.reach = min(MOST_DRAFTS, plan.block.size - (not plan.block.earlier)), plan.block.size
 
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`."""
         batch, held = self._prompt(ids, rows)
         self.plan.remember([hidden[i] for i in self.layers], batch, held)
 
-    def draft(
-        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
+    def write(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> Sequence[torch.Tensor]:
+        """As `PagedDrafter.write`."""
+        self.plan.remember([hidden[i] for i in self.layers], batch, held)
+        return ()
+
+    def go_on(
+        self,
+        drawn: torch.Tensor,
+        made: Sequence[torch.Tensor],
+        pos: torch.Tensor,
+        held: Sequence[KeyValues | States],
+        angles: Angles,
+        K: int,
     ) -> torch.Tensor:
-        """As `DeviceDrafter.draft`. Fewer guesses take a whole block, too: its rows were learnt together."""
-        plan, size, held = self.plan, self.plan.block.size, self._at(rows.rows.int()[:, None])
-        batch = Batch(plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
-        plan.remember([hidden[i] for i in self.layers], batch, held)
-        anchor, first = ids.index_select(0, last), rows.pos.index_select(0, last) + 1
-        masks = torch.full((len(last), size - 1), plan.block.mask, dtype=torch.int64, device=ids.device)
-        pos = first[:, None] + torch.arange(size, dtype=torch.int32, device=ids.device)
-        until = pos[:, -1:].expand_as(pos).flatten().contiguous()
-        places = rows.rows.index_select(0, last).int().repeat_interleave(size)[:, None]
-        block = torch.cat((anchor[:, None], masks), 1).flatten()
-        batch = Batch(plan.ops, block, len(block), pos.flatten(), self.angles, drafted=True)
-        return plan.guesses(anchor, batch, self._at(places), until)[:, :K]
+        """As `PagedDrafter.go_on`. Fewer guesses take a whole block, too: its rows were learnt together."""
+        plan, size, B = self.plan, self.plan.block.size, len(drawn)
+        masks = torch.full((B, size - 1), plan.block.mask, dtype=torch.int64, device=drawn.device)
+        there = pos[:, None] + 1 + torch.arange(size, dtype=torch.int32, device=drawn.device)
+        until = there[:, -1:].expand_as(there).flatten().contiguous()
+        block = torch.cat((drawn[:, None], masks), 1).flatten()
+        batch = Batch(plan.ops, block, len(block), there.flatten(), angles, drafted=True)
+        table = [KeyValues(one.k, one.v, one.table.repeat_interleave(size, 0)) for one in held]  # type: ignore[union-attr]
+        return plan.guesses(drawn, batch, table, until)[:, :K]
 
     def make_room(self, batch: int, slots: int) -> None:
         """As `DeviceDrafter.make_room`; a block may reach further past the text than its guesses."""

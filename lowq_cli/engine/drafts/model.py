@@ -1,12 +1,12 @@
 """A smaller model as a drafter: any checkpoint with the same tokenizer, which goes on with the text by its likeliest tokens."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.drafter import Angles, DraftRows
 from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import PIECE, static_state
 from lowq_kernels.decode.kv import PLAIN
@@ -20,14 +20,13 @@ MOST = 7  # guesses of a round
 class ModelDrafter:
     """A model as a `DeviceDrafter`; its cache is a static one of its own. vocabulary: of the model that it guesses for."""
 
-    most = MOST
+    most = reach = MOST
     layers: tuple[int, ...] = ()
 
     def __init__(self, plan: Plan, name: str, vocabulary: int) -> None:
         if not all(isinstance(spec, Pages) and not spec.window for spec in plan.states):
             raise UnsupportedError(f"{name} has layers with a recurrent state or a window, which is not run as a draft model")
         self.plan, self.name, self.vocabulary = plan, f"model {name}", vocabulary
-        self.linears: nn.Module = plan.linears
         self.state: list[KeyValues | States] = []
 
     def make_room(self, batch: int, slots: int) -> None:
@@ -51,20 +50,46 @@ class ModelDrafter:
         self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
     ) -> torch.Tensor:
         """As `DeviceDrafter.draft`: each drawn token stands one place after its row."""
-        pos, of, drafts = rows.pos + 1, rows.rows, list[torch.Tensor]()
-        y = self._rows(ids, pos, of, drafted=True).index_select(0, last)
-        pos, of = pos.index_select(0, last), of.index_select(0, last)
+        places = rows.rows.int()[:, None]
+        batch = Batch(self.plan.ops, ids, len(ids), rows.pos + 1, self.angles, drafted=True)
+        y = self.plan.hidden(self.plan.embed(ids), batch, self._at(places)).index_select(0, last)
+        held = self._at(places.index_select(0, last))
+        return self._likeliest(y, rows.pos.index_select(0, last) + 1, held, self.angles, K)
+
+    def write(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> Sequence[torch.Tensor]:
+        """As `PagedDrafter.write`."""
+        self.plan.hidden(self.plan.embed(ids), batch, held)
+        return ()
+
+    def go_on(
+        self,
+        drawn: torch.Tensor,
+        made: Sequence[torch.Tensor],
+        pos: torch.Tensor,
+        held: Sequence[KeyValues | States],
+        angles: Angles,
+        K: int,
+    ) -> torch.Tensor:
+        """As `PagedDrafter.go_on`."""
+        return self._likeliest(self._step(drawn, pos + 1, held, angles), pos + 1, held, angles, K)
+
+    def _likeliest(
+        self, y: torch.Tensor, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles, K: int
+    ) -> torch.Tensor:
+        """K tokens (B, K) after rows at `pos` that left y (B, H)."""
+        drafts = list[torch.Tensor]()
         while True:
             logits = self.plan.logits(y)[:, : self.vocabulary]  # rows that fill a head up are no tokens
             drafts.append(logits.argmax(-1))
             if len(drafts) == K:
                 return torch.stack(drafts, 1)
             pos = pos + 1
-            y = self._rows(drafts[-1], pos, of)
+            y = self._step(drafts[-1], pos, held, angles)
 
-    def _rows(self, ids: torch.Tensor, pos: torch.Tensor, of: torch.Tensor, drafted: bool = False) -> torch.Tensor:
-        batch = Batch(self.plan.ops, ids, len(ids), pos, self.angles, drafted=drafted)
-        return self.plan.hidden(self.plan.embed(ids), batch, self._at(of.int()[:, None]))
+    def _step(self, ids: torch.Tensor, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles) -> torch.Tensor:
+        return self.plan.hidden(self.plan.embed(ids), Batch(self.plan.ops, ids, len(ids), pos, angles), held)
 
     @property
     def _places(self) -> int:

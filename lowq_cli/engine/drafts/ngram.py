@@ -67,6 +67,16 @@ class NGram:
             place += 1
         return Guess(made, chances)
 
+    def after(self, tokens: Sequence[int], most: int) -> Guess:
+        """Up to `most` tokens that may come once the text has gone on with these, by what the text itself repeats."""
+        end = [*self.tokens[-LONGEST:], *tokens]
+        place = next((p for size in SIZES if (p := self.places.get(tuple(end[-size:]), -1)) >= 0), -1) if most > 0 else -1
+        if place < 0:
+            return Guess()
+        alike = next((i for i in range(min(place, len(end))) if self.tokens[place - 1 - i] != end[-1 - i]), len(end))
+        made = self.tokens[place : place + most]
+        return Guess(made, [self._chance(alike + i) for i in range(len(made))])
+
     @property
     def chance(self) -> float:
         """That the next token of the guess is right; 0 without a guess."""

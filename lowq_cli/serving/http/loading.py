@@ -26,7 +26,7 @@ MODULES = (  # what a process that is to load a model imports before it is told 
     *("lowq_cli.engine.ready", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
 )
-KEYED = ("kv", "act", "deterministic")  # that say what a cache holds of a text; names of its blocks say the adapter
+KEYED = ("kv", "act", "deterministic", "draft")  # that say what a cache holds of a text; names of its blocks say the adapter
 SHARE = 0.25  # of the memory for all models that the cache of one may take, where a server has several
 
 
@@ -58,12 +58,13 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     with console.status(f"loading {model}"):
         import torch
 
+        from lowq_cli.engine.drafts.attaching import served
         from lowq_cli.engine.generation_config import checked, published
         from lowq_cli.engine.owned import owned
         from lowq_cli.engine.prompts import context_limit, stop_ids
         from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
-        from lowq_cli.serving.continuous import MOST_RUNNING
+        from lowq_cli.serving.continuous import MOST_RUNNING, why_not
         from lowq_cli.serving.http.grammar import Grammars
         from lowq_cli.serving.http.metrics import roofline
         from lowq_cli.serving.http.served_model import Facts
@@ -82,6 +83,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         images = _sees(loaded)
         if how.get("host") is not None:
             how = {**how, "host": _known(how["host"], model, owned(loaded).folder, how)}
+        if why_not(loaded) is None:
+            how = {**how, "draft": served(how.get("draft", "none"), loaded, tokenizer)}
         engine = engines.engine_of(loaded, **_bounded(how, total))
         ends = stop_ids(loaded, tokenizer)
         held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())

@@ -1,0 +1,157 @@
+"""A head or a draft model beside the server's passes: what it keeps of every text, and its guesses of the next tokens.
+
+Its keys and values lie in blocks of their own that have the numbers of the texts' blocks (those of layers that see all tokens):
+what begins like another text finds them where it finds the model's, and what moves to host memory takes them along. Every row
+of every pass is written there, whether drafts are wanted or not, so that no text has a gap when they are.
+
+Of a beginning that two texts share the head's last row was paired with the token after it in the first: one row, and one of
+a block's at most. What is guessed decides on no token.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lowq_cli.engine.batch import Batch, KeyValues
+from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.batch_state import BatchState, upload
+from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.runs import Run, Runs
+from lowq_packers.arch.parts import Pages
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one text in a pass.
+
+    table: the row of its block table. first: the position of the first. at: where that stands among the pass's rows. tokens:
+    they themselves, as far as the host knows. after: the tokens after them, as far as it knows. row: of the text among those
+    that run, whose newest token is drawn by this pass; -1 where it draws none.
+    """
+
+    table: int
+    first: int
+    at: int
+    tokens: Sequence[int]
+    after: Sequence[int] = ()
+    row: int = -1
+
+
+class DeviceDrafts:
+    """A drafter over a paged cache.
+
+    Args:
+        drafter: its layers keep keys and values of all tokens. rows: of the model's passes. state: of each of its layers, in
+            blocks that the tables of the first page group name. slots: positions that those reach.
+    Attributes:
+        seconds: that the last guesses took, on a CPU.
+    """
+
+    def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
+        self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
+        self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, models read the row's own
+        self.angles = drafter.plan.angles(slots + BLOCK, self.device)
+        self.seconds = 0.0
+
+    def checked(
+        self, texts: Sequence[Rows], hidden: Mapping[int, torch.Tensor], result: torch.Tensor, K: int
+    ) -> torch.Tensor | None:
+        """After a pass with drafts, whose `result` is that of `DraftPasses.run`: its rows are written, and (n, K) guesses made
+        of what comes after the newest tokens; None for K = 0."""
+        M, half = sum(len(one.tokens) for one in texts), len(result) // 2
+        firsts = self._upload([one.at for one in texts])
+        last = firsts + result[half : half + len(texts)]
+        ids = self._upload([token for one in texts for token in one.tokens])
+        if self.shifted:
+            ids = result[:M].index_copy(0, last, self._newest(texts))
+        tables, pos, _ = self._places(texts)
+        held = self._at(tables)
+        batch = Batch(self.drafter.plan.ops, ids, M, pos, self.angles, drafted=True)
+        made = self.drafter.write(ids, {i: h[:M] for i, h in hidden.items()}, batch, held)
+        return self._guesses(texts, made, pos, last, K)
+
+    def passed(
+        self,
+        steps: Sequence[Rows],
+        pieces: Sequence[Rows],
+        hidden: Mapping[int, torch.Tensor],
+        before: torch.Tensor | None,
+        K: int,
+    ) -> torch.Tensor | None:
+        """As `checked`, after a pass of steps, a row each, and pieces of prompts: guesses for those that drew, in order.
+
+        before (R,): the newest tokens as they were before the pass, where the drafter reads the rows' own.
+        """
+        both, b = [*steps, *pieces], len(steps)
+        ends = np.cumsum([len(one.tokens) for one in both]).tolist()
+        texts = [one for one in both if one.row >= 0]
+        last = self._upload([end - 1 for one, end in zip(both, ends, strict=True) if one.row >= 0])
+        if self.shifted:
+            ids = self._upload([t for one in both for t in (*one.after, *[0] * (len(one.tokens) - len(one.after)))])
+            ids.index_copy_(0, last, self._newest(texts))
+        else:
+            ids = self._upload([token for one in both for token in one.tokens])
+            assert before is not None
+            ids[:b] = before.index_select(0, self._upload([one.row for one in steps]))
+        _, pos, at = self._places(both)
+        held, packed, runs = self._at(self._upload([one.table for one in both])), None, None
+        if pieces:
+            tile, starts = self.drafter.plan.tile, [0, *(end - b for end in ends[b:])]
+            spans = list(itertools.pairwise(starts))
+            tiles = [(t, min(t + tile, end)) for first, end in spans for t in range(first, end, tile)]
+            of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
+            one = held[0].table
+            assert one is not None
+            there = upload(np.array(tiles, np.int32), self.device)
+            packed = Packed(one, upload(of.astype(np.int32), self.device), pos[b:], there)
+            each = [Run(first, end, 0, p.first, b + i) for i, (p, (first, end)) in enumerate(zip(pieces, spans, strict=True))]
+            runs = Runs(each, ends[-1] - b, self.device)
+        plan = self.drafter.plan
+        batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
+        made = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, held)
+        return self._guesses(texts, made, pos, last, K)
+
+    def _guesses(
+        self, texts: Sequence[Rows], made: Sequence[torch.Tensor], pos: torch.Tensor, last: torch.Tensor, K: int
+    ) -> torch.Tensor | None:
+        if not K or not texts:
+            return None
+        began = time.perf_counter()
+        held = self._at(self._upload([one.table for one in texts]))
+        made, pos = [t.index_select(0, last) for t in made], pos.index_select(0, last)
+        found = self.drafter.go_on(self._newest(texts), made, pos, held, self.angles, K)
+        self.seconds = time.perf_counter() - began
+        return found
+
+    def _newest(self, texts: Sequence[Rows]) -> torch.Tensor:
+        return self.rows.token.index_select(0, self._upload([one.row for one in texts]))
+
+    def _places(self, texts: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each row its block table, its position, and where it stands in the pass."""
+        n = [len(one.tokens) for one in texts]
+        within = np.concatenate([np.arange(k) for k in n])
+        made = (np.repeat(np.array([getattr(one, what) for one in texts]), n) for what in ("table", "first", "at"))
+        table, first, at = made
+        pos = upload((first + within).astype(np.int32), self.device)
+        return upload(table.astype(np.int64), self.device), pos, upload((at + within).astype(np.int64), self.device)
+
+    def _at(self, tables: torch.Tensor) -> list[KeyValues]:
+        """The state by the block tables of some rows."""
+        table = self.rows.tables[0].index_select(0, tables)
+        return [KeyValues(one.k, one.v, table) for one in self.state]
+
+    def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        return upload(np.array(numbers, np.int64), self.device)
+
+
+def why_not(drafter: PagedDrafter, plan: Plan) -> str:
+    """The reason a model's passes cannot take a drafter, or ""."""
+    if not any(isinstance(spec, Pages) and not spec.window for spec in plan.states):
+        return "none of its layers keeps keys and values of all tokens, whose blocks a drafter's would lie beside"
+    return "" if drafter.reach < BLOCK else f"it guesses {drafter.reach} tokens at once, {BLOCK - 1} at most are run"

@@ -1,0 +1,297 @@
+"""Heads and draft models in the server: each answer is the one without, and what is guessed is what the drafter guesses of that
+text read whole, alone: among others, in pieces, from a beginning that the cache held.
+"""
+
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from asking import Client
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
+import publishing as pub
+from test_blocks import made as block
+from test_heads import WITH_MTP, eagle, native, states_of
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.drafts import heads
+from lowq_cli.engine.drafts.attaching import served
+from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.model import ModelDrafter
+from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.owned import tuned_by
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.serving.device_drafts import why_not
+from lowq_cli.serving.drafting import rounds
+from lowq_cli.serving.guessing import Guessed, Rates
+
+STOPS = (2,)  # as the models' configs have it
+WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
+HEADS = {
+    "EAGLE-3": lambda folder: eagle(folder, "SpecForge"),
+    "EAGLE-3.1": lambda folder: eagle(folder, "EAGLE-3.1"),
+    "P-EAGLE": lambda f: pub.speculators(f, pub.peagle_tensors(), speculators_model_type="peagle", mask_token_id=7),
+    "DFlash": lambda folder: block(folder, "z-lab's"),
+    "DSpark": lambda folder: block(folder, "DeepSpec, rnn"),
+}
+KINDS = (*HEADS, *(f"MTP of {family}" for family in WITH_MTP), "itself", "another model")
+
+
+def prompts(*lengths, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, pub.VOCAB, (n,), generator=g).tolist() for n in lengths]
+
+
+def made(kind, folder):
+    """A model and what drafts for it."""
+    family = kind.removeprefix("MTP of ")
+    make, _, more = WITH_MTP.get(family, (None, None, {}))
+    pub.target(folder / "model", family if make else "llama", max_position_embeddings=512, **more)
+    if make:
+        pub.with_heads(folder / "model", make, *([4] if make is pub.nextn else []))
+    model = native(folder / "model")
+    tuned_by(model, str(folder / "model"))
+    if kind in HEADS:
+        HEADS[kind](folder / "head")
+        return model, heads.load(str(folder / "head"), model)
+    if make:
+        return model, heads.inside(model)
+    if kind == "itself":
+        return model, ModelDrafter(plan_of(model), "itself", pub.VOCAB)
+    pub.target(folder / "other", max_position_embeddings=512, intermediate_size=48)
+    return model, ModelDrafter(plan_of(native(folder / "other")), "another", pub.VOCAB)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def both(request, tmp_path_factory):
+    return made(request.param, tmp_path_factory.mktemp("kind"))
+
+
+def always(client):
+    """The client's engine with guesses that are made after every pass, and checked, whatever they bring."""
+    engine = client.engine
+    engine._slopes, engine._note, engine._guess_s = deque([0.0], maxlen=1), lambda *_: None, lambda plain: 0.0
+    engine._wanted = lambda: engine.guesses.drafter.most
+    engine._rates.note = lambda *_: None
+    engine.drafter = lambda: Trusting(engine._rates, NGram())
+    return client
+
+
+class Trusting(Guessed):
+    """Guesses of the drafter whenever there are some, believed; each is kept with the text that it goes on from."""
+
+    def __init__(self, *how):
+        super().__init__(*how)
+        self.rates.note, self.kept = (lambda *_: None), []
+        self.rates.begin([0.9] * len(self.rates.tried))
+
+    def give(self, tokens):
+        super().give(tokens)
+        self.kept.append((len(self.ngram.tokens), list(tokens)))
+
+
+@pytest.fixture
+def client(both):
+    clients = []
+
+    def make(**how):
+        clients.append(always(Client(both[0], draft=both[1], **how)))
+        return clients[-1]
+
+    yield make
+    for c in clients:
+        c.engine.stop(0)
+
+
+def alone(model, prompt, n):
+    g = stream(model, WORDS, prompt, max_new_tokens=n, decoder=decoder_of(model), draft="none")
+    list(g)
+    return g.tokens[0]
+
+
+def counted(c):
+    s = c.engine.stats()
+    assert 0 < s.drafted >= s.accepted
+    assert (s.running, s.waiting, s.blocks_used) == (0, 0, 0)
+    return s
+
+
+def asked(c, *texts, **how):
+    """Texts at once; their answers, and what was guessed for each."""
+    drafters, engine = [], c.engine
+    make, engine.drafter = engine.drafter, lambda: drafters.append(make()) or drafters[-1]
+    found = c.tokens(*[c.ask(p, n, stop=STOPS, **how) for p, n in texts])
+    engine.drafter = make
+    return found, [d.kept for d in drafters]
+
+
+def reference(model, drafter, text, n, K):
+    """What a drafter guesses after n tokens of a text, which it has read whole."""
+    drafter.make_room(1, 512)
+    t = n - 1
+    pos, ids = torch.arange(t, dtype=torch.int32), torch.tensor(text[:n])
+    zeros = torch.zeros(t, dtype=torch.int64)
+    layers = drafter.layers
+    hidden = dict(zip(layers, states_of(model, layers, ids[:t], 512), strict=True)) if layers else {}
+    before = {i: h[: t - 1] for i, h in hidden.items()}
+    drafter.read(ids[1:t] if layers else ids[: t - 1], before, DraftRows(pos[: t - 1], zeros[: t - 1], t - 1))
+    if not layers:
+        drafter.read(ids[t - 1 : t], {}, DraftRows(pos[t - 1 :], zeros[:1], 1))
+    last = {i: h[t - 1 :] for i, h in hidden.items()}
+    return drafter.draft(ids[t:], last, DraftRows(pos[t - 1 :], zeros[:1], 1), torch.zeros(1, dtype=torch.int64), K)[0].tolist()
+
+
+def test_answers_and_guesses_are_those_alone(both, client):
+    model, drafter = both
+    texts = [(p, 20) for p in prompts(3, 70, 64, 40)]
+    wanted = [alone(model, *one) for one in texts]
+    c = client(running=3)
+    found, kept = asked(c, *texts)
+    assert found == wanted
+    s = counted(c)
+    assert s.accepted >= 0.7 * s.drafted or drafter.name != "model itself"  # but where a text passes its last block
+    for (prompt, _), answer, guesses in zip(texts, wanted, kept, strict=True):
+        assert guesses
+        for n, guess in guesses[:: max(1, len(guesses) // 3)]:
+            text = prompt + answer
+            # past a text's last block a first guess may stand where nothing is held
+            K = len(guess) if n % 64 and n % 64 + drafter.reach < 64 else 1
+            with torch.inference_mode():
+                assert guess[:K] == reference(model, drafter, text, n, len(guess))[:K]
+
+
+FEW = ("EAGLE-3", "MTP of qwen3_5_text", "itself")
+
+
+@pytest.mark.parametrize("both", FEW, indirect=True)
+def test_thirty_two_at_once_and_cancellations(both, client):
+    model, _ = both
+    texts = [(p, 10) for p in prompts(*(5 + 2 * i for i in range(32)), seed=9)]
+    wanted = [alone(model, *one) for one in texts[::4]]
+    c = client(running=32)
+    numbers = [c.ask(p, n, stop=STOPS) for p, n in texts]
+    for i in (1, 9, 30):
+        while not c.heard.get(numbers[i]):
+            c.hear()
+        c.engine.cancel(numbers[i])
+    assert c.tokens(*numbers)[::4] == wanted
+    counted(c)
+
+
+@pytest.mark.parametrize("both", FEW, indirect=True)
+def test_a_cache_too_small_for_all(both, client):
+    """Texts that are put back are read again, by the drafter, too."""
+    model, _ = both
+    texts = [(p, 40) for p in prompts(*(34 + 7 * i for i in range(6)), seed=5)]
+    wanted = [alone(model, *one) for one in texts]
+    c = client(running=6, cache_tokens=320)
+    assert c.tokens(*[c.ask(p, n, stop=STOPS) for p, n in texts]) == wanted
+    counted(c)
+
+
+def long_answer(model):
+    """A prompt of more than two blocks whose answer does not end early."""
+    for seed in range(9):
+        [prompt] = prompts(130, seed=seed)
+        if len(answer := alone(model, prompt, 40)) == 40:
+            return prompt, answer
+    raise AssertionError("every answer ends early")
+
+
+def test_a_beginning_from_the_cache_is_known_to_the_drafter(both, client):
+    """The same request again, and one that begins with its answer: found in the cache, guessed as the first time."""
+    model, _ = both
+    prompt, answer = long_answer(model)
+    c = client(running=2)
+    (first, [once]), (again, [twice]) = (asked(c, (prompt, 40)) for _ in range(2))
+    assert first == again == [answer]
+    assert c.engine.stats().prefix_hits > 0
+    both_times = {n for n, _ in once} & {n for n, _ in twice}
+    assert both_times
+    assert {n: g for n, g in once if n in both_times} == {n: g for n, g in twice if n in both_times}
+    counted(c)
+
+
+def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):
+    model, _ = both
+    one, two, three = ((p, 24) for p in prompts(40, 33, 20, seed=6))
+    plain = Client(model, running=3)
+    draws = ({"temperature": 0.8, "seed": 11}, {}, {"logprobs": 1, "repetition_penalty": 1.3})
+
+    def told(c):
+        numbers = [c.ask(p, n, stop=STOPS, **how) for (p, n), how in zip((one, two, three), draws, strict=True)]
+        return c.tokens(*numbers)
+
+    wanted = told(plain)
+    plain.engine.stop(0)
+    c = client(running=3)
+    assert told(c) == wanted
+    counted(c)
+
+
+def test_what_drafts_is_named_and_where_it_cannot_it_says_why(both):
+    model, drafter = both
+    for how, why in (({}, f"{drafter.name}, ngram"), ({"deterministic": True}, "none (the same kernels")):
+        c = Client(model, draft=drafter, **how)
+        assert c.engine.drafts_by.startswith(why)
+        assert (c.engine.guesses is None) == bool(how)
+        c.engine.stop(0)
+
+
+def test_a_text_takes_the_guesses_that_promise_more_and_n_grams_go_on_behind_the_drafters():
+    shared = Rates([0.8, 0.8])
+    text = Guessed(shared, NGram())
+    text.begin([5, 6, 7, 8, 9, 10, 11, 5, 6])
+    alone = text.guess(4)
+    assert alone.tokens[:3] == [7, 8, 9]
+    text.give([7, 8])
+    found = text.guess(6)
+    assert list(found.tokens) == [7, 8, 9, 10, 11, 5]
+    assert found.chances[:2] == [0.8, 0.8]
+    text.give([3, 4])
+    assert list(text.guess(6).tokens) == [3, 4]
+    for _ in range(200):
+        text.checked(2, 0)
+        text.give([3, 4])
+    assert max(text.rates.chances[0], shared.chances[0]) < 0.5
+    assert text.guess(3).tokens[:3] == [7, 8, 9]
+    text.extend([7])
+    assert text.given == []
+
+
+def test_as_many_are_guessed_as_bring_the_most():
+    sizes, flat = list(range(2, 65)), lambda rows: 1.0 + 0.01 * rows
+    sure = [(1, [0.9] * 7)]
+    assert rounds(sure, 1, sizes, flat, 1.0, 0.0) == 7
+    assert 0 < rounds(sure, 1, sizes, flat, 1.0, 0.4) < 7
+    assert rounds(sure, 1, sizes, flat, 1.0, 2.0) == 0
+    assert rounds([(1, [0.05] * 7)], 1, sizes, flat, 1.0, 0.1) == 0
+    full = [(i, [0.9] * 7) for i in range(32)]
+    assert rounds(full, 32, sizes, lambda rows: float(rows), 32.0, 0.1) == 0
+
+
+def test_a_drafter_needs_layers_that_keep_all_tokens(tmp_path):
+    model, drafter = made("EAGLE-3", tmp_path)
+    assert why_not(drafter, plan_of(model)) == ""
+    pub.target(tmp_path / "mamba", "mamba2")
+    mamba = native(tmp_path / "mamba")
+    assert "keeps keys and values of all tokens" in why_not(drafter, plan_of(mamba))
+    c = Client(mamba, draft=ModelDrafter(plan_of(model), "small", pub.VOCAB))
+    assert c.engine.drafts_by.startswith("ngram (model small does not: none of its layers")
+    [prompt] = prompts(9)
+    assert c.tokens(c.ask(prompt, 12, stop=STOPS)) == [alone(mamba, prompt, 12)]
+    c.engine.stop(0)
+
+
+def test_what_a_server_is_told_to_draft_by(tmp_path):
+    """As its process loads a model: a head's folder, MTP of the checkpoint, another checkpoint, names."""
+    model, _ = made("EAGLE-3", tmp_path)
+    words = SimpleNamespace(get_vocab=dict)
+    assert [served(name, model, words) for name in ("none", "ngram", "auto")] == ["none", "ngram", "ngram"]
+    assert served(str(tmp_path / "head"), model, words).name == "EAGLE-3"
+    (tmp_path / "model" / "draft").symlink_to(tmp_path / "head")
+    assert served("auto", model, words).name == "EAGLE-3"
