@@ -1,7 +1,8 @@
 """lowq's checkpoints by exllamav3's protocol (perplexity and KL divergence over bits), and one plot beside others' numbers.
 
     python benchmarks/published.py measure MODEL --text wiki.test.raw [--schemes 8:64,4:64,3:64,2:64] [--method learn]
-    python benchmarks/published.py measure MODEL --text wiki.test.raw --checkpoint FOLDER ...   # GPTQ, AWQ too
+    python benchmarks/published.py measure MODEL --text wiki.test.raw --types Q4_K_M,Q2_K        # GGUF as lowq writes it
+    python benchmarks/published.py measure MODEL --text wiki.test.raw --checkpoint FILE ...  # others': GGUF, GPTQ, AWQ
     python benchmarks/published.py plot NAME ... [--out F.svg] | plot NAME --beside FILE.json    # docs/img/
 
 MODEL is a folder or hub id: meta-llama/Llama-3.1-8B-Instruct, Qwen/Qwen3-8B. What is measured goes to a
@@ -33,6 +34,7 @@ from plots import save
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.ready import ready
 from lowq_cli.evaluate.logits import logits_of
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
@@ -84,7 +86,10 @@ def checkpoints(args: argparse.Namespace, device: str) -> Iterator[tuple[str, st
     if args.checkpoint:
         yield from ((Path(c).name, c) for c in args.checkpoint)
         return
-    for spelled in args.schemes.split(","):
+    for kind in filter(None, args.types.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            yield f"lowq GGUF {kind}", export(args.model, "gguf", Path(folder) / "q.gguf", kind=kind).out
+    for spelled in () if args.types else args.schemes.split(","):
         bits, _, group = spelled.partition(":")
         with tempfile.TemporaryDirectory() as folder:
             recipe = make_recipe(bits=int(bits), group=group or None, method=args.method)
@@ -172,6 +177,7 @@ def main() -> None:
     one.add_argument("model")
     one.add_argument("--text", type=Path, required=True)
     one.add_argument("--schemes", default="8:64,4:64,3:64,2:64", help="BITS:GROUP, quantized here one after the other")
+    one.add_argument("--types", default="", help="instead of schemes: llama.cpp's mixtures, such as Q4_K_M,Q2_K")
     one.add_argument("--method", help="of `lowq quantize`; left out: what it takes without a text")
     one.add_argument("--checkpoint", nargs="*", help="folders to measure instead, any format that lowq reads")
     one.add_argument("--windows", type=int, default=WINDOWS)
