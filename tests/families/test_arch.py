@@ -18,8 +18,10 @@ from described import COPIES, NAMES, auto, config, model
 from sizes import BILLIONS, CONFIGS
 
 from lowq_cli.engine.rope import by_kind
+from lowq_cli.engine.state import BLOCK, static_state
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.structure import roles
+from lowq_cli.serving.cache_allocator import Sizes
 from lowq_packers.arch import families
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.config import read_config
@@ -205,3 +207,20 @@ def test_what_the_vocabulary_lacks_is_refused_with_its_reason(name, more, why):
     fields = vars(config(name)) | more
     with pytest.raises(NotDescribed, match=why):
         families()[name].describe(SimpleNamespace(**fields))
+
+
+def remembered(name, tokens):
+    """GB that one text of so many tokens takes in bf16: in the decoder, in the server while it steps, and in full pages."""
+    d = family_of(name).describe(published(name))
+    states = [m.state for layer in d.layers for u in layer for m in u.mixers if getattr(m, "state", None) is not None]
+    plan = SimpleNamespace(states=states, dtype=torch.bfloat16, device=torch.device("meta"))
+    held = {id(t): t.nbytes for one in static_state(plan, 1, tokens, "16") for t in (one.k, one.v)}
+    sizes = Sizes.of(plan, "16")
+    served = sizes.bytes([g.blocks(tokens, BLOCK) for g in sizes.groups])
+    return [n / 1e9 for n in (sum(held.values()), served, sizes.bytes([tokens // BLOCK] * len(sizes.groups)))]
+
+
+def test_layers_with_a_window_take_no_memory_for_all_tokens():
+    """As published: Gemma 3 27B has 52 layers with a window of 1,024 beside 10, gpt-oss 20B 12 with one of 128 beside 12."""
+    assert remembered("gemma3", 32768) == pytest.approx([3.58, 3.18, 16.64], abs=0.05)
+    assert remembered("gpt_oss", 32768) == pytest.approx([0.84, 0.81, 1.61], abs=0.03)
