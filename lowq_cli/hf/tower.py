@@ -6,6 +6,7 @@ projector, so that what it makes of a picture is what it makes of it there.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ SMALL = {  # of its text part
 }  # fmt: skip
 LISTS = ("layer_types", "per_layer_config", "no_rope_layers", "moe_layers", "mlp_layer_types", "mlp_only_layers")
 FEW = {"num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "moe_intermediate_size": 8, "intermediate_size_mlp": 8}
+STRATEGY = "vision_feature_select_strategy"  # an argument of get_image_features
 AUDIO = ("audio_tower", "embed_audio")
 
 
@@ -42,13 +44,17 @@ class Tower:
         """The rows (n, H) of one picture's features, and those of each of the first layers, from what the processor gave."""
         there = {k: t.to(self.device) for k, t in inputs.items()}
         there["pixel_values"] = there["pixel_values"].to(self.dtype)
-        out = self.model.get_image_features(**there, return_dict=True)
+        more = {}
+        asked = signature(self.model.get_image_features).parameters.get(STRATEGY)
+        if asked is not None and asked.default is asked.empty:  # Llama 4's in transformers 5.17, which does not read it
+            more[STRATEGY] = "default"
+        out = self.model.get_image_features(**there, **more, return_dict=True)
         rows = out.pooler_output
         if hasattr(self.model, "multi_modal_projector"):  # Llama 4's is called by its forward
             rows = self.model.multi_modal_projector(out.last_hidden_state.flatten(0, -2))
         rows = rows if isinstance(rows, torch.Tensor) else torch.cat([*rows])
-        more = getattr(out, "deepstack_features", None) or ()
-        layers = (layer if isinstance(layer, torch.Tensor) else torch.cat([*layer]) for layer in more)
+        first = getattr(out, "deepstack_features", None) or ()
+        layers = (layer if isinstance(layer, torch.Tensor) else torch.cat([*layer]) for layer in first)
         return rows.flatten(0, -2), tuple(layer.flatten(0, -2) for layer in layers)
 
 
