@@ -56,7 +56,7 @@ def main() -> None:
     console.table(
         f"lowq on the bundled 6.8M-parameter model, {args.bits} bits", ("", ">before", ">after"), rows, on_stdout=True
     )
-    console.out("This model is small enough for the processor's cache; larger ones also gain speed (README.md).\n")
+    console.out("This model is small enough for the processor's cache; larger ones also gain speed (docs/results.md).\n")
     console.out(f"{PROMPT}{after['text']}\n")
     console.out(
         f"{console.duration(time.monotonic() - start)} in all. Next: lowq quantize <your model>; lowq tune; lowq generate"

@@ -1,22 +1,35 @@
 """The generated parts of README.md and docs/ are what benchmarks/render.py makes of the results and of --help today."""
 
 import ast
+import importlib.util
+import json
+import os
 import re
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import torch
+import transformers
 import typer
 
+import lowq
 from lowq_cli import main, quantizers
+from lowq_cli.files.source import DEMO
 from lowq_cli.plan import recipe, targets
 from lowq_packers.scheme import ACTS, ZERO_KINDS
 
 ROOT = Path(__file__).parent.parent
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")), *DOCS]
+MOST_LINES = 120  # of the README
 
 
 def test_generated_pages_are_fresh():
@@ -46,7 +59,7 @@ def test_every_page_of_the_notes_is_in_their_index():
 
 
 @pytest.mark.parametrize(
-    "folder", ["", "benchmarks", "docs", "kernels", "lowq_cli", "packers", "tests"], ids=lambda f: f or "root"
+    "folder", ["", "benchmarks", "docs", "examples", "kernels", "lowq_cli", "packers", "tests"], ids=lambda f: f or "root"
 )
 def test_no_file_names_a_benchmark_that_is_gone(folder):
     """Command lines and comments too, which hold no link."""
@@ -70,13 +83,25 @@ def test_what_is_run_on_each_version_of_transformers_is_there():
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_page_is_in_the_index_and_the_readme_is_short():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [p.name for p in DOCS if p.name != "README.md" and f"]({p.name})" not in index] == []
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_changelog_begins_with_the_version_that_is_built():
+    first = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert first
+    assert first[1] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_named_in_the_documentation_exist(page):
-    named = re.findall(r"`((?:benchmarks|kernels|lowq_cli|packers|tests)/[\w/]+\.(?:py|cuh?))`", page.read_text())
+    named = re.findall(r"`((?:benchmarks|examples|kernels|lowq_cli|packers|tests)/[\w/]+\.(?:py|cuh?))`", page.read_text())
     assert sorted({name for name in named if not (ROOT / name).exists()}) == []
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_command_lines_are_those_that_lowq_takes(page):
     commands = typer.main.get_command(main.app).commands
     for line in re.findall(r"^(?: {4}|\$ )(lowq .*)$", page.read_text(), re.M):
@@ -112,3 +137,48 @@ def test_help_names_every_choice(verb, flag, names):
     command = typer.main.get_command(main.app).commands[verb]
     told = next(p.help for p in command.params if flag in p.opts)
     assert [n for n in names if not re.search(rf"(?<![\w.-]){re.escape(n)}(?![\w-])", told)] == []
+
+
+TROUBLES = re.findall(r"^\$ (lowq .*)\n(lowq: .*)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory):
+    """A folder with the models of docs/troubleshooting.md, and a port that is taken, which the page calls 8000."""
+    folder = tmp_path_factory.mktemp("troubled")
+    lowq.quantize("demo", out=folder / "ckpt", bits=4, group=64, method="rtn", device="cpu")
+    shutil.copytree(folder / "ckpt", folder / "cut")
+    os.truncate(folder / "cut/model.safetensors", (folder / "cut/model.safetensors").stat().st_size - 1000)
+    shutil.copytree(DEMO, folder / "other")
+    config = json.loads((DEMO / "config.json").read_text()) | {
+        "model_type": "brand_new",
+        "auto_map": {"AutoModelForCausalLM": "m.X"},
+    }
+    (folder / "other/config.json").write_text(json.dumps(config))
+    shutil.copytree(DEMO, folder / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "pickled/pytorch_model.bin").touch()
+    (folder / "lora").mkdir()
+    (folder / "lora/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    (folder / "lora/adapter_model.safetensors").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield folder, str(taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("command", "line"), TROUBLES, ids=lambda v: v[:40])
+def test_a_quoted_error_is_what_lowq_prints(command, line, troubled, monkeypatch, capsys):
+    if "--tasks" in command and importlib.util.find_spec("lm_eval"):
+        pytest.skip("lm-eval is installed")
+    if "cuda" in command and torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    folder, port = troubled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys, "argv", shlex.split(command.replace("8000", port)))
+    assert main._run() in (2, 3, 5)
+    assert line.replace("8000", port).replace("5.23.0", transformers.__version__) in capsys.readouterr().err.splitlines()
+
+
+def test_there_are_ten_of_them():
+    assert len(TROUBLES) == 10

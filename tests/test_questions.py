@@ -1,4 +1,4 @@
-"""Three questions that a newcomer asks, answered by the files that README's "How it is built" names."""
+"""Three questions that a newcomer asks, answered by the files that docs/inside.md names."""
 
 import dataclasses
 import json

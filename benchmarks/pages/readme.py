@@ -1,4 +1,4 @@
-"""README.md's part `measured`: one short table per question a newcomer asks, and the list of commands."""
+"""docs/results.md: one short table for each question that a newcomer asks; and README.md's list of commands."""
 
 from pages import part, read, shown, table
 from pages.cuda import best_peers, measured_cells
@@ -21,8 +21,21 @@ def commands() -> str:
 
 
 @part
+def headline() -> str:
+    """The one sentence of the README with numbers."""
+    report = read("h100/decode_8b.json")
+    speed = {r["variant"]: f"{r['tokens_per_s']:.0f}" for r in report["rows"] if r.get("batch") == 1}
+    return (
+        f"On one {report['device']} a model of 8B parameters writes {speed['4']} tokens/s at 4 bits with lowq. "
+        "In 16 bits it writes\n"
+        f"{speed['16']} with lowq, {speed['transformers-compile']} with transformers and torch.compile, and "
+        f"{speed['transformers']} with plain transformers (batch 1).\n"
+    )
+
+
+@part
 def measured() -> str:
-    """All tables of the README."""
+    """All tables of docs/results.md."""
     return "\n".join((_accuracy(), _decode(), _serving(), _products(), _cpu()))
 
 
@@ -68,7 +81,7 @@ def _serving() -> str:
     head = (
         f"**Serving** the same shape at 4 bits g128 over HTTP on one {report['device']}, tokens/s of all users together, "
         "prompts and answers of mixed lengths, one run. Waiting times, and what each engine is for: "
-        "[docs/serving.md](docs/serving.md)\n"
+        "[serving](serving.md)\n"
     )
     counts = [int(k.removeprefix("users_")) for k in users]
     return f"{head}\n{table(('', *(f'>{n} user' + 's' * (n > 1) for n in counts)), rows)}"
@@ -85,7 +98,7 @@ def _products() -> str:
     head = (
         "**One linear layer**, 4 bits, group 128, float zeros, microseconds of what dispatch picks on one H100; the peers "
         "(without zeros) in an earlier run on the same kind of GPU. All layers, widths, and cuBLAS: "
-        "[docs/cuda.md](docs/cuda.md)\n"
+        "[CUDA kernels](cuda.md)\n"
     )
     return f"{head}\n{table(('N x K', '>M', 'kernel', '>lowq', '>best peer', '>as fast'), rows)}"
 

@@ -98,7 +98,7 @@ def _config(raw: Mapping[str, Any]) -> Any:
     fields = {k: v for k, v in raw.items() if k != "quantization_config"}
     inside = {k: v for k, v in (fields.get("text_config") or {}).items() if k not in LISTS}
     small = {k: v for k, v in (SMALL | FEW).items() if k in inside or k == "num_hidden_layers"}
-    fields["text_config"] = inside | small
+    fields["text_config"] = inside | small | {"pad_token_id": None}  # a small vocabulary need not have it
     if "audio_config" in fields:
         fields["audio_config"] = None
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
