@@ -82,7 +82,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _parameter(p: inspect.Parameter) -> str:
-    kind = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+    kind = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
     of = "" if p.annotation is p.empty else f": {_named(p.annotation)}"
     return f"{kind}{p.name}{of}" + ("" if p.default is p.empty else f" = {p.default!r}")
 
