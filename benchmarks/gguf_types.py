@@ -46,7 +46,7 @@ def plain(W: torch.Tensor, kind: str) -> Blocks:
     off = (dmin.float() * m).unsqueeze(-1) if b.mins else 0
     codes = order[torch.bucketize((x + off) / (d.float() * s).unsqueeze(-1).clamp(min=1e-30), (values[1:] + values[:-1]) / 2)]
     flat = [t.reshape(len(W), -1) for t in (codes.to(torch.uint8), s, m, d, dmin)]
-    return Blocks(kind, *flat[:2], flat[2] if b.mins else None, flat[3], flat[4] if b.mins else None)
+    return Blocks(kind, flat[0], flat[1], flat[2] if b.mins else None, flat[3], flat[4] if b.mins else None)
 
 
 def by_llama_cpp(library: ctypes.CDLL, W: torch.Tensor, kind: str) -> Blocks:
