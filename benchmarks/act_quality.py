@@ -19,7 +19,7 @@ import torch
 
 import lowq
 from lowq_cli.calibrate.texts import tokenize, windows
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.eight_bits import choose, own_text
 from lowq_cli.evaluate.logits import device_of, logits_of
 from lowq_cli.hf.activations import quantized_linears

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowq_cli.engine import search, warm
+from lowq_cli.engine import precompiling, search
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
@@ -209,7 +209,7 @@ def decode(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
     model, _ = e2e_decode.decoder_for("4h8", "8b", torch.float16, "cuda")
     for kind in kv.KINDS:
         decoder = NativeDecoder(model, kv=kind)
-        launch_all(warm.launches(model, decoder, 1, DECODE_TOKENS[0], Sampling()), lambda n, of: None)
+        launch_all(precompiling.launches(model, decoder, 1, DECODE_TOKENS[0], Sampling()), lambda n, of: None)
         least = 0.0
         for tokens in DECODE_TOKENS:
             decoder.held = []

@@ -35,7 +35,7 @@ LOWQ = """
 import json, resource, sys, time, torch
 from lowq_cli.engine import explain
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.products.cpu import native
 model, _ = ready(sys.argv[1], "cpu")

@@ -121,8 +121,8 @@ def run(folder: Path, device: str) -> dict[str, Any]:
     stage("context_s", lambda: torch.zeros(1, device=device))
     stage("import_s", imports)
     from lowq_cli.engine import stream
-    from lowq_cli.engine.ready import ready
-    from lowq_cli.engine.warm import warm
+    from lowq_cli.engine.open_model import ready
+    from lowq_cli.engine.precompiling import warm
 
     model, tokenizer = stage("load_s", lambda: ready(str(folder), device, print))
     g = stage("join_s", lambda: stream(model, tokenizer, list(range(10, 10 + PROMPT)), max_new_tokens=NEW))

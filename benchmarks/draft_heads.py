@@ -19,7 +19,7 @@ import torch
 from drafts import prompts
 from pages import results_of
 
-from lowq_cli.engine import ready
+from lowq_cli.engine import open_model
 from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts import heads
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model, tokenizer = ready.ready(args.model, args.device)
+    model, tokenizer = open_model.ready(args.model, args.device)
     plan, drafter = plan_of(model), heads.load(args.head, model)
     made = Path(args.head) / "lowq_draft.json"
     about: Row = {"model": args.name or args.model, "head": drafter.name, "layers": drafter.layers}

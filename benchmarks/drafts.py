@@ -24,7 +24,7 @@ from pages import results_of
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.dispatch.precompile import launch_all
 
@@ -41,7 +41,7 @@ def rows(shape: str, variant: str, contexts: list[int], device: str) -> list[Row
         ids = torch.randint(3, decoder.plan.vocabulary, (context,), generator=torch.Generator().manual_seed(1)).tolist()
         decoder.drafts, decoder.held = True, []
         if device == "cuda":
-            from lowq_cli.engine.warm import launches
+            from lowq_cli.engine.precompiling import launches
 
             launch_all(launches(model, decoder, 1, context, Sampling()), lambda n, of: None)
         for T in (1, *WIDTHS):

@@ -31,7 +31,7 @@ import torch
 from pages.decode import widths
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowq_cli.engine import Generation, explain, search, stream, warm
+from lowq_cli.engine import Generation, explain, precompiling, search, stream
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
@@ -309,7 +309,7 @@ def compile_first(runs: list[Run], args: argparse.Namespace) -> float:
             model, decoder = decoder_for(variant, model_name, getattr(torch, args.dtype), args.device, layers=1)
             models.append(model)
             for batch in batches:
-                work += warm.launches(model, decoder, batch, args.prompt, Sampling())
+                work += precompiling.launches(model, decoder, batch, args.prompt, Sampling())
     launch_all(work, lambda n, of: None, os.cpu_count() or 1)
     return time.perf_counter() - start
 

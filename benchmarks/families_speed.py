@@ -26,7 +26,7 @@ from e2e_decode import quantized_model
 from pages import results_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowq_cli.engine import bandwidth, explain, warm
+from lowq_cli.engine import bandwidth, explain, precompiling
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.sampling import Sampling
 
@@ -171,7 +171,7 @@ def row(family: str, device: str, args: argparse.Namespace, speed: float) -> dic
     decoder = decoder_of(model)
     g = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, 8000, (8, 128), generator=g).tolist()
-    warm.warm(model, decoder, prompts[:1], Sampling())
+    precompiling.warm(model, decoder, prompts[:1], Sampling())
     first = decoder.start(prompts[:1], Sampling(), 40)
     drawn = [int(first[0]), *(int(decoder.step()[0]) for _ in range(30))]
     made = {"family": family, "layers": model.config.num_hidden_layers, "decoder": decoder.name, "reason": decoder.reason}

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lowq_cli.calibrate.texts import tokenize, window_of
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.perplexity import evaluate, read_text
 from lowq_kernels.decode import kv
 

@@ -19,8 +19,8 @@ from serve_own import Engine
 from vllm_speed import make
 
 from lowq_cli.engine.lora import adapt
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
-from lowq_cli.engine.ready import ready
 from lowq_cli.engine.steps import Product
 from lowq_cli.files.adapter import Adapter
 

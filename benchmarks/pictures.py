@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.owned import owned
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import Sampling

@@ -19,7 +19,7 @@ from drawn import Drawn, draw
 from PIL import Image
 
 import lowq
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 
 WIDTHS = ((16, "keep"), (8, "keep"), (4, "keep"), (4, 8), (4, 4), (3, "keep"), (2, "keep"))  # of the text, of the tower
 SEED = 1 << 40  # of no batch that was trained on

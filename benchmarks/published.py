@@ -31,8 +31,8 @@ import torch
 from matplotlib.figure import Figure
 from plots import save
 
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.prompts import context_limit
-from lowq_cli.engine.ready import ready
 from lowq_cli.evaluate.logits import logits_of
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.inspection import inspect_model

@@ -33,7 +33,7 @@ from vllm_speed import USERS, make
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.eight_bits import apply_act
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Draw, Event, Request, Words

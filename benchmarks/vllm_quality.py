@@ -24,7 +24,7 @@ from pages import results_of
 
 import lowq
 from lowq_cli.calibrate.texts import tokenize, windows
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.perplexity import evaluate, read_text
 from lowq_cli.interop import vllm_speed
 

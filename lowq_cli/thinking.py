@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lowq_cli import console
+from lowq_cli.output.dialects import ways_by
 from lowq_cli.output.parts import Offered, Part
 from lowq_cli.output.read import Reader
-from lowq_cli.output.ways import ways_by
 
 
 def parts(pieces: Iterable[str], marks: Any) -> Iterator[Part]:

@@ -28,8 +28,8 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("ranks", "console", "devices", "workers", "memory", "drawing"),
         *("state", "running", "sessions", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
-        *("output", "engine", "loading", "evaluate", "run", "holdings", "tuning", "serving"),
-        *("checkup", "vllm_plugin", "telling", "thinking", "typing_in", "completion", "commands", "main"),
+        *("output", "engine", "loading", "evaluate", "run", "inventory", "tuning", "serving"),
+        *("checkup", "vllm_plugin", "run_report", "thinking", "line_input", "completion", "commands", "main"),
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up

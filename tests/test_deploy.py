@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowq_cli.serving.offers import read_config
+from lowq_cli.serving.catalog import read_config
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 LOWQ = Path(sys.executable).with_name("lowq")

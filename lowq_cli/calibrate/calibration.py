@@ -20,10 +20,11 @@ from safetensors.torch import save
 from lowq_cli import quantizers
 from lowq_cli.calibrate import curvature, scaling, texts
 from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
-from lowq_cli.calibrate.given import Given, GivenCodes, GivenFile, better
+from lowq_cli.calibrate.file_matrix import Given, GivenCodes, GivenFile, better
 from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
+from lowq_cli.calibrate.layer_walk import Hidden, Layer
 from lowq_cli.calibrate.learn import EPOCHS, learn
-from lowq_cli.calibrate.need import (
+from lowq_cli.calibrate.requirements import (
     ALONE_TOKENS,
     CURVED_TOKENS,
     UNSEEN,
@@ -34,7 +35,6 @@ from lowq_cli.calibrate.need import (
     learns_alone,
     rounds_both_sides,
 )
-from lowq_cli.calibrate.walk import Hidden, Layer
 from lowq_cli.files.folder import staged
 from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowq_cli.calibrate.gradients import backward, by_outputs, entered
 from lowq_cli.calibrate.learn import repeatable
-from lowq_cli.calibrate.need import CURVED_TOKENS, HELD_BYTES, CurvatureDone
+from lowq_cli.calibrate.requirements import CURVED_TOKENS, HELD_BYTES, CurvatureDone
 from lowq_cli.hf.layers import DecoderLayers, Spot, run
 
 ROWS = 2048  # rows of a block, at most: what lies in different blocks is taken as independent

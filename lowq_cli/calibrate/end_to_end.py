@@ -19,9 +19,9 @@ from torch.func import functional_call
 
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
+from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
-from lowq_cli.calibrate.need import PassDone, rates
-from lowq_cli.calibrate.walk import Hidden
+from lowq_cli.calibrate.requirements import PassDone, rates
 from lowq_cli.hf.layers import DecoderLayers
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing

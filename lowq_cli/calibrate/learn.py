@@ -15,7 +15,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowq_cli.calibrate.walk import Hidden, Layer
+from lowq_cli.calibrate.layer_walk import Hidden, Layer
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.tables import values
 

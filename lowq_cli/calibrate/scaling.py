@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowq_cli.calibrate.walk import Hidden, Layer
+from lowq_cli.calibrate.layer_walk import Hidden, Layer
 from lowq_cli.hf.scale_mappings import ScaleMapping, find
 from lowq_cli.quantizers import rtn
 from lowq_packers.scheme import Scheme

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, thinking, typing_in
+from lowq_cli import console, line_input, thinking
 from lowq_cli.commands import (
     Device,
     Draft,
@@ -134,12 +134,12 @@ def chat(
     asked = threads is None and draft == "auto"
     speaker: _Own | _Server = (asked and _server(folder, given, device, kv, keep_alive, think)) or own()
     settings = Settings(**speaker.drawn, **others)
-    typing_in.prepare()
+    line_input.prepare()
     talk = speaker.begin(system, before)
     _greet(speaker, settings, session, len(before))
     turn = len(before) // 2
-    while (said := typing_in.ask()) is not None:
-        if (order := typing_in.command(said)) is not None:
+    while (said := line_input.ask()) is not None:
+        if (order := line_input.command(said)) is not None:
             if order[0] == "quit":
                 return
             try:
@@ -158,7 +158,7 @@ def chat(
             except Declined:  # the server has ended since: on without it
                 speaker, talk = _moved(talk, own)
                 answer = speaker.answer(talk, said, drawn)
-            with typing_in.unechoed():
+            with line_input.unechoed():
                 _write(answer)
         except LowqError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
@@ -178,9 +178,9 @@ class _Own:
         wake(device)
         with console.status(f"loading {folder}"):
             from lowq_cli.engine.conversation import Conversation
-            from lowq_cli.engine.drafts.attaching import check as check_draft
+            from lowq_cli.engine.drafts.drafter_choice import check as check_draft
             from lowq_cli.engine.generation_config import CONVERSATION, settle
-            from lowq_cli.engine.ready import ready
+            from lowq_cli.engine.open_model import ready
             from lowq_kernels.decode.kv import check
 
             check(kv)

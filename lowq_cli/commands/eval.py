@@ -203,10 +203,10 @@ def _tasks(
 
 def _scores(name: str, loaded: Any, limit: int | None, device: str, act: str | None, kv: str) -> "list[Score]":
     """One model's, loaded as for perplexity."""
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
     from lowq_cli.evaluate.eight_bits import apply_act
     from lowq_cli.evaluate.tasks import Judge, scores
-    from lowq_cli.serving.many import answers
+    from lowq_cli.serving.offline import answers
 
     with console.status(f"loading {name}"):
         model, tokenizer = ready(name, device)

@@ -184,8 +184,8 @@ def answer(
     wake(device)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
-        from lowq_cli.engine.drafts.attaching import check as check_draft
-        from lowq_cli.engine.ready import ready
+        from lowq_cli.engine.drafts.drafter_choice import check as check_draft
+        from lowq_cli.engine.open_model import ready
         from lowq_kernels.decode.kv import check
 
         check(settings.get("kv", "16"))
@@ -298,7 +298,7 @@ def _sampling(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 def _compile(model: "CausalModel", generation: "Generation") -> None:
     """Compile this generation's kernels side by side; a progress line, but only where they are not in the caches yet."""
-    from lowq_cli.engine.warm import warm
+    from lowq_cli.engine.precompiling import warm
 
     with ExitStack() as shown:
         bar: list[Callable[[int, str], None]] = []
@@ -391,7 +391,7 @@ def _answer_all(
     """
     import time
 
-    from lowq_cli.serving.many import answers
+    from lowq_cli.serving.offline import answers
 
     settings.pop("images", None)
     said = [line.get("prompt", line.get("messages")) for line in asked]

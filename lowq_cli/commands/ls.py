@@ -10,9 +10,9 @@ EXAMPLES = """Examples:
 
 def ls(as_json: AsJson = False) -> None:
     """List what lowq wrote on this disk: checkpoints, and the imports, exports and runs in its cache."""
-    from lowq_cli import holdings
+    from lowq_cli import inventory
 
-    found = holdings.holdings()
+    found = inventory.holdings()
     total = sum(h.nbytes for h in found)
     if as_json:
         rows = [{"path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in found]

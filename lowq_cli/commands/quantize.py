@@ -13,7 +13,7 @@ import typer
 
 from lowq_cli import completion, console, drawing, quantizers, recipes
 from lowq_cli.commands import AsJson, MixtureType, option
-from lowq_cli.telling import STEPS, follow, show_plan
+from lowq_cli.run_report import STEPS, follow, show_plan
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def compiling(prepared: "Prepared") -> Iterator[None]:
     sys.setswitchinterval(SWITCH_S)
 
     def work() -> None:
-        from lowq_cli.serving.ahead import compile_ahead  # in this thread: half a second of imports
+        from lowq_cli.serving.precompiling import compile_ahead  # in this thread: half a second of imports
 
         compile_ahead(prepared, stop.is_set)
 

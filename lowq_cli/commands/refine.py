@@ -34,7 +34,7 @@ def refine(
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe
-    from lowq_cli.telling import STEPS, follow_calibration
+    from lowq_cli.run_report import STEPS, follow_calibration
 
     if not model:
         raise UsageError("refine needs the model that the file was made from; add --model MODEL")

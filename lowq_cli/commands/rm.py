@@ -23,16 +23,16 @@ def rm(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; with --yes.")] = False,
 ) -> None:
     """Remove what lowq wrote: checkpoints, or all of its cache; asks first."""
-    from lowq_cli import holdings
+    from lowq_cli import inventory
 
     if not names and not cached:
         raise UsageError("name what to remove (lowq ls lists it), or --cached for all of the cache")
-    found = holdings.named(names or [], cached)
+    found = inventory.named(names or [], cached)
     if not yes:
         _ask([f"{h.path} ({h.kind}, {console.size(h.nbytes)})" for h in found], as_json)
     removed = []
     for h in found:
-        if left := holdings.remove(h):
+        if left := inventory.remove(h):
             console.warn(f"{h.path} stays: it holds {len(left)} files that lowq did not write, such as {left[0]}")
         else:
             removed.append(h)

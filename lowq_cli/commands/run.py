@@ -8,7 +8,7 @@ import typer
 
 from lowq_cli import completion, console, recipes
 from lowq_cli.commands import Device, Draft, KeepAlive, NoThink, Seed, Temperature
-from lowq_cli.telling import follow
+from lowq_cli.run_report import follow
 
 EXAMPLES = """Examples:
   lowq run demo 'Once upon a time'

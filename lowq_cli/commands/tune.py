@@ -37,7 +37,7 @@ def tune(
 
     from lowq_cli import state
     from lowq_cli.devices import pick_device
-    from lowq_cli.engine.ready import build_kernels, threads
+    from lowq_cli.engine.open_model import build_kernels, threads
     from lowq_cli.memory import others_at_work
     from lowq_cli.tuning import tuner, tuning_plan
     from lowq_kernels.dispatch import measure, tuning_file

@@ -70,7 +70,7 @@ class Conversation(Turns):
 
     def show(self, image: Any) -> None:
         """A picture that goes with what is said next. Raises as `Sight.picture`."""
-        from lowq_cli.engine.sight import sight_of
+        from lowq_cli.engine.vision import sight_of
 
         self.pictures.append(sight_of(self.model).picture(image))
         self._new += 1
@@ -81,7 +81,7 @@ class Conversation(Turns):
         if not isinstance(asked, str):
             return encode_messages(self.tokenizer, asked, (self.model, self.pictures), self.think)
         if self.pictures:
-            from lowq_cli.engine.sight import sight_of
+            from lowq_cli.engine.vision import sight_of
 
             asked = sight_of(self.model).written(asked, self.pictures, spelled_by(self.tokenizer))
         return list(self.tokenizer(asked)["input_ids"])

@@ -3,8 +3,8 @@
 from typing import Any
 
 from lowq_cli.engine.hf_eager import HfEagerDecoder
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.owned import owned
 from lowq_cli.engine.plan import why_not
 from lowq_cli.engine.stream import Decoder
 from lowq_cli.models import CausalModel

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, Pictures, Rectangle, States
-from lowq_cli.engine.drafts.attached import AHEAD, Attached
 from lowq_cli.engine.drafts.drafter import DeviceDrafter
+from lowq_cli.engine.drafts.static_drafter import AHEAD, Attached
 from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.hf_eager import CHUNK

@@ -19,9 +19,9 @@ from torch import nn
 
 from lowq_cli.devices import say_widened
 from lowq_cli.engine import rope
-from lowq_cli.engine.owned import owned
+from lowq_cli.engine.model_record import owned
+from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.plan import Plan
-from lowq_cli.engine.reading import Reader
 from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors

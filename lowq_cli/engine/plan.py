@@ -16,7 +16,7 @@ from lowq_cli.engine import steps as s
 from lowq_cli.engine import weights as of_model
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.compiling import Compiler, Weights
-from lowq_cli.engine.owned import owned
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import FEW_ROWS, QuantExperts

@@ -12,7 +12,7 @@ from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
-from lowq_cli.output.ways import marks, switches, ways_of
+from lowq_cli.output.dialects import marks, switches, ways_of
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
 LAST = 16  # tokens of a prompt among which its thoughts would be opened
@@ -86,15 +86,15 @@ def stream(
     limited_by = "length" if room == max_new_tokens else "context"
     how: dict[str, Any] = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
     if model.device.type == "cuda":
-        from lowq_cli.engine.warm import warm
+        from lowq_cli.engine.precompiling import warm
 
         how["prepare"] = partial(warm, model, decoder, prompts, sampling)
     if images:
-        from lowq_cli.engine.sight import check_decoder, sight_of
+        from lowq_cli.engine.vision import check_decoder, sight_of
 
         check_decoder(decoder)
         how["shown"] = [sight_of(model).shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
-    from lowq_cli.engine.drafts.attaching import attach
+    from lowq_cli.engine.drafts.drafter_choice import attach
 
     if chat:
         how["marks"] = marks_of(tokenizer, prompts[0])
@@ -104,7 +104,7 @@ def stream(
 
 def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list[list[Any]]:
     """The pictures of each prompt, ready for the tower. Raises UsageError, UnsupportedError."""
-    from lowq_cli.engine.sight import sight_of
+    from lowq_cli.engine.vision import sight_of
 
     if len(images) != prompts or any(isinstance(seen, str | bytes) for seen in images):
         raise UsageError(f"images are a sequence for each of the {prompts} prompts, or one of a single prompt's")
@@ -151,7 +151,7 @@ def encode(
 
 def _with_pictures(tokenizer: Any, text: str, chat: bool, model: Any, pictures: Sequence[Any]) -> list[int]:
     """Token ids of a text with pictures before it, in a chat as one user's message."""
-    from lowq_cli.engine.sight import sight_of
+    from lowq_cli.engine.vision import sight_of
 
     if chat:
         parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
@@ -189,7 +189,7 @@ def encode_messages(
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not shown[1]:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
-    from lowq_cli.engine.sight import sight_of
+    from lowq_cli.engine.vision import sight_of
     from lowq_cli.hf.chat_template import render
     from lowq_cli.hf.pictures import expanded
 

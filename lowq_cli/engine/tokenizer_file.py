@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.engine.tokenizer import FastTokenizer
-from lowq_cli.files.growth import check_growth
 from lowq_cli.files.templates import chat_templates
+from lowq_cli.files.tokenizer_growth import check_growth
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.errors import LowqError, no_panic
 from lowq_packers.regular import MAX_CONFIG, read_text

@@ -43,7 +43,7 @@ def compare(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: other vocabularies, too short a text.
     """
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
     from lowq_cli.interop.inspection import inspect_model
 
     reference: Any = None

@@ -6,7 +6,7 @@ import torch
 
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native_loader import NativeModel
-from lowq_cli.engine.warm import warm_texts
+from lowq_cli.engine.precompiling import warm_texts
 from lowq_cli.models import CausalModel
 from lowq_kernels.decode.kv import PLAIN
 

@@ -129,7 +129,7 @@ def measure(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
 
     loaded, tokenizer = ready(model, device)
     if act is not None:
@@ -145,7 +145,7 @@ def measure_modes(
     model: str | Path, text: str, device: str = "auto", max_tokens: int | None = None, progress: Progress | None = None
 ) -> dict[str, Report]:
     """Activation mode -> `evaluate` on a text, for every mode that the model's layers take. Arguments as of `measure`."""
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
     from lowq_cli.hf.activations import modes, set_activations
 
     loaded, tokenizer = ready(model, device)

@@ -29,7 +29,7 @@ def measure_pictures(
 
     Raises what that does, and UnsupportedError for a model that takes no pictures.
     """
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
 
     asked = pairs(Path(folder))
     loaded = [ready(str(name), device) for name in (model, against) if name is not None]
@@ -56,7 +56,7 @@ def _log_probabilities(model: Any, tokenizer: Any, file: Path, text: str) -> tup
     """Of each token of the text behind the picture: log-probabilities (n, V) fp32, and the token (n,)."""
     from lowq_cli.engine.decoders import decoder_of
     from lowq_cli.engine.prompts import check_length, encode
-    from lowq_cli.engine.sight import check_decoder, sight_of
+    from lowq_cli.engine.vision import check_decoder, sight_of
 
     decoder: Any = decoder_of(model)
     check_decoder(decoder)

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from lowq_cli.files import fp8_tensors
+from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.fp8_tensors import quantized
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
-from lowq_cli.files.view import only_its_files
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_cli.hf.swap import FP8
 from lowq_packers.scheme import ACT_KEY

@@ -11,11 +11,11 @@ from transformers.utils import logging
 
 from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device, say_widened
+from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
 from lowq_cli.files.text_alone import way_out
-from lowq_cli.files.view import only_its_files
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class
 from lowq_cli.hf.structure import check_affordable, check_plausible

@@ -13,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.source import open_source
-from lowq_cli.files.view import only_its_files
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError, library_errors
 from lowq_packers.lazy import torch

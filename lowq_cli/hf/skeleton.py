@@ -29,8 +29,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from lowq_cli.files.checked_view import known_type
 from lowq_cli.files.source import Cut
-from lowq_cli.files.view import known_type
 from lowq_cli.hf.expert_kinds import LISTED, Kind, converters, kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.errors import DamagedError, UnsupportedError, library_errors

@@ -4,10 +4,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowq_cli.files.growth import check_growth
+from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.source import Source
 from lowq_cli.files.templates import old_template
-from lowq_cli.files.view import only_its_files
+from lowq_cli.files.tokenizer_growth import check_growth
 from lowq_cli.hf.chat_template import render
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, is_no_refusal, no_panic, one_line
 

@@ -1,9 +1,9 @@
 """The text of one answer in, its parts out."""
 
-from lowq_cli.output import bare
+from lowq_cli.output import bare_json
+from lowq_cli.output.dialects import Ways
 from lowq_cli.output.parts import Offered, Part, Parts
 from lowq_cli.output.source import Source, Wait
-from lowq_cli.output.ways import Ways
 
 
 class Reader:
@@ -56,7 +56,7 @@ class Reader:
                 yield from ways.thoughts.read(source, out, inside, calls.openers if calls else ())
             inside = False
             if offers and not begun and not ways.channels:
-                yield from bare.read(source, out)
+                yield from bare_json.read(source, out)
             begun = True
             if calls is not None:
                 yield from calls.read(source, out)

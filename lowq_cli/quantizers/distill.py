@@ -6,6 +6,6 @@ __all__ = ["quantize"]
 
 TEXT = True
 CARRIES = True
-CURVATURE = True  # at the widths of calibrate/need.py's BOTH_SIDES
+CURVATURE = True  # at the widths of calibrate/requirements.py's BOTH_SIDES
 LEARN = True  # at the others: `calibrate` hands a layer's results to calibrate/learn.py
 DISTILL = True  # and all layers' to calibrate/end_to_end.py

@@ -289,7 +289,7 @@ class Search:
 def speed(folder: Path, text: str, device: str) -> float:
     """Tokens a second that a checkpoint decodes one text at, on a device."""
     from lowq_cli.calibrate.texts import tokenize
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
     from lowq_cli.evaluate.comparison import decode_tps
 
     model, tokenizer = ready(folder, device)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.need import working_bytes
+from lowq_cli.calibrate.requirements import working_bytes
 from lowq_cli.console import size
 from lowq_cli.devices import Device
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES

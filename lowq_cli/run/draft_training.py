@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 
 from lowq_cli.calibrate import texts
 from lowq_cli.devices import pick_device
-from lowq_cli.engine import ready
+from lowq_cli.engine import open_model
 from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import static_state, tensors_of
@@ -137,7 +137,7 @@ def plan_training(
 ) -> tuple[Training, Any, Any]:
     """What training will take, the model and its tokenizer. Raises LowqError."""
     on = pick_device(device)
-    loaded, tokenizer = ready.ready(model, device)
+    loaded, tokenizer = open_model.ready(model, device)
     if why := why_not(loaded):
         raise UnsupportedError(f"a head is trained for models that lowq decodes by their description: {why}")
     plan = plan_of(loaded)

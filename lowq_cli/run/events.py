@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowq_cli.calibrate.need import CurvatureDone, LayerDone, MatrixDone, PassDone
+from lowq_cli.calibrate.requirements import CurvatureDone, LayerDone, MatrixDone, PassDone
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from safetensors.torch import save
 from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.calibration import operations
-from lowq_cli.calibrate.visits import Visits
+from lowq_cli.calibrate.expert_usage import Visits
 from lowq_cli.console import duration
-from lowq_cli.engine import ready
+from lowq_cli.engine import open_model
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
@@ -191,7 +191,7 @@ class _Author:
         self.spent, self.made = 0.0, 0
         self.copy = ExitStack()  # a process has its own; rounds are whole files, of the same bytes whoever writes them
         with open_source(runnable(plan.model)) as source:
-            self.tokenizer = ready.tokenizer(source)
+            self.tokenizer = open_model.tokenizer(source)
 
     def kinds(self) -> tuple[str, ...]:
         """What it writes, in equal parts."""
@@ -292,7 +292,7 @@ class _Author:
             folder = self.copy.enter_context(unfinished(self.plan.folder / COPY)) / "copy"
             self.make(make_recipe(bits=self.plan.bits, method="rtn", lm_head="keep"), folder)
             name = str(folder)
-        self.model = ready.ready(name, str(self.plan.device))[0]
+        self.model = open_model.ready(name, str(self.plan.device))[0]
 
     def close(self) -> None:
         """Give back the memory, and the disk of a copy."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.need import identity
+from lowq_cli.calibrate.requirements import identity
 from lowq_cli.calibrate.texts import BUNDLED, Text
 from lowq_cli.files.safetensors_writer import to_json
 from lowq_cli.files.source import CONFIG, INDEX, REPORT, Source
@@ -40,7 +40,7 @@ from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.calibrate.calibration import Calibration
-    from lowq_cli.calibrate.visits import Visits
+    from lowq_cli.calibrate.expert_usage import Visits
     from lowq_cli.run.own_text import Make
 
 FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
@@ -162,7 +162,7 @@ def _visits(source: Source, plan: Plan, device: torch.device) -> "Visits | None"
     """What counts the visits of the experts that are calibrated; None without any."""
     if not any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in plan.items):
         return None
-    from lowq_cli.calibrate.visits import Visits  # builds a model with transformers
+    from lowq_cli.calibrate.expert_usage import Visits  # builds a model with transformers
 
     return Visits(source, device)
 

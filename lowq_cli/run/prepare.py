@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.need import is_calibrated, tokens_for
+from lowq_cli.calibrate.requirements import is_calibrated, tokens_for
 from lowq_cli.calibrate.texts import SELF, Text
 from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
 from lowq_cli.files.folder import check_apart

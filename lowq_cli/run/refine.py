@@ -1,8 +1,8 @@
 """Better codes and scales inside another tool's quantized file, given the model it was made from: same format and schemes.
 
 The original is walked layer by layer on a text, as for gptq; each matrix gets the codes that gptq chooses on the file's own
-grid, and the scales that are best with them, where the output's error is less than with the file's (calibrate/given.py). All
-else is taken over as it is. What was found is kept in the cache: the same call goes on behind the last layer that was
+grid, and the scales that are best with them, where the output's error is less than with the file's (calibrate/file_matrix.py).
+All else is taken over as it is. What was found is kept in the cache: the same call goes on behind the last layer that was
 finished, and where all were finds its result there.
 """
 

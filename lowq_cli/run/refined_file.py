@@ -1,6 +1,6 @@
 """Another tool's quantized file while its weights get better codes and scales: a folder of safetensors, or a GGUF file.
 
-Both hand out matrices as they hold them (calibrate/given.py), take better ones, and leave the rest of the file as it is.
+Both hand out matrices as they hold them (calibrate/file_matrix.py), take better ones, and leave the rest of the file as it is.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from lowq_cli.calibrate.given import Given, GivenBlocks, GivenCodes, GivenFile
+from lowq_cli.calibrate.file_matrix import Given, GivenBlocks, GivenCodes, GivenFile
 from lowq_cli.calibrate.layer_file import load_item, load_tensor, save_item
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, sweep, unfinished

@@ -14,9 +14,9 @@ import torch
 from lowq_cli import memory
 from lowq_cli.engine.batch import KeyValues, States
 from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.precompiling import products
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
-from lowq_cli.engine.warm import products
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner

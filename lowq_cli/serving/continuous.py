@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from lowq_cli.engine import plan as plans
-from lowq_cli.engine.drafts.attaching import settled
 from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.drafting import AGAIN, BEFORE, step_s
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.sampling import drawable, not_finite
@@ -38,13 +38,13 @@ from lowq_cli.serving.drafting import Answers, choose, rounds
 from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
 from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
+from lowq_cli.serving.image_encoding import Seeing
 from lowq_cli.serving.model_runner import Piece
-from lowq_cli.serving.reads import PromptReader
+from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
+from lowq_cli.serving.sampler import LogProbs, Logs, Special, fetch
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
-from lowq_cli.serving.seeing import Seeing
 from lowq_cli.serving.sequence import Sequence
-from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
 from lowq_cli.serving.token_budget import PREFER
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind

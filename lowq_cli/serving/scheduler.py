@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from lowq_cli.serving.cache_groups import REWIND
 from lowq_cli.serving.cache_manager import CacheManager, Match
+from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.sequence import Sequence
-from lowq_cli.serving.turns import Turns
 
 READERS = 32  # prompts that are read at once: with 16, the last of 128 of 60 tokens waits an eighth longer
 GIVES_WAY = 8  # steps from one look at whether a text should give its place to another to the next

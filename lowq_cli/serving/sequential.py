@@ -13,10 +13,10 @@ from lowq_cli import memory
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.serving.picking import Picker
-from lowq_cli.serving.reads import PromptReader
+from lowq_cli.serving.fairness import Turns
+from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
-from lowq_cli.serving.turns import Turns
+from lowq_cli.serving.sampler_reference import Picker
 from lowq_kernels.decode.kv import PLAIN, slot_bytes
 from lowq_packers.errors import UnsupportedError, device_lost, one_line
 

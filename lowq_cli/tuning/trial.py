@@ -81,7 +81,7 @@ def _view(folder: Path) -> Any:
 
 def _decoder(view: Path, device: torch.device) -> Any:
     from lowq_cli.engine.decoders import decoder_of
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
 
     tuning.forget()
     return decoder_of(ready(str(view), device.type, lambda text: None)[0])

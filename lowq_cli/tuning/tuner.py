@@ -120,7 +120,7 @@ class Steps:
     def __init__(self, folder: Path, device: torch.device) -> None:
         from lowq_cli.engine.decoders import decoder_of
         from lowq_cli.engine.native import NativeDecoder
-        from lowq_cli.engine.ready import ready
+        from lowq_cli.engine.open_model import ready
 
         model, _ = ready(str(folder), device.type, lambda text: None)
         tuning.forget()  # an older table of this folder: what is to be beaten is dispatch without one

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from lowq_cli.hf.experts import FEW_ROWS, experts_linear
 from lowq_cli.vllm_plugin.linear import LEAVES, Held, LowqLinearMethod, check_companions, tensors
-from lowq_cli.vllm_plugin.warm import warm
+from lowq_cli.vllm_plugin.precompiling import warm
 from lowq_kernels.decode.mixture import mixture
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules.stack import Stack

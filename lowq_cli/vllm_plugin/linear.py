@@ -20,7 +20,7 @@ from vllm.model_executor.parameter import (
 )
 
 from lowq_cli.files.tensor_parallel import row_problem
-from lowq_cli.vllm_plugin.warm import warm
+from lowq_cli.vllm_plugin.precompiling import warm
 from lowq_kernels.counters import reserve
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import matmul

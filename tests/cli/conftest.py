@@ -58,7 +58,7 @@ def small_calibration(monkeypatch):
     monkeypatch.setattr(texts, "WINDOW", 32)
     monkeypatch.setattr(texts, "BATCH", 2)
     monkeypatch.setattr("lowq_cli.hf.tokenizer.load_tokenizer", lambda source: Bytes())
-    monkeypatch.setattr("lowq_cli.engine.ready.tokenizer", lambda source: Bytes())
+    monkeypatch.setattr("lowq_cli.engine.open_model.tokenizer", lambda source: Bytes())
 
 
 class Bytes:

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 import lowq
 from lowq_cli.engine import stream
 from lowq_cli.engine.lora import adapt, attach
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
-from lowq_cli.engine.ready import ready
 from lowq_cli.files.adapter import read_adapter
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 

@@ -8,7 +8,7 @@ from folders import files
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import calibration, texts
-from lowq_cli.calibrate.walk import Layer
+from lowq_cli.calibrate.layer_walk import Layer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.layers import DecoderLayers, run

@@ -69,7 +69,7 @@ def test_layers_one_by_one_see_pictures_as_the_whole_model_does(family, folders,
 
 def test_what_is_measured_is_another_than_a_texts(folders, tmp_path):
     """Moments of the first layer's inputs: those of texts alone are not those of windows with pictures."""
-    from lowq_cli.calibrate.walk import Layer
+    from lowq_cli.calibrate.layer_walk import Layer
 
     folder, found = sighted.write("mistral3", tmp_path / "m"), []
     with open_source(folder) as source:

@@ -8,11 +8,11 @@ import pytest
 
 import lowq
 from lowq_cli.engine import stream
-from lowq_cli.engine.drafts.attaching import settled
+from lowq_cli.engine.drafts.draft_length import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
 from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.ngram import SIZES, NGram
-from lowq_cli.engine.drafts.pace import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.files.source import DEMO
 from lowq_packers.errors import UsageError
 

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import lowq
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate import eight_bits
 from lowq_cli.evaluate.eight_bits import apply_act, choose, own_text
 from lowq_cli.hf.activations import quantized_linears, set_activations

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowq_cli.calibrate import end_to_end, learn, need
+from lowq_cli.calibrate import end_to_end, learn, requirements
 from lowq_cli.calibrate.end_to_end import EndToEnd
-from lowq_cli.calibrate.need import LayerDone, PassDone
+from lowq_cli.calibrate.requirements import LayerDone, PassDone
 from lowq_cli.files.source import open_source
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
@@ -23,7 +23,7 @@ def quicken(monkeypatch, factor):
     """A few steps must do what thousands do, of which most codes do not move."""
 
     def rates(bits, weights):
-        scales, norms, codes = need.rates(bits, weights)
+        scales, norms, codes = requirements.rates(bits, weights)
         return factor * scales, factor * norms, (codes > 0) * factor * 6e-3
 
     monkeypatch.setattr(end_to_end, "rates", rates)

@@ -103,9 +103,9 @@ def test_llama_cpp_sees_as_we_do(exported, tmp_path):
     if importlib.util.find_spec("xllamacpp") is None:
         pytest.skip("needs xllamacpp, which has llama.cpp with its reader of pictures (pip install xllamacpp)")
     from lowq_cli.engine.decoders import decoder_of
+    from lowq_cli.engine.open_model import ready
     from lowq_cli.engine.prompts import encode
-    from lowq_cli.engine.ready import ready
-    from lowq_cli.engine.sight import sight_of
+    from lowq_cli.engine.vision import sight_of
 
     family, folder, file = exported
     pictures = [tmp_path / f"{seed}.png" for seed in range(6)]

@@ -197,7 +197,7 @@ def test_a_prompt_longer_than_the_context_is_one_line(run, monkeypatch):
 
 
 def test_a_profile_that_cannot_be_written_is_told_before_the_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.ready.ready", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
     (tmp_path / "file").write_text("")
     done = run(*SHORT, "--prompt", "x", "--profile", str(tmp_path / "file" / "t.json"))
     assert (done.returncode, done.stdout) == (2, "")

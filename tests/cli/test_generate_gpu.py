@@ -17,7 +17,7 @@ from lowq_cli.hf.expert_kinds import Kind
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_cli.serving.continuous import ContinuousEngine
-from lowq_cli.serving.many import answer_all
+from lowq_cli.serving.offline import answer_all
 from lowq_cli.serving.request import Request
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack

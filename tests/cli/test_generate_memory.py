@@ -8,7 +8,7 @@ import torch
 
 from lowq_cli import memory
 from lowq_cli.commands import generate
-from lowq_cli.engine import explain, graph, stream, warm
+from lowq_cli.engine import explain, graph, precompiling, stream
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.sampling import Sampling
@@ -51,8 +51,8 @@ def test_what_is_compiled_first_is_what_the_passes_take(monkeypatch):
     assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11)] == [(2, 11), (2, 11), (1, 11)]
     assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
     seen = set()
-    monkeypatch.setattr(warm, "products", lambda model, decoder, rows: seen.update(rows) or ())
-    warm.launches(SimpleNamespace(dtype=torch.float32), None, 5, 11, Sampling())
+    monkeypatch.setattr(precompiling, "products", lambda model, decoder, rows: seen.update(rows) or ())
+    precompiling.launches(SimpleNamespace(dtype=torch.float32), None, 5, 11, Sampling())
     assert seen == {5, 22, 11}
 
 

@@ -11,7 +11,7 @@ from lowq_cli.engine import explain, stream
 from lowq_cli.engine.bandwidth import last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.hf_eager import HfEagerDecoder
-from lowq_cli.engine.ready import threads
+from lowq_cli.engine.open_model import threads
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.tokenizer import FastTokenizer
 from lowq_kernels.modules.linear import QuantLinear
@@ -283,7 +283,7 @@ def test_threads_are_those_the_container_grants(quota, wanted, tmp_path, monkeyp
     file = tmp_path / "cpu.max"
     if quota:
         file.write_text(quota + "\n")
-    monkeypatch.setattr("lowq_cli.engine.ready.CGROUP_QUOTA", file)
+    monkeypatch.setattr("lowq_cli.engine.open_model.CGROUP_QUOTA", file)
     assert threads() == wanted
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads() == 3
@@ -294,7 +294,7 @@ def test_threads_that_are_asked_for_stand_over_the_containers_share(tmp_path, mo
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     quota = tmp_path / "cpu.max"
     quota.write_text("100000 100000\n")
-    monkeypatch.setattr("lowq_cli.engine.ready.CGROUP_QUOTA", quota)
+    monkeypatch.setattr("lowq_cli.engine.open_model.CGROUP_QUOTA", quota)
     try:
         result = CliRunner().invoke(main.app, ["bench", "--shape", "64x64", "--op", "none", "--threads", "3"])
         assert "--op 'none' does not exist" in str(result.exception)

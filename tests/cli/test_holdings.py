@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lowq_cli import completion, holdings, main, state
+from lowq_cli import completion, inventory, main, state
 from lowq_cli.files import folder
 
 SHORT = ("--max-new-tokens", "4", "--device", "cpu", "--temperature", "0")
@@ -40,7 +40,7 @@ def test_run_quantizes_once_and_the_last_checkpoint_stays_what_it_was(lowq, tmp_
     assert again[:2] == (0, out)
     assert "into the cache" not in again[2]
     assert state.known() == []
-    (run,) = holdings.holdings()
+    (run,) = inventory.holdings()
     assert (run.kind, run.path.parent) == ("run", tmp_path / "cache" / "lowq" / "runs")
     assert run.nbytes > 6e6
     assert lowq("run", run.path, "Once upon a time", *SHORT)[:2] == (0, out)

@@ -117,7 +117,7 @@ def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
 
 @pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["chat", "demo"]], ids=lambda c: c[0])
 def test_sampling_out_of_range_is_told_before_the_model_is_loaded(command, monkeypatch, capsys):
-    monkeypatch.setattr("lowq_cli.engine.ready.ready", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(sys, "argv", ["lowq", *command, "--top-p", "2"])
     assert main._run() == 2
     assert "top_p=2.0 must be" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from lowq_cli.engine import native_loader
-from lowq_cli.engine.reading import Reader
+from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.files.source import open_source
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.modules.linear import QuantLinear

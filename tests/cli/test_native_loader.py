@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lowq_cli.engine import native_loader, plan, rope, stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.ready import ready, tokenizer
+from lowq_cli.engine.open_model import ready, tokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model

@@ -13,7 +13,7 @@ from conftest import Bytes
 from folders import files
 from typer.testing import CliRunner
 
-from lowq_cli.calibrate.visits import Visits
+from lowq_cli.calibrate.expert_usage import Visits
 from lowq_cli.files.folder import unfinished
 from lowq_cli.files.source import open_source
 from lowq_cli.main import app
@@ -101,7 +101,7 @@ def test_a_chat_model_writes_half_as_conversations(family_checkpoints, cache, mo
     class Chat(Bytes):
         chat_template = "{{ messages }}"
 
-    monkeypatch.setattr("lowq_cli.engine.ready.tokenizer", lambda source: Chat())
+    monkeypatch.setattr("lowq_cli.engine.open_model.tokenizer", lambda source: Chat())
     monkeypatch.setattr(own_text, "MARK", "@@")
     monkeypatch.setattr(own_text, "TURN", 8)
     text, _ = written(family_checkpoints("llama").dense)
@@ -246,12 +246,12 @@ import os, pathlib, signal, sys
 sys.path.insert(0, {tests!r})
 from conftest import Bytes
 from lowq_cli.calibrate import texts
-import lowq_cli.engine.ready
+import lowq_cli.engine.open_model
 import lowq_cli.hf.tokenizer
 from lowq_cli.run import own_text, pipeline
 from lowq_cli.plan.recipe import make_recipe
 texts.WINDOW, texts.BATCH, own_text.SIDE = 32, 2, {{"cpu": 64}}
-lowq_cli.hf.tokenizer.load_tokenizer = lowq_cli.engine.ready.tokenizer = lambda source: Bytes()
+lowq_cli.hf.tokenizer.load_tokenizer = lowq_cli.engine.open_model.tokenizer = lambda source: Bytes()
 own_text.cache_dir = lambda: pathlib.Path({cache!r})
 replace, left = os.replace, [3]  # the last time: after it nothing else would sweep up
 def dying(*a):

@@ -119,7 +119,7 @@ def two_models(monkeypatch):
 
     tokenizer = lambda text, **_: {"input_ids": [i % 4 for i in range(64)]}  # noqa: E731
     models = {"sure": SURE, "uniform": UNIFORM}
-    monkeypatch.setattr("lowq_cli.engine.ready.ready", lambda name, device="auto": (models[name], tokenizer))
+    monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda name, device="auto": (models[name], tokenizer))
     monkeypatch.setattr(state, "checkpoint_or_last", lambda given: given or "uniform")
 
 

@@ -9,7 +9,7 @@ from conftest import Bytes
 from exported import HEAD, INT4, SYM, dense_tensors
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowq_cli.calibrate.need import LayerDone
+from lowq_cli.calibrate.requirements import LayerDone
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop import gguf_bytes

@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import lowq
 from lowq_cli import main
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.prompts import encode
-from lowq_cli.engine.ready import ready
 from lowq_cli.engine.tokenizer import FastTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint

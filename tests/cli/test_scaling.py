@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowq_cli.calibrate import calibration, scaling
-from lowq_cli.calibrate.walk import Layer
+from lowq_cli.calibrate.layer_walk import Layer
 from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.layers import DecoderLayers

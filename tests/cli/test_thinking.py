@@ -9,10 +9,10 @@ import pytest
 
 from lowq_cli import thinking
 from lowq_cli.engine.conversation import Conversation
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.prompts import encode, marks_of
-from lowq_cli.engine.ready import ready
 from lowq_cli.files.source import DEMO
-from lowq_cli.output.ways import marks, ways_by, ways_of
+from lowq_cli.output.dialects import marks, ways_by, ways_of
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 

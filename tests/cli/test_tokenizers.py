@@ -8,7 +8,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from lowq_cli.engine.ready import tokenizer
+from lowq_cli.engine.open_model import tokenizer
 from lowq_cli.engine.tokenizer import BYTE_OF, FastTokenizer
 from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.hf.tokenizer import load_tokenizer

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.owned import owned
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.model_record import owned
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.dispatch import registry, tuning

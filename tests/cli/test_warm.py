@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowq_cli.engine import warm
+from lowq_cli.engine import precompiling
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.quantizers import rtn
@@ -41,36 +41,36 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)  # on a CPU there would be nothing to do
     told = []
-    n = warm.warm(model, decoder, PROMPTS, Sampling(), lambda *progress: told.append(progress))
+    n = precompiling.warm(model, decoder, PROMPTS, Sampling(), lambda *progress: told.append(progress))
     shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q with k and v, o, gate with up, down
     wanted = [(M, N, K) for M in (2, 2 * 5) for N, K in shapes]
     assert sorted(seen) == sorted(wanted)
     between = 8  # attention of steps (short, long) and prompts, both choices, two norms, activation
     assert n == len(seen) + 1 + between  # the head, in 16 bits, takes the step's rows
-    assert warm.warm(model, decoder, PROMPTS, Sampling(seed=3)) == 0  # all of it was launched before
+    assert precompiling.warm(model, decoder, PROMPTS, Sampling(seed=3)) == 0  # all of it was launched before
     n = len(seen)
-    warm.warm(model, decoder, [[1] * 7] * 2, Sampling())
+    precompiling.warm(model, decoder, [[1] * 7] * 2, Sampling())
     assert {M for M, _, _ in seen[n:]} == {2 * 7}  # of a prompt of another length its own products alone
-    assert warm.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), told.append) == 0
+    assert precompiling.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), told.append) == 0
 
 
 def test_texts_launch_their_own_products_and_what_lies_between(decoder, monkeypatch):
     seen, work = [], []
     whole = ops.product
     monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
-    monkeypatch.setattr(warm, "launch_all", lambda launches, done: work.extend(launches) or len(work))
+    monkeypatch.setattr(precompiling, "launch_all", lambda launches, done: work.extend(launches) or len(work))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    assert warm.warm_texts(model, decoder, 14) == 4 + 4  # attention, both norms, activation
+    assert precompiling.warm_texts(model, decoder, 14) == 4 + 4  # attention, both norms, activation
     for launch in work:
         launch()
     shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]
     assert sorted(seen) == sorted((14, N, K) for N, K in shapes)
-    assert warm.warm_texts(SimpleNamespace(device=torch.device("cpu")), decoder, 14) == 0
+    assert precompiling.warm_texts(SimpleNamespace(device=torch.device("cpu")), decoder, 14) == 0
 
 
 def test_the_launches_between_products_are_the_steps_own(decoder):
     """They run without an error, so their shapes are right; launch_all would hide one."""
-    for launch in warm._between(decoder, 2, {2, 6}, Sampling(temperature=0.7)):
+    for launch in precompiling._between(decoder, 2, {2, 6}, Sampling(temperature=0.7)):
         launch()
 
 

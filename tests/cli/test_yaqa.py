@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from lowq_cli.calibrate import curvature, need, texts
+from lowq_cli.calibrate import curvature, requirements, texts
 from lowq_cli.calibrate.curvature import output_moments
-from lowq_cli.calibrate.need import CurvatureDone
+from lowq_cli.calibrate.requirements import CurvatureDone
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.layers import DecoderLayers
 from lowq_cli.hf.load import load_model
@@ -168,7 +168,7 @@ def test_a_run_and_a_rerun_give_the_same_bytes(family, family_checkpoints, text,
     assert any(isinstance(e, CurvatureDone) for e in events)
     work = pipeline.run(dense, recipe, tmp_path / "again")
     for event in work:
-        if isinstance(event, need.LayerDone):
+        if isinstance(event, requirements.LayerDone):
             break
     work.close()
     list(pipeline.run(dense, recipe, tmp_path / "again"))
@@ -187,5 +187,5 @@ def test_what_a_width_needs(method, bits, both, alone, family_checkpoints):
         plan = make_plan(source, make_recipe(bits=bits, group=16, method=method, calib=texts.BUNDLED))
     for item in plan.items:
         if item.method == method:
-            assert need.rounds_both_sides(item) == (both and item.kind != "expert")
-            assert need.learns_alone(item) == alone or item.kind == "expert"
+            assert requirements.rounds_both_sides(item) == (both and item.kind != "expert")
+            assert requirements.learns_alone(item) == alone or item.kind == "expert"

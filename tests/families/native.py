@@ -7,8 +7,8 @@ import torch
 from described import model as random_model
 
 from lowq_cli.engine import weights
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.owned import owned
 from lowq_cli.engine.plan import Plan
 from lowq_packers.arch.parts import Model
 

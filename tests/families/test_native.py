@@ -17,8 +17,8 @@ from described import NAMES, TEXTS, WRAPPERS, config
 from described import model as random_model
 from native import facts_of, logits_of, off, pair, planned, texts, without
 
+from lowq_cli.engine import precompiling, weights
 from lowq_cli.engine import steps as s
-from lowq_cli.engine import warm, weights
 from lowq_cli.engine.batch import States
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import plan_of
@@ -75,7 +75,7 @@ def test_what_is_compiled_ahead_finds_what_it_reads(name):
     plan, of_torch = plan_of(planned(random_model(name))), s.Keep | s.Take | s.Drop | s.TimesToken
     with torch.inference_mode():
         for prompt in (False, True):
-            for launch in warm._steps(plan, plan.steps, 3, "16", prompt, lambda step: not isinstance(step, of_torch)):
+            for launch in precompiling._steps(plan, plan.steps, 3, "16", prompt, lambda step: not isinstance(step, of_torch)):
                 launch()
 
 

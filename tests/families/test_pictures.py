@@ -19,12 +19,12 @@ from described import model as random_model
 from native import off, planned, texts
 
 from lowq_cli.engine import weights
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder, passes
-from lowq_cli.engine.owned import owned
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.sight import Sight
+from lowq_cli.engine.vision import Sight
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import packed
 from lowq_cli.hf.tower import Tower, load_tower

@@ -18,9 +18,9 @@ import sighted
 import lowq
 from lowq_cli import main
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.prompts import spelled_by
-from lowq_cli.engine.ready import ready
-from lowq_cli.engine.sight import sight_of
+from lowq_cli.engine.vision import sight_of
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import Picture, written
 from lowq_cli.hf.tower import Tower

@@ -18,7 +18,7 @@ from making import write
 from published import FAMILIES
 from walking import GREEDY, HOW, NEW, PROMPT, SAID, Walk, _command, _json, run
 
-from lowq_cli.engine.ready import tokenizer
+from lowq_cli.engine.open_model import tokenizer
 from lowq_cli.files.source import _UNWANTED, _WANTED, open_source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.serving.http import conversation

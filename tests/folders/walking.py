@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 import lowq
 from lowq_cli import main
 from lowq_cli.engine import native_loader
-from lowq_cli.engine.ready import tokenizer
+from lowq_cli.engine.open_model import tokenizer
 from lowq_cli.files.source import open_source
 from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.app import make_app

@@ -14,12 +14,12 @@ from test_heads import TEXT, WITH_MTP, eagle, native, states_of
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.drafts import draft_length
 from lowq_cli.engine.drafts import drafting as drafting_of
-from lowq_cli.engine.drafts import pace
 from lowq_cli.engine.drafts.drafter import DraftRows
 from lowq_cli.engine.drafts.drafting import OnDevice
 from lowq_cli.engine.drafts.heads import load
-from lowq_cli.engine.owned import tuned_by
+from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.run import draft_training as training
@@ -34,7 +34,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 def every_step(monkeypatch):
     """A small model on a CPU is faster without: here every step is to have drafts, whatever it takes."""
     monkeypatch.setattr(drafting_of, "ENOUGH", 0)
-    monkeypatch.setattr(pace, "ENOUGH", sys.maxsize)  # what steps take is never known
+    monkeypatch.setattr(draft_length, "ENOUGH", sys.maxsize)  # what steps take is never known
 
 
 def said(model, prompt, draft, **how):
@@ -173,7 +173,7 @@ def test_on_a_cpu_a_head_that_is_not_worth_its_time_is_let_go(seconds, right, go
     said(model, PROMPTS[0], str(tmp_path / "head"))
     decoder = decoder_of(model)
     decoder.timed.clear()
-    for of in (drafting_of, pace):
+    for of in (drafting_of, draft_length):
         monkeypatch.setattr(of, "ENOUGH", 4)
     drafting = OnDevice(decoder.attached.drafter, decoder)
     decoder.start([PROMPTS[0]], Sampling(), 200)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.run.pipeline import quantize
 from lowq_cli.serving.cache_allocator import trial_runner

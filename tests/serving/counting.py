@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from lowq_cli.serving.apart import Made
+from lowq_cli.serving.engine_process import Made
 from lowq_cli.serving.request import Event, Limits, Stats
 from lowq_packers.errors import DoesNotFitError
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lowq_cli.engine import native_loader
-from lowq_cli.engine.reading import Blank
+from lowq_cli.engine.parallel_read import Blank
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run.prepare import prepare
-from lowq_cli.serving import ahead
+from lowq_cli.serving import precompiling
 from lowq_kernels.modules import ops
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def planned(folder, **recipe):
     """The model that kernels are compiled with for the demo's plan, and the plan."""
     with prepare("demo", make_recipe(None, **recipe), folder, "cpu") as prepared:
-        source = ahead.stand_in(prepared.source, prepared.plan, folder)
+        source = precompiling.stand_in(prepared.source, prepared.plan, folder)
         return native_loader.read(source, CPU, Blank), prepared.plan
 
 
@@ -40,7 +40,7 @@ def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
     whole = ops.product
     monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.add((x.shape[0], p.N)) or whole(x, p, *rest))
     with torch.inference_mode():
-        for launch in ahead.launches(model):
+        for launch in precompiling.launches(model):
             launch()
     layer = model.linears["layers"][0]
     for rows in (1, 2, 16, 128, 512, 4096):  # of a text's step, of a server's, of prompts
@@ -49,8 +49,8 @@ def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
 
 def test_nothing_begins_once_it_is_stopped():
     begun = []
-    ahead._unless(lambda: True, lambda: begun.append(1))
-    ahead._unless(lambda: False, lambda: begun.append(2))
+    precompiling._unless(lambda: True, lambda: begun.append(1))
+    precompiling._unless(lambda: False, lambda: begun.append(2))
     assert begun == [2]
 
 

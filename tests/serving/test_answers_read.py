@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowq_cli.output import braces, elements, harmony, headed, pairs, python_calls, tagged_json
+from lowq_cli.output import braces, elements, harmony, headed_json, pairs, python_calls, tagged_json
+from lowq_cli.output.dialects import MARKS, Ways, ways_of
 from lowq_cli.output.parts import Offered, joined
 from lowq_cli.output.read import Reader
 from lowq_cli.output.thoughts import SECTIONS
-from lowq_cli.output.ways import MARKS, Ways, ways_of
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}}
 OFFERED = Offered({"f": SCHEMA, "get.it-2": {}, "g": SCHEMA})
@@ -80,7 +80,7 @@ def python(p):
 
 
 def deepseek_old(calls):
-    d = headed.DEEPSEEK
+    d = headed_json.DEEPSEEK
     whole = [f"{d.call}function{d.mark}{n}\n```json\n{as_json(a)}\n```{d.end}" for n, a in calls]
     return d.section + "\n".join(whole) + d.section_end
 
@@ -110,11 +110,14 @@ WRITTEN = {
     },
     "glm": (pairs.GLM, pairs_of(pairs.GLM)),
     "longcat": (pairs.LONGCAT, pairs_of(pairs.LONGCAT)),
-    "deepseek": (headed.DEEPSEEK, headed_of(headed.DEEPSEEK)),
-    "deepseek, older": (headed.DEEPSEEK, deepseek_old),
-    "kimi": (headed.KIMI, headed_of(headed.KIMI)),
-    "mistral": (headed.MISTRAL, headed_of(headed.MISTRAL)),
-    "mistral, older": (headed.MISTRAL, lambda calls: "[TOOL_CALLS]" + as_json([{"name": n, "arguments": a} for n, a in calls])),
+    "deepseek": (headed_json.DEEPSEEK, headed_of(headed_json.DEEPSEEK)),
+    "deepseek, older": (headed_json.DEEPSEEK, deepseek_old),
+    "kimi": (headed_json.KIMI, headed_of(headed_json.KIMI)),
+    "mistral": (headed_json.MISTRAL, headed_of(headed_json.MISTRAL)),
+    "mistral, older": (
+        headed_json.MISTRAL,
+        lambda calls: "[TOOL_CALLS]" + as_json([{"name": n, "arguments": a} for n, a in calls]),
+    ),
     "gemma": (braces.GEMMA, braces_of(braces.GEMMA)),
     "function gemma": (braces.FUNCTION_GEMMA, braces_of(braces.FUNCTION_GEMMA)),
     "lfm": (python_calls.LFM, python(python_calls.LFM)),

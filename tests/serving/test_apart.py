@@ -13,8 +13,8 @@ import pytest
 from answering import RUNNING, WAITING, Multiples, make
 from asking import Client, prompts
 
-from lowq_cli.engine.ready import ready
-from lowq_cli.serving.apart import ApartEngine
+from lowq_cli.engine.open_model import ready
+from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.request import Busy, Draw, Request
 from lowq_packers.errors import DoesNotFitError, LowqError, UnsupportedError, UsageError
 
@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line):
 
 
 LEFT = """import counting, time
-from lowq_cli.serving.apart import ApartEngine
+from lowq_cli.serving.engine_process import ApartEngine
 if __name__ == "__main__":
     print(ApartEngine(counting.make).made()["pid"], flush=True)
     time.sleep(60)

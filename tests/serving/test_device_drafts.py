@@ -19,11 +19,11 @@ from test_heads import WITH_MTP, eagle, native, states_of
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts import heads
-from lowq_cli.engine.drafts.attaching import served
 from lowq_cli.engine.drafts.drafter import DraftRows
+from lowq_cli.engine.drafts.drafter_choice import served
 from lowq_cli.engine.drafts.model import ModelDrafter
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.engine.owned import tuned_by
+from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.device_drafts import why_not
 from lowq_cli.serving.drafting import rounds

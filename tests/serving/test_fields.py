@@ -15,8 +15,8 @@ from lowq_cli.engine.ranges import ranges
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.http import fields
-from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.request import Draw, Request
+from lowq_cli.serving.sampler_reference import Picker
 from lowq_packers.errors import UsageError
 
 EDGES = [0, -1, 1, 2, 1e-45, 1e-46, 1e-300, 5e-324, 3.4e38, 3.5e38, 1e39, 1e300, 1e308, 0.999999999, 1 - 1e-9, -0.0]

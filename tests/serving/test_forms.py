@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from lowq_cli.output.dialects import ways_of
 from lowq_cli.output.parts import joined
 from lowq_cli.output.read import Reader
-from lowq_cli.output.ways import ways_of
 from lowq_cli.serving.http.tools import Tools
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")

@@ -9,7 +9,7 @@ from saying import served_by
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.http.app import make_app
 from lowq_cli.serving.http.text import Writer
 from lowq_cli.serving.request import Busy, Event, Limits, Stats

@@ -12,11 +12,11 @@ from saying import byte_tokenizer, posts
 from lowq_cli.engine.lora import adapt
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.adapter import read_adapter
+from lowq_cli.serving.catalog import read_config
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.http.app import Served
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.served_model import Facts, ServedModel
-from lowq_cli.serving.offers import read_config
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import UsageError
 

@@ -8,9 +8,9 @@ from asking import TOKENIZER, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.serving import many, model_runner
+from lowq_cli.serving import model_runner, offline
 from lowq_cli.serving.continuous import ContinuousEngine
-from lowq_cli.serving.many import answer_all
+from lowq_cli.serving.offline import answer_all
 from lowq_cli.serving.scheduler import buckets
 
 
@@ -83,7 +83,7 @@ def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
 
         return SimpleNamespace(replay=replay, graph=None, logits=None)
 
-    monkeypatch.setattr(many, "ContinuousEngine", Late)
+    monkeypatch.setattr(offline, "ContinuousEngine", Late)
     monkeypatch.setattr(model_runner, "capture", capture)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     asked = prompts(20, 20, 20)

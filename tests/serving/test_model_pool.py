@@ -17,10 +17,10 @@ import pytest
 from saying import Saying, byte_tokenizer
 from swaps import NAMES, TWO, make_models
 
+from lowq_cli.serving.catalog import Offer, gather, read_config, seconds, size
 from lowq_cli.serving.http.model_pool import PROCESS, ModelPool, State
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.served_model import ServedModel
-from lowq_cli.serving.offers import Offer, gather, read_config, seconds, size
 from lowq_packers.errors import LowqError, UsageError
 
 SCRIPT = Path(__file__).parents[1] / "fuzz" / "swaps.py"

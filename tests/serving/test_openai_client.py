@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lowq_cli.engine import stream
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
 

@@ -15,9 +15,9 @@ TOWN = {"type": "object", "properties": {"town": {"type": "string"}}, "required"
 def test_lm_evals_local_completions_says_what_eval_says(server, talk, tmp_path, monkeypatch):
     """Likelihoods and greedy texts by HTTP are those of `lowq eval --tasks`."""
     completions = pytest.importorskip("lm_eval.models.openai_completions", reason="lm-eval[api] is not installed")
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
     from lowq_cli.evaluate.tasks import Judge
-    from lowq_cli.serving.many import answers
+    from lowq_cli.serving.offline import answers
 
     model, tokenizer = ready(talk, "cpu")
     judge = Judge(model, tokenizer, answers, unseen)

@@ -8,8 +8,8 @@ from saying import message, posts, served_by
 from talking import Heard
 
 from lowq_cli.serving.http import fields
+from lowq_cli.serving.http.foreign_fields import FORMS, HARMLESS, NEUTRAL, RENAMED, WITH
 from lowq_cli.serving.http.grammar import Grammars
-from lowq_cli.serving.http.others import FORMS, HARMLESS, NEUTRAL, RENAMED, WITH
 from lowq_cli.serving.http.refusal import Refusal
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

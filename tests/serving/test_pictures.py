@@ -49,7 +49,7 @@ def message(*images, text=QUESTION):
 def test_openai_s_client_shows_pictures(seeing, sees):
     """One, several, streamed; the same question without; a conversation; the answer is generate's."""
     import lowq
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
 
     client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none")
     a, b = sighted.drawing(1), sighted.drawing(2, (30, 50))

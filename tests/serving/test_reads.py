@@ -10,7 +10,7 @@ import torch
 from asking import build
 from saying import byte_tokenizer, opened, served_by
 
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.perplexity import logits_of
 from lowq_cli.serving.dialects.rerank import score
 from lowq_cli.serving.engines import engine_of

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lowq_cli.engine import stream
-from lowq_cli.engine.ready import ready
+from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.request import Busy, Draw, Request, allow
+from lowq_cli.serving.sampler_reference import Picker
 from lowq_cli.serving.sequential import SequentialEngine
 from lowq_packers.errors import UnsupportedError, UsageError
 

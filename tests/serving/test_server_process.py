@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lowq_cli import main
-from lowq_cli.serving import apart, engines
-from lowq_cli.serving.apart import ApartEngine
+from lowq_cli.serving import engine_process, engines
+from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.http import run
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
@@ -260,7 +260,7 @@ def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
         some.close()
     assert httpx.get(f"{s.url}/ready", timeout=60).status_code == 200
     os.kill(engine, signal.SIGSTOP)
-    assert s.stop(seconds=apart.ENDS_S + run.DRAIN_S + run.LATE_S + 5) == 0
+    assert s.stop(seconds=engine_process.ENDS_S + run.DRAIN_S + run.LATE_S + 5) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
 

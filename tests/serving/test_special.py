@@ -7,9 +7,9 @@ import torch
 from asking import Client, build, prompts
 
 from lowq_cli.engine.sampling import restrict
-from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.request import Draw, Request, allow
-from lowq_cli.serving.special import restrict_rows
+from lowq_cli.serving.sampler import restrict_rows
+from lowq_cli.serving.sampler_reference import Picker
 
 
 @pytest.fixture(scope="module")

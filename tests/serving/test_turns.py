@@ -8,9 +8,9 @@ from asking import Client, build, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.request import Draw, Request
 from lowq_cli.serving.sequential import SequentialEngine
-from lowq_cli.serving.turns import Turns
 
 
 @pytest.fixture(scope="module")

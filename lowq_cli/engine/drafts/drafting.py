@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lowq_cli.engine.drafts.draft_length import ENOUGH, Costs, TableCosts, TimedCosts, worth
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
-from lowq_cli.engine.drafts.pace import ENOUGH, Costs, TableCosts, TimedCosts, worth
 from lowq_packers.lazy import torch
 
 # rows of steps with drafts: each has a recording of its own, so on a GPU they are few

@@ -14,7 +14,7 @@ from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import Angles, DraftRows
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.heads import BlockPlan, HeadPlan
-from lowq_cli.engine.owned import owned
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
 from lowq_kernels.decode.kv import PLAIN

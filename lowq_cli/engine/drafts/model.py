@@ -103,7 +103,7 @@ class ModelDrafter:
 def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
     """The draft model in a folder (or a hub id). Raises UsageError where its tokenizer is another, UnsupportedError where its
     family has no plan."""
-    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.open_model import ready
 
     small, its = ready(folder, str(model.device))
     if (reason := why_not(small)) is not None:

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from lowq_cli.serving.http.dispatcher import Live
 from lowq_cli.serving.http.fields import Asked
-from lowq_cli.serving.http.hub import Live
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names, Piece, Writer
 from lowq_cli.serving.request import Likelihood

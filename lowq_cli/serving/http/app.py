@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
 from lowq_cli.hf.pictures import Packed, expanded
+from lowq_cli.output.dialects import Ways
 from lowq_cli.output.read import Reader
-from lowq_cli.output.ways import Ways
 from lowq_cli.serving.dialects import embeddings, ollama, rerank, tokens
 from lowq_cli.serving.dialects.chat import Chat
 from lowq_cli.serving.dialects.completions import Completions

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.output.ways import Ways, switches
+from lowq_cli.output.dialects import Ways, switches
 from lowq_cli.serving.http.fields import Asked, items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_packers.errors import LowqError, UnsupportedError, is_no_refusal, one_line

@@ -16,7 +16,7 @@ from typing import Any
 
 from lowq_cli.engine.prompts import check_characters
 from lowq_cli.engine.ranges import INT64, Range, ranges
-from lowq_cli.serving.http import others
+from lowq_cli.serving.http import foreign_fields
 from lowq_cli.serving.http.refusal import Refusal, of, wrong
 from lowq_cli.serving.request import BIAS, Draw
 from lowq_packers.errors import UsageError
@@ -223,7 +223,7 @@ class Asked:
 def read(body: dict[str, Any], chat: bool) -> Asked:
     """The body of a request to one of the two endpoints. Raises Refusal."""
     fields = CHAT if chat else COMPLETION
-    body, left_out = others.plain(body, set(fields))
+    body, left_out = foreign_fields.plain(body, set(fields))
     given = {name: fields[name](name, value) for name, value in body.items() if value is not None and name in fields}
     unknown = [name for name in body if name not in fields]
     needed = "messages" if chat else "prompt"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
-from lowq_cli.serving.apart import ApartEngine, Made, Standby
+from lowq_cli.serving.catalog import Offer
+from lowq_cli.serving.engine_process import ApartEngine, Made, Standby
 from lowq_cli.serving.host_memory import HostMemory, Lent
 from lowq_cli.serving.http.metrics import Roofline
-from lowq_cli.serving.offers import Offer
 from lowq_cli.serving.request import Done
 from lowq_packers.errors import LowqError
 from lowq_packers.regular import MAX_CONFIG, read_regular
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowq_packers.arch.parts import Images
 
 MODULES = (  # what a process that is to load a model imports before it is told which
-    *("lowq_cli.engine.ready", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
+    *("lowq_cli.engine.open_model", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
 )
 KEYED = ("kv", "act", "deterministic", "draft")  # that say what a cache holds of a text; names of its blocks say the adapter
@@ -58,11 +58,11 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     with console.status(f"loading {model}"):
         import torch
 
-        from lowq_cli.engine.drafts.attaching import served
+        from lowq_cli.engine.drafts.drafter_choice import served
         from lowq_cli.engine.generation_config import checked, published
-        from lowq_cli.engine.owned import owned
+        from lowq_cli.engine.model_record import owned
+        from lowq_cli.engine.open_model import ready
         from lowq_cli.engine.prompts import context_limit, stop_ids
-        from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
         from lowq_cli.serving.continuous import MOST_RUNNING, why_not
         from lowq_cli.serving.http.grammar import Grammars
@@ -101,7 +101,7 @@ def _sees(loaded: Any) -> "Images | None":
 
     images: Images | None = plan_of(loaded).model.images if why_not(loaded) is None else None
     if images is not None and loaded.device.type == "cuda":
-        from lowq_cli.engine.sight import sight_of
+        from lowq_cli.engine.vision import sight_of
 
         try:
             sight_of(loaded).load()

@@ -22,8 +22,8 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.running import model_path
 from lowq_cli.serving.http.answers import encoded
+from lowq_cli.serving.http.dispatcher import Live
 from lowq_cli.serving.http.fields import parsed
-from lowq_cli.serving.http.hub import Live
 from lowq_cli.serving.http.model_pool import ModelPool, Place, State
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json, following

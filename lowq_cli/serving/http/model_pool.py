@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.metrics import COUNTERS, Metrics
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.served_model import ServedModel
-from lowq_cli.serving.offers import Offer
 from lowq_cli.serving.request import Done, Stats
 from lowq_packers.errors import one_line
 

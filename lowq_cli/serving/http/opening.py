@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, memory, state
 from lowq_cli.files.source import check_there
-from lowq_cli.serving import offers
+from lowq_cli.serving import catalog
+from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.http.loading import Loaded, Loader, LoadingModel
-from lowq_cli.serving.offers import Offer
 from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -37,15 +37,15 @@ class Asked:
 
     def read(self) -> "Offers":
         """What is offered. Raises UsageError, NotFoundError."""
-        file = offers.read_config(Path(self.config)) if self.config else offers.Config()
+        file = catalog.read_config(Path(self.config)) if self.config else catalog.Config()
         first = None
         if self.ckpt is not None:
             check_there(self.ckpt)
             how = {"lora": self.lora} if self.lora else {}
-            first = offers.Offer(self.name or offers.given_name(self.ckpt), self.ckpt, how, pin=self.one)
+            first = catalog.Offer(self.name or catalog.given_name(self.ckpt), self.ckpt, how, pin=self.one)
         elif self.name:
             raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
-        found = {first.name: first} if first and self.one else offers.gather(file, self.models, first)
+        found = {first.name: first} if first and self.one else catalog.gather(file, self.models, first)
         default = file.default or (first.name if first else self._last(found))
         default = next((n for n, o in found.items() if default in o.aliases), default)
         if default not in found:
@@ -54,9 +54,9 @@ class Asked:
                 if default
                 else "no model here; run: lowq quantize demo, or name a folder of models with --models DIR"
             )
-        memory = offers.size(self.memory, "--memory") if self.memory else file.memory
-        alive = offers.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
-        host = offers.size(self.kv_host, "--kv-host") if self.kv_host else file.kv_host
+        memory = catalog.size(self.memory, "--memory") if self.memory else file.memory
+        alive = catalog.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
+        host = catalog.size(self.kv_host, "--kv-host") if self.kv_host else file.kv_host
         return Offers(found, default, memory, float("inf") if alive is None else alive, host)
 
     def _last(self, found: dict[str, Offer]) -> str:

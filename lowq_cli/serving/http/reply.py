@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lowq_cli.serving.http.answers import Answer, Dialect, Gone, encoded
-from lowq_cli.serving.http.hub import Live
+from lowq_cli.serving.http.dispatcher import Live
 from lowq_cli.serving.http.metrics import Metrics
 from lowq_cli.serving.http.refusal import Refusal, bug
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from lowq_cli.engine.detokenize import Detokenizer, shown_tokens
 from lowq_cli.engine.tokenizer import LoadedTokenizer
+from lowq_cli.output.dialects import ways_of
 from lowq_cli.output.parts import Offered
 from lowq_cli.output.read import Reader
-from lowq_cli.output.ways import ways_of
 from lowq_cli.serving.request import Mask, Words, allow
 
 PREFIX = "rules "  # of the recipe of such a mask

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from lowq_cli.serving.apart import ENDS_S
+from lowq_cli.serving.engine_process import ENDS_S
 from lowq_cli.serving.http.app import LOOPBACK, Served, make_app
 from lowq_cli.serving.http.connections import ACCEPTS, IDLE_S, Connection, most_connections, sweep
 from lowq_packers.errors import LowqError, UsageError, one_line

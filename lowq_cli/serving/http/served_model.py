@@ -6,10 +6,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.output.ways import ways_of
+from lowq_cli.output.dialects import ways_of
+from lowq_cli.serving.http.dispatcher import Hub
 from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.grammar import Grammars
-from lowq_cli.serving.http.hub import Hub
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.http.pictures import PictureReader
 from lowq_cli.serving.http.refusal import Refusal

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowq_cli.engine.tokenizer import Added
+from lowq_cli.output.dialects import Ways
 from lowq_cli.output.parts import Offered
 from lowq_cli.output.source import ARGUMENTS, NAME, OBJECT
 from lowq_cli.output.thoughts import Thoughts
-from lowq_cli.output.ways import Ways
 from lowq_cli.serving.http.fields import Asked, shown, table, text
 from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_form
 from lowq_cli.serving.http.refusal import wrong

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console, ranks
-from lowq_cli.engine.owned import owned, tuned_by
+from lowq_cli.engine.model_record import owned, tuned_by
 from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.source import Source

@@ -6,7 +6,7 @@ from typing import Any
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, PagedDrafter
 from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.engine.owned import owned
+from lowq_cli.engine.model_record import owned
 from lowq_cli.files.source import check_there, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError

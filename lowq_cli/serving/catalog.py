@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowq_cli import holdings, state
+from lowq_cli import inventory, state
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import CONFIG, DEMO
 from lowq_cli.files.templates import has_template
@@ -206,7 +206,7 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
 
 def _written() -> list[Path]:
     """The folders that `lowq ls` lists, the newest first."""
-    return [h.path.absolute() for h in holdings.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
+    return [h.path.absolute() for h in inventory.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
 
 
 def _in_folders(folders: Sequence[str]) -> list[Path]:

@@ -3,7 +3,7 @@
 import torch
 
 from lowq_cli.calibrate import texts
-from lowq_cli.calibrate.walk import Layer
+from lowq_cli.calibrate.layer_walk import Layer
 from lowq_cli.files.source import Source
 from lowq_cli.hf.layers import DecoderLayers
 

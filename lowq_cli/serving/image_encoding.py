@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.engine.sight import Sight, sight_of
+from lowq_cli.engine.vision import Sight, sight_of
 from lowq_cli.hf.pictures import unpacked
 from lowq_cli.serving.sequence import Sequence
 

@@ -101,7 +101,7 @@ def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
 
 
 def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
-    from lowq_cli.calibrate.need import is_calibrated
+    from lowq_cli.calibrate.requirements import is_calibrated
     from lowq_cli.run.events import Finished, TensorDone
 
     if is_calibrated(plan):

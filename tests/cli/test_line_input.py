@@ -13,15 +13,15 @@ import time
 
 import pytest
 
-from lowq_cli import typing_in
+from lowq_cli import line_input
 
 TALK = """
 import select, sys
-from lowq_cli import typing_in
-typing_in.prepare()
-while (said := typing_in.ask()) is not None:
+from lowq_cli import line_input
+line_input.prepare()
+while (said := line_input.ask()) is not None:
     print("SAID", repr(said), flush=True)
-    with typing_in.unechoed():
+    with line_input.unechoed():
         print("ANSWERING", flush=True)
         select.select([sys.stdin], [], [], 60 if said == "first" else 0)[0]
         print("ANSWERED", flush=True)
@@ -113,4 +113,4 @@ def test_several_lines_are_one_message(screen):
     [("/help", ("help", "")), ("/set top-k 40", ("set", "top-k 40")), ("/usr/bin is full", None), ("a /help", None)],
 )
 def test_commands_are_told_from_texts(said, order):
-    assert typing_in.command(said) == order
+    assert line_input.command(said) == order

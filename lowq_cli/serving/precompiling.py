@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 
 from lowq_cli import console
-from lowq_cli.engine import native_loader, warm
+from lowq_cli.engine import native_loader, precompiling
 from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.parallel_read import Blank
 from lowq_cli.engine.prompts import context_limit
-from lowq_cli.engine.reading import Blank
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item, Plan, output_config
@@ -58,7 +58,7 @@ def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
 def launches(model: Any) -> list[Callable[[], object]]:
     """One launch of each kernel that texts one by one and a server take; those of the first text first."""
     decoder, met = NativeDecoder(model), set[object]()
-    work = [one for way in WAYS for one in warm.launches(model, decoder, 1, 1, way, met)]
+    work = [one for way in WAYS for one in precompiling.launches(model, decoder, 1, 1, way, met)]
     trial = cache_allocator.trial_runner(
         decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False
     )

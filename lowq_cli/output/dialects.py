@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
-from lowq_cli.output import bare, braces, elements, harmony, headed, pairs, python_calls, tagged_json
+from lowq_cli.output import bare_json, braces, elements, harmony, headed_json, pairs, python_calls, tagged_json
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait
 from lowq_cli.output.thoughts import SECTIONS, Thoughts, section_of
@@ -55,7 +55,7 @@ class Ways:
 
     def tags(self, calls: bool) -> tuple[str, ...]:
         """What a reader looks for, with calls or without; special tokens among it have to be in the text."""
-        of_calls = (*(self.calls.tags if self.calls else ()), bare.PYTHON) if calls or self.channels else ()
+        of_calls = (*(self.calls.tags if self.calls else ()), bare_json.PYTHON) if calls or self.channels else ()
         return of_calls + ((self.thoughts.open, self.thoughts.close) if self.thoughts else ())
 
     def inside(self, prompt: str) -> bool:
@@ -116,9 +116,9 @@ MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # all of which a template 
     (("<seed:tool_call>",), elements.SEED),
     (("<function=",), elements.QWEN),
     (("｜DSML｜",), elements.DEEPSEEK),
-    (("<｜tool▁calls▁begin｜>",), headed.DEEPSEEK),
-    (("<|tool_call_begin|>",), headed.KIMI),
-    (("[TOOL_CALLS]",), headed.MISTRAL),
+    (("<｜tool▁calls▁begin｜>",), headed_json.DEEPSEEK),
+    (("<|tool_call_begin|>",), headed_json.KIMI),
+    (("[TOOL_CALLS]",), headed_json.MISTRAL),
     *(((kind.open,), kind) for kind in tagged_json.KINDS),
     (("<|header_start|>",), python_calls.LLAMA4),
 )

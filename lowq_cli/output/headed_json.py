@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lowq_cli.output import bare
+from lowq_cli.output import bare_json
 from lowq_cli.output.json_text import value
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import ARGUMENTS, NAME, Source, Wait, ignore
@@ -46,7 +46,7 @@ class Headed:
         while True:
             yield from source.blanks()
             if source.held[:1] in ("[", "{"):  # Mistral's older models: JSON and no head
-                if not (yield from bare.read(source, out)):
+                if not (yield from bare_json.read(source, out)):
                     out.text(tag)
                 return
             name, id_ = yield from self._head(source, out)

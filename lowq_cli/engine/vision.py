@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.owned import owned
 from lowq_cli.engine.pictures import Features, Shown
 from lowq_cli.engine.plan import plan_of, why_not
 from lowq_cli.files.picture_file import decode, read_picture
