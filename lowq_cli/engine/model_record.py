@@ -12,7 +12,7 @@ class Owned:
 
     drafters: heads and models that draft for it, by the name that asked for them.
     tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder.
-    sight: an `engine.sight.Sight`, of a model that has been shown a picture. folder: where it was read from.
+    sight: an `engine.vision.Sight`, of a model that has been shown a picture. folder: where it was read from.
     """
 
     plan: Any = None

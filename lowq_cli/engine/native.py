@@ -72,7 +72,7 @@ class NativeDecoder:
         self.attached: Attached | None = None  # what drafts on the device
         self.timed: dict[
             str, Any
-        ] = {}  # by drafter on the device: what steps take with it (`drafts.pace.TimedCosts`), on a CPU
+        ] = {}  # by drafter on the device: what steps take with it (`drafts.draft_length.TimedCosts`), on a CPU
         self.shown: list[Shown | None] = []  # the pictures of each text
         self.turns = False  # whether some of them make tokens turn by places of three parts
 

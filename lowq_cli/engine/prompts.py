@@ -113,7 +113,7 @@ def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list
 
 
 def marks_of(tokenizer: Any, prompt: Sequence[int]) -> dict[str, Any] | None:
-    """How thoughts are marked in an answer to a conversation (`output.ways.marks`), and which special tokens mark them."""
+    """How thoughts are marked in an answer to a conversation (`output.dialects.marks`), and which special tokens mark them."""
     ways = ways_of(_template(tokenizer), getattr(tokenizer, "added_tokens", dict)())
     end = tokenizer.decode(list(prompt[-LAST:]), skip_special_tokens=False) if ways.thoughts or ways.channels else ""
     found = marks(ways, end)

@@ -33,7 +33,7 @@ LONGEST = 4096  # tokens of a window where a whole document's likelihood is aske
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of which tasks use one
 DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # where a task says do_sample
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int, str], None]]]  # as `console.progress`
-Answers = Callable[[Any, Any, list[list[int]], dict[str, Any]], Iterator[Any]]  # as `serving.many.answers`
+Answers = Callable[[Any, Any, list[list[int]], dict[str, Any]], Iterator[Any]]  # as `serving.offline.answers`
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Judge:
     """What lm-eval asks: how likely a continuation is, how likely a document is, and what a text goes on with.
 
     Args:
-        model, tokenizer: of `engine.ready.ready`. answers: writes texts. progress: shows how far each kind of question is.
+        model, tokenizer: of `engine.open_model.ready`. answers: writes texts. progress: shows how far each kind of question is.
         kv: what keys and values are held in (`decode.kv.KINDS`).
     Raises UsageError for a context that leaves no room for an answer, UnsupportedError for another way to draw.
     """
@@ -242,7 +242,7 @@ def _likelihood(logits: torch.Tensor, continuation: list[int]) -> tuple[float, b
 
 
 def _settings(asked: dict[str, Any]) -> dict[str, Any]:
-    """A task's settings for a text, as `serving.many.answers` takes them. Raises UnsupportedError for others."""
+    """A task's settings for a text, as `serving.offline.answers` takes them. Raises UnsupportedError for others."""
     given = dict(asked)
     until = given.pop("until", None) or []
     lengths = [n for n in (given.pop(name, None) for name in LENGTHS) if n is not None]

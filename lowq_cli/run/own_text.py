@@ -141,7 +141,7 @@ def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Gen
         make: makes the copy that writes, where the model does not fit.
         visits: of a mixture: the text is made longer for experts that it hardly visits.
 
-    Raises UnsupportedError for a model that ends its texts at once, and as `engine.ready.ready`.
+    Raises UnsupportedError for a model that ends its texts at once, and as `engine.open_model.ready`.
     """
     author = _Author(plan, make)
     try:

@@ -1,7 +1,7 @@
 """Pictures of requests on their way to the engine: the tower computes beside its steps, one picture at a time.
 
 A text whose pictures have not been seen waits here, not in the scheduler's queue, so that the steps of others go on. On a GPU
-the tower has a stream of its own. Features are kept by the pictures' names (`engine.sight`).
+the tower has a stream of its own. Features are kept by the pictures' names (`engine.vision`).
 """
 
 import queue
