@@ -11,7 +11,7 @@ from lowq_cli.output.read import Reader
 
 
 def parts(pieces: Iterable[str], marks: Any) -> Iterator[Part]:
-    """Pieces of an answer as thoughts and text. marks: of `output.dialects.marks`, None for a model that has no thoughts apart."""
+    """Pieces of an answer as thoughts and text. marks: of `output.dialects.marks`, None for a model without thoughts."""
     if marks is None:
         yield from (Part("text", piece) for piece in pieces)
         return

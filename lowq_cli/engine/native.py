@@ -70,9 +70,7 @@ class NativeDecoder:
         self.drafts = False  # whether steps of a text may check drafts (`verify`); decided before `start`
         self.wide: dict[int, Verification] = {}  # by rows
         self.attached: Attached | None = None  # what drafts on the device
-        self.timed: dict[
-            str, Any
-        ] = {}  # by drafter on the device: what steps take with it (`drafts.draft_length.TimedCosts`), on a CPU
+        self.timed: dict[str, Any] = {}  # drafter on the device -> times of its steps (`draft_length.TimedCosts`), on a CPU
         self.shown: list[Shown | None] = []  # the pictures of each text
         self.turns = False  # whether some of them make tokens turn by places of three parts
 
