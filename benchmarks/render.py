@@ -1,7 +1,7 @@
 """Write the generated pages, and parts of README.md and docs/*.md: tables from benchmarks/results/, help from the command.
 
     python benchmarks/render.py          rewrite what has changed
-    python benchmarks/render.py --check  exit 1 if anything would change (a test runs this)
+    python benchmarks/render.py --check  exit 1 if anything would change, or a result is of no use (a test runs this)
 
 A generated part stands between `<!-- lowq:NAME -->` and `<!-- /lowq:NAME -->`; NAME is a function under `@part`, in pages/ or
 here. docs/gemv.md and docs/splitk.md are written whole. Runs anywhere, without a GPU. The pictures: plots.py.
@@ -98,9 +98,18 @@ def rendered(text: str) -> str:
     return MARK.sub(lambda m: m[1] + "\n" + PARTS[m[2]]() + "\n" + m[3], text)
 
 
+def unread(opened: set[Path]) -> list[str]:
+    """Results that no table was made of, and that neither a note, nor a page, nor plots.py names by folder and file."""
+    readers = [*(ROOT / "benchmarks" / "notes").glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "plots.py"]
+    text = "\n".join(page.read_text() for page in readers)
+    found = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file() and path not in opened}
+    return sorted(name for name in found if name not in text)
+
+
 def main() -> int:
-    """Render every page; the number of pages that changed is the exit status with --check."""
-    stale = []
+    """Render every page; with --check the exit status is 1 where one would change, or a result is of no use."""
+    stale, opened = [], set[Path]()
+    sys.addaudithook(lambda event, given: opened.add(Path(given[0])) if event == "open" and type(given[0]) is str else None)
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         before = page.read_text()
         after = WHOLE[page.name]() if page.name in WHOLE else rendered(before)
@@ -110,7 +119,11 @@ def main() -> int:
                 page.write_text(after)
     if stale:
         print(f"{'stale' if '--check' in sys.argv else 'rewrote'}: {', '.join(stale)}", file=sys.stderr)
-    return int(bool(stale) and "--check" in sys.argv)
+    if "--check" not in sys.argv:
+        return 0
+    if idle := unread(opened):
+        print(f"nothing reads or names: {', '.join(idle)}", file=sys.stderr)
+    return int(bool(stale or idle))
 
 
 if __name__ == "__main__":

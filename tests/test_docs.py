@@ -182,3 +182,20 @@ def test_a_quoted_error_is_what_lowq_prints(command, line, troubled, monkeypatch
 
 def test_there_are_ten_of_them():
     assert len(TROUBLES) == 10
+
+
+def test_a_result_that_no_table_reads_and_no_page_names_is_found(tmp_path, monkeypatch):
+    import render
+
+    for name in ("cpu/named.json", "cpu/opened.json", "cpu/idle.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    notes = tmp_path / "tree" / "benchmarks" / "notes"
+    notes.mkdir(parents=True)
+    (notes / "cpu.md").write_text("(results/cpu/named.json)")
+    (notes.parent / "plots.py").write_text("")
+    results = tmp_path / "cpu"
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    monkeypatch.setattr(render, "ROOT", tmp_path / "tree")
+    assert "cpu/idle.json" in render.unread({results / "opened.json"})
+    assert not {"cpu/named.json", "cpu/opened.json"} & set(render.unread({results / "opened.json"}))
