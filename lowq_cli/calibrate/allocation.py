@@ -1,7 +1,7 @@
 """Which scheme each group of weights gets within a budget of bytes, so that the sum of their errors is least.
 
 A multiple-choice knapsack, solved exactly: a price per byte (Lagrange) gives a bound and a first solution; dynamic programming
-then looks only at what that bound leaves open.
+then searches only what that bound leaves open.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from lowq_packers.errors import UsageError
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to store a group of weights: what it is, its bytes, and the error that it adds."""
+    """One way to store a group of weights: the choice itself, its bytes, and the error that it adds."""
 
     what: Any
     nbytes: int
@@ -23,7 +23,7 @@ class Choice:
 
 
 def allocate(groups: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, Choice]:
-    """One choice per group whose bytes together are at most `budget`, with the least sum of errors; of equals, the smallest.
+    """One choice per group: bytes sum to at most `budget` and the sum of errors is least; of equal sums, the smallest in bytes.
 
     Raises UsageError if even the smallest choices do not fit, naming the least budget that does.
     """
@@ -39,7 +39,7 @@ def allocate(groups: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, C
 
 
 def _front(choices: Sequence[Choice]) -> list[Choice]:
-    """The choices that no other beats in both bytes and error, by bytes."""
+    """The Pareto-optimal choices (no other has both fewer bytes and less error), in order of bytes."""
     front: list[Choice] = []
     for c in sorted(choices, key=lambda c: (c.nbytes, c.error)):
         if not front or c.error < front[-1].error:
@@ -69,7 +69,7 @@ def _price(tables: Tables, budget: int) -> float:
 
 
 def _fill(tables: Tables, budget: int, picks: list[int]) -> list[int]:
-    """Better choices for what the budget leaves over, the most error saved per byte first."""
+    """The picks, improved with the bytes left in the budget: the upgrade that saves most error per byte comes first."""
     left = budget - sum(sizes[p] for (sizes, _), p in zip(tables, picks, strict=True))
     while True:
         steps = [
@@ -91,7 +91,7 @@ def _search(tables: Tables, budget: int, price: float, known: list[int]) -> list
     priced = sum(float((e + price * s).min()) for s, e in tables)
     gap = sum(float(e[p]) for (_, e), p in zip(tables, known, strict=True)) - priced + price * budget
     gap += 1e-9 * (priced + price * budget)  # rounding
-    rest = np.append(np.cumsum([s[0] for s, _ in reversed(tables)])[::-1], 0.0)  # the least bytes from a group on
+    rest = np.append(np.cumsum([s[0] for s, _ in reversed(tables)])[::-1], 0.0)  # least bytes from a group on
     size, error, over = np.zeros(1), np.zeros(1), np.zeros(1)
     trail: list[tuple[np.ndarray, np.ndarray]] = []
     for g, (sizes, errors) in enumerate(tables):
@@ -101,7 +101,7 @@ def _search(tables: Tables, budget: int, price: float, known: list[int]) -> list
         keep = np.flatnonzero((total + rest[g + 1] <= budget) & (overs <= gap))
         keep = keep[np.lexsort((sums[keep], total[keep]))]
         best = np.minimum.accumulate(sums[keep])
-        keep = keep[np.append(True, sums[keep][1:] < best[:-1])]  # nothing smaller has as little error
+        keep = keep[np.append(True, sums[keep][1:] < best[:-1])]  # keep a state only if no smaller one has as little error
         size, error, over = total[keep], sums[keep], overs[keep]
         trail.append((keep // len(sizes), keep % len(sizes)))
     at, picks = len(error) - 1, []

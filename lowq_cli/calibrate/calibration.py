@@ -1,9 +1,9 @@
-"""Calibrated quantization: walk the model layer by layer on a text, quantize each layer's linears on the inputs they get.
+"""Calibrated quantization: walk the model layer by layer on a text and quantize each layer's linears for their inputs.
 
 Two streams of hidden states go through the model: x through the original layers, x' through the quantized ones. The inputs
-of one stage (linears that share an input: q/k/v, o, gate/up, down; see walk.py) are measured behind everything quantized before
-it. One decoder layer is in memory at a time, with both streams. Each finished layer is set down in a folder beside the
-checkpoint, so a rerun continues behind it; the pipeline then takes its rows from there and writes as it always does.
+of a stage (linears that share an input: q/k/v, o, gate/up, down; see layer_walk.py) are measured with everything before it
+quantized. One decoder layer is in memory at a time, with both streams. Each finished layer is saved in a folder next to the
+checkpoint, so that a rerun continues after it; the pipeline then reads the rows from there and writes the checkpoint as usual.
 """
 
 import json
@@ -45,20 +45,20 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
 from lowq_packers.qtensor import QuantizedTensor
 
-# Seconds that a calibration takes, over those that its operations take at the rate of one large product: its own products are
-# smaller, and it reads and writes between them. Measured twice with the demo, --recipe small, on one core: 86 s where the rate
-# gives 36 (2.4 times), and 112.5 s where 41 s were said (2.7 times).
+# Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's
+# matmuls are smaller, and it reads and writes between them. Measured twice with the demo, --recipe small, on one core: 86 s
+# instead of 36 s at that rate (2.4 times), and 112.5 s instead of 41 s (2.7 times).
 OVERHEAD = 2.6
-WITHIN = 2  # times longer or shorter than the estimate a calibration may take: those two runs, and machines with other work
-TIMINGS = 5  # of a product, for the rate: the least of them, as other work delays some
-ROUNDING = 8  # measured on two cores: see `seconds`
-LEARNING = 2.5  # story, 16,384 tokens, one core: 155 s for 6.0e12 operations where a product runs at 97e9 a second
+WITHIN = 2  # factor by which a calibration may be slower or faster than estimated: covers those two runs and busy machines
+TIMINGS = 5  # timings of the matmul that gives the rate; the shortest counts, since other work delays some
+ROUNDING = 8  # slowdown of rounding against a matmul, measured on two cores; see `operations`
+LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s for 6.0e12 operations; a matmul does 97e9/s
 
 
 def seconds(plan: Plan, device: torch.device) -> float:
-    """About how long a calibration takes: its operations at the rate of a product that is timed here."""
+    """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here."""
     x = torch.randn(1024, 1024, device=device)
-    (x @ x)[0, 0].item()  # first use: library start-up is no part of the rate
+    (x @ x)[0, 0].item()  # warm-up: the library's start-up does not count
     times = []
     for _ in range(TIMINGS):
         began = time.perf_counter()
@@ -68,13 +68,13 @@ def seconds(plan: Plan, device: torch.device) -> float:
 
 
 def operations(plan: Plan) -> float:
-    """How many operations of products a calibration takes, the same on every machine.
+    """The number of matmul operations of a calibration; it does not depend on the machine.
 
-    Both streams go through each layer, and again up to each of about four stages: 9 operations a weight and token. Moments are
-    two products a stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING products by (K, K).
-    What errors of outputs cost takes one pass forwards and, as long as two, backwards. Learning runs a layer once forwards and
-    once, as long as twice, backwards for each epoch, and before and after; all layers together once more forwards, with the
-    tables; a step is as slow as LEARNING times its products.
+    Both streams run through each layer, and again up to each of about four stages: 9 operations per weight and token. Moments
+    are two matmuls per stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING matmuls by
+    (K, K). The curvature takes one forward pass and one backward pass, which counts as two. Learning runs a layer once forwards
+    and once backwards (which counts as two) per epoch, and also before and after; learning all layers together runs each once
+    more forwards, with the tables; a step takes LEARNING times as long as its matmuls.
     """
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
     tokens = plan.recipe.tokens
@@ -97,11 +97,11 @@ def operations(plan: Plan) -> float:
 
 
 class Calibration:
-    """The calibrated part of one run. `run` does the work; `quantizer` then hands its results to the pipeline.
+    """The calibrated part of one run: `run` quantizes the layers, `quantizer` then gives the results to the pipeline.
 
     Args:
-        folder: the output folder. run_hash: names the run, so that only its own finished layers are taken up.
-        file: another tool's, whose matrices get better codes and scales instead of new ones.
+        folder: the output folder. run_hash: identifies the run, so that only finished layers of the same run are reused.
+        file: a file of another tool, whose matrices get better codes and scales in their present format.
     Raises:
         UnsupportedError: a family whose layers cannot be walked. UsageError: too short a text.
     """
@@ -142,8 +142,8 @@ class Calibration:
         kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
-        self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds what was found for it
-        self.rounded = 0  # matrices
+        self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds its codes and scales
+        self.rounded = 0  # number of matrices rounded so far
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
 
     def run(self) -> Iterator[CurvatureDone | MatrixDone | LayerDone | PassDone]:
@@ -188,11 +188,11 @@ class Calibration:
             yield from self._together(x_ref, others, tables)
 
     def _file(self, number: int) -> Path:
-        """Where a finished layer lies."""
+        """The path of a finished layer's file."""
         return self.folder / f"layer-{number:05d}.safetensors"
 
     def _curvature(self) -> Generator[CurvatureDone, None, curvature.Sides]:
-        """What `yaqa` rounds by, for the layers that are not finished; measured on the text without the random windows."""
+        """The curvatures that `yaqa` needs for the unfinished layers, measured on the text without the random windows."""
         left = [i for i in range(len(self.blocks)) if not self._file(i).is_file()]
         names = {n for i in left for n in self.blocks.linears(i) if n in self.items and rounds_both_sides(self.items[n])}
         if not names:
@@ -201,13 +201,13 @@ class Calibration:
         return (yield from curvature.output_moments(self.blocks, text, texts.BATCH, names))
 
     def _sides(self, names: list[str], rows: list[int]) -> dict[str, list[torch.Tensor]]:
-        """What a method gets besides for matrices laid under one another; rows: of each."""
+        """The further arguments of a method for matrices that are stacked along their rows; rows: number of rows of each."""
         if not any(n in self.outputs for n in names):
             return {}
         return {"outputs": [H for n, k in zip(names, rows, strict=True) for H in self.outputs.get(n) or [torch.eye(k)]]}
 
     def _together(self, wanted: Hidden, others: list[Any], tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
-        """All layers learn together, from what each has learnt alone. wanted: the last layer's outputs in the original."""
+        """Train all layers together, starting from what each learned alone. wanted: the original model's last hidden states."""
         files = {n: p for n, p in self.layer_of.items() if n in self.items}
         if not all(polished(p).is_file() for p in files.values()):
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
@@ -218,7 +218,7 @@ class Calibration:
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
 
     def _tables(self) -> dict[str, torch.Tensor]:
-        """The embeddings that the checkpoint will hold quantized: what the layers see, and can make up for."""
+        """The embeddings as the checkpoint will hold them quantized, so that the layers see their errors and can compensate."""
         found = {}
         for i in self.embeddings:
             assert i.scheme is not None
@@ -230,7 +230,7 @@ class Calibration:
     def _quantize(
         self, layer: Layer, kept: dict[str, str], x_ref: Hidden, x_quant: Hidden, path: Path
     ) -> Generator[MatrixDone, None, float]:
-        """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `DecoderLayers.kept`."""
+        """Quantize a layer's linears stage by stage, save them and return the mean error. kept: see `DecoderLayers.kept`."""
         results: dict[str, torch.Tensor] = {}
         notes: dict[str, str] = {}
         unscaled: list[str] = []
@@ -244,7 +244,7 @@ class Calibration:
             results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
             results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
             unscaled = scaled.missing
-        for name in layer.uncalled(x_ref):  # Jamba's dt_proj: while it is dense, the model multiplies by its weight itself
+        for name in layer.uncalled(x_ref):  # Jamba's dt_proj: the model multiplies by its dense weight without calling it
             item = self.items[name]
             assert item.scheme is not None
             dtype = _dtype(item.outputs[1][1].dtype)
@@ -295,7 +295,7 @@ class Calibration:
                     self.rounded += 1
                     yield MatrixDone(name, self.rounded, len(self.items))
         dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
-        every = max(1, round(self.tokens / ALONE_TOKENS)) if self.distills else 1  # a batch in so many is enough to start from
+        every = max(1, round(self.tokens / ALONE_TOKENS)) if self.distills else 1  # one batch in `every` is enough as a start
         for name, q in learn(layer, learning, dtypes, x_ref[::every], x_quant[::every]).items():
             results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
@@ -304,27 +304,27 @@ class Calibration:
         return sum(errors) / max(len(errors), 1)
 
     def _kept(self, layer: Layer, name: str, given: Given) -> dict[str, torch.Tensor]:
-        """A matrix of the file put into the layer; the tensors to set down."""
+        """Put a matrix of the file into the layer and return the tensors to save."""
         assert self.file
         layer.set(name, given.dequantize())
         return self.file.saved(name, given)
 
     def _joined(self, names: list[str]) -> Iterator[list[str]]:
-        """The matrices of a stage, those that are quantized alike together while they fit a slab: a third of the launches."""
+        """The matrices of a stage in groups: those of one scheme that fit a slab go together (a third of the launches)."""
         alike: dict[tuple[object, ...], list[str]] = {}
         for name in names:
             item = self.items[name]
             alike.setdefault((item.method, item.scheme, item.outputs[1][1].dtype, item.kind), []).append(name)
         for group in alike.values():
             scheme = self.items[group[0]].scheme
-            own = scheme and scheme.table_width  # a table, or its factor, is a matrix's own
+            own = scheme and scheme.table_width  # each matrix has its own table, or its own factor of the table
             if not own and not self.file and sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
                 yield group
             else:
                 yield from ([n] for n in group)
 
     def _scaled(self, path: Path, names: list[str], kept: dict[str, str]) -> scaling.Scaled:
-        """What was folded into a finished layer."""
+        """The scales that were folded into a finished layer."""
         found = scaling.Scaled()
         for tensors, leaf, keys in (
             (found.rows, "rows", {n: n for n in names}),
@@ -337,7 +337,7 @@ class Calibration:
         return found
 
     def quantizer(self, item: Item) -> Callable[..., QuantizedTensor] | None:
-        """The quantizer of one item: rows of what `run` made, in order. None for what it did not see."""
+        """The quantizer of one item, which returns rows of `run`'s results in order; None for an item that `run` skipped."""
         if item.name not in self.layer_of:
             return None
         q = load_item(self.layer_of[item.name], item)
@@ -351,23 +351,23 @@ class Calibration:
         return next_rows
 
     def factors(self, item: Item) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What an item's rows (N,) and columns (K,) were multiplied by before it was quantized; None where by nothing."""
+        """The factors of an item's rows (N,) and columns (K,) from before it was quantized; None where it was not scaled."""
         if item.name not in self.layer_of:
             return None, None
         path = self.layer_of[item.name]
         return load_tensor(path, f"{item.name}.rows"), load_tensor(path, f"{item.name}.columns")
 
     def facts(self) -> dict[str, Any]:
-        """The text for the report: the recipe's name for it, its hash, the tokens read, and the seed of the model's own."""
+        """The text, for the report: the recipe's name for it, its hash, the tokens read, and the seed if the model wrote it."""
         seed = {"seed": self.recipe.calib_seed} if self.text.ids is not None else {}
         return {"text": self.text.name, "hash": self.text.digest, "tokens": self.tokens, **seed}
 
     def values(self, item: Item) -> torch.Tensor | None:
-        """The new values, in its shape, of a kept tensor that scales were folded into; None for any other."""
+        """The new values (same shape) of an unquantized tensor that scales were folded into; None for any other tensor."""
         return load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
 
     def close(self) -> None:
-        """Remove the finished layers; the checkpoint holds them now."""
+        """Remove the files of finished layers, once the checkpoint holds them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -1,9 +1,9 @@
-"""How errors of a linear's outputs add up in the KL divergence from the original model: what `yaqa` rounds rows by.
+"""How errors of a linear's outputs add up in the KL divergence from the original model; `yaqa` rounds rows with it.
 
 With g the gradient of ln p(y) by a linear's outputs and x its inputs, taken as independent of each other, an error E (N, K) of
 the weight costs tr(H_O E H_I E^T) / 2 nats per token, where H_O = E[g g^T] (N, N) and H_I = E[x x^T] (K, K). H_I is what GPTQ
-works with; this file measures H_O at the original weights, all layers in one pass forwards and backwards over some windows, and
-so on until the text is read. Source: K-FAC (arXiv:1503.05671), for rounding YAQA (arXiv:2505.22988, its sketch A at one step).
+works with; this file measures H_O at the original weights: all layers in one forward and one backward pass per batch of
+windows, until the text is read. Source: K-FAC (arXiv:1503.05671); for rounding, YAQA (arXiv:2505.22988, sketch A, one step).
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -17,10 +17,10 @@ from lowq_cli.calibrate.learn import repeatable
 from lowq_cli.calibrate.requirements import CURVED_TOKENS, HELD_BYTES, CurvatureDone
 from lowq_cli.hf.layers import DecoderLayers, Spot, run
 
-ROWS = 2048  # rows of a block, at most: what lies in different blocks is taken as independent
-STORED = 1 << 33  # bytes of all moments together, in host memory; where ROWS would take more, blocks are smaller
-# Added to the diagonal relative to its mean, with a row's share of the tokens: base, 3 bits g64, 262,144 tokens, KL on
-# WikiText-2 / mix 0.126 / 0.141 at 0.03 and 0.125 / 0.140 at 0.1.
+ROWS = 2048  # max. rows per block; rows in different blocks are taken as independent
+STORED = 1 << 33  # max. bytes of host memory for all moments together; blocks are smaller where ROWS would take more
+# Damping: added to the diagonal, relative to its mean, and scaled by rows per token. Base, 3 bits g64, 262,144 tokens, KL
+# on WikiText-2 / mix: 0.126 / 0.141 at 0.03, 0.125 / 0.140 at 0.1.
 DAMP = 0.03
 
 Sides = dict[str, list[torch.Tensor]]  # checkpoint name -> H_O by blocks of rows (n, n), in order; fp32 on the host
@@ -29,10 +29,10 @@ Sides = dict[str, list[torch.Tensor]]  # checkpoint name -> H_O by blocks of row
 def output_moments(
     blocks: DecoderLayers, ids: torch.Tensor, batch: int, names: Iterable[str]
 ) -> Generator[CurvatureDone, None, Sides]:
-    """H_O of each name that is a linear called as a whole, damped so that it has an inverse; experts of mixtures have none.
+    """H_O of each named linear that its model calls as a whole, damped to be invertible; experts of mixtures have none.
 
-    ids: (n, T) token ids, read `batch` windows at a time, what is left of the last batch not at all. The same ids give the same
-    bits on one machine. Yields as it goes.
+    ids: (n, T) token ids, read `batch` windows at a time; an incomplete last batch is dropped. The same ids give the same bits
+    on one machine. Yields progress events.
     """
     wanted = set(names)
     spots = [{n: s for n, s in blocks.linears(i).items() if n in wanted and s.cut.expert is None} for i in range(len(blocks))]
@@ -63,14 +63,14 @@ def _hidden_size(blocks: DecoderLayers) -> int:
 
 
 class _Place:
-    """One layer's outer products of gradients, by linear and block of rows, summed over batches on the layer's device."""
+    """Outer products of one layer's gradients, per linear and block of rows, summed over batches on the layer's device."""
 
     def __init__(self, module: nn.Module, spots: dict[str, Spot], rows: int) -> None:
-        self.module, self.spots, self.rows = module, spots, rows  # rows: of a block, at most
+        self.module, self.spots, self.rows = module, spots, rows  # rows: max. per block
         self.sums: dict[str, list[torch.Tensor]] = {}
 
     def through(self, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """The gradient by `hidden`, with what passes the linears noted."""
+        """The gradient with respect to `hidden`; the gradients at the linears' outputs are added to the sums."""
         hooks = [self.module.get_submodule(s.module).register_forward_hook(self._noting(n, s)) for n, s in self.spots.items()]
         try:
             return backward(forward, hidden, g)
@@ -93,7 +93,7 @@ class _Place:
 
 
 class _Moments:
-    """Sums of all layers, on the host."""
+    """The sums over all layers, in host memory."""
 
     def __init__(self, blocks: DecoderLayers, spots: list[dict[str, Spot]]) -> None:
         rows = 0
@@ -112,7 +112,7 @@ class _Moments:
             self.sums[name] = [a + b for a, b in zip(self.sums[name], on_host, strict=True)] if name in self.sums else on_host
 
     def damped(self, tokens: int) -> Sides:
-        """Each mean over the tokens, with what makes it positive definite."""
+        """Each mean over the tokens, damped so that it is positive definite."""
         for sums in self.sums.values():
             for H in sums:
                 H /= tokens

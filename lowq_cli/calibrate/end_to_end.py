@@ -1,10 +1,11 @@
-"""After the layers, the whole model: all of them learn from the KL divergence of its predictions from the original's.
+"""End-to-end training after the layers are quantized: minimizes the KL divergence from the original's predictions.
 
-Scales and zeros, the norms' weights and, in few bits, codes (`need.TOGETHER`). What a layer alone cannot see, that errors of
-different layers add up or cancel, is what is left to gain. The original's predictions come from its last hidden states, which
-the walk leaves behind; the quantized model is run layer by layer, forwards without and backwards with gradients, and a layer
-moves as soon as it has them: one layer's activations and gradients are held at a time, and of the weights their codes (a byte
-each), with what is learnt and Adam's averages of it. Source: own, of a known part: EfficientQAT, arXiv:2407.11062.
+It trains scales and zeros, the norms' weights and, in few bits, codes (`need.TOGETHER`). Training a layer alone cannot see that
+errors of different layers add up or cancel; this can. The original's predictions come from its last hidden states, which the
+walk leaves behind. The quantized model runs layer by layer, forwards without gradients and backwards with them, and a layer is
+updated as soon as it has its gradients: only one layer's activations and gradients are held at a time, next to the codes of all
+weights (a byte each), the trained parameters and Adam's averages of them. Source: lowq's; EfficientQAT (arXiv:2407.11062) is
+the known part.
 """
 
 import json
@@ -33,12 +34,12 @@ STATE = "end-to-end.safetensors"
 
 
 class EndToEnd:
-    """One model's phase.
+    """The end-to-end training of one model.
 
     Args:
-        blocks: its layers. items: the matrices that learn, by checkpoint name; dtypes: of their scales.
-        files: checkpoint name -> file that holds what the layer's own phase found. kept: checkpoint name -> dtype of tensors
-            that are not quantized, norms among them.
+        blocks: its layers. items: the matrices that are trained, by checkpoint name; dtypes: those of their scales.
+        files: checkpoint name -> file with the result of training the layer alone. kept: checkpoint name -> dtype of the
+            tensors that are not quantized, norms among them.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class EndToEnd:
                     rate, _, code_rate = rates(q.bits, weights)
                     mine[name] = Grid(q, dtypes[name], device, rate, code_rate)
                     if spot.cut.rows is None and not spot.cut.transposed:
-                        held[spot.path] = held[spot.path].to("meta")  # all of it is the grid's
+                        held[spot.path] = held[spot.path].to("meta")  # all of its values come from the grid
                 else:
                     spot.cut.of(held[spot.path]).copy_(q.dequantize().to(device))
             module = blocks.layers[number]
@@ -81,12 +82,12 @@ class EndToEnd:
             )
 
     def run(self, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Any], folder: Path) -> Iterator[PassDone]:
-        """Learn, and write a file beside each layer's; `files` then names those. Yields after each pass over the text.
+        """Train, and write a file next to each layer's; `files` then names the new ones. Yields after each pass over the text.
 
         Args:
-            ids: (n, T) token ids; start: the first layer's inputs in the quantized model, a batch each.
+            ids: (n, T) token ids; start: the first layer's inputs in the quantized model, one tensor per batch.
             wanted: the last layer's outputs in the original. others: see `DecoderLayers.start`.
-            folder: where the passes done are kept, so that a killed run goes on behind them.
+            folder: finished passes are saved here, so that a killed run continues after them.
         """
         groups = [g for o in self.optimizers if o for g in o.param_groups]
         full = [g["lr"] for g in groups]
@@ -110,7 +111,7 @@ class EndToEnd:
     def _forward(self, number: int, x: torch.Tensor, others: Any) -> torch.Tensor:
         """One quantized layer's output."""
         layer = self.layers[number]
-        layer.module.forward = layer.forward  # `DecoderLayers.tail` puts another there
+        layer.module.forward = layer.forward  # `DecoderLayers.tail` replaces it
         weights = {n: p for n, p in layer.quantized.items() if not p.is_meta} | weights_of(layer, layer.grids)
         weights |= {p: stored(t, self.kept[layer.names[p]]) for p, t in layer.norms.items()}
         out = functional_call(layer.module, weights, (x, *others[0]), others[1])
@@ -118,18 +119,18 @@ class EndToEnd:
 
     def _through(self, x: torch.Tensor, others: list[Any]) -> list[torch.Tensor]:
         """Each layer's input, and the last one's output."""
-        entered = [x.detach()]  # a tensor of its own: `x` is kept for the next pass and would keep its gradient too
+        entered = [x.detach()]  # a new tensor: `x` is kept for the next pass and would keep its gradient, too
         with torch.no_grad():
             for number in range(len(self.layers)):
                 entered.append(self._forward(number, entered[-1], others[number]))
         return entered
 
     def _step(self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, wanted: torch.Tensor, others: list[Any]) -> float:
-        """Move every layer by the gradients of a batch's mean KL divergence; that."""
+        """Update every layer by the gradients of a batch's mean KL divergence, and return that divergence."""
         entered = self._through(x, others)
         last = entered.pop().requires_grad_()
         loss = 0.0
-        for b in range(len(last)):  # a window at a time: logits are large
+        for b in range(len(last)):  # one window at a time, because logits are large
             with torch.enable_grad():
                 kl = self._kl(logits, ids[i * texts.BATCH + b], last[b], wanted[b]) / len(last)
                 kl.backward()
@@ -157,7 +158,7 @@ class EndToEnd:
 
     @staticmethod
     def _kl(logits: Any, window: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Nats a token, of one window (T, K)."""
+        """The KL divergence of one window (T, K), in nats per token."""
         window = window.unsqueeze(0)
         with torch.no_grad():
             p = torch.log_softmax(logits(window, wanted.unsqueeze(0)).float(), -1)
@@ -165,14 +166,14 @@ class EndToEnd:
         return (p.exp() * (p - q)).sum(-1).mean()
 
     def _leaves(self) -> Iterator[tuple[str, torch.optim.Adam, torch.Tensor]]:
-        """What is learnt: a key of its own, its optimizer, itself."""
+        """The trained parameters: a unique key, the optimizer, the parameter."""
         for number, optimizer in enumerate(self.optimizers):
             if optimizer:
                 for i, t in enumerate([t for g in optimizer.param_groups for t in g["params"]]):
                     yield f"{number}.{i}", optimizer, t
 
     def _resume(self, path: Path) -> tuple[int, float]:
-        """Passes done before, and the loss before them; leaves and averages are put back."""
+        """The number of passes that an earlier run finished, and the loss before them; restores leaves and averages."""
         if not path.is_file():
             return 0, 0.0
         found = load_own(path)
@@ -193,7 +194,7 @@ class EndToEnd:
             write_whole(path, save(found))
 
     def _write(self, better: bool) -> None:
-        """A file with what was learnt beside each layer's; the old numbers where the loss did not fall."""
+        """Write a file with the trained values next to each layer's; with the old values where the loss did not fall."""
         learnt: dict[Path, dict[str, torch.Tensor]] = {path: {} for path in sorted(set(self.files.values()))}
         for layer in self.layers if better else ():
             for name, grid in layer.grids.items():
@@ -219,5 +220,5 @@ def _is_norm(module: torch.nn.Module, path: str) -> bool:
 
 
 def polished(path: Path) -> Path:
-    """The file beside a layer's that holds what the whole model's phase made of it."""
+    """The file, next to a layer's, that holds the layer after end-to-end training."""
     return path.with_name(f"polished-{path.name}")

@@ -1,4 +1,4 @@
-"""How often each expert of a mixture is visited by a text: one pass through the original model, a layer at a time in memory."""
+"""How many tokens of a text visit each expert of a mixture: one pass through the original model, one layer in memory."""
 
 import torch
 
@@ -9,7 +9,7 @@ from lowq_cli.hf.layers import DecoderLayers
 
 
 class Visits:
-    """Counts the visits of a model's experts. window: tokens that are read together. Raises as `DecoderLayers`."""
+    """Counts the visits of a model's experts. window: tokens per sequence. Raises the errors of `DecoderLayers`."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.blocks = DecoderLayers(source, device)
@@ -17,7 +17,7 @@ class Visits:
 
     @torch.no_grad()
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """(windows, experts of all layers) visits of tokens (T,), cut into windows."""
+        """The number of visits (windows, experts of all layers) of tokens (T,), which are cut into windows."""
         cut = texts.windows(ids, self.window)
         hidden, others = self.blocks.start(cut, texts.BATCH)
         found = []
@@ -33,6 +33,6 @@ class Visits:
 
 
 def _counted(routed: torch.Tensor, windows: int, experts: int) -> torch.Tensor:
-    """(windows, experts) of the experts (tokens, k) that each token visits."""
+    """The number of visits (windows, experts), from the experts (tokens, k) that each token visits."""
     to = torch.zeros(windows, experts, dtype=torch.long, device=routed.device)
     return to.scatter_add_(1, (at := routed.reshape(windows, -1).long()), torch.ones_like(at)).cpu()

@@ -1,7 +1,8 @@
-"""A matrix as another tool's file holds it, and the better codes and scales that it has room for.
+"""A matrix in the format of another tool's file, and better codes and scales in the same format.
 
-Codes come from gptq on the grid that is there; scales then move, each to the value that the format holds with which the
-output's error, tr(E H E^T) for the error E and the inputs' second moments H, is least. Both in turn, and never to the worse.
+Codes come from gptq on the present grid. Each scale then moves to the value that the format can hold and that gives the least
+output error tr(E H E^T), with the weight error E and the inputs' second moments H. The two steps alternate; the best result
+is kept, so that the error never grows.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, Blocks
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.tables import from_bytes
 
-ROUNDS = 2  # of scales, then codes on them
-TINY = 1e-30  # in place of 0, so that nothing is divided by it
+ROUNDS = 2  # rounds of codes, then scales
+TINY = 1e-30  # replaces 0 in divisors
 
 
 class Given(Protocol):
@@ -43,19 +44,19 @@ Held = TypeVar("Held", bound=Given)
 
 
 class GivenFile(Protocol):
-    """A file of such matrices, by checkpoint name."""
+    """A file of `Given` matrices, by checkpoint name."""
 
     def given(self, name: str) -> Given: ...
 
     def saved(self, name: str, given: Given) -> dict[str, torch.Tensor]:
-        """Tensors to set down for a matrix while a run goes on."""
+        """The tensors to save for a matrix during a run."""
 
     def load(self, path: Path, item: Item) -> Given:
-        """What was set down in a finished layer's file."""
+        """The matrix that was saved in a finished layer's file."""
 
 
 def better(W: torch.Tensor, given: Held, moments: Moments) -> Held:
-    """`given`, of W (N, K), with other codes and scales where the output's error is less with them."""
+    """`given` for W (N, K), with new codes and scales where they lower the output's error."""
     target = Target(gptq.correct_drift(W, moments).float(), moments.second.float())
     best, least = given, target.error(given)
     made: Held = given
@@ -69,7 +70,7 @@ def better(W: torch.Tensor, given: Held, moments: Moments) -> Held:
 
 @dataclass(frozen=True)
 class Target:
-    """What a matrix should do: W (N, K), and the second moments (K, K) of its inputs."""
+    """The target of a quantized matrix: W (N, K), and the second moments (K, K) of its inputs."""
 
     W: torch.Tensor
     second: torch.Tensor
@@ -81,7 +82,7 @@ class Target:
 
 
 class _Residual:
-    """E = W - Q and E H (N, K), while columns of Q move."""
+    """E = W - Q and E H, both (N, K), kept up to date while columns of Q change."""
 
     def __init__(self, target: Target, Q: torch.Tensor) -> None:
         self.H, self.E = target.second, target.W - Q
@@ -90,7 +91,7 @@ class _Residual:
     def costs(
         self, part: slice, directions: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[tuple[int, int], torch.Tensor]]:
-        """Of directions (N, columns) in which Q may move: what a step along each gains, (N,), and what two cost together."""
+        """For directions (N, columns) in which Q may move: the gain (N,) per step along each, and the cost (N,) per pair."""
         H = self.H[part, part]
         gains = [torch.linalg.vecdot(self.G[:, part], d) for d in directions]
         bent = [d @ H for d in directions]
@@ -105,7 +106,7 @@ class _Residual:
 
 @dataclass(frozen=True)
 class GivenCodes:
-    """Codes, scales and zeros as lowq holds them. Scales that are one with an offset (float zeros) stay."""
+    """Codes, scales and zeros in lowq's form. Scales of schemes with float zeros do not change."""
 
     q: QuantizedTensor
 
@@ -141,7 +142,7 @@ class GivenCodes:
         return GivenCodes(replace_scales(q, stored))
 
     def _nearest(self, old: torch.Tensor, wide: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the file stores for scales (N,) nearest to `wanted`, and what that is; positive where bytes are."""
+        """The stored form and the value of the scales (N,) nearest to `wanted`; scales stored as bytes are positive."""
         kind = self.q.scheme.scale
         if kind == "float":
             new = wanted.to(_narrowest(self.q.scales)).to(old.dtype)
@@ -154,7 +155,7 @@ class GivenCodes:
 
 
 def _ones(q: QuantizedTensor) -> torch.Tensor:
-    """Bytes of the scale 1, as a scheme stores it."""
+    """The scale 1 as the scheme stores it, in bytes."""
     return tables.to_bytes(torch.ones(q.scales.shape, device=q.scales.device), q.scheme.scale)
 
 
@@ -164,7 +165,7 @@ def replace_scales(q: QuantizedTensor, scales: torch.Tensor) -> QuantizedTensor:
 
 
 def _narrowest(scales: torch.Tensor) -> torch.dtype:
-    """The dtype with the fewest bits that holds all of these scales: that of the file they were read from."""
+    """The dtype with the fewest bits that holds all of these scales exactly: the dtype of the file they were read from."""
     for dtype in (torch.bfloat16, torch.float16) if scales.dtype == torch.float32 else ():
         if torch.equal(scales.to(dtype).float(), scales.float()):
             return dtype
@@ -207,7 +208,7 @@ class GivenBlocks:
         return GivenBlocks(replace(self.blocks, codes=codes))
 
     def rescaled(self, target: Target) -> GivenBlocks:
-        """As `Given` says: whole numbers of sub-blocks by one up or down, then d and dmin of super-blocks."""
+        """Better scales: the integers of sub-blocks move by at most one, then d and dmin of super-blocks are refitted."""
         q = replace(self.blocks, s=self.blocks.s.clone(), m=None if self.blocks.m is None else self.blocks.m.clone())
         moving = _Residual(target, q.dequantize())
         if BLOCK_KINDS[q.kind].read_scales:
@@ -218,7 +219,7 @@ class GivenBlocks:
 
 
 def _move_whole(q: Blocks, moving: _Residual) -> None:
-    """s and m (N, K / sub), in place."""
+    """Move the integers s and m (N, K / sub) by at most one where that lowers the error, in place."""
     b = BLOCK_KINDS[q.kind]
     each, values = q.s.shape[1] // q.d.shape[1], q.values
     for g in range(q.s.shape[1]):
@@ -248,7 +249,7 @@ def _move_whole(q: Blocks, moving: _Residual) -> None:
 
 
 def _move_halves(q: Blocks, d: torch.Tensor, dmin: torch.Tensor | None, moving: _Residual) -> None:
-    """d and dmin (N, K / elements), in place: by least squares, where the rounded ones are better."""
+    """Refit d and dmin (N, K / elements) by least squares, in place, where the fit is still better once rounded to fp16."""
     b = BLOCK_KINDS[q.kind]
     each = b.elements // b.sub
     for i in range(d.shape[1]):

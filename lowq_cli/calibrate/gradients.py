@@ -1,4 +1,4 @@
-"""Gradients of ln p(y) by a model's hidden states, for tokens y drawn from its predictions p: one layer in memory at a time.
+"""Gradients of ln p(y) with respect to hidden states, for tokens y sampled from the predictions p; one layer in memory.
 
 For a small change d of hidden states or outputs with gradient g, the KL divergence from the original is E[(g . d)^2] / 2 nats
 per token (Fisher's information).
@@ -14,9 +14,9 @@ Batches = list[Hidden]  # one (windows, T, H) per batch
 
 
 def entered(blocks: DecoderLayers, ids: torch.Tensor, batch: int) -> tuple[list[Batches], list[Others]]:
-    """Every layer's inputs for token ids (n, T), `batch` windows at a time, and behind them the last layer's outputs.
+    """Every layer's inputs for token ids (n, T), `batch` windows at a time, followed by the last layer's outputs.
 
-    Also what each layer is called with besides (of a batch).
+    Also returns the other arguments that each layer is called with for a batch.
     """
     hidden, others = blocks.start(ids, batch)
     found = [hidden]
@@ -27,12 +27,12 @@ def entered(blocks: DecoderLayers, ids: torch.Tensor, batch: int) -> tuple[list[
 
 
 def by_outputs(blocks: DecoderLayers, ids: torch.Tensor, last: Batches, generator: torch.Generator) -> Batches:
-    """The gradients by the last layer's outputs `last` for token ids (n, T); tokens are drawn by a CPU generator."""
+    """The gradients with respect to the last layer's outputs `last` for token ids (n, T); `generator` is on the CPU."""
     grads, at = [], 0
     with blocks.tail() as logits:
         for hidden in last:
             parts = []
-            for h in hidden:  # a window at a time: logits are large
+            for h in hidden:  # one window at a time, because logits are large
                 window = ids[at].unsqueeze(0)
                 parts.append(backward(lambda h, w=window: _drawn(logits(w, h), generator), h.unsqueeze(0), None))  # type: ignore[misc]
                 at += 1
@@ -41,7 +41,7 @@ def by_outputs(blocks: DecoderLayers, ids: torch.Tensor, last: Batches, generato
 
 
 def backward(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, g: torch.Tensor | None) -> torch.Tensor:
-    """The gradient by `hidden`, given that by the output of `forward` (None: it is a number)."""
+    """The gradient with respect to `hidden`, given the gradient of the output of `forward` (None: the output is a scalar)."""
     with torch.enable_grad():
         x = hidden.detach().requires_grad_()
         forward(x).backward(g)
@@ -50,7 +50,7 @@ def backward(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tens
 
 
 def _drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The summed log-probability of tokens drawn from the predictions themselves."""
+    """The summed log-probability of tokens sampled from the predictions themselves."""
     log_p = torch.log_softmax(logits.float().reshape(-1, logits.shape[-1]), -1)
     u = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
     with torch.no_grad():

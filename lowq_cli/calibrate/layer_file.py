@@ -1,4 +1,4 @@
-"""A calibrated layer set down until the checkpoint holds it: codes, scales, zeros and tables of its matrices, and notes."""
+"""The file of a calibrated layer, until the checkpoint holds it: codes, scales, zeros and tables of its matrices, and notes."""
 
 import json
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from lowq_packers.regular import opened
 
 
 def save_item(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors to set down: codes as bytes, scales and zeros as the checkpoint has them, a table in fp32."""
+    """The tensors to save: codes as bytes, scales and zeros in the checkpoint's dtype, a table in fp32."""
     q = q.held(dtype)
     found = {"codes": q.W_q, "scales": q.scales, "zeros": q.zeros, "table": q.table}
     return {f"{name}.{k}": t.to("cpu", copy=True).contiguous() for k, t in found.items() if t is not None}
 
 
 def load_item(path: Path, item: Item) -> QuantizedTensor:
-    """One item out of a finished layer. Raises DamagedError if the file is no longer what was written."""
+    """One item of a finished layer. Raises DamagedError if the file has changed since it was written."""
     scheme = item.scheme
     assert scheme is not None
     with _reading(path) as saved:
@@ -33,7 +33,7 @@ def load_item(path: Path, item: Item) -> QuantizedTensor:
 
 
 def load_tensor(path: Path, name: str) -> torch.Tensor | None:
-    """A tensor out of a finished layer; None if it holds none of that name."""
+    """A tensor of a finished layer; None if the file has no tensor of that name."""
     with _reading(path) as saved:
         return saved.get_tensor(name) if name in saved.keys() else None  # noqa: SIM118  (not a dict)
 

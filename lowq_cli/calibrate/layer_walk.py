@@ -1,7 +1,7 @@
-"""One decoder layer under calibration: its original weights, those found so far, and what its linears are given with either.
+"""One decoder layer under calibration: its original and its quantized weights, and the inputs of its linears with either.
 
-A stage is what can be quantized together: linears that share an input. Stages come in the order in which they run, and each is
-measured behind the stages before it. The experts of a mixture come one by one, each with the tokens that visit it.
+A stage is a set of linears that share an input and are quantized together. Stages come in the order in which they run, and each
+is measured with the stages before it quantized. The experts of a mixture come one by one, each with the tokens that visit it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ Hidden = list[torch.Tensor]  # one (windows, T, K) per batch
 
 @dataclass
 class Stage:
-    """Linears (by checkpoint name) that share an input, and the moments of it."""
+    """Linears (by checkpoint name) that share an input, and the moments of that input."""
 
     names: list[str]
     moments: Moments
@@ -32,24 +32,24 @@ class Layer:
     """A decoder layer with two sets of weights. `module` must hold its original weights when this is made.
 
     Args:
-        others: what it is called with besides the hidden states.
-        spots: checkpoint name of each matrix to quantize -> where it lies.
+        others: the arguments that it is called with besides the hidden states.
+        spots: checkpoint name of each matrix to quantize -> its place in the layer.
     """
 
     def __init__(self, module: nn.Module, others: Others, spots: dict[str, Spot]) -> None:
         self.module, self.others, self.spots = module, others, spots
         self.original = {s.path: module.get_parameter(s.path).data for s in spots.values()}
         self.quantized = dict(self.original)
-        self._found: list[list[str]] = []  # by _order, which runs the layer once
+        self._found: list[list[str]] = []  # cache of `_order`, which runs the layer once
 
     def matrix(self, name: str, weights: Weights) -> torch.Tensor:
-        """The (N, K) weight of a name: a view."""
+        """The weight (N, K) of a checkpoint name, as a view."""
         spot = self.spots[name]
         W = weights[spot.path]
         return spot.cut.of(W)
 
     def set(self, name: str, W: torch.Tensor) -> None:
-        """Take the quantized weight (N, K) of a name from now on."""
+        """Use this quantized weight (N, K) for a checkpoint name from now on."""
         spot = self.spots[name]
         if spot.cut.expert is None and spot.cut.rows is None:
             self.quantized[spot.path] = W.T.contiguous() if spot.cut.transposed else W
@@ -80,13 +80,13 @@ class Layer:
         return run(self.module, hidden, self.others)
 
     def put(self, weights: Weights) -> None:
-        """Have the module hold a set of weights."""
+        """Put a set of weights into the module."""
         for path, values in weights.items():
             self.module.get_parameter(path).data = values
 
     @contextmanager
     def one_window(self, batch: int) -> Iterator[None]:
-        """Inside, the layer runs on one window, where its other arguments are made for `batch` of them."""
+        """Inside this context the layer runs on one window, although its other arguments were made for `batch` windows."""
         whole = self.others
 
         def first(value: Any) -> Any:
@@ -121,11 +121,11 @@ class Layer:
         return [n for n, s in self.spots.items() if s.module not in called]
 
     def _order(self, hidden: torch.Tensor) -> list[list[str]]:
-        """Modules that hold matrices, in the order in which they run, those that share an input together."""
+        """The modules that hold matrices, in the order in which they run; modules that share an input are in one list."""
         if self._found:
             return self._found
         order: list[tuple[int, list[str]]] = []
-        kept: list[torch.Tensor] = []  # alive, so that no two inputs have one id
+        kept: list[torch.Tensor] = []  # kept alive, so that no two inputs get the same id
 
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -157,7 +157,7 @@ class Layer:
         return Stage(names, moments)
 
     def _experts(self, module: str, names: list[str], x_ref: Hidden, x_quant: Hidden) -> Iterator[Stage]:
-        """Two stages an expert: what reads its tokens, what reads its inner values. Routed as behind the quantized layers."""
+        """Two stages per expert: the matrices before its activation, then down. Routing is that of the quantized model."""
         clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in x_ref])
         inputs = [self._given(module, x, self.quantized) for x in x_quant]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
@@ -176,11 +176,11 @@ class Layer:
                     )
 
     def experts(self, names: list[str]) -> list[int]:
-        """The numbers of the experts that some matrices belong to."""
+        """The indices of the experts that the named matrices belong to."""
         return sorted({e for n in names if (e := self.spots[n].cut.expert) is not None})
 
     def inner(self, module: str, x_quant: Hidden) -> Iterator[tuple[str, torch.Tensor]]:
-        """For each expert the matrix that reads its inner values, and those (tokens, K), with original weights."""
+        """For each expert the name of its down matrix and that matrix's inputs (tokens, K), computed with original weights."""
         inputs = [self._given(module, x, self.original) for x in x_quant]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
         for name, spot in self.spots.items():
@@ -192,7 +192,7 @@ class Layer:
         return self._given(module, hidden, self.original)[1]
 
     def _inside(self, module: str, expert: int, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """An expert's inner values (tokens, I) for its inputs."""
+        """An expert's intermediate values (tokens, I) for its inputs."""
         kind, experts = self._kind(module), self.module.get_submodule(module)
         path, whole = f"{module}.{kind.first}", {}
         for leaf in ("", "_bias") if kind.bias else ("",):
@@ -203,13 +203,13 @@ class Layer:
         return between(experts, kind.as_gated(nn.functional.linear(x, W, bias)))
 
     def _kind(self, module: str) -> Kind:
-        """How a mixture's experts are held."""
+        """The form in which a mixture's experts are held."""
         kind = kind_of(self.module.get_submodule(module))
         assert isinstance(kind, Kind), kind
         return kind
 
     def _given(self, module: str, hidden: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, ...]:
-        """The arguments that a module is called with. The layer is run no further than to it."""
+        """The arguments that a module is called with. The layer runs only up to that module."""
         found: list[tuple[torch.Tensor, ...]] = []
 
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -227,11 +227,11 @@ class Layer:
 
 
 class _Reached(Exception):
-    """The input asked for has been seen."""
+    """Raised by a hook to end the forward pass once it has the module's input."""
 
 
 def _visitors(visits: torch.Tensor, expert: int) -> torch.Tensor:
-    """The tokens that an expert gets."""
+    """The indices of the tokens that visit an expert."""
     return visits.eq(expert).any(-1).nonzero().squeeze(-1)
 
 
@@ -240,7 +240,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _add(moments: Moments | None, clean: torch.Tensor, seen: torch.Tensor) -> Moments:
-    """Moments with some tokens (T, K) more."""
+    """The moments with further tokens (T, K) added."""
     if moments is None:
         K = seen.shape[1]
         moments = Moments(torch.zeros(K, K, device=seen.device), torch.zeros(K, K, device=seen.device))

@@ -1,9 +1,9 @@
 """Gradient descent on a quantized layer: its codes, scales, zeros and fitted tables follow the error of the layer's output.
 
-What gptq finds matrix by matrix starts it. The loss is the squared distance of the layer's output, behind the layers quantized
-so far, to what the original model has there; codes stay whole numbers (straight-through estimate). Nothing changes at run time.
-Source: own, of known parts: learnt scales (LSQ, arXiv:1902.08153), a layer at a time (BRECQ, arXiv:2102.05426; EfficientQAT,
-arXiv:2407.11062).
+Training starts from gptq's result for each matrix. The loss is the squared distance between the layer's output, with the layers
+before it quantized, and the original model's output; codes stay integers (straight-through estimate). Inference is unchanged.
+Source: lowq's combination of known parts: learned scales (LSQ, arXiv:1902.08153), one layer at a time (BRECQ, arXiv:2102.05426;
+EfficientQAT, arXiv:2407.11062).
 """
 
 from collections import defaultdict
@@ -20,24 +20,25 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.tables import values
 
 EPOCHS = 12
-# Width -> Adam's rates: of the scales' logarithms and of the zeros (in codes); of the codes (0: they stay). Faster, 2 bits fit
-# the calibration text alone. Base g64, WikiText-2 / mix: gptq 52.3 / 57.8; these 51.0 / 53.7; 5e-3 and 2e-2 54.2 / 54.3,
-# with 24 epochs 57.9 / 57.8; 1e-3 and 5e-3 52.4 / 56.1; codes left alone 52.1 / 55.3. One bit has further to go: story g64,
-# gptq 692 / 345; these 454 / 188; 2e-3 and 2e-2 655 / 197.
+# Bits -> Adam's learning rates: one for the scales' logarithms and the zeros (in codes), one for the codes (0: they do not
+# change). At higher rates 2 bits overfit the calibration text. Perplexity on WikiText-2 / mix, base, g64, 2 bits: gptq
+# 52.3 / 57.8; these rates 51.0 / 53.7; 5e-3 and 2e-2 54.2 / 54.3, with 24 epochs 57.9 / 57.8; 1e-3 and 5e-3 52.4 / 56.1;
+# codes unchanged 52.1 / 55.3. One bit needs higher rates: story g64, gptq 692 / 345; these 454 / 188; 2e-3 and 2e-2
+# 655 / 197.
 RATES = {1: (5e-3, 5e-2), 2: (2e-3, 1e-2), 3: (2e-3, 1e-2)}
 OTHERS = (1e-3, 0.0)
-WARM = 5  # steps until the rates are reached; from there on they fall to 0
+WARM = 5  # warm-up steps until the full rates; after them the rates fall to 0
 
 
 def learn(
     layer: Layer, found: Mapping[str, QuantizedTensor], dtypes: Mapping[str, torch.dtype], x_ref: Hidden, x_quant: Hidden
 ) -> dict[str, QuantizedTensor]:
-    """Those matrices that came out better, by checkpoint name: all or none.
+    """The trained matrices by checkpoint name: all of them if the layer's loss fell, otherwise none.
 
     Args:
-        layer: quantized by `found`; not changed.
-        dtypes: of scales and zeros as stored, by name. Experts stay as they are.
-        x_ref, x_quant: the layer's inputs (windows, T, H) in the original model, and behind the layers quantized so far.
+        layer: the layer, quantized with `found`; it is not changed.
+        dtypes: dtype of the stored scales and zeros, by name. Experts are not trained.
+        x_ref, x_quant: the layer's inputs (windows, T, H) in the original and in the so far quantized model.
     """
     dense = {
         n: Grid(q, dtypes[n], q.W_q.device, *RATES.get(q.bits, OTHERS))
@@ -70,10 +71,10 @@ def learn(
 
 
 class Grid:
-    """A quantized matrix whose parts have gradients. The dequantized value is that of what will be stored.
+    """A quantized matrix whose parts have gradients. Its dequantized value is the value of the rounded, stored parts.
 
-    rate, code_rate: Adam's, of the scales' logarithms, of the zeros and a fitted table's values (in codes: a table over
-    -1 .. 1 spans `levels`); of the codes (0: they stay). A table is held in ascending order, codes as places in it.
+    rate: Adam's learning rate of the scales' logarithms, the zeros and a fitted table's values (in codes: a table over
+    -1 .. 1 spans `levels`). code_rate: that of the codes (0: they do not change). A table is sorted; codes index it.
     """
 
     def __init__(self, q: QuantizedTensor, dtype: torch.dtype, device: torch.device, rate: float, code_rate: float) -> None:
@@ -93,7 +94,7 @@ class Grid:
         self.shift = torch.zeros_like(self.scales, requires_grad=q.zero == "float")
 
     def parameters(self) -> list[dict[str, Any]]:
-        """What an optimizer is given."""
+        """The optimizer's parameter groups."""
         found: list[dict[str, Any]] = [{"params": [t for t in (self.stretch, self.shift) if t.requires_grad], "lr": self.rate}]
         if self.table is not None and self.table.requires_grad:
             found.append({"params": [self.table], "lr": self.rate * 2 / self.q.scheme.levels})
@@ -114,7 +115,7 @@ class Grid:
         return ((codes - zeros if self.table is None else self._look_up(codes)) * scales).reshape(self.q.W_q.shape)
 
     def _look_up(self, codes: torch.Tensor) -> torch.Tensor:
-        """What codes stand for; from one to the next the gradient is the distance of the values on both sides."""
+        """The values of codes; between two codes the gradient is the difference of their values."""
         assert self.table is not None
         at, top = codes.detach().round().int(), self.q.scheme.levels - 1
         found = self.table[at]
@@ -137,12 +138,12 @@ class Grid:
 
 
 def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """t, of any shape, as a dtype holds it, with gradients as if nothing were rounded."""
+    """t (any shape) rounded to a dtype, with gradients as if nothing were rounded."""
     return t + (t.to(dtype).float() - t).detach()
 
 
 def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameter's name -> its value (N, K), for those that learnt matrices are all or some rows of."""
+    """Parameter's name -> its value (N, K), for the parameters that trained matrices are a part or the whole of."""
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
     for name, matrix in learnt.items():
         spot, W = layer.spots[name], matrix.weight()
@@ -160,13 +161,13 @@ def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]
 
 
 def _loss(layer: Layer, weights: dict[str, torch.Tensor], x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Squared distance of the layer's output; parameters not in `weights` are those it holds."""
+    """The squared distance of the layer's output; parameters that are not in `weights` keep the layer's values."""
     out = functional_call(layer.module, weights, (x, *layer.others[0]), layer.others[1])
     return ((out[0] if isinstance(out, tuple) else out) - wanted).square().sum()
 
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Attention whose gradients are the same on every run: the fast kernels' backward adds in the order of arrival."""
+    """Inside this context attention has reproducible gradients: the fast kernels' backward adds in the order of arrival."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
