@@ -1,1 +1,1 @@
-"""From a recipe to all that a run will do: which matrix gets which scheme, and where its bytes go."""
+"""Plan a run from a recipe: the scheme of every matrix, and the output file that holds it."""

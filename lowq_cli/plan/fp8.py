@@ -1,4 +1,4 @@
-"""What the format fp8 quantizes: every linear weight of the decoder, and the output head where that is asked for."""
+"""The weights that the format fp8 quantizes: every linear weight of the decoder, and the output head if requested."""
 
 from collections.abc import Mapping
 
@@ -16,9 +16,9 @@ KEPT = ("norm", "embedding", "router", "vision", "projector", "audio", "other")
 
 
 def fp8_items(source: Source, found: Mapping[str, Role], recipe: Recipe) -> list[Item]:
-    """Every tensor of `source`, in its order. Stacked experts and (K, N) matrices stay: the layout does not hold them.
+    """The items of all tensors of `source`, in its order. Stacked experts and (K, N) matrices are kept (not in the layout).
 
-    Raises UsageError for a pattern that fits no weight.
+    Raises UsageError for a pattern that matches no weight.
     """
     kept = {name: why for name in source.headers if (why := _why_kept(name, source, found[name], recipe))}
     stems = [n.removesuffix(".weight") for n in source.headers if n not in kept]

@@ -1,8 +1,8 @@
-"""`--type`: what llama.cpp's users call a GGUF file's mixture of types, and which tensor of a model gets which.
+"""`--type`: llama.cpp's names for the mixtures of types in a GGUF file, and the type of each tensor in a mixture.
 
-The names, numbers and choices are llama.cpp's (llama-quantize, without an importance matrix), so that a file of a name is as
-large here as there. Most tensors get the mixture's own type; values, the way down and the way out of attention, on which more
-depends, and the head get others.
+The names, numbers and choices are those of llama.cpp (llama-quantize, without an importance matrix), so a mixture gives a file
+of the same size here. Most tensors get the mixture's main type. The more sensitive ones get other types: the value projection
+(attn_v), the down projection (ffn_down), the output projection of attention (attn_output), and the head.
 """
 
 import re
@@ -15,7 +15,7 @@ from lowq_packers.formats.gguf import TYPES
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model: layers, queries' heads for each of the keys', experts (0: none), whether the embedding is the head."""
+    """Facts of a model: layers, query heads per key head, experts (0: none), whether the embedding is also the head."""
 
     layers: int
     heads_per_key: int
@@ -23,12 +23,12 @@ class Facts:
     tied: bool
 
 
-Choice = str | Callable[[int, Facts], str | None]  # a type, or that of a layer's number; None: the mixture's own
+Choice = str | Callable[[int, Facts], str | None]  # a type, or a function of the layer's index; None: the mixture's main type
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """number: general.file_type. own: most tensors' type. v, down, out: of attn_v, ffn_down and attn_output."""
+    """number: general.file_type. own: the main type. v, down, out: the types of attn_v, ffn_down and attn_output."""
 
     number: int
     own: str
@@ -38,7 +38,7 @@ class Mixture:
 
 
 def _more(wide: str) -> Choice:
-    """The wider type in the first and last eighth of the layers, and in each third one between."""
+    """The wider type in the first and last eighth of the layers, and in every third layer between them."""
 
     def choose(i: int, f: Facts) -> str | None:
         n = f.layers
@@ -53,7 +53,7 @@ def _first(wide: str, count: Callable[[int], int], then: str | None = None) -> C
 
 
 def _few_keys(wide: str, else_: str | None = None) -> Choice:
-    """The wider type where four heads or more share keys and values: the tensor is then small."""
+    """The wider type if four or more query heads share a key head: the tensor is then small."""
     return lambda i, f: wide if f.heads_per_key >= 4 else else_
 
 
@@ -76,19 +76,19 @@ MIXTURES = {
     "IQ4_XS": Mixture(30, "IQ4_XS", _few_keys("Q5_K"), _first("Q5_K", _eighth)),
 }
 SHORTER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}  # blocks of 32
-EIGHT = 8  # experts, as Mixtral has: what all of them share gets more
-ALL_70B = 80  # layers of Llama's 70B, of whose heads eight share a key
+EIGHT = 8  # number of experts (as in Mixtral) with which the tensors that all experts share get wider types
+ALL_70B = 80  # number of layers of Llama 70B, in which eight query heads share a key head
 
 
 def get(name: str) -> Mixture:
-    """The mixture of that name, in any case. Raises UsageError naming those that exist."""
+    """The mixture of that name, upper or lower case. Raises UsageError with the list of the existing ones."""
     if name.upper() not in MIXTURES:
         raise UsageError(f"--type {name} does not exist; use one of {', '.join(MIXTURES)}")
     return MIXTURES[name.upper()]
 
 
 def type_of(mixture: Mixture, name: str, K: int, facts: Facts) -> str:
-    """The type of a GGUF tensor `name` of two dimensions and more, whose rows are K long; F16 where no blocks divide them."""
+    """The type of a GGUF tensor `name` of two or more dimensions with rows of length K; F16 if no block size divides K."""
     kind = _wanted(mixture, name, K, facts)
     for narrower in (kind, SHORTER.get(kind, "F16"), "F16"):
         if K % TYPES[narrower].elements == 0:

@@ -1,7 +1,7 @@
-"""Plan: all of a run, known to the byte before it starts. `planner.make_plan` makes one; `lowq quantize` shows it.
+"""Plan: the whole of a run, known to the byte before it starts. `planner.make_plan` makes one; `lowq quantize` shows it.
 
-Every source tensor becomes one or more items: a matrix to quantize, or a tensor kept as it is, with the reason. Items lie in
-output files in the order of the source's bytes, so the run reads forwards; each file's header is known before it is written.
+Every source tensor becomes one or more items. An item is a matrix to quantize, or a tensor to keep, with the reason. Items are
+written in the order of the source's bytes, so the run reads forwards; each file's header is known before the file is written.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "v
 class Item:
     """One quantized matrix, or one kept tensor (scheme None).
 
-    name: checkpoint name, without ".weight" where quantized. shape: (N, K), or the tensor's. note: why it is kept, or what
-    differs from the recipe. outputs: tensors written for it, in order words, scales, zeros, in `layout`. nbytes: their sum.
+    name: checkpoint name, without ".weight" if quantized. shape: (N, K), or that of the tensor. note: why it is kept, or how it
+    differs from the recipe. outputs: the tensors to write (words, scales, zeros in this order), in `layout`. nbytes: their sum.
     """
 
     name: str
@@ -46,28 +46,28 @@ class Item:
 
     @property
     def spelled(self) -> str | None:
-        """How it is quantized, in words."""
+        """The scheme in words; None for a kept tensor."""
         return str(self.scheme) if self.scheme else None
 
     @cached_property
     def params(self) -> int:
-        """Weights in it."""
+        """Number of weights."""
         return TensorHeader(self.shape, "U8").numel
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes written for it."""
+        """Bytes to write for this item."""
         return sum(h.nbytes for _, h in self.outputs)
 
     @property
     def kept_name(self) -> str:
-        """Its name in the terms of `quant_config`, without ".weight"."""
+        """The name as `quant_config` lists it, without ".weight"."""
         return self.name.removesuffix(".weight")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: its first bytes, where each tensor lies, and the items in it."""
+    """One output file: its header bytes, the place of each tensor, and its items."""
 
     name: str
     header: bytes
@@ -78,7 +78,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One line of the plan's table: a class of weights. bits: stored per weight, over all of the class, scales included."""
+    """One line of the plan's table: a class of weights. bits: stored bits per weight of the class, scales included."""
 
     kind: str
     tensors: int
@@ -96,30 +96,30 @@ class ClassRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a run, known in advance."""
+    """The whole of a run, known in advance."""
 
     source: str
     recipe: Recipe
     items: tuple[Item, ...]
     shards: tuple[Shard, ...]
     source_bytes: int
-    untie: bool  # a separate output head is written for a model whose head was its embedding
-    notes: tuple[str, ...]  # fallbacks and policies worth a line
+    untie: bool  # whether the output gets a separate head although the source's head is its embedding
+    notes: tuple[str, ...]  # fallbacks and policies to show to the user, a line each
     warnings: tuple[str, ...]
 
     @cached_property
     def params(self) -> int:
-        """Weights written; more than the source's only where a tied head is written separately."""
+        """Number of weights to write; more than in the source only if a tied head is written separately."""
         return sum(i.params for i in self.items)
 
     @cached_property
     def quantized_params(self) -> int:
-        """Weights that are quantized."""
+        """Number of quantized weights."""
         return sum(i.params for i in self.items if i.scheme)
 
     @property
     def coverage(self) -> float:
-        """Share of the weights that are quantized, 0 .. 1."""
+        """Quantized share of the weights, 0 .. 1."""
         return self.quantized_params / max(self.params, 1)
 
     @property
@@ -154,7 +154,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the bytes written, but for the weights themselves."""
+        """A hash of everything that determines the bytes to write, except the weights themselves."""
         facts = [[i.name, i.source, str(i.spelled), i.method, asdict(i.cut)] for i in self.items]
         h = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
         h.update(b"" if self.recipe.act == "none" else self.recipe.act.encode())
@@ -163,7 +163,7 @@ class Plan:
         return h.hexdigest()[:16]
 
     def quantization_config(self) -> dict[str, Any]:
-        """What config.json will say."""
+        """The `quantization_config` of the output's config.json."""
         if self.recipe.format == "fp8":
             return fp8_config(self.recipe, self.items)
         schemes = {i.name: i.scheme for i in self.items if i.scheme}
@@ -214,7 +214,7 @@ def index_json(plan: Plan) -> dict[str, Any] | None:
 
 
 def output_config(source: Source, plan: Plan) -> dict[str, Any]:
-    """The config.json to write: the source's, with quantization_config, and the fields that the plan changes."""
+    """The config.json to write: the source's, plus quantization_config, with the fields that the plan changes."""
     config = json.loads(json.dumps(source.config))
     if plan.recipe.dtype != "source":
         config.pop("torch_dtype", None)
@@ -230,7 +230,7 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
 
 
 def common_group(plan: Plan, recipe: Recipe) -> int | None:
-    """The group size of most weights of the recipe's width: another than asked for where that does not divide them."""
+    """The group size of most weights of the recipe's width; it differs from the recipe's if that does not divide their K."""
     found = Counter[int]()
     for i in plan.items:
         if i.scheme and i.scheme.bits == recipe.bits:
@@ -239,9 +239,9 @@ def common_group(plan: Plan, recipe: Recipe) -> int | None:
 
 
 def default_out(source: Source | str, recipe: Recipe, group: int | None = None) -> Path:
-    """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64, and what differs from the defaults.
+    """The default output folder of a run: ./MODEL-lowq-4b-g64, plus a suffix for each setting that differs from its default.
 
-    group: in place of the recipe's, as `common_group` finds it.
+    group: the group size from `common_group`, which replaces the recipe's.
     """
     name = source if isinstance(source, str) else source.name
     stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
@@ -262,7 +262,7 @@ def default_out(source: Source | str, recipe: Recipe, group: int | None = None) 
 
 
 def _unusual(recipe: Recipe) -> list[str]:
-    """What tells a recipe from others of its width in a folder's name; the rest of what is not default as a short hash."""
+    """The folder-name parts that distinguish recipes of one width; other non-default settings become a short hash."""
     r = recipe
     parts = [] if r.method == "auto" else [r.method]
     parts += {"float": [], "none": ["sym"]}.get(r.zero, [r.zero])

@@ -1,6 +1,6 @@
-"""From source and recipe to a Plan: which matrix gets which scheme and why, and in which output file it lies.
+"""Make a Plan from a source and a recipe: the scheme of each matrix, the reason for it, and its output file.
 
-Reads config and headers, no tensor. Everything a person can get wrong about a recipe surfaces here, before a weight is read.
+This file reads the config and the headers, but no tensor. Every mistake in a recipe is reported here, before a weight is read.
 """
 
 from collections import Counter, defaultdict
@@ -37,13 +37,13 @@ ASKED_FOR_BY_NAME = (
     "vision",
     "projector",
     "audio",
-)  # kinds that `bits` alone does not touch
+)  # kinds that `bits` alone does not quantize
 PACKED_SUFFIXES = (".qweight", ".weight_packed", ".W_q", ".weight_scale", ".weight_scale_inv", ".SCB")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix (N, K) that can be quantized: part of the tensor `source`, all or part of the model's parameter `target`."""
+    """A matrix (N, K) that can be quantized: part of the tensor `source`, and all or part of the model's parameter `target`."""
 
     name: str
     source: str
@@ -52,7 +52,7 @@ class Candidate:
     source_dtype: str
     cut: Cut
     target: str
-    extra: bool = False  # of a head that predicts further tokens
+    extra: bool = False  # whether it belongs to a head that predicts further tokens
 
 
 EXTRA = "heads that predict further tokens are quantized like the layers, without a text"
@@ -60,7 +60,7 @@ EXTRA = "heads that predict further tokens are quantized like the layers, withou
 
 @dataclass(frozen=True)
 class Request:
-    """What the recipe asks for one candidate: bits or "keep", a group (None: the width's default), and whether by name."""
+    """The recipe's settings for one candidate: bits or "keep", a group (None: the width's default), and whether set by name."""
 
     bits: int | Keep
     group: Group | None = None
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one candidate, and the note the plan shows: why it is kept, or what gave way."""
+    """The scheme of one candidate (None: kept) and the plan's note: why it is kept, or which setting was changed."""
 
     scheme: Scheme | None
     note: str = ""
@@ -106,7 +106,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
 
 
 def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str], shard_size: int) -> Plan:
-    """The plan of these items, with what is worth a line. Raises UnsupportedError if none is quantized."""
+    """The plan of these items, with its notes. Raises UnsupportedError if none is quantized."""
     if not any(i.scheme for i in items):
         raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
@@ -122,7 +122,7 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
 
 
 def wordless(source: Source) -> list[str]:
-    """What to say of a model that computes, but generates no text; known families all do."""
+    """A note if a model of an unknown family cannot generate text; all known families can."""
     if is_head(source.config) or known_roles(source.config, source.headers) is not None:
         return []
     from lowq_cli.hf.skeleton import model_class
@@ -134,7 +134,7 @@ def wordless(source: Source) -> list[str]:
 
 
 def roles(source: Source) -> dict[str, Role]:
-    """What every tensor is: of a known family by its config alone, of any other by transformers' model. Raises as that does."""
+    """The role of every tensor: from the config in known families, else from transformers' model, whose errors it raises."""
     if is_head(source.config):
         return head_roles(source.headers)
     extra = extra_roles(source.config, source.headers)
@@ -148,14 +148,14 @@ def roles(source: Source) -> dict[str, Role]:
 
 
 def of_tower(name: str, role: Role) -> Role:
-    """The role of a tensor, that of a tower's or of its projector named so: they are not like the layers of the text."""
+    """The role of a tensor; a tensor of a tower or its projector gets the kind vision, audio or projector instead."""
     if not (part := TOWERS.search(name)):
         return role
     return replace(role, kind="projector" if PROJECTORS.search(name) else "audio" if "audio" in part[0] else "vision")
 
 
 def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
-    """The matrices that `recipe` says nothing about: linears, experts, head and embedding. Raises as `make_plan`."""
+    """The matrices that no exception of `recipe` names: linears, experts, head, embedding. Raises the errors of `make_plan`."""
     refuse_quantized(source)
     candidates = _candidates(source, roles(source))
     requests = _requests(recipe, candidates)
@@ -164,7 +164,7 @@ def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
 
 
 def refuse_quantized(source: Source) -> None:
-    """Raise unless the source's weights are plain floats: lowq's own (UsageError) and other formats (UnsupportedError)."""
+    """Raise unless the source's weights are plain floats: UsageError for lowq's format, UnsupportedError for other formats."""
     q = source.config.get("quantization_config")
     if isinstance(q, Mapping) and q.get("quant_method") == "lowq":
         raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {as_argument(source.name)}")
@@ -182,7 +182,7 @@ def refuse_quantized(source: Source) -> None:
 def scale_dtype(source: Source, recipe: Recipe) -> str:
     """The safetensors name of the dtype of scales and zeros, one for the whole checkpoint.
 
-    The recipe's; else the config's if that has 16 bits (it is what a loader casts to); else that of most weight bytes.
+    It is the recipe's; else the config's if that has 16 bits (loaders cast to it); else that of most weight bytes.
     """
     if recipe.dtype != "source":
         return ST_NAMES[recipe.dtype]
@@ -204,7 +204,7 @@ def _refuse_empty(source: Source, found: Mapping[str, Role]) -> None:
 
 
 def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
-    """Every matrix that could be quantized, in source order. Raises UnsupportedError for weights that are not floats."""
+    """All matrices that can be quantized, in source order. Raises UnsupportedError for weights that are not floats."""
     candidates: list[Candidate] = []
     names: set[str] = set()
     for name, header in source.headers.items():
@@ -242,7 +242,7 @@ def _cut_shape(name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, int]:
 
 
 def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]:
-    """What the recipe asks of each candidate: the class's default, then lm_head, overrides in their order, skip."""
+    """The settings of each candidate: its class's default, then lm_head, then the overrides in their order, then skip."""
     requests = {}
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
@@ -259,7 +259,7 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
 
 
 def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
-    """The scheme of one candidate. Raises SchemeError where an override cannot hold."""
+    """The scheme of one candidate. Raises SchemeError for an override that does not fit the matrix."""
     if request.bits == "keep":
         hint = {k: f"--{k.replace('head', 'lm-head')} BITS quantizes it" for k in ("head", "embedding", "vision")}.get(c.kind)
         return Decision(None, "the recipe keeps it" if request.by_name else f"{c.kind}; {hint}" if hint else c.kind)
@@ -281,7 +281,7 @@ def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
 
 
 def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision]) -> None:
-    """Raise SchemeError where matrices that the model holds in one parameter would get different schemes."""
+    """Raise SchemeError if matrices that the model holds in one parameter get different schemes."""
     first: dict[str, Candidate] = {}
     for c in candidates:
         other = first.setdefault(c.target, c)
@@ -295,7 +295,7 @@ def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision
 def _tied_head(
     source: Source, found: Mapping[str, Role], recipe: Recipe, requests: Mapping[str, Request], candidates: list[Candidate]
 ) -> tuple[Candidate | None, str | None]:
-    """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
+    """The separate head that `lm_head` requests for a model with a tied head, and the name of its stored copy to leave out."""
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
         return None, None
     stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
@@ -330,7 +330,7 @@ def _items(
     recipe: Recipe,
     skip: str | None,
 ) -> list[Item]:
-    """Every matrix and kept tensor, in the order of the source's bytes; a head made from the embedding comes last."""
+    """The items of all matrices and kept tensors in the order of the source's bytes; a head made from the embedding is last."""
     mine: dict[str, list[Candidate]] = defaultdict(list)
     for c in candidates:
         mine[c.source].append(c)
@@ -349,14 +349,14 @@ def _items(
 
 
 def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, shared: Collection[str]) -> Item:
-    """The item of a matrix that gets a scheme. shared: parameters of the model that several matrices are parts of."""
+    """The item of a matrix that gets a scheme. shared: model parameters that consist of several matrices."""
     scheme = decision.scheme
-    assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
+    assert scheme is not None, c.name  # _check_targets: the parts of one tensor have one scheme
     layout, why = _layout(c, scheme, recipe, shared)
     tensors = packed_tensors.tensors(Stored(scheme, layout), *c.shape).items()
     outputs = [(c.name + n, TensorHeader(shape, scales if scales in dtypes else dtypes[0])) for n, (shape, dtypes) in tensors]
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
-    if c.extra and quantizers.needs_text(method):  # no layer that runs shows what it is given
+    if c.extra and quantizers.needs_text(method):  # calibration runs no extra head, so it cannot record its inputs
         method = quantizers.default_method(scheme.bits, scheme.group_size, scheme.zero)
     quantizers.check_scheme(method, scheme)
     note = "; ".join(filter(None, (EXTRA if c.extra else "", decision.note, why)))
@@ -364,7 +364,7 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
 
 
 def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
-    """The layout that a matrix is stored in, and why it is not the recipe's."""
+    """The layout to store a matrix in, and why it differs from the recipe's."""
     asked = DISK if recipe.layout == "auto" else recipe.layout
     step = stored(asked).row_step
     if asked == DISK:
@@ -376,7 +376,7 @@ def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str
 
 
 def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) -> Item:
-    """The item of a tensor that is copied; cast to the recipe's dtype if it names one (but for "other": buffers)."""
+    """The item of a copied tensor, cast to the recipe's dtype if that is set (except kind "other": buffers)."""
     cast = recipe.dtype != "source" and kind != "other" and header.dtype in WEIGHT_DTYPES
     dtype = ST_NAMES[recipe.dtype] if cast else header.dtype
     assert dtype in TORCH_NAMES or not cast
@@ -386,7 +386,7 @@ def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) 
 
 
 def assign(items: list[Item], shard_size: int) -> tuple[Shard, ...]:
-    """Fill files of at most `shard_size` data bytes in the items' order; an item larger than that gets its own."""
+    """Distribute the items, in order, over files of at most `shard_size` data bytes; a larger item gets a file for itself."""
     if shard_size < 1:
         raise UsageError(f"shard size {shard_size} must be positive")
     names = Counter(name for i in items for name, _ in i.outputs)
@@ -409,7 +409,7 @@ def assign(items: list[Item], shard_size: int) -> tuple[Shard, ...]:
 
 
 def _why_nothing(items: Iterable[Item]) -> str:
-    """Why the linear weights are kept: what holds most of them back, and one of them."""
+    """Why the linear weights are kept: the most frequent reason, and the name of one such weight."""
     kept: dict[str, list[Item]] = defaultdict(list)
     for i in items:
         if i.kind in ("attention", "mlp", "expert") and len(i.shape) > 1:
@@ -421,7 +421,7 @@ def _why_nothing(items: Iterable[Item]) -> str:
 
 
 def _merged(items: Iterable[Item]) -> list[str]:
-    """The notes of items, each once, with the first name and how many more there are."""
+    """The notes of the items, each once, with the name of the first item and the number of further ones."""
     by_note: dict[str, list[str]] = defaultdict(list)
     for i in items:
         by_note[i.note].append(i.name)

@@ -1,4 +1,4 @@
-"""Recipe: which tensor gets which scheme. From flags, a TOML file, or both (a flag wins); checked before any weight is read.
+"""Recipe: the scheme of each tensor, from flags, a TOML file, or both (a flag wins); checked before any weight is read.
 
     bits = 4
     group = 64
@@ -10,8 +10,8 @@
     'layers\\.[01]\\..*v_proj' = 8
     "layers.5.mlp" = "keep"
 
-A pattern is a glob over whole dotted components anywhere in a name: `down_proj`, `layers.0`, `layers.[01].*_proj`. One that
-fits no name that way is tried as a regular expression. Later overrides win over earlier ones, `skip` over all.
+A pattern is a glob over whole dotted components anywhere in a name: `down_proj`, `layers.0`, `layers.[01].*_proj`. If it
+matches no name as a glob, it is tried as a regular expression. Later overrides win over earlier ones; `skip` wins over all.
 """
 
 import tomllib
@@ -32,18 +32,18 @@ from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, ZERO_KINDS, A
 DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-CALIB_TOKENS = 65536  # that calibrated methods read where nobody says how many
+CALIB_TOKENS = 65536  # default number of tokens that calibrated methods read
 NOT_CALIBRATED = ("head", "embedding", "router", "vision", "projector", "audio")
-# Width of the body: up to it a head gets so many bits. An 8-bit head costs under 0.03% of perplexity, a 4-bit one 0.4 to 1.4%
-# (benchmarks/results/accuracy/head.json), which is little beside what 2 bits cost (108%); and a decode step reads the whole
-# head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers or 2 GB of 2-bit ones. A tied head is the embedding:
-# quantized apart it would make the model larger.
+# Max. width of the layers -> bits of the head. An 8-bit head raises perplexity by less than 0.03%, a 4-bit head by 0.4 to 1.4%
+# (benchmarks/results/accuracy/head.json), which is little compared with 2-bit layers (108%). A decode step reads the whole
+# head: in an 8B model 1.05 GB in fp16, next to 3.7 GB of 4-bit layers or 2 GB of 2-bit layers. A tied head is kept: it is the
+# embedding, and a separate quantized copy would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
 EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30"}
-BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # what may stand in the place of `bits`
-LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # what files may hold
+BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
+LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # layouts that files can have
 FORMATS = ("lowq", "fp8", *TABLE_FORMATS)
-OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # what of a recipe the format fp8 takes
+OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # the fields that the format fp8 accepts
 
 
 @dataclass(frozen=True)
@@ -53,32 +53,32 @@ class Recipe:
     Args:
         bits: width of the codes of every linear weight.
         group: consecutive weights that share a scale; "channel" = a whole row; None = the default of each width.
-        method: a file of `quantizers`, or "auto": each width's measured winner.
+        method: a file of `quantizers`, or "auto": the best measured method of each width.
         zero: kind of zero.
-        layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; "tile" is what
-            CUDA kernels read as it is, "cpu" what CPU kernels do (embeddings, experts and odd row counts stay rowstream).
-        lm_head: bits of the output head, or "keep"; "auto" is 8 beside 4 and 3 bits, 4 beside fewer, none if tied.
-        embedding: bits of the input embedding, or "keep"; tied, it is the head too.
-        vision: bits of the linears of the tower that sees pictures, or "keep"; what projects its features is kept.
-        dtype: of scales, zeros and kept tensors; "source" leaves the model's.
-        calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = the model writes it; "bundled";
-            None = its own where writing it takes no longer than quantizing, else the bundled one.
-        calib_tokens: how many tokens of it, at most; None = 65,536, or for distill on a GPU up to 524,288, by size.
-        calib_seed: of a text that the model writes.
-        rotate: turn the residual stream and the heads first, folded into the weights; exact, for most described families.
+        layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; CUDA kernels read
+            "tile" and CPU kernels read "cpu" without repacking (embeddings, experts and odd row counts stay rowstream).
+        lm_head: bits of the output head, or "keep"; "auto" is 8 with layers of 4 and 3 bits, 4 with fewer; a tied head is kept.
+        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head.
+        vision: bits of the linears of the vision tower, or "keep"; the projector of its features is always kept.
+        dtype: dtype of scales, zeros and kept tensors; "source" = the model's.
+        calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = text that the model generates;
+            "bundled"; None = "self" if generating the text takes no longer than quantizing, else "bundled".
+        calib_tokens: max. tokens of that text; None = 65,536, or for distill on a GPU up to 524,288, depending on the size.
+        calib_seed: seed of the text that the model generates.
+        rotate: first rotate the residual stream and the heads, folded into the weights; exact; for most described families.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
-        bpw, size: a budget instead of `bits`: bits per weight of all weights that may be quantized and that no exception
-            names, head and embedding among them; or bytes of the weight files. See `mixed`.
-        max_kl, max_ppl: a bound instead of `bits`: nats per token of KL divergence from the model, or percent that perplexity
-            may rise, measured on `judge`. The smallest checkpoint that meets it is found; see `bound`.
-        fit: with a bound, most bytes of the weight files.
-        tokens_per_s: with a bound, tokens a second that one text must at least decode at, measured where it is quantized.
-        judge: text that a bound is measured on; None = the bundled sample.
-        widths: of the codes, that a budget may be spent on.
+        bpw, size: a budget instead of `bits`. bpw: bits per weight of all weights that can be quantized and that no exception
+            names, including head and embedding. size: bytes of the weight files. See `mixed`.
+        max_kl, max_ppl: a bound instead of `bits`: max. KL divergence from the model in nats per token, or max. rise of
+            perplexity in percent, measured on `judge`. The result is the smallest checkpoint that meets it; see `bound`.
+        fit: with a bound, max. bytes of the weight files.
+        tokens_per_s: with a bound, min. decode speed of one sequence in tokens per second, measured on the quantizing machine.
+        judge: text on which a bound is measured; None = the bundled sample.
+        widths: widths of the codes among which a budget or bound may choose.
         overrides, skip: exceptions by tensor name.
-        format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8"
-            and "none", and no more of the above than `skip` and, with any number of bits, `lm_head`. Or a name of
-            TABLE_FORMATS: weights of its widths have its table and scales, weights of other widths are as in "lowq".
+        format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, like DeepSeek's files. fp8 accepts only
+            `act` "fp8" and "none", `skip`, and `lm_head` with any number of bits. Or a name of TABLE_FORMATS: weights of its
+            widths have its table and scales; weights of other widths are stored as in "lowq".
     """
 
     format: str = "lowq"
@@ -144,24 +144,24 @@ class Recipe:
 
     @property
     def head(self) -> int | Keep:
-        """Bits of a head that has a weight of its own."""
+        """Bits of an untied head."""
         if self.lm_head != "auto":
             return self.lm_head
         return next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
 
     @property
     def tokens(self) -> int:
-        """How many tokens of the text are read."""
+        """Max. number of calibration tokens."""
         return self.calib_tokens or CALIB_TOKENS
 
     @property
     def budgeted(self) -> bool:
-        """Whether the bits of each weight are chosen, within a budget or a bound."""
+        """Whether a budget or a bound determines the bits of each weight."""
         return any(getattr(self, name) is not None for name in BUDGETS)
 
     @property
     def bounded(self) -> bool:
-        """Whether the loss is what is asked for."""
+        """Whether the recipe bounds the loss (max_kl or max_ppl)."""
         return self.max_kl is not None or self.max_ppl is not None
 
     def _check_whole(self, name: str, least: int, most: int, said: str) -> None:
@@ -171,16 +171,16 @@ class Recipe:
 
     @property
     def table(self) -> TableFormat | None:
-        """The format, where it is one of a table."""
+        """The table format; None if the format has no table."""
         return TABLE_FORMATS.get(self.format)
 
     def fixed_group(self, bits: int) -> int | None:
-        """The only group size that the format has at a width, or None."""
+        """The group size that the format prescribes at a width, or None."""
         t = self.table
         return t.group if t and t.fixed and bits in t.bits else None
 
     def scheme(self, bits: int, group: int) -> Scheme:
-        """How weights of a width and group size are quantized."""
+        """The scheme of weights of a width and group size."""
         t = self.table
         return t.scheme(bits, group) if t and bits in t.bits else Scheme(bits, group, self.zero)
 
@@ -244,9 +244,9 @@ class Recipe:
 
 
 def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:
-    """The recipe for a source of that format, and what to say of it. Where nothing was asked of weights, gpt-oss' MXFP4 experts
-    stay what they are (rounding finds each value again) and what its maker left in 16 bits gets 8: q, k, v, o and the head,
-    0.7 of the 2.0 ms of a step at batch 1.
+    """The recipe for a source of that format, and its notes. If the recipe sets nothing about the weights, gpt-oss' MXFP4
+    experts keep their values (rounding reproduces each one), and the weights published in 16 bits get 8 bits: q, k, v, o and
+    the head, which take 0.7 of the 2.0 ms of a step at batch 1.
     """
     free = replace(recipe, dtype="source", layout="auto", lm_head="auto", embedding="keep", skip=())
     if stored_as != "mxfp4" or free != Recipe():
@@ -255,19 +255,19 @@ def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:
     return kept, ["its experts stay as published, in MXFP4; attention gets 8 bits (--group 64 quantizes all to 4 bits anew)"]
 
 
-READ: dict[str, Callable[[object], Any]] = {  # field -> what reads its words; the others are taken as they are
+READ: dict[str, Callable[[object], Any]] = {  # field -> its parser; other fields are used without parsing
     **{"overrides": values.overrides, "skip": values.patterns, "widths": values.widths, "max_ppl": values.percent},
     **{"bits": partial(values.number, where="bits"), "group": partial(values.group_of, where="group")},
     **dict.fromkeys(("size", "fit"), values.parse_size),
     **{head: partial(values.bits_or_word, where=head) for head in ("lm_head", "embedding", "vision")},
 }
-ADDED = ("overrides", "skip")  # flags' come behind the file's
+ADDED = ("overrides", "skip")  # the entries of the flags follow those of the file
 
 
 def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
-    """The recipe of a TOML file or name (or none), with every flag that is not None (or an empty list) in its place.
+    """The recipe of a TOML file or recipe name (or neither), overridden by every flag that is not None or an empty list.
 
-    `overrides` may be a list of "PATTERN=BITS[:GROUP]", or a table; flags' overrides come after the file's, so they win.
+    `overrides` can be a list of "PATTERN=BITS[:GROUP]", or a table; overrides of flags follow those of the file, so they win.
     Raises NotFoundError, UsageError.
     """
     given = read_recipe(file) if file is not None else {}
@@ -291,7 +291,7 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
 
 
 def _check_fp8(found: dict[str, Any]) -> None:
-    """Fill in what is another default for fp8. Raises UsageError for what it does not take."""
+    """Fill in the defaults that differ for fp8. Raises UsageError for a field that fp8 does not accept."""
     for name in found:
         if name not in OF_FP8:
             raise UsageError(f"--{name.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
@@ -303,7 +303,7 @@ def _check_fp8(found: dict[str, Any]) -> None:
 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:
-    """The table of a recipe that lowq knows by name, or of a TOML file. Raises as `read_toml`."""
+    """The table of a built-in recipe, by name, or of a TOML file. Raises the errors of `read_toml`."""
     return read_toml(recipes.path(str(recipe)) or Path(recipe))
 
 

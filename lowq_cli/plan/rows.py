@@ -1,4 +1,4 @@
-"""A planned matrix's rows, read from its source."""
+"""Read the rows of a planned matrix from its source."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], to
     shape, cut = source.headers[item.source].shape, item.cut
     A, B = shape[-2:]
     start = (cut.expert or 0) * A * B
-    if cut.transposed or cut.step > 1:  # rows of the matrix are columns of the file, or not side by side: read it once, whole
+    if cut.transposed or cut.step > 1:  # the rows are columns of the file, or not consecutive: read all of it once
         held = replace(cut, expert=None).of(source.read(item.source, start, A * B).reshape(A, B))
         return lambda first, last: held[first:last].contiguous()
     start += cut.rows[0] * B if cut.rows else 0

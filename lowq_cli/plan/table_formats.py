@@ -7,7 +7,7 @@ from lowq_packers.scheme import TABLES, ScaleKind, Scheme
 
 @dataclass(frozen=True)
 class TableFormat:
-    """The table and scales of weights; `group` is the default, and the only one where it is `fixed`."""
+    """The table and scales of weights; `group` is the default group size, and the only one if `fixed`."""
 
     table: str
     scale: ScaleKind
@@ -16,11 +16,11 @@ class TableFormat:
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Widths that it has."""
+        """The widths of its codes."""
         return TABLES[self.table]
 
     def scheme(self, bits: int, group: int) -> Scheme:
-        """Raises SchemeError for a width or group that does not exist."""
+        """The scheme of a width and group size. Raises SchemeError for one that does not exist."""
         return Scheme(bits, group, "none", self.table, self.scale)
 
 

@@ -1,8 +1,8 @@
-"""`quantize --for ENGINE`: schemes that `export` can hand to an engine bit for bit, chosen and checked before work starts.
+"""`quantize --for ENGINE`: schemes that `export` can convert for an engine bit for bit, chosen and checked before work starts.
 
-Zeros: none of the engines holds a float zero exactly (vLLM's kernels take whole numbers or none; llama.cpp and MLX store
--zero * scale in 16 bits, which is exact for the constant 2**(bits-1) only), so the codes are symmetric. The last four are
-formats that some engine reads; Humming and HQQ hold float zeros.
+Zeros: no engine holds a float zero exactly (vLLM's kernels accept integer zeros or none; llama.cpp and MLX store
+-zero * scale in 16 bits, which is exact only for the constant 2**(bits-1)), so the codes are symmetric. The last four targets
+are formats that several engines may read; Humming and HQQ hold float zeros.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """An engine or format: what `export` writes for it, the widths and groups it takes (the first ones are the default).
+    """An engine or format: the export format, and the accepted widths and groups (the first ones are the default).
 
-    zero: the kind it takes exactly. head: unless asked for.
+    zero: the kind of zero that it holds exactly. head: the default of `lm_head`.
     """
 
     engine: str
@@ -31,15 +31,15 @@ class Target:
     groups: tuple[int | str, ...]
     zero: str = "none"
     head: str = "keep"  # most engines read the head in 16 bits only
-    table: str | None = None  # the --format it takes, unless one is asked for
+    table: str | None = None  # the default --format
 
     def scheme(self, bits: int, group: int) -> Scheme:
-        """What it takes, of a width and group."""
+        """The scheme that it accepts at a width and group size."""
         return TABLE_FORMATS[self.table].scheme(bits, group) if self.table else Scheme.of(bits, group, self.zero)
 
     def why_not(self, scheme: Scheme, N: int, K: int) -> str | None:
-        """The reason it cannot hold a scheme and shape, or None."""
-        from lowq_packers import formats  # 30 ms, which a mistyped flag should not wait for
+        """Why it cannot hold a scheme and shape, or None."""
+        from lowq_packers import formats  # takes 30 ms, which an error about a mistyped flag should not cost
 
         return formats.get(self.export).why_not(scheme, N, K)
 
@@ -61,14 +61,14 @@ ENGINES = {
 
 
 def get(engine: str) -> Target:
-    """The target of that name. Raises UsageError naming the ones that exist."""
+    """The target of that name. Raises UsageError with the list of the existing ones."""
     if engine not in ENGINES:
         raise UsageError(f"--for {engine} does not exist; use one of {', '.join(ENGINES)}")
     return ENGINES[engine]
 
 
 def of_export(form: str, engine: str | None) -> str:
-    """The engine that an export format is for: the one named, if that reads it. Raises UsageError."""
+    """The engine for an export format: the named one, if it reads the format. Raises UsageError."""
     known = {t.export: name for name, t in ENGINES.items()}
     if form not in known:
         raise UsageError(f"--export {form} does not exist; use one of {', '.join(known)}")
@@ -78,10 +78,10 @@ def of_export(form: str, engine: str | None) -> str:
 
 
 def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Recipe flags to try for `engine`, best first: one for each group it has kernels for, or the one that was asked for.
+    """Recipe flags to try for `engine`, best first: a set for each group that it has kernels for, or for the requested group.
 
-    flags: of the command line, None where not given; file: the recipe file's table.
-    Raises UsageError where either contradicts the engine.
+    flags: flags of the command line, None if not given; file: the table of the recipe file.
+    Raises UsageError if either contradicts the engine.
     """
     t = get(engine)
 
@@ -92,7 +92,7 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
         if engine == "vllm":
             raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
         raise UsageError(f"--format fp8 and --for {engine} contradict each other: {engine} reads {t.export}; leave one out")
-    if (form := asked("format") or t.table) in TABLE_FORMATS:  # `problem` holds its groups against the engine
+    if (form := asked("format") or t.table) in TABLE_FORMATS:  # `problem` checks its groups against the engine
         own = {"format": form, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
         free = t.table == form and not TABLE_FORMATS[form].fixed and asked("group") is None
         return [{**flags, **own, "group": g} for g in (t.groups if free else (asked("group"),))]

@@ -1,4 +1,4 @@
-"""Values of a recipe, from the words of flags and TOML files: each read and checked by itself. All raise UsageError."""
+"""Parse and check single values of a recipe, from flags and TOML files. All functions raise UsageError."""
 
 import difflib
 import fnmatch
@@ -16,7 +16,7 @@ Keep = Literal["keep"]
 
 @dataclass(frozen=True)
 class Override:
-    """Tensors that `pattern` fits get `bits` ("keep": stay as they are) and `group` (None: the recipe's)."""
+    """Tensors that `pattern` matches get `bits` ("keep": not quantized) and `group` (None: the recipe's)."""
 
     pattern: str
     bits: int | Keep
@@ -32,7 +32,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> "Override":
-        """From "PATTERN=BITS", "PATTERN=BITS:GROUP" or "PATTERN=keep"."""
+        """Parse "PATTERN=BITS", "PATTERN=BITS:GROUP" or "PATTERN=keep"."""
         pattern, sign, value = text.rpartition("=")
         if not sign:
             raise UsageError(f"override {text!r} has no '='; write PATTERN=BITS[:GROUP], such as '*.down_proj=8:64'")
@@ -40,7 +40,7 @@ class Override:
 
     @classmethod
     def of(cls, pattern: str, value: object) -> "Override":
-        """From a pattern and 8, "8", "8:64", "8:channel", "keep" or {bits, group}."""
+        """Make an override from a pattern and 8, "8", "8:64", "8:channel", "keep" or {bits, group}."""
         if isinstance(value, Mapping):
             check_keys(value, ("bits", "group"), f"override {pattern}")
             if "bits" not in value:
@@ -59,7 +59,7 @@ class Override:
 
 
 def overrides(value: object) -> tuple[Override, ...]:
-    """From a table, or a list of "PATTERN=BITS[:GROUP]"."""
+    """Parse a table, or a list of "PATTERN=BITS[:GROUP]"."""
     if isinstance(value, Mapping):
         return tuple(Override.of(pattern, v) for pattern, v in value.items())
     if isinstance(value, Iterable) and not isinstance(value, str):
@@ -68,21 +68,21 @@ def overrides(value: object) -> tuple[Override, ...]:
 
 
 def patterns(value: object) -> tuple[str, ...]:
-    """From a list."""
+    """Parse a list of patterns."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(f"skip={spelled(value)} must be a list of patterns")
     return tuple(value)
 
 
 def widths(value: object) -> tuple[int, ...]:
-    """Widths from "8,4" or a list."""
+    """Parse widths from "8,4" or a list."""
     if not isinstance(value, Iterable):
         raise UsageError(f"widths={spelled(value)} must be a list of widths")
     return tuple(number(v, "widths") for v in (value.split(",") if isinstance(value, str) else value))
 
 
 def parse_size(value: object) -> int:
-    """Bytes in '2GiB', '500MB' or '4096'."""
+    """Bytes of '2GiB', '500MB' or '4096'."""
     text = str(value)
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
     digits = text.rstrip("bBkKmMgGiI ")
@@ -97,7 +97,7 @@ def parse_size(value: object) -> int:
 
 
 def percent(value: object) -> object:
-    """The number in '1%' or '1'; what is no text stays as it is."""
+    """The number in '1%' or '1'; a value that is not a string is returned unchanged."""
     try:
         return float(value.strip().removesuffix("%")) if isinstance(value, str) else value
     except ValueError:
@@ -105,7 +105,7 @@ def percent(value: object) -> object:
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise UsageError for a key that does not exist, naming the nearest one that does."""
+    """Raise UsageError for an unknown key, with the most similar known one."""
     known = list(known)
     for key in given:
         if key not in known:
@@ -115,7 +115,7 @@ def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def number(value: object, where: str) -> int:
-    """A whole number from 4 or "4"."""
+    """Parse an integer from 4 or "4"."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
@@ -129,7 +129,7 @@ def bits_or_word(value: object, where: str) -> int | str:
 
 
 def spelled(value: object) -> str:
-    """A value as a recipe file would hold it, short: not the Python for it."""
+    """A value in the syntax of a recipe file, shortened, instead of Python's."""
     if isinstance(value, Mapping):
         return f"[a table of {', '.join(map(str, value))}]"
     if isinstance(value, list | tuple):
@@ -138,7 +138,7 @@ def spelled(value: object) -> str:
 
 
 def group_of(value: object, where: str) -> Group:
-    """64, "64" or "channel"."""
+    """Parse a group size: 64, "64" or "channel"."""
     if value == "channel":
         return "channel"
     try:
@@ -163,7 +163,7 @@ def check_group(group: object, where: str) -> None:
 
 
 def matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern fits (see the top of this file), in their order. Raises UsageError if none does."""
+    """The names that a pattern matches (syntax: recipe.py), in their order. Raises UsageError if there are none."""
     names = list(names)
     glob = re.compile(fnmatch.translate(f"*.{pattern}.*"))
     found = [n for n in names if glob.match(f".{n}.")]
