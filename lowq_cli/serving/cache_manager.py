@@ -1,12 +1,12 @@
-"""What texts hold of the cache, over all groups of layers: blocks of pages, slots of recurrent state, and snapshots of it.
+"""The cache space of sequences over all groups of layers: blocks of pages, slots of recurrent state, and its snapshots.
 
-A beginning of n whole blocks of tokens is found again where each group that holds all tokens has its n blocks, each group with
-a window those that the next token attends to, and, if there are recurrent layers, a snapshot was taken after exactly those
-tokens.
+A prefix of n whole blocks of tokens can be reused where each group without a window still has its n blocks, each group with
+a window has the blocks that the next token attends to, and, if there are recurrent layers, a snapshot was taken after exactly
+these tokens.
 
-A snapshot is taken at the end of the last whole block of a prompt, so that the next turn of a conversation, or the same prompt,
-goes on from there; where the pages of an older text part from a prompt's, for what begins alike twice does so again; and while
-a text runs after every SNAPSHOT_BLOCKS blocks of it.
+A snapshot is taken at three places: at the end of the last whole block of a prompt, so that the next turn of a conversation, or
+the same prompt, continues from there; where a prompt diverges from the pages of an older sequence, because a prefix that two
+prompts share is likely to come again; and after every SNAPSHOT_BLOCKS blocks of a running sequence.
 """
 
 from collections.abc import Sequence as Several
@@ -19,18 +19,18 @@ from lowq_cli.serving.host_blocks import HostBlocks, Swap
 from lowq_cli.serving.sequence import Sequence, Table
 from lowq_cli.serving.state_slots import StateSlots
 
-# Blocks of tokens from one snapshot of a running text to the next. A copy is a state read and written: 75 MB for the 36 gated
-# delta layers of Qwen3-Next-80B, 45 us by the bandwidth of an H100. With 4, 128 running texts need one such copy every second
-# step, under 1% of its time, and a conversation that goes on computes at most 255 of its tokens anew, less than one pass
-# carries. A text's newest snapshot takes the place of the one before it: a long answer takes the places of few others.
+# Blocks of tokens between two snapshots of a running sequence. A snapshot reads and writes one state: 75 MB for the 36 gated
+# delta layers of Qwen3-Next-80B, or 45 us at the bandwidth of an H100. With 4 blocks, 128 running sequences need one such copy
+# every second step, under 1% of its time, and a conversation that continues computes at most 255 of its tokens again, fewer
+# than one pass takes. A sequence's newest snapshot replaces the one before, so that a long answer evicts few other snapshots.
 SNAPSHOT_BLOCKS = 4
 
 
 @dataclass(frozen=True)
 class Match:
-    """A beginning that the cache holds: its tokens; blocks by page group, 0 for those that no token needs any more; the
-    snapshot, 0 for none. What is in host memory is minus its place there. pages: tokens of the longest beginning whose pages
-    are there, with or without a snapshot."""
+    """A prefix in the cache: its tokens; its blocks by page group, 0 for blocks that no token needs any more; its snapshot, 0
+    for none. A block or snapshot in host memory is given as minus its place there. pages: tokens of the longest prefix whose
+    pages are in the cache, with or without a snapshot."""
 
     tokens: int
     blocks: list[list[int]]
@@ -39,19 +39,19 @@ class Match:
 
 
 class CacheManager:
-    """The host's record of a cache.
+    """The host's bookkeeping of a cache.
 
     Args:
-        groups: kinds of layers, at most one of them recurrent. blocks: of the pool of each group that has pages, in order, the
-            null block among them. size: tokens of a block. piece: tokens of one text that a pass computes at most.
-        slots: texts that have a recurrent state at once. snapshots: slots beyond those that hold snapshots. copies: slots for
-            states after rows of drafts.
-        host: places in host memory of each group that has pages, and then of snapshots; () for none.
-        shared: whether texts share what begins alike; without it nothing has a name, and no snapshot is taken.
+        groups: the groups of layers, at most one of them recurrent. blocks: number of blocks of each paged group's pool, in
+            order, including the null block. size: tokens per block. piece: max. tokens of one sequence in a pass.
+        slots: max. sequences with a recurrent state at once. snapshots: additional slots for snapshots. copies: slots for
+            states after the rows of drafts.
+        host: places in host memory of each paged group, then of snapshots; () for none.
+        shared: whether sequences share equal prefixes; otherwise blocks have no names, and no snapshots are taken.
     Attributes:
-        swaps: copies to and from host memory before the next pass, in order, and before all else.
+        swaps: copies to and from host memory, to run in order before the next pass and before `zero` and `copies`.
         zero: slots to fill with zeros before the next pass. copies: slots (from, to) to copy before it; no slot is in both.
-        unwritten: slots of snapshots that the pass being planned writes. brought: tokens that came back from host memory.
+        unwritten: slots of snapshots that the pass being planned writes. brought: tokens restored from host memory so far.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class CacheManager:
 
     @property
     def blocks(self) -> int:
-        """Blocks of all groups that texts can hold."""
+        """Total blocks of all groups, without the null blocks."""
         return sum(g.pool.blocks - 1 for g in self.pages)
 
     @property
     def used(self) -> int:
-        """Blocks of all groups that texts hold."""
+        """Blocks of all groups that sequences hold now."""
         return self.blocks - sum(g.pool.free for g in self.pages)
 
     def match(self, seq: Sequence) -> Match:
-        """The longest beginning of a waiting text that can be taken from the cache; at least one token is left to compute."""
+        """Return the longest prefix of a waiting sequence that the cache can supply; at least one token is left to compute."""
         found: list[list[int]] = [[] for _ in self.pages]
-        held = [0] * len(self.pages)  # blocks one after another that are there, up to the n-th
+        held = [0] * len(self.pages)  # length of the run of cached blocks that ends at the n-th
         best = pages = 0
         for n in range(1, (len(seq.tokens) - 1) // self.size + 1 if self.shared else 1):
             name, whole = self._name_of(seq, n), True
@@ -116,8 +116,10 @@ class CacheManager:
         return Match(best * self.size, blocks, snapshot, pages * self.size)
 
     def common(self, seq: Sequence, other: Sequence, least: int) -> int:
-        """Tokens, in whole blocks, that two texts begin with, if they are more than `least`; at least one of the first is left
-        over. 0 otherwise."""
+        """Return the tokens, in whole blocks, of the common prefix of two sequences if they are more than `least`, else 0.
+
+        At least one token of `seq` is left over.
+        """
         low, high = least // self.size, min(len(seq.tokens) - 1, len(other.tokens)) // self.size
         if not self.shared or low >= high or self._name_of(seq, low + 1) != self._name_of(other, low + 1):
             return 0
@@ -128,12 +130,12 @@ class CacheManager:
         return low * self.size
 
     def mark(self, seq: Sequence, tokens: int) -> None:
-        """Let a prompt that is being read leave a snapshot after so many tokens, where it has a recurrent state."""
+        """Request a snapshot after the first `tokens` tokens of a prompt being prefilled, if it has a recurrent state."""
         if self.states is not None and self.states.snapshots:
             seq.marks = sorted({*seq.marks, tokens})
 
     def fits(self, seq: Sequence, match: Match, spare: int) -> bool:
-        """Whether a text can be admitted with `spare` blocks of each pool left over."""
+        """Return whether a sequence can be admitted with `spare` blocks of each pool left over."""
         if self.states is not None and not self.states.free:
             return False
         for group, blocks in zip(self.pages, match.blocks, strict=True):
@@ -144,8 +146,10 @@ class CacheManager:
         return True
 
     def admit(self, seq: Sequence, match: Match) -> None:
-        """Give a text what `match` found, and room for its prompt and the first token of its answer: where a window allows, for
-        all of it, else for what one pass may compute."""
+        """Give a sequence the blocks of `match`, and room for its prompt and the first token of its answer.
+
+        A group with a window gets room only for the tokens that one pass may compute.
+        """
         seq.computed, seq.named = match.tokens, match.tokens // self.size
         rows = [self._bring(seq, i, blocks) for i, blocks in enumerate(match.blocks)]
         seq.tables = [Table(b, g.first(match.tokens)) for g, b in zip(self.pages, rows, strict=True)]
@@ -169,7 +173,7 @@ class CacheManager:
             seq.marks = sorted(m for m in {match.pages, last} if m > match.tokens)
 
     def grow(self, seq: Sequence, least: int, most: int) -> bool:
-        """Take blocks for up to `most` tokens, as windows allow and pools have; whether `least` tokens have a place."""
+        """Take blocks for up to `most` tokens, as windows and pools allow; return whether `least` tokens have blocks."""
         for group, table in zip(self.pages, seq.tables, strict=True):
             end = group.end(most, table.first)
             while len(table.blocks) < end:
@@ -180,7 +184,7 @@ class CacheManager:
         return all(len(t.blocks) * self.size >= least for t in seq.tables)
 
     def trim(self, seq: Sequence) -> None:
-        """Give back blocks behind the windows of all tokens still to be computed, also once REWIND tokens are taken back."""
+        """Give back blocks before the windows of all tokens still to be computed, even after a rewind by REWIND tokens."""
         for group, table in zip(self.pages, seq.tables, strict=True):
             first = group.first(max(0, seq.computed - REWIND))
             if first > table.first:
@@ -189,14 +193,14 @@ class CacheManager:
                 table.first = first
 
     def piece_end(self, seq: Sequence, end: int) -> int:
-        """Where a piece of a prompt that could go to `end` has to end: there its blocks do, or a snapshot is to be taken."""
+        """Return where a piece of a prompt has to end, at most at `end`: where its blocks end or a snapshot is due."""
         assert self.states is not None or not seq.marks
         while seq.marks and self.states is not None and self.states.find(self._name_of(seq, seq.marks[0] // self.size)):
-            seq.marks.pop(0)  # another text has taken it meanwhile
+            seq.marks.pop(0)  # another sequence has taken this snapshot in the meantime
         return seq.whole_end(min([end, *seq.marks[:1], *(len(t.blocks) * self.size for t in seq.tables)]))
 
     def snapshot(self, seq: Sequence, running: bool) -> int:
-        """The slot that a text's state is to be copied to after the pass that computes its tokens so far, or 0."""
+        """Return the slot to copy a sequence's state to after the pass that computes its tokens so far; 0: no snapshot."""
         if self.states is None or not self.states.snapshots:
             return 0
         if running:
@@ -215,7 +219,7 @@ class CacheManager:
         return snapshot
 
     def name(self, seq: Sequence) -> None:
-        """Name the blocks and snapshots of a text all of whose tokens the host has seen."""
+        """Name the blocks and snapshots of a sequence whose tokens the host has all read, so that others can share them."""
         full = min(seq.computed, len(seq.tokens)) // self.size if self.shared else 0
         for n in range(seq.named + 1, full + 1):
             for group, table in zip(self.pages, seq.tables, strict=True):
@@ -230,12 +234,12 @@ class CacheManager:
             self.states.name(snapshot, name)
 
     def most_drafts(self, n: int) -> int:
-        """Of n rows of a draft, those for whose recurrent states there are slots that no snapshot has to give up."""
+        """Return how many of n rows of a draft have a free slot for their recurrent state, without evicting a snapshot."""
         return n if self.states is None else min(n, self.states.free_copies)
 
     def draft(self, seq: Sequence, n: int) -> list[int] | None:
-        """Room for n rows of a text after those that are computed. The slots for its recurrent state after all of its rows in
-        this pass but the last; None where there is no room."""
+        """Make room for n more rows of a sequence, and return the slots for its recurrent state after each of its rows in this
+        pass but the last; None where there is no room."""
         if not self.grow(seq, seq.computed + n, seq.computed + n):
             return None
         slots: list[int] = []
@@ -246,14 +250,14 @@ class CacheManager:
                 for slot in slots:
                     self.states.drop_copy(slot)
                 return None
-            while seq.pending and seq.pending[-1][0] >= seq.computed:  # after the pass its state is that after the draft
+            while seq.pending and seq.pending[-1][0] >= seq.computed:  # after the pass, its state will include the draft
                 self.states.drop(seq.pending.pop()[1])
             seq.drafts = list(zip(range(seq.computed, seq.computed + n), slots, strict=True))
         return slots
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Take a running text back to `length` computed tokens: its blocks behind them are given back, its recurrent state is
-        copied from the draft's slot. Raises ValueError where what it would need is not there; then nothing has changed."""
+        """Rewind a running sequence to `length` computed tokens: give back its blocks after them, and copy its recurrent state
+        from the draft's slot. Raises ValueError, with nothing changed, where its blocks or its state are no longer there."""
         restored = [slot for tokens, slot in seq.drafts if tokens == length]
         behind = [g for g, t in zip(self.pages, seq.tables, strict=True) if g.first(length) < t.first]
         if behind or (length < seq.computed and self.states is not None and not restored):
@@ -276,7 +280,7 @@ class CacheManager:
         seq.drafts, seq.computed = [], length
 
     def release(self, seq: Sequence) -> None:
-        """Take back all that a text holds; what is under way for it is of no use any more."""
+        """Free everything a sequence holds; results still in flight for it will be ignored."""
         for group, table in zip(self.pages, seq.tables, strict=bool(seq.tables)):
             group.pool.give_back(table.blocks)
         if self.states is not None and seq.slot:
@@ -290,7 +294,7 @@ class CacheManager:
         seq.marks, seq.pending, seq.drafts, seq.drafting = [], [], [], False
 
     def store_all(self) -> None:
-        """Have all that has a name copied to host memory, as far as there is room: once no text is left."""
+        """Copy all named blocks and snapshots to host memory, as far as there is room; for use when no sequence is left."""
         if self.states is not None:
             for name, slot in self.states.unretired()[-self.host_states.places or None :]:
                 self._store(len(self.pages), name, slot)
@@ -303,20 +307,20 @@ class CacheManager:
         return [*(g.host for g in self.pages), self.host_states]
 
     def in_host(self) -> list[int]:
-        """Places in host memory that hold something, of each group of pages, then of snapshots."""
+        """Return the number of used places in host memory of each group of pages, then of snapshots."""
         return [host.used for host in self._places]
 
     def records(self) -> tuple[list[tuple[Name, int]], ...]:
-        """What is in host memory, of each of these."""
+        """Return the names and places in host memory of each group of pages, then of snapshots."""
         return tuple(host.record() for host in self._places)
 
     def restore(self, records: Several[list[tuple[Name, int]]]) -> None:
-        """Begin with what another one's `records` told."""
+        """Start from the `records` of another CacheManager."""
         for host, record in zip(self._places, records, strict=True):
             host.restore(record)
 
     def _store(self, group: int, name: Name, block: int) -> None:
-        """Something gives up its place on the device: to host memory with it."""
+        """Copy a block or snapshot that is evicted from the device to host memory."""
         states = group == len(self.pages)
         if states and block in self.unwritten:
             return
@@ -325,11 +329,11 @@ class CacheManager:
             self.swaps.append(Swap(group, True, block, place))
 
     def _bring(self, seq: Sequence, index: int, blocks: Several[int]) -> list[int]:
-        """The blocks of a match in one group, held for a text; those in host memory are copied to blocks of the device."""
+        """Return a match's blocks in one group, now held by the sequence; those in host memory are copied to the device."""
         group, row = self.pages[index], list(blocks)
         group.pool.hold(b for b in row if b > 0)
         away = [(i, self._name_of(seq, i + 1)) for i, b in enumerate(row) if b < 0]
-        places = [group.host.take(name) for _, name in away]  # first: what gives up its place below goes to others
+        places = [group.host.take(name) for _, name in away]  # taken first, so that blocks evicted below go to other places
         for i, name in away:
             block = group.pool.take(row[i - 1] if i else 0)
             assert block is not None
@@ -341,12 +345,12 @@ class CacheManager:
         return row
 
     def _snapshot_of(self, name: Name) -> int:
-        """The snapshot of this name; minus its place, if it is in host memory alone; 0 where there is none."""
+        """Return the slot of the snapshot of this name; minus its place if it is only in host memory; 0 if there is none."""
         assert self.states is not None
         return self.states.find(name) or -self.host_states.find(name)
 
     def _name_of(self, seq: Sequence, n: int) -> Name:
-        """The name of a text's first n blocks of tokens."""
+        """Return the name of a sequence's first n blocks of tokens."""
         names = seq.names
         while len(names) < n:
             at = len(names) * self.size

@@ -1,13 +1,13 @@
 """Continuous batching: requests join and leave between passes of the native decoder's plan, over a paged cache.
 
-One thread decides, launches and reads. It runs one pass ahead of what it has read, so that the device never waits for the host;
-the price is a row of one pass after a text ends. An error in it ends every open request with that error, and the engine takes
-no more.
+One thread plans passes, launches them and reads their results. It launches one pass before it has read the result of the one
+before, so that the device never waits for the host; this costs one unused row in one pass after a sequence ends. An error in
+this thread ends every open request with that error, and the engine then takes no further requests.
 
-Greedy text of a request depends on who else is there through the kernels alone: a pass of another number of rows may take
-others, whose sums differ in their last bits. `deterministic` computes every step with the same number of rows, every piece of a
-prompt too, shares nothing, and so always takes the same kernels; a text that had to give back its blocks is drawn again from
-its prompt on, not read as one.
+The greedy output of a request depends on the other requests only through the choice of kernels: a pass with another number of
+rows may run other kernels, whose sums differ in their last bits. `deterministic` computes every step and every piece of a
+prompt with a fixed number of rows and shares no cache blocks, so that the same kernels always run; a preempted sequence is
+generated again from its prompt on, instead of prefilling the tokens it had.
 """
 
 import statistics
@@ -51,33 +51,33 @@ from lowq_kernels.decode.kv import check as check_kind
 from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_packers.errors import UnsupportedError, UsageError, device_lost, log_error, one_line
 
-MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
+MOST = {"cuda": 128, "cpu": 8}  # default limit of sequences that run at once
 MOST_RUNNING = 1024
-LOOK = 16  # steps of a GPU from one look at all logits to the next: NaN stays in its text's keys, so none is missed for long
+LOOK = 16  # a GPU checks all logits for NaN every LOOK steps: NaN stays in the sequence's keys, so a later check finds it
 SERVED_DRAFTS = ("ngram", "none")  # and "auto"
-GAP_S = 4e-4  # from the end of a pass until one with drafts is launched, until it is known
-LIKELY = 0.3  # chance of a guess below which it is not looked at: of 64 texts that would take the host a pass's time
-ROW = 0.4  # of a plain pass, that one with twice the rows takes longer, until it is known
-SLOPES = 15  # of the last passes with drafts on a CPU, whose median counts: other processes take their time of single ones
-NEWEST = 0.1  # weight of the newest in averages
-AHEAD = 1  # passes that are launched before the oldest is read
-EARLY_S = 0.0015  # before the end of a pass the next is launched: prompts that come until then ride in it
-SURE = 0.9  # of the seconds that a pass is expected to take: one that ends sooner would leave the device idle
+GAP_S = 4e-4  # initial estimate of the seconds between the end of a pass and the launch of a pass with drafts
+LIKELY = 0.3  # drafts less likely than this are not considered: for 64 sequences that would take the host as long as a pass
+ROW = 0.4  # initial estimate of the extra time of a pass with twice the rows, as a fraction of a plain pass
+SLOPES = 15  # passes with drafts on a CPU over which the median is taken: other processes slow down single passes
+NEWEST = 0.1  # weight of the newest measurement in moving averages
+AHEAD = 1  # passes launched before the result of the oldest is read
+EARLY_S = 0.0015  # a pass is launched this many seconds before the last one ends: prompts that arrive until then join it
+SURE = 0.9  # fraction of a pass's expected seconds that is relied on: if it ends sooner, the device would be idle
 
 
 def why_not(model: Any) -> str | None:
-    """The reason this engine does not take a model, or None."""
+    """Return the reason why this engine cannot serve a model, or None."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "its weights are spread over processes"
     return plans.why_not(model)
 
 
 class Flight:
-    """A pass on its way, made before it is launched: who draws, in which rows; its size as `TokenBudget.note` takes it."""
+    """A pass in flight, created before its launch: the sequences that sample, their rows, its size for `TokenBudget.note`."""
 
     def __init__(self, device: torch.device) -> None:
         self.began = self._now(device)
-        self.rows: list[int] = []  # of each text, of a pass with drafts
+        self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
         self.guessed: list[Sequence] = []
 
     def launched(
@@ -88,23 +88,23 @@ class Flight:
         sound: torch.Tensor | None,
         size: tuple[int, int],
     ) -> "Flight":
-        """Itself, with what was launched: texts and their rows of the logits, and which of those rows are `drawable`."""
+        """Record what was launched (sequences, their rows of the logits, which of these are `drawable`) and return self."""
         self.drew, self.logs, self.size = [(t, t.row, i) for i, t in places], logs, size
         self.tokens, self.sound = fetch(token), None if sound is None else fetch(sound)
         self.ended = self._now(token.device)
         return self
 
     def guess(self, texts: list[Sequence], guesses: torch.Tensor | None) -> None:
-        """What a drafter guesses (n, K) that each of some texts goes on with; None: it was not asked."""
+        """Record the drafter's guesses (n, K) for the next tokens of some sequences; None: the drafter did not run."""
         if guesses is not None:
             self.guessed, self.guesses, self.after = texts, fetch(guesses), self._now(guesses.device)
 
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the pass has ended."""
         return isinstance(self.ended, float) or self.ended.query()
 
     def read(self) -> tuple[list[int], float]:
-        """The newest token of every row, and the pass's seconds; waits for this pass alone."""
+        """Return the newest token of every row and the seconds of the pass; waits for this pass only."""
         if isinstance(self.ended, float) or isinstance(self.began, float):
             return self.tokens.tolist(), self.ended - self.began  # type: ignore[operator]
         self.ended.synchronize()
@@ -120,22 +120,22 @@ class Flight:
 
 
 class ContinuousEngine:
-    """Many requests side by side.
+    """An engine that computes many requests at once.
 
     Args:
-        model: one that `why_not` has nothing against.
-        waiting: requests in the queue at most.
-        running: requests computed at once at most; None: as the device is good for.
-        cache_tokens: tokens whose keys and values are held at most; None: as memory allows. cache_bytes: of them all.
-        deterministic: see above.
-        kv: what keys and values are held in (`decode.kv.KINDS`).
-        draft: "ngram" has passes check what texts are guessed to go on with, so does a head or model that drafts (n-grams
-            beside it), "none" nothing; "auto" is "ngram" or "none" (`settled`).
-        reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
-            texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
-        host: host memory for what the cache has no room for, None for none; without effect if `deterministic`.
+        model: a model for which `why_not` returns None.
+        waiting: max. requests in the queue.
+        running: max. requests computed at once; None: the default of the device (MOST).
+        cache_tokens: max. tokens whose keys and values are stored; None: as memory allows. cache_bytes: their max. bytes.
+        deterministic: see the module's docstring.
+        kv: storage format of keys and values (`decode.kv.KINDS`).
+        draft: "ngram" proposes drafts from n-grams, which passes then check; a drafter head or model proposes its own drafts in
+            addition to n-grams; "none" drafts nothing; "auto" is "ngram" or "none" (`settled`).
+        reads: total prompt tokens to come, if known. Passes are then recorded when they first repeat, not at the start: with an
+            8B, decoding 16 sequences of 256 tokens took 0.7 s, after 3.3 s of recording for 128 sequences of any length.
+        host: host memory for cache blocks that the device has no room for, or None; without effect if `deterministic`.
         prefer: even streams, or early first tokens (`token_budget.PREFER`).
-    Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING.
+    Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING requests at once.
     """
 
     name = "continuous batching"
@@ -198,7 +198,7 @@ class ContinuousEngine:
         self._answers = Answers()
         self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
         self._guess_costs = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
-        self._unguessed = 0  # passes since the last for which the drafter guessed
+        self._unguessed = 0  # passes since the last one for which the drafter ran
         self._gap_s = GAP_S if self.device.type == "cuda" else 0.0
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
         self._drafted = self._accepted = 0
@@ -207,23 +207,23 @@ class ContinuousEngine:
         self._incoming: list[Sequence] = []
         self._cancelled: set[int] = set()
         self._texts: dict[int, Sequence] = {}
-        self._unseen: set[int] = set()  # of them those whose pictures have not been seen yet
+        self._unseen: set[int] = set()  # the numbers of those whose images are not encoded yet
         self._seeing = Seeing(model, self._seen)
         self._number, self.closed, self._ending = 0, "the server has not started yet", False
         self._reader, self._to_read = PromptReader(model, kv), deque[Sequence]()
         self._flights: deque[Flight] = deque()
         self._ahead = AHEAD if self.device.type == "cuda" else 0
         self._prompt_tokens = self._new_tokens = self._steps = 0
-        self._busy_s = self._due = 0.0  # due: when the pass on the device is expected to end
+        self._busy_s = self._due = 0.0  # _due: the time at which the pass on the device is expected to end
         self._thread: threading.Thread | None = None
 
     def drafter(self) -> TextDrafter:
-        """What guesses for a text that begins."""
+        """Return the drafter of a new sequence."""
         ngram = NGram(self._answers)
         return ngram if self.guesses is None else Guessed(self._rates, ngram)
 
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
-        """Record the passes, then begin to compute. `done(n, of)` is told of each recording."""
+        """Record the passes, then start the engine's thread. `done(n, of)` is called after each recording."""
         check_unstarted(self._thread)
         if self.device.type == "cuda":
             with torch.inference_mode():
@@ -241,13 +241,13 @@ class ContinuousEngine:
         self._thread.start()
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its number."""
+        """Queue a request and return its number."""
         check(request, self.limits.longest, self.vocabulary, len(self._digests))
         if self._everywhere and not request.adapter:
             request = replace(request, adapter=self._everywhere)
         drafter = self.drafter() if self.drafts is not None and not request.special else None
         if drafter is not None:
-            drafter.begin(request.prompt)  # here, not where passes wait for it
+            drafter.begin(request.prompt)  # in the caller's thread, so that no pass waits for it
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)
@@ -268,7 +268,7 @@ class ContinuousEngine:
             return text.number
 
     def _seen(self, text: Sequence, why: Exception | None) -> None:
-        """The pictures of a text have been seen, or cannot be; told by the thread that shows them."""
+        """Queue a sequence whose images are encoded or failed to encode (`why`); called by the thread that encodes images."""
         text.failed = why
         with self._changed:
             self._unseen.discard(text.number)
@@ -277,14 +277,14 @@ class ContinuousEngine:
             self._changed.notify()
 
     def cancel(self, number: int) -> None:
-        """End a request before its next token."""
+        """Cancel a request before its next token."""
         with self._changed:
             if number in self._texts:
                 self._cancelled.add(number)
                 self._changed.notify()
 
     def stats(self) -> Stats:
-        """Where it stands now."""
+        """Return the engine's current counts."""
         s, held = self.scheduler, self.scheduler.cache
         return Stats(
             running=len(s.active),
@@ -305,13 +305,13 @@ class ContinuousEngine:
 
     @property
     def drafts_by(self) -> str:
-        """What drafts, or why nothing does."""
+        """The names of the drafters in use, or the reason why there is none."""
         if self.drafts is None:
             return f"none ({self.why_no_drafts})"
         return f"ngram{self._only_ngrams}" if self.guesses is None else f"{self.guesses.drafter.name}, ngram"
 
     def stop(self, seconds: float) -> None:
-        """Finish what there is within `seconds`, cancel the rest."""
+        """Wait up to `seconds` for open requests to finish, then cancel the rest and stop the thread."""
         until = time.monotonic() + seconds
         with self._changed:
             self.closed = self.closed or "the server is stopping"
@@ -324,7 +324,7 @@ class ContinuousEngine:
             self._thread.join(timeout=30)
 
     def keep(self) -> Kept | None:
-        """What is left in host memory for a later engine that is the same, once this one has stopped; None without any."""
+        """Return the host-memory cache for a later engine with the same settings; call after `stop`; None without one."""
         if self._host is None or self._lent is None or self._broken:
             return None
         cache = self.scheduler.cache
@@ -334,13 +334,13 @@ class ContinuousEngine:
         return Kept(self._lent.key, self._host.places, cache.records(), self._host.bytes(cache.in_host()))
 
     def _swap(self) -> None:
-        """Copy what the scheduler has moved to and from host memory."""
+        """Run the copies to and from host memory that the scheduler has planned."""
         swaps, self.scheduler.cache.swaps = self.scheduler.cache.swaps, []
         if swaps and self._host is not None:
             self._host.run(swaps)
 
     def _work(self) -> None:
-        """The thread."""
+        """Run passes until the engine ends: the main function of its thread."""
         try:
             with torch.inference_mode():
                 while self._take():
@@ -348,7 +348,7 @@ class ContinuousEngine:
                     self._turn()
                     self._read_one()
                     self._busy_s += time.monotonic() - began
-        except Exception as e:  # the engine's own: no text can go on, and each is told
+        except Exception as e:  # an error of the engine itself: every open request ends with it
             self._broken = True
             log_error("the engine has stopped", e)
             message = f"the engine has stopped: {one_line(e)}"
@@ -359,7 +359,7 @@ class ContinuousEngine:
             self._sink([(n, Event(finish_reason="error", message=message)) for n in numbers])
 
     def _take(self) -> bool:
-        """What came in since the last turn; waits where there is nothing to do. False at the end."""
+        """Take new requests and cancellations; waits while there is nothing to do. Returns False once the engine ends."""
         with self._changed:
             while not (self._incoming or self._cancelled or self._flights or len(self._texts) > len(self._unseen)):
                 if self._ending:
@@ -387,7 +387,7 @@ class ContinuousEngine:
         return True
 
     def _read_one(self) -> None:
-        """Tell what is asked of a prompt itself, for one that waits for that."""
+        """Answer one waiting request that asks about the prompt itself (such as log probabilities of its tokens)."""
         if not self._to_read:
             return
         text = self._to_read.popleft()
@@ -395,9 +395,9 @@ class ContinuousEngine:
             assert text.request.read is not None
             try:
                 event = Event(finish_reason="stop", read=self._reader(text.tokens, text.request.read, text.request.adapter))
-            except Exception as e:  # this prompt's: there may be no room for it
+            except Exception as e:  # an error of this prompt only, such as too little memory for it
                 if device_lost(e):
-                    raise  # no text can go on
+                    raise  # no sequence can go on
                 event = failed(e)
             self._end(text)
             self._sink([(text.number, event)])
@@ -405,19 +405,19 @@ class ContinuousEngine:
             self._reader.release()
 
     def _spare(self) -> float:
-        """Seconds that the next pass can wait for a prompt that may come: until shortly before the one on the device ends."""
+        """Return the seconds that the next pass can wait for new prompts: until shortly before the pass on the device ends."""
         s = self.scheduler
         if not self._flights or s.waiting or s.reading or len(s.active) == len(s.running):
             return 0.0
         return self._due - EARLY_S - time.monotonic()
 
     def _turn(self) -> None:
-        """One pass more, and what the one before it drew."""
+        """Launch one more pass, and read the results of the one before it."""
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
-            self._land(0)  # a grammar has to know the last token, and who has drafts under way what came of them
+            self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
         asked = self._asked()
         if asked and self._flights:
-            self._land(0)  # guesses go on from the newest token
+            self._land(0)  # drafts continue from the newest token
             asked = self._asked()
         began = time.perf_counter()
         plan = self.scheduler.plan(self._budget, self._pauses)
@@ -439,15 +439,15 @@ class ContinuousEngine:
             self.passes.token_budget.stepped(len(plan.steps))
             self._steps += 1
         for text in plan.finishing:
-            for group, table in enumerate(text.tables):  # not before: a step of this pass may have run in that row
+            for group, table in enumerate(text.tables):  # only after the launch: a step of this pass may have run in that row
                 self.rows.set_table(group, text.row, table.blocks)
             self.rows.set_slot(text.row, text.slot)
         self._land(self._ahead if launched else 0)
 
     def _asked(self) -> dict[int, int]:
-        """Drafts of texts by number, as many as make the next pass bring the most tokens a second."""
+        """Return the number of draft tokens by sequence number that makes the next pass yield the most tokens per second."""
         s = self.scheduler
-        if self.drafts is None or s.admits:  # prompts are read by passes without drafts
+        if self.drafts is None or s.admits:  # prompts are prefilled by passes without drafts
             return {}
         texts = [t for t in s.running if t is not None and t.remaining > 0]
         if any(t.request.pictures for t in texts) and not self.drafts.shows():
@@ -462,8 +462,8 @@ class ContinuousEngine:
         return choose(guesses, n, self.drafts.sizes, lambda rows: self._seconds(rows, n, plain) + apart, plain)
 
     def _wanted(self) -> int:
-        """Guesses that the drafter is to make after the pass that is launched now, for those that run: as many as make the
-        next ones bring the most tokens a second."""
+        """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
+        that makes the next passes yield the most tokens per second."""
         s = self.scheduler
         if self.guesses is None or self.drafts is None or s.admits:
             return 0
@@ -476,25 +476,25 @@ class ContinuousEngine:
         seconds = lambda rows: self._seconds(rows, n, plain) + self._gap_s  # noqa: E731
         K = rounds(chances, n, self.drafts.sizes, seconds, plain, self._guess_s(plain))
         self._unguessed = 0 if K else self._unguessed + 1
-        if self._unguessed == AGAIN:  # what comes may be easier to guess than what came
+        if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
             self._unguessed = 0
             for rates in (self._rates, *(t.drafter.rates for t in texts if isinstance(t.drafter, Guessed))):
                 rates.begin([BEFORE] * len(rates.tried))
         return K
 
     def _guess_s(self, plain: float) -> float:
-        """What one guess for each text takes where a plain pass takes so long."""
+        """Return the seconds of one guess for each sequence, where a plain pass takes `plain` seconds."""
         return plain * statistics.median(self._guess_costs)
 
     def _seconds(self, rows: int, texts: int, plain: float) -> float:
-        """What a pass of so many rows with drafts takes."""
+        """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
         assert self.drafts is not None
         if rows in self.drafts.seconds:
             return self.drafts.seconds[rows] + self.passes.token_budget.extra
         return plain * (1 + statistics.median(self._slopes) * (rows / texts - 1))
 
     def _draft(self, plan: StepPlan, asked: dict[int, int]) -> dict[int, tuple[list[int], list[int]]]:
-        """By number, the drafts of texts that step in this plan, and the slots for their recurrent states after each row."""
+        """Return by sequence number the drafts in this plan and the slots for the recurrent states after each of their rows."""
         found = {}
         for text in plan.steps:
             n = asked.get(text.number, 0)
@@ -506,7 +506,7 @@ class ContinuousEngine:
         return found
 
     def _check(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]], K: int) -> Flight:
-        """A pass in which some texts check drafts; the others step in it."""
+        """Launch a pass in which some sequences check drafts and the rest take one step."""
         assert self.drafts is not None
         null, texts = self.rows.null_row, list[Checked]()
         for text in plan.steps:
@@ -529,7 +529,7 @@ class ContinuousEngine:
         return flight
 
     def _checked(self, flight: Flight, found: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
-        """The texts of a pass with drafts and what each goes on with: what was drawn after its rows that were right."""
+        """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows."""
         assert self.drafts is not None
         M, told = self.drafts.size(flight.size[1]), []
         for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
@@ -554,14 +554,14 @@ class ContinuousEngine:
         return self.passes.token_budget.pauses(*self._load(high, waiting))
 
     def _load(self, high: int, waiting: int) -> tuple[int, int, int, int, int]:
-        """What a TokenBudget asks for, for a pass in which the first `high` rows step."""
+        """Return the arguments of a TokenBudget for a pass in which the first `high` rows step."""
         p, s = self.passes, self.scheduler
-        running = sum(t is not None for t in s.running) if high else 0  # 0: none of them steps in this pass
+        running = sum(t is not None for t in s.running) if high else 0  # 0: no sequence steps in this pass
         texts = running + len(s.reading) + len(s.waiting)
         return p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts
 
     def _write(self, plan: StepPlan) -> None:
-        """Send what the plan changes on the device."""
+        """Send the plan's changes to the device."""
         rows = self.rows
         for source, target in plan.moves:
             rows.move(source, target)
@@ -577,7 +577,7 @@ class ContinuousEngine:
         for text, row, _, _ in plan.pieces:
             rows.set_adapter(row, text.request.adapter)
         for text in plan.finishing:
-            self._place(text, len(text.tokens) - 1)  # which the draw moves on
+            self._place(text, len(text.tokens) - 1)  # sampling in this pass advances the position by one
             if text.request.special:
                 self.special.begin(text)
         rows.set_order([t.row for t in sorted(plan.steps, key=lambda t: -t.computed)])
@@ -590,7 +590,7 @@ class ContinuousEngine:
         self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special, shift=shift)
 
     def _launch(self, plan: StepPlan, K: int) -> Flight:
-        """The pass of a plan, and the draws that are apart from it."""
+        """Launch the pass of a plan, and the sampling that runs outside of it."""
         n, null, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.null_row, set(map(id, plan.finishing))
         pieces, drawn = [], np.full(n, null, np.int32)
         for text in plan.steps:
@@ -606,7 +606,7 @@ class ContinuousEngine:
         special = [(i, t) for i, t in places if t.request.special]
         logs = self.special.draw(logits, special) if special and logits is not None else []
         steps, rows = self.passes.size(n, pieces)
-        size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did
+        size = (steps if steps == rows or self.passes.padded else 0, rows)  # unpadded (CPU): mixed passes count as 0 steps
         looks = bool(plan.finishing) or self.device.type == "cpu" or not self._steps % LOOK
         sound = drawable(logits) if looks and logits is not None else None
         flight.launched(places, self.rows.token, logs, sound, size)
@@ -622,10 +622,10 @@ class ContinuousEngine:
         return flight
 
     def _land(self, most: int) -> None:
-        """Read passes until at most so many are on their way, and tell what they drew."""
+        """Read passes until at most `most` are in flight, and send their tokens to the sink."""
         while len(self._flights) > most:
             flight, events = self._flights.popleft(), list[tuple[int, Event]]()
-            behind = flight.over()  # then the next one has begun at an unknown time
+            behind = flight.over()  # if so, the next pass began at an unknown time
             tokens, seconds = flight.read()
             if self._flights:
                 expected = self.passes.token_budget.seconds(*self._flights[0].size)
@@ -650,7 +650,7 @@ class ContinuousEngine:
                 self._sink(events)
 
     def _give(self, flight: Flight) -> None:
-        """What was guessed behind a pass, to its texts."""
+        """Hand the guesses that the drafter made after a pass to its sequences."""
         if not flight.guessed:
             return
         if not isinstance(flight.after, float):
@@ -664,18 +664,18 @@ class ContinuousEngine:
             self._guess_costs.append(self.guesses.seconds / (K * plain))
 
     def _note(self, texts: int, rows: int, seconds: float) -> None:
-        """A pass of so many texts in so many rows took so long."""
+        """Record the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
         plain = self.passes.token_budget.seconds(texts, texts)
         if plain and not self.passes.padded:
             self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
     def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
-        """What a token means for its text; None where it was drawn before."""
+        """Add a token to its sequence and return its event; None where the token was already sent before a preemption."""
         again = text.repeated is not None
         if text.request.mask is not None and not text.failed and not again:
             try:
                 text.request.mask.accept(token)
-            except Exception as e:  # its own grammar's, a library in Rust: the text ends, with this as its reason
+            except Exception as e:  # an error of the grammar library: this sequence ends with it
                 text.failed = e
         if text.failed:
             self._end(text)

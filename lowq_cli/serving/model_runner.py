@@ -1,9 +1,9 @@
-"""One pass of the model: a step of many texts and pieces of prompts, side by side in the same products.
+"""One pass of the model: a decode step of many sequences and pieces of prompts, together in the same matrix products.
 
-Rows of a pass: `b` texts that step, each with one token, then prompt tokens of several texts one after another. The products
-see them all as one matrix, so that prompt tokens ride along with a step whose time is that of reading the weights. On a GPU
-passes come in few sizes, filled up with null rows, and those up to RECORDED rows are recorded as CUDA graphs at the
-start; on a CPU each is as large as it has to be.
+The rows of a pass are those of `b` sequences that step, one token each, then the prompt tokens of several sequences one after
+another. The matrix products take all rows as one matrix, so that prompt tokens cost little in addition to a step, whose time is
+that of reading the weights. On a GPU there are few sizes of passes, padded with null rows, and passes of up to RECORDED rows
+are recorded as CUDA graphs at the start. On a CPU a pass has exactly the rows it needs.
 """
 
 import time
@@ -31,20 +31,21 @@ from lowq_kernels.decode.runs import CHUNK, Run, Runs, states_of
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import device_lost, log_error, one_line
 
-RECORDED = 1024  # rows up to which passes are recorded: launching an 8B's kernels one by one takes 6 to 15 ms, 512 rows 10.5
-# Rows of a pass with prompt tokens. Those that are not recorded cost nothing to have, and a prompt of 3,200 tokens in a pass of
-# 4,096 rows took 28% longer than it has to; products come in tiles of up to 256 rows.
+# Max. rows of a recorded pass: launching an 8B's kernels one by one takes 6 to 15 ms, computing a pass of 512 rows 10.5 ms.
+RECORDED = 1024
+# Sizes, in rows, of passes with prompt tokens. Sizes that are not recorded cost nothing, and a prompt of 3,200 tokens in a pass
+# of 4,096 rows took 28% longer than necessary; products work on tiles of up to 256 rows.
 TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, *range(1280, 4097, 256))
-COUNTERS = 1 << 18  # of a recorded pass's kernels, at most: an 8B's largest products take a few thousand each
-RIDING = 8  # rows at least that step in such a pass; twice, four times as many
+COUNTERS = 1 << 18  # max. counters for the kernels of a recorded pass: an 8B's largest products use a few thousand each
+RIDING = 8  # min. rows that step in a pass with prompt tokens; their number is this times a power of two
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt.
+    """A piece of a prompt.
 
-    row: of its block tables. first: the position of the first. target: the row that draws after them, or -1. slot: of its
-    recurrent state. shown: the pictures of its text.
+    row: the row of its block tables. first: the position of its first token. target: the row that samples after it, or -1.
+    slot: the slot of its recurrent state. shown: the images of its sequence.
     """
 
     row: int
@@ -56,7 +57,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """One more than the position of the last."""
+        """The position after the last token."""
         return self.first + len(self.tokens)
 
 
@@ -64,9 +65,10 @@ class ModelRunner:
     """The passes of a model over a paged cache.
 
     Args:
-        plan: the model. rows: the texts' state. most: rows of it that step.
-        state: of every stateful layer, keys and values in blocks. slots: positions that the tables reach.
-        fixed: one size of steps, one of prompts, and never both in a pass: the same kernels whoever else is there.
+        plan: the model. rows: the sequences' state. most: max. rows that step.
+        state: the state of every stateful layer, keys and values in blocks. slots: positions that the block tables cover.
+        fixed: whether steps have one size, prompts have one size, and no pass mixes them, so that the same kernels run
+            whatever the other requests are.
     """
 
     def __init__(
@@ -81,38 +83,38 @@ class ModelRunner:
         self.plan, self.rows, self.most, self.state, self.fixed, self.slots = plan, rows, most, state, fixed, slots
         self.device, self.ops = plan.device, plan.ops
         self.padded = self.device.type == "cuda" or fixed
-        # by the longest text there may be (and a block more, `paged`), as vLLM does: how one is turned depends on no other text
+        # for the longest possible sequence (plus a block, `paged`), as vLLM does: rotary angles depend on no other sequence
         self.angles = plan.angles(slots, self.device, slots - BLOCK)
         self.recurrent = [one for one in state if isinstance(one, States)]
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
-        # the host groups a mixture's experts where no kernel does and tokens are many, and it gathers latents: that cannot be
+        # the host groups a mixture's experts where no kernel does and tokens are many, and it gathers latents: neither can be
         # recorded
         latents = any(isinstance(one, KeyValues) and one.v is None for one in state)
         self.by_text = latents or bool(self.recurrent)
-        # prompts of recurrent layers could be recorded, their runs lie on the device; no GPU has replayed one yet
+        # prompts of recurrent layers could be recorded, because their runs are on the device; this is not tested on a GPU yet
         self.most_recorded = 0 if self.by_text else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
-        self.turned: dict[int, Captured] = {}  # steps of so many rows, of which some turn by places of three parts
+        self.turned: dict[int, Captured] = {}  # steps by number of rows, with rotary positions of three parts for images
         self.pool: Any = None  # memory that all recordings share
-        self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
-        self.reason = ""  # why passes are not recorded that should be
+        self.met: set[tuple[int, int]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
+        self.reason = ""  # why passes that should be recorded are not
         self.token_budget = TokenBudget(self.totals)
-        self.teams = defaultdict[int, Team](Team)  # by rows that step
-        self.noted: dict[int, torch.Tensor] | None = None  # of the last pass (M, H), where a drafter reads them
+        self.teams = defaultdict[int, Team](Team)  # by number of rows that step
+        self.noted: dict[int, torch.Tensor] | None = None  # hidden states (M, H) of the last pass, if a drafter reads them
 
     def bucket(self, n: int) -> int:
-        """Rows that a step of n computes."""
+        """Return the rows that a step of n sequences computes."""
         return next(s for s in self.sizes if s >= n) if self.padded and n else n
 
     def riding(self, n: int) -> int:
-        """Rows that a step of n has in a pass with prompt tokens."""
+        """Return the rows that a step of n sequences takes in a pass with prompt tokens."""
         if not self.padded or not n:
             return n
         return min(max(RIDING, 1 << (n - 1).bit_length()), self.most)
 
     def size(self, n: int, pieces: Sequence[Piece]) -> tuple[int, int]:
-        """Rows that step and all rows of a pass of the first n rows and these pieces."""
+        """Return the rows that step, and all rows, of a pass of the first n rows and these pieces."""
         if not pieces:
             return self.bucket(n), self.bucket(n)
         b = self.riding(n)
@@ -120,10 +122,10 @@ class ModelRunner:
         return b, next(t for t in self.totals if t >= M) if self.padded else M
 
     def run(self, n: int, pieces: Sequence[Piece] = (), drawn: np.ndarray | None = None) -> torch.Tensor | None:
-        """Launch a pass of the first n rows, and pieces; logits, n rows padded and then one of each piece that draws.
+        """Launch a pass of the first n rows and of pieces; return logits: n rows, padded, then one row per piece that samples.
 
-        drawn: (n,) of the first n rows, as `BatchState.target`; asked for with pieces. The logits are good until the next pass.
-        None where there is nothing to draw for.
+        drawn: (n,) values as in `BatchState.target` for the first n rows; required with pieces. The logits are valid until
+        the next pass. None where no row samples.
         """
         b, M = self.size(n, pieces)
         if any(p.shown for p in pieces) or self.rows.shifted(n):
@@ -136,7 +138,7 @@ class ModelRunner:
         return self._go(b, M, *self._describe(b, M - b, pieces, drawn, runs), runs)
 
     def _with_pictures(self, b: int, M: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> torch.Tensor | None:
-        """`run` of a pass in which some text has pictures: of such, steps alone are recorded."""
+        """`run` for a pass in which some sequence has images; only steps without prompts are recorded for these."""
         if not pieces and b in self.turned:
             self.turned[b].replay()
             self.noted = self.turned[b].noted
@@ -149,13 +151,13 @@ class ModelRunner:
         return self.forward(b, M, None if chunk is None else upload(chunk, self.device), n, runs, given)
 
     def _record_turned(self) -> None:
-        """Record steps that turn by positions of their own, of a model whose pictures ask for that."""
+        """Record steps with separate rotary positions, for a model whose images need them."""
         images = self.plan.model.images
         for b in self.sizes if images is not None and images.sections else ():
-            made: list[torch.Tensor | None] = [self.forward(b, b, None, 0, (), [])]  # its kernels are compiled
+            made: list[torch.Tensor | None] = [self.forward(b, b, None, 0, (), [])]  # compiles the kernels
             try:
                 found = capture(lambda: made.append(self.forward(b, b, None, 0, (), [])), self.pool)  # noqa: B023
-            except RuntimeError as e:  # it cannot be recorded, or there is no room: slower, and as right
+            except RuntimeError as e:  # cannot be recorded, or no memory for it: the step then runs unrecorded, only slower
                 if device_lost(e):
                     raise
                 log_error(f"steps of {b} rows with pictures are not recorded", e)
@@ -165,7 +167,7 @@ class ModelRunner:
             self.turned[b] = found
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
-        """The prompt tokens of a pass by text."""
+        """Return the prompt tokens of a pass as one Run per sequence."""
         ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist()
         return [Run(ends[i], ends[i + 1], p.slot, p.first, p.row) for i, p in enumerate(pieces)]
 
@@ -186,14 +188,14 @@ class ModelRunner:
 
     @staticmethod
     def ends(C: int) -> int:
-        """Prompts that can end in a pass with C prompt tokens."""
+        """Return the max. number of prompts that can end in a pass with C prompt tokens."""
         return min(READERS, C)
 
     def _describe(
         self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None, runs: Sequence[Run] = ()
     ) -> tuple[np.ndarray, int]:
-        """A pass's prompt tokens as int32: what recurrent layers ask of runs, ids, pos, rows (C each), tiles (n, 2), take and
-        target (of each logits row); n."""
+        """Return a pass's prompt tokens as one int32 array, and n: the runs for recurrent layers; ids, pos and rows (C each);
+        tiles (n, 2); take and target of each row of the logits."""
         null, ends = self.rows.null_row, [p for p in pieces if p.target >= 0]
         ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, null, np.int32)
         last, tiles, first = [], list[tuple[int, int]](), 0
@@ -215,7 +217,7 @@ class ModelRunner:
         return np.concatenate([self._of_states(C, runs), ids, pos, rows, of_tiles, of_logits]), len(tiles)
 
     def _of_states(self, C: int, each: Sequence[Run]) -> np.ndarray:
-        """`states_of` of a padded pass with recurrent layers, as many numbers for any runs."""
+        """Return `states_of` the runs of a padded pass with recurrent layers, padded to the same length for any runs."""
         runs, tiles = self._states_rows(C)
         made = np.zeros((runs + tiles, 4), np.int32)
         if runs and each:
@@ -225,7 +227,7 @@ class ModelRunner:
         return made.reshape(-1)
 
     def _states_rows(self, C: int) -> tuple[int, int]:
-        """Runs, and tiles of runs, that a padded pass with recurrent layers has at most."""
+        """Return the max. runs, and tiles of runs, of a padded pass with recurrent layers."""
         return (self.ends(C), -(-C // CHUNK) + self.ends(C)) if self.padded and self.recurrent else (0, 0)
 
     def forward(
@@ -237,9 +239,9 @@ class ModelRunner:
         runs: Sequence[Run] = (),
         shown: Sequence[tuple[Shown | None, int, int]] | None = None,
     ) -> torch.Tensor | None:
-        """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out.
+        """Compute a pass, from and into tensors at fixed addresses; `chunk` and its n tiles have the layout of `_describe`.
 
-        shown: of a pass with pictures, those of each piece, its first token and its end.
+        shown: in a pass with images, for each piece its images, its first token and its end.
         """
         r, C = self.rows, M - b
         packed, own, tokens, take, target = None, None, r.token[:b], None, r.target[:b]
@@ -273,7 +275,7 @@ class ModelRunner:
         return logits
 
     def hidden(self, ids: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]) -> torch.Tensor:
-        """Hidden states of a pass's rows; what `plan.tap` asks for stays in `noted`, and the last one as -1."""
+        """Return the hidden states of a pass's rows; those of the layers of `plan.tap` stay in `noted`, the last one as -1."""
         if self.noted is None:
             return self.plan.hidden(self.plan.embed(ids), batch, state)
         taps = list[torch.Tensor]()
@@ -282,37 +284,37 @@ class ModelRunner:
         return y
 
     def zero(self, slots: Sequence[int]) -> None:
-        """Recurrent states of texts that begin."""
+        """Zero the recurrent states of new sequences."""
         if slots:
             at = upload(np.array(slots, np.int64), self.device)
             for t in (t for one in self.recurrent for t in one.tensors.values()):
                 t.index_fill_(0, at, 0)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Recurrent states from one slot to another; no slot is in two pairs."""
+        """Copy recurrent states from one slot to another; no slot is in two pairs."""
         if pairs:
             at = upload(np.array(pairs, np.int64).T.copy(), self.device)
             for t in (t for one in self.recurrent for t in one.tensors.values()):
                 t.index_copy_(0, at[1], t.index_select(0, at[0]))
 
     def graph_bytes(self) -> int:
-        """What the recorded passes' logits take, which stay where they are."""
+        """Return the bytes of the recorded passes' logits, which keep their addresses."""
         head = self.plan.vocabulary * self.plan.dtype.itemsize
         return sum((b + self.ends(M - b)) * head for b, M in self.recorded())
 
     def recorded(self) -> Iterator[tuple[int, int]]:
-        """(rows that step, all rows) of every pass that is recorded, those that are needed first first."""
+        """Yield (rows that step, all rows) of every pass to record, in the order in which they are needed."""
         largest = self.plan.most_recorded
         yield from ((s, s) for s in self.sizes if s <= largest)
         riding = (0,) if self.fixed else sorted({self.riding(s) for s in (0, *self.sizes)})
         yield from ((b, M) for M in self.totals for b in riding if b < M <= min(self.most_recorded, largest))
 
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
-        """Record what `recorded` names, and measure it. Nothing may be on its way, and no row be anybody's.
+        """Record and time the passes of `recorded`. No pass may be in flight, and no row may belong to a sequence.
 
-        Where one cannot be recorded, that and those after it are launched kernel by kernel, and `reason` says so. Of as many
-        rows the pass in which most step is measured: those in which fewer do take up to 10% less (8B on an H200), and to
-        measure all 59 took 1.4 s.
+        If a pass cannot be recorded, this one and those after it are launched kernel by kernel, and `reason` says so. For
+        each number of rows, only the pass with the most rows that step is timed: passes with fewer take up to 10% less (8B
+        on an H200), and timing all 59 passes took 1.4 s.
         """
         keys = list(self.recorded())
         most = {M: b for b, M in keys if b != M}
@@ -326,9 +328,9 @@ class ModelRunner:
         self._record_turned()
 
     def record_when_met(self) -> None:
-        """Record each size the second time that it comes: the first has launched its kernels. For few texts, once."""
+        """Record each size when it comes the second time; the first time compiles its kernels. For one batch of prompts."""
         counters.reserve(len(list(self.recorded())) * COUNTERS, self.device)
-        self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool nothing is run before: rows are texts'
+        self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool, `capture` runs nothing on live rows
 
     def _record(self, b: int, M: int) -> bool:
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
@@ -342,7 +344,7 @@ class ModelRunner:
             found = capture(step, self.pool)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as e:  # slower, and as right
+        except RuntimeError as e:  # passes then run unrecorded, only slower
             self.reason, self.met = f"passes of {M} rows and more are not recorded: {one_line(e)}", None
             return False
         self.pool = self.pool or found.graph.pool()
@@ -352,7 +354,7 @@ class ModelRunner:
         return True
 
     def measure(self, b: int, M: int) -> None:
-        """Time a pass of null rows, the second of two, for all of as many rows with prompts, or without."""
+        """Time a pass of null rows (the second of two runs), and note it for all passes of M rows, with or without prompts."""
         most, null = self.slots, self.rows.null_row
         nobodys = [Run(i, min(i + most, M - b), 0, 0, null) for i in range(0, M - b, most)] if self.by_text else []
         nobodys = nobodys[: self.ends(M - b)]
@@ -363,7 +365,7 @@ class ModelRunner:
                 self.token_budget.note(steps, rows, seconds)
 
     def timed(self, launch: Callable[[], object]) -> float:
-        """Seconds of what is launched, the second time of two."""
+        """Return the seconds of the second of two launches."""
         for _ in range(2):
             self._wait()
             began = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Who computes what next: the host's decisions, without a tensor in them.
+"""The scheduler: it decides on the host, without tensors, what each pass computes.
 
-A text waits, is read (its prompt in pieces, over several passes), runs (a token a pass) and ends. A pass takes one step of all
-that run and as many prompt tokens as its caller allows. The host decides on a pass before it has seen the tokens of the last
-one: a text that had ended by then has one step too many, whose result no one reads. Where no block is free, the youngest text
-gives back its own and waits again, its tokens so far now part of its prompt; with `fixed` it begins again.
+A sequence waits, is prefilled (its prompt in pieces, over several passes), runs (one token per pass) and ends. A pass takes one
+step of all running sequences and as many prompt tokens as the caller allows. The host plans a pass before it has read the
+tokens of the last one: a sequence that ended there takes one step too many, whose result is dropped. Where no block is free,
+the youngest sequence is preempted: it gives back its blocks and waits again, with its tokens so far as part of its prompt;
+with `fixed` it starts again from its prompt.
 """
 
 from collections import deque
@@ -15,18 +16,19 @@ from lowq_cli.serving.cache_manager import CacheManager, Match
 from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.sequence import Sequence
 
-READERS = 32  # prompts that are read at once: with 16, the last of 128 of 60 tokens waits an eighth longer
-GIVES_WAY = 8  # steps from one look at whether a text should give its place to another to the next
+READERS = 32  # max. prompts prefilled at once: with 16, the last of 128 prompts of 60 tokens waits an eighth longer
+GIVES_WAY = 8  # every so many steps, the scheduler checks whether a running sequence should give way to a waiting one
 
 
 @dataclass
 class StepPlan:
-    """A pass: texts that step, pieces of prompts (text, row of its tables, first token, end), texts that are through with them.
+    """A pass: sequences that step; pieces of prompts (sequence, row of its tables, first token, end); `finishing`, the
+    sequences whose prompt ends in this pass.
 
-    Before it, in this order: moves (from, to), one after the other; freed, rows that no text has now; placed, texts that were
-    moved, and their next positions; tables (page group, row, place in it, blocks); slots (row, slot of its recurrent state);
-    zero, slots to fill with zeros; copies of slots (from, to). After it: the tables and slots of those that are through, whose
-    rows steps of this pass may still run in; snapshots, copies of slots (from, to).
+    To do before the pass, in this order: moves of rows (from, to), one after the other; freed, rows now without a sequence;
+    placed, the moved sequences and their next positions; tables (page group, row, place in it, blocks); slots (row, slot of
+    its recurrent state); zero, slots to fill with zeros; copies of slots (from, to). To do after the pass: write the tables
+    and slots of `finishing`, in whose new rows steps of this pass may still run; snapshots, copies of slots (from, to).
     """
 
     steps: list[Sequence] = field(default_factory=list)
@@ -43,19 +45,19 @@ class StepPlan:
 
 
 class Scheduler:
-    """The texts of an engine, and who of them computes what next.
+    """The sequences of an engine, and the plan of its next pass.
 
     Args:
-        cache: what texts hold.
-        rows: texts that run at once, in rows 0 .. rows - 1; readers have the READERS rows after those.
-        bucket: rows in use -> rows that a pass computes; texts move together where that makes it smaller.
-        fixed: prompts are read in passes of their own, and a preempted text is drawn again from its prompt on. With a cache
-            that shares nothing, what a text computes is its own.
+        cache: the cache space of the sequences.
+        rows: max. sequences that run at once, in rows 0 .. rows - 1; prompts being prefilled use the READERS rows after these.
+        bucket: rows in use -> rows that a pass computes; sequences are compacted into lower rows where that makes it smaller.
+        fixed: prompts are prefilled in separate passes, and a preempted sequence is generated again from its prompt on. With
+            a cache that shares nothing, a sequence then depends on no other.
     """
 
     def __init__(self, cache: CacheManager, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
         self.cache, self.bucket, self.fixed = cache, bucket, fixed
-        self._stepped, self.beyond = True, 0  # beyond: tokens behind its next for which a text has room where there is some
+        self._stepped, self.beyond = True, 0  # beyond: tokens after the next one to allocate for, if blocks are free
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.running: list[Sequence | None] = [None] * rows
@@ -66,21 +68,21 @@ class Scheduler:
 
     @property
     def active(self) -> list[Sequence]:
-        """All that are read or run."""
+        """All sequences that are prefilled or run."""
         return [*self.reading, *(t for t in self.running if t is not None)]
 
     @property
     def admits(self) -> bool:
-        """Whether a prompt is being read, or one that waits may be from the next pass on."""
+        """Whether a prompt is being prefilled, or a waiting one may be from the next pass on."""
         return bool(self.reading) or (bool(self.waiting) and len(self.active) < len(self.running))
 
     @property
     def high(self) -> int:
-        """One more than the last row that runs."""
+        """The number of the last running row plus one."""
         return max((row + 1 for row, t in enumerate(self.running) if t is not None), default=0)
 
     def add(self, texts: Iterable[Sequence]) -> None:
-        """More texts, which wait from now on."""
+        """Add sequences to the waiting ones."""
         for seq in texts:
             seq.since = self.step
             self.waiting.append(seq)
@@ -88,20 +90,20 @@ class Scheduler:
     def plan(
         self, budget: Callable[[int, int], int], pauses: Callable[[int, int], bool] = lambda n, m: False
     ) -> StepPlan | None:
-        """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
+        """Return the next pass, which may be empty; None where passes in flight have to be read first.
 
-        budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
-        pauses: the same -> whether no text steps in this pass.
+        budget: (rows that step, prompt tokens that wait to be prefilled) -> how many of these tokens this pass may take.
+        pauses: (the same arguments) -> whether the pass takes prompt tokens only and no sequence steps.
         """
         self.cache.unwritten.clear()  # the pass before this one has been launched
         if not self._give_way():
             return None
         self._compact()
         for seq in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
-            # one that was put back meanwhile has no row; of another all that it may get may be on its way
+            # a sequence preempted in this loop has no row; another may have all its remaining tokens in flight
             if seq.row >= 0 and self._steps(seq) and not self._allocate(seq, seq.computed + 1 + self.beyond):
                 return None
-        for seq in list(self.reading):  # where a window allows blocks for a part of the prompt alone
+        for seq in list(self.reading):  # needed where a window allows blocks for only a part of the prompt
             if seq.row >= 0 and not self._allocate(seq, len(seq.tokens) + 1 + self.beyond):
                 return None
         plan = StepPlan(steps=[t for t in self.running if t is not None and self._steps(t)])
@@ -129,26 +131,26 @@ class Scheduler:
         return plan
 
     def draft(self, plan: StepPlan, seq: Sequence, n: int) -> list[int] | None:
-        """Let a text that steps in this plan compute n rows more, at most REWIND: tokens that a draft supposes after its own.
+        """Let a sequence that steps in this plan compute n more rows, at most REWIND: its draft tokens.
 
-        The slots to write its recurrent state to after each of its n + 1 rows but the last, none without such layers. None
-        where there is no room: it then steps without a draft. With one it does not step again before `rewind` says how many of
-        the rows were right.
+        Returns the slots to write its recurrent state to after each of its n + 1 rows but the last ([] without recurrent
+        layers), or None where there is no room: it then steps without a draft. With a draft, it does not step again before
+        `rewind` says how many of the rows were right.
         """
         if not 0 < n <= min(REWIND, seq.remaining):
             return None
         slots = self.cache.draft(seq, n)
         if slots is not None:
-            # its state is that of the whole draft after the pass; and its slots may be snapshots that were replaced for them
+            # after the pass its state includes the whole draft; and its slots may be those of snapshots evicted for them
             plan.snapshots = [(a, b) for a, b in plan.snapshots if not slots or (a != seq.slot and b not in slots)]
             seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, True
-        self._send(plan, seq)  # blocks that were taken stay
+        self._send(plan, seq)  # also without a draft: blocks that `cache.draft` took stay
         return slots
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Keep `length` of a text's computed tokens, the others were wrong: before `on_token` is told of those that were right.
+        """Keep the first `length` computed tokens of a sequence; the rest were wrong. Call it before `on_token` for the others.
 
-        Raises ValueError for fewer than the host has seen, and where a window's blocks or the recurrent state are not there.
+        Raises ValueError for fewer tokens than the host has read, and where a window's blocks or the recurrent state are gone.
         """
         if not len(seq.tokens) <= length <= seq.computed:
             raise ValueError(f"text {seq.number} has {len(seq.tokens)} known and {seq.computed} computed tokens, not {length}")
@@ -157,7 +159,7 @@ class Scheduler:
         seq.ahead, seq.computed, seq.drafting = ahead, length, False
 
     def on_token(self, seq: Sequence, token: int) -> str | None:
-        """Note a token that was drawn; why the text ends with it, or None."""
+        """Add a sampled token; return the finish reason if the sequence ends with it, or None."""
         seq.ahead -= 1
         seq.tokens.append(token)
         self.cache.name(seq)
@@ -166,7 +168,7 @@ class Scheduler:
         return "length" if len(seq.tokens) - seq.prompt >= seq.request.max_tokens else None
 
     def end(self, seq: Sequence) -> None:
-        """Give back all that a text holds."""
+        """End a sequence and free everything it holds."""
         seq.done = True
         if seq in self.waiting:
             self.waiting.remove(seq)
@@ -188,7 +190,7 @@ class Scheduler:
         return seq.remaining > 0 and not seq.drafting
 
     def _compact(self) -> None:
-        """Move the last rows into holes where that makes the pass smaller."""
+        """Move the last rows into free rows where that makes the pass smaller."""
         count = sum(t is not None for t in self.running)
         while count and self.bucket(count) < self.bucket(self.high):
             source, target = self.high - 1, self.running.index(None)
@@ -200,8 +202,8 @@ class Scheduler:
             seq.unsent()
 
     def _allocate(self, seq: Sequence, most: int) -> bool:
-        """Blocks for a text's next token, and for up to `most` tokens where there are free ones; False where what is on its way
-        has to be seen first."""
+        """Allocate blocks for a sequence's next token, and for up to `most` tokens where blocks are free; False where passes in
+        flight have to be read first."""
         self.cache.trim(seq)
         while seq.row >= 0 and not self.cache.grow(seq, seq.computed + 1, most):
             if any(t.ahead for t in self.active):
@@ -212,9 +214,9 @@ class Scheduler:
         return True
 
     def _give_way(self) -> bool:
-        """Let a text that waits take another's place if it is its turn; False where what is on its way has to be seen first."""
+        """Preempt a running sequence if it is a waiting one's turn; False where passes in flight have to be read first."""
         full = len(self.active) >= len(self.running)
-        if self.fixed or not self.waiting or not full or self.step % GIVES_WAY:  # fixed: it would begin again
+        if self.fixed or not self.waiting or not full or self.step % GIVES_WAY:  # fixed: it would start from its prompt
             return True
         turns = Turns([*self.waiting, *self.active], self.step)
         running = [(t, t.remaining) for t in self.running if t is not None]
@@ -226,7 +228,7 @@ class Scheduler:
         return True
 
     def _put_back(self, seq: Sequence) -> None:
-        """A text gives back its blocks and waits again."""
+        """Preempt a sequence: it gives back its blocks and waits again."""
         self._release(seq)
         if self.fixed:
             seq.repeat()
@@ -235,16 +237,16 @@ class Scheduler:
         self.preemptions += 1
 
     def _queue_again(self, seq: Sequence) -> None:
-        """Among those that wait, by age: it came before all that were never admitted."""
+        """Insert a preempted sequence into the waiting ones by age, before all that were never admitted."""
         place = sum(t.number < seq.number for t in self.waiting)
         self.waiting.insert(place, seq)
 
     def _next_waiting(self, waiting: Collection[Sequence]) -> Sequence:
-        """Who is admitted next, of some that wait."""
+        """Return which of these waiting sequences is admitted next."""
         return next(iter(waiting)) if len(waiting) == 1 else Turns([*self.waiting, *self.active], self.step).next(waiting)
 
     def _admit(self) -> None:
-        later: list[Sequence] = []  # what they begin with is being read
+        later: list[Sequence] = []  # sequences whose prefix another one is prefilling now
         while self._readers and len(later) < min(READERS, len(self.waiting)):
             seq, active = (
                 self._next_waiting([t for t in self.waiting if t not in later] if later else self.waiting),
@@ -259,7 +261,7 @@ class Scheduler:
                 later.append(seq)
                 seq.rank = rank
                 continue
-            if not self.cache.fits(seq, match, spare=len(active)):  # blocks that those who run may want soon
+            if not self.cache.fits(seq, match, spare=len(active)):  # spare: blocks that active sequences may need soon
                 break
             self.waiting.remove(seq)
             seq.waited, seq.first = seq.waited + self.step - seq.since, False
@@ -273,8 +275,8 @@ class Scheduler:
         self.reading.sort(key=lambda t: t.rank)
 
     def _is_read_by_another(self, seq: Sequence, match: Match, rank: int) -> bool:
-        """Whether a text that is being read comes to more of this one's beginning than the cache holds, and no later than this
-        one would: of many that begin alike at the same time one is read, and if it ends before, the next."""
+        """Return whether a sequence being prefilled will compute more of this one's prefix than the cache holds, no later than
+        this one would itself. Of many sequences with one prefix, one computes it, and if that one ends early, the next."""
         for reader in self.reading:
             common = self.cache.common(seq, reader, match.tokens)
             if common > max(match.tokens, reader.computed) and reader.rank <= rank + common - match.tokens:
@@ -283,7 +285,7 @@ class Scheduler:
         return False
 
     def _send(self, plan: StepPlan, seq: Sequence) -> None:
-        """What the device does not know yet of a text's tables and slot."""
+        """Add the parts of a sequence's tables and slot that the device does not have yet to the plan."""
         for group, table in enumerate(seq.tables):
             plan.tables += [(group, seq.row, place, blocks) for place, blocks in table.changes()]
         if seq.slot and not seq.slot_sent:
@@ -291,17 +293,18 @@ class Scheduler:
             seq.slot_sent = True
 
     def _read(self, plan: StepPlan, budget: int) -> None:
-        """Pieces of prompts, short ones first; those that are through get a row of their own.
+        """Add pieces of prompts to the plan, short prompts first; a sequence whose prompt ends here gets a row that runs.
 
-        One that came later passes while fewer tokens were read since than it is shorter by, so none waits for ever. Predicted
-        by serve_schedule.py for 16 users of an 8B: half of all first tokens within 26 ms in place of 29.
+        A later prompt overtakes an earlier one only while the tokens prefilled in between are fewer than the difference of
+        their lengths, so that none waits for ever. serve_schedule.py predicts, for 16 users of an 8B, half of all first tokens
+        within 26 ms instead of 29 ms.
         """
-        for seq in self.reading[: 1 if self.fixed else None]:  # cut up as it would be alone
+        for seq in self.reading[: 1 if self.fixed else None]:  # fixed: the pieces are the same as if it were alone
             if budget <= 0:
                 break
             first, end = seq.computed, self.cache.piece_end(seq, min(len(seq.tokens), seq.computed + budget))
             if end - first > budget and plan.pieces:
-                break  # a picture that is read in one piece: in the next pass, as the first
+                break  # an image that has to be in one piece: it comes first in the next pass
             plan.pieces.append((seq, seq.row, first, end))
             budget -= end - first
             self.read += end - first
@@ -318,11 +321,11 @@ class Scheduler:
 
     def _snapshot(self, plan: StepPlan, seq: Sequence, running: bool) -> None:
         snapshot = self.cache.snapshot(seq, running)
-        if snapshot:  # perhaps in the place of one that this pass would have taken
+        if snapshot:  # its slot may be that of another snapshot of this pass, which it then replaces
             plan.snapshots = [*(copy for copy in plan.snapshots if copy[1] != snapshot), (seq.slot, snapshot)]
 
 
 def buckets(most: int) -> list[int]:
-    """Rows that steps are recorded for, up to `most`."""
+    """Return the sizes of recorded steps, in rows, up to `most`."""
     sizes = [1, 2, 4, 8, *range(16, 33, 8), *range(48, 65, 16), *range(96, most + 32, 32)]
     return [s for s in sizes if s < most] + [most]

@@ -1,40 +1,41 @@
-"""How long passes take, as measured, and how many prompt tokens one may carry so that no stream stalls and no prompt starves.
+"""Measured times of passes, and how many prompt tokens a pass may take so that no stream stalls and no prompt starves.
 
-Most passes with prompt tokens take at most `slack` times a step. That is SLACK where prompts are read as fast as they come.
-While some are left over after each pass it grows, as far as SPREAD times what texts usually wait for a token: then every token
-comes a little later, none much later than the others. A few passes may take longer, up to LONGEST_S: a burst of prompts is read
-in large ones, most of them without a step, so that a text under way waits once for several. Where first tokens are preferred,
-all passes may. `benchmarks/serve_schedule.py` tries such numbers on measured times.
+Most passes with prompt tokens take at most `slack` times as long as a step. `slack` is SLACK while prompts are prefilled as
+fast as they come. While prompt tokens are left over after each pass, `slack` grows, up to SPREAD times the usual wait for a
+token: then every token comes a little later, but none much later than the rest. A few passes may take longer, up to LONGEST_S:
+a burst of prompts is prefilled in large passes, most of them without a step, so that a running sequence waits once for several.
+Where first tokens are preferred, all passes may take that long. `benchmarks/serve_schedule.py` simulates such settings with
+measured times.
 """
 
 from collections.abc import Sequence
 
-PREFER = ("smooth", "first-token")  # streams in which no token is much later than others; prompts as soon as can be
-# Times a step: what a pass with prompt tokens may take at least. By 2.75 p99 between tokens is over 3 times the median, by 2.4
-# first tokens come later than vLLM's (benchmarks/notes/serving.md).
+PREFER = ("smooth", "first-token")  # even streams, with no token much later than others; or the earliest possible first tokens
+# Lower bound of `slack`, in times a step. With 2.75 the p99 time between tokens is over 3 times the median; with 2.4 first
+# tokens come later than vLLM's (benchmarks/notes/serving.md).
 SLACK = 2.6
-SPREAD = 2.6  # times the usual wait for a token: what a pass may take at most. By 2.8 p99 is over 3 times the median
-PACE = 0.02  # by how much of themselves `slack` grows and `usual` moves in a pass at most; `slack` shrinks by half of it
-ADVANCE = 0.6  # tokens of a text that may come after a longer wait: 1 in 200 of an answer of 120
-LONGEST_S = 0.1  # of a pass: an 8B on an H200 reads 4,096 tokens in 0.08
-PAUSE_S = 0.4  # of a text between two tokens, while a burst is read without it
-NEWEST = 0.2  # weight of the newest pass in what is learnt
-BUSY = 0.8  # of what a pass was expected to take: one that takes less says that the GPU was not alone when all were measured
+SPREAD = 2.6  # upper bound of a pass, in times the usual wait for a token; with 2.8 the p99 is over 3 times the median
+PACE = 0.02  # max. relative growth of `slack`, and change of `usual`, in a pass; `slack` shrinks by half of that
+ADVANCE = 0.6  # tokens of a sequence that may come after a longer wait: 1 in 200 tokens of an answer of 120
+LONGEST_S = 0.1  # max. seconds of a pass: an 8B on an H200 prefills 4,096 tokens in 0.08 s
+PAUSE_S = 0.4  # max. seconds that a sequence waits for a token while a burst of prompts is prefilled
+NEWEST = 0.2  # weight of the newest pass in moving averages
+BUSY = 0.8  # a pass below this fraction of its expected time shows that the GPU was shared when the passes were measured
 
 
 class TokenBudget:
-    """Seconds of passes by (rows that step, all rows): equal where no prompt tokens ride along.
+    """Seconds of passes by (rows that step, all rows); the two are equal in a pass without prompt tokens.
 
     Args:
-        totals: rows of the passes that carry prompt tokens, ascending. prefer: of PREFER.
+        totals: sizes, in rows, of passes with prompt tokens, ascending. prefer: one of PREFER.
     Attributes:
-        known: the fewest seconds that were seen of each: with little in the cache.
-        extra: what passes take beyond that now, whatever their size: attention over the texts that run.
-        riding: what those with prompt tokens take beyond both.
-        slack: times a step that a pass with prompt tokens may take now.
-        usual: seconds that half of all tokens are waited for at most, lately.
-        late: tokens of those that run which came after a longer wait than that.
-        unmet, busy: sizes that no text's pass has had yet, and what to multiply their seconds by.
+        known: the fewest measured seconds of each size: those with little in the cache.
+        extra: seconds that passes of any size now take in addition: attention over the running sequences.
+        riding: seconds that passes with prompt tokens and steps take in addition to both.
+        slack: how many times as long as a step a pass with prompt tokens may take now.
+        usual: running median of the seconds that a sequence waits for a token.
+        late: tokens of the running sequences that came after one of the longer passes.
+        unmet, busy: sizes measured at the start but not used since, and the factor to multiply their seconds by.
     """
 
     def __init__(self, totals: Sequence[int], prefer: str = PREFER[0]) -> None:
@@ -46,16 +47,16 @@ class TokenBudget:
         self.begin()
 
     def begin(self) -> None:
-        """What is known was measured; passes from now on are of texts.
+        """End the measurements at the start; passes from now on compute requests.
 
-        Beside two engines that started on the same GPU all seemed to take 2.5 times as long: 16 users of an 8B got 4,549 of
-        5,081 tokens/s, as passes were launched late and prompts read in small pieces.
+        With two other engines starting on the same GPU, all passes were measured 2.5 times too long: 16 users of an 8B got
+        4,549 instead of 5,081 tokens/s, because passes were launched late and prompts prefilled in small pieces.
         """
         self.unmet, self.busy = set(self.known), 1.0
         self.usual = self._waited = 0.0
 
     def note(self, steps: int, rows: int, seconds: float) -> None:
-        """A pass of so many rows, of which so many step, took so long."""
+        """Record the seconds of a pass of `rows` rows, of which `steps` step."""
         if steps != rows:
             size = next((t for t in self.totals if t >= rows), self.totals[-1])
             rows, seconds = size, seconds * size / rows
@@ -65,7 +66,7 @@ class TokenBudget:
         least = self.known[steps, rows] = min(seconds, self._least(steps, rows) if (steps, rows) in self.known else seconds)
         self.unmet.discard((steps, rows))
         more, mixed = seconds - least, 0 < steps < rows
-        if mixed and self._stepped:  # `extra` is of this moment: what is left is the prompts'
+        if mixed and self._stepped:  # the last pass was a plain step, so `extra` is current: the rest is due to the prompts
             self.riding = max(0.0, self.riding + NEWEST * (more - self.extra - self.riding))
         self._stepped = steps == rows
         self.extra = max(0.0, self.extra + NEWEST * (more - mixed * self.riding - self.extra))
@@ -76,24 +77,24 @@ class TokenBudget:
             self._waited = 0.0
 
     def stepped(self, running: int) -> None:
-        """A pass steps so many texts; with those that ended goes their part of `late`."""
+        """Record that a pass steps `running` sequences; the share of `late` of sequences that have ended is dropped."""
         if self._paused and not running:
             return
         if running < self._running:
             self.late *= running / self._running
         self._running = running
         if running:
-            self._share = (running / max(running, self._texts)) ** 2  # in a burst few run: it is not how things will go on
+            self._share = (running / max(running, self._texts)) ** 2  # small in a burst, when few run: not the usual load
             self.slack = max(SLACK, self.slack * (1 + PACE * self._share * (1 if self._left else -0.5)))
         self._texts, self._left = 0, False
 
     def seconds(self, steps: int, rows: int) -> float:
-        """What a pass takes; one of which nothing is known as the nearest that is known, in proportion; `extra` without any."""
+        """Return the seconds of a pass; an unknown size is scaled from the nearest known one; `extra` if none is known."""
         least = self._least(steps, rows)
         return least + self.extra + (steps != rows) * self.riding if least else self.extra
 
     def _least(self, steps: int, rows: int) -> float:
-        """What it takes with little in the cache; 0 where none like it is known."""
+        """Return the seconds of a pass with little in the cache; 0 where no similar pass is known."""
         mixed, key = steps != rows, (steps, rows)
         if key not in self.known:
             alike = [known for known in self.known if (known[0] != known[1]) == mixed]
@@ -103,10 +104,11 @@ class TokenBudget:
         return self.known[key] * (self.busy if key in self.unmet else 1.0) * max(1.0, rows / key[1] if mixed else 1.0)
 
     def prompt_tokens(self, step: int, riding: int, waiting: int, running: int, texts: int) -> int:
-        """Prompt tokens of the next pass, of `waiting` ones, which carries `riding` rows that step, `running` texts in them.
+        """Return how many of `waiting` prompt tokens the next pass takes, with `riding` rows for `running` sequences that step.
 
-        step: rows of a step once all who wait are running. texts: all that are under way. As many as take `slack` times such a
-        step, at least what the smallest pass has room for; all of them where no text runs, and where a long pass is due.
+        step: rows of a step once all waiting sequences run. texts: all open sequences. The pass takes as many tokens as fit
+        into `slack` times the time of such a step, at least those that the smallest pass has room for; as many as the largest
+        pass has room for where no sequence runs; and more where a long pass is due.
         """
         if not running:
             return min(self.totals[-1] - riding, waiting)
@@ -119,9 +121,10 @@ class TokenBudget:
         return min(room, waiting)
 
     def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int) -> bool:
-        """Whether the texts that run wait in the next pass, which then reads prompts alone; arguments as of `prompt_tokens`.
+        """Return whether the next pass prefills prompts only, while running sequences wait; arguments as in `prompt_tokens`.
 
-        Where a longer pass is due and prompts are left over after it, for up to PAUSE_S: they wait once for several passes.
+        This is so where a longer pass is due and prompt tokens would be left over after it, for up to PAUSE_S: running
+        sequences then wait once for several passes.
         """
         room, longer = self._rooms(step, riding)
         due = self._paused or self.late + running <= ADVANCE * texts
@@ -133,7 +136,7 @@ class TokenBudget:
         return True
 
     def _rooms(self, step: int, riding: int) -> tuple[int, int]:
-        """Prompt tokens that a pass has room for beside `riding` rows, and a longer one."""
+        """Return the prompt tokens that a usual pass, and a longer one, have room for in addition to `riding` rows."""
         least = self.seconds(step, step)
         if not least:
             self.slack = SLACK
@@ -144,6 +147,6 @@ class TokenBudget:
         return self._room(riding, self.slack * least), self._room(riding, max(self.slack * least, LONGEST_S))
 
     def _room(self, riding: int, seconds: float) -> int:
-        """Prompt tokens of the largest pass that takes no longer; at least of the smallest."""
+        """Return the prompt tokens of the largest pass that takes at most `seconds`; at least those of the smallest pass."""
         sizes = [t for t in self.totals if t > riding]
         return ([t for t in sizes if self.seconds(riding, t) <= seconds] or sizes[:1])[-1] - riding
