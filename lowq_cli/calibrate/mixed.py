@@ -1,8 +1,8 @@
 """`quantize --bpw 3.2` or `--size 4GB`: the recipe that spends the bits where they matter most.
 
-What engines make one weight of gets one scheme: q/k/v, gate/up, all experts of a layer. Sensitivities (sensitivity.py) are
-measured once a model and kept in the user's cache; allocation.py then finds the best choice for the budget, and the result is
-an ordinary recipe with an override per group.
+Matrices that engines merge into one weight form a group and share a scheme: q/k/v, gate/up, all experts of a layer.
+Sensitivities (sensitivity.py) are measured once per model and kept in the user's cache; allocation.py then finds the best
+choice for the budget. The result is an ordinary recipe with an override per group.
 """
 
 import re
@@ -33,12 +33,12 @@ from lowq_packers.scheme import Scheme, fit_group
 
 GROUPS = (32, 64, 128)
 KEPT = "kept"
-LABELLED = 48  # layers of a plot whose cells have room for a number
+LABELLED = 48  # max. layers of a plot with a number in each cell; with more the cells are too narrow
 
 
 @dataclass(frozen=True)
 class Share:
-    """One group's part of a mixed plan. scheme None: kept in 16 bits or more. error: nats per token, by the measured model."""
+    """One group in a mixed plan. scheme None: not quantized. error: the predicted KL divergence in nats per token."""
 
     group: str
     kind: str
@@ -50,9 +50,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What was decided. bpw: of the weights that took part.
+    """A mixed plan. bpw: bits per weight of the groups in it.
 
-    in_nats: whether `error` is a KL divergence, or (where no text could be read) a relative error of weights.
+    in_nats: True if `error` is a KL divergence; False (no text could be read) if it is a relative error of weights.
     """
 
     shares: tuple[Share, ...]
@@ -89,9 +89,9 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Spread:
-    """What bits may be spent on, with the error of every choice.
+    """The groups that a budget is spread over, and the bytes and the error of every choice.
 
-    plain: the recipe without its budget; groups: name -> matrices that share a scheme; choices: what each may become.
+    plain: the recipe without its budget. groups: name -> matrices that share a scheme. choices: group name -> its choices.
     """
 
     source: Source
@@ -102,27 +102,27 @@ class Spread:
 
     @property
     def params(self) -> int:
-        """Weights that take part."""
+        """The number of weights in all groups."""
         return sum(c.shape[0] * c.shape[1] for members in self.groups.values() for c in members)
 
     @property
     def least(self) -> int:
-        """Bytes of the smallest choices together."""
+        """The bytes of all groups, each with its smallest choice."""
         return sum(min(c.nbytes for c in cs) for cs in self.choices.values())
 
     @property
     def most(self) -> int:
-        """Bytes of the largest choices together."""
+        """The bytes of all groups, each with its largest choice."""
         return sum(max(c.nbytes for c in cs) for cs in self.choices.values())
 
     def budget(self, size: int) -> int:
-        """Bytes that the groups may take together in weight files of `size` bytes, but for the numbers in headers."""
+        """The bytes left for the groups in weight files of `size` bytes, up to a few bytes of numbers in headers."""
         plan = make_plan(self.source, self.plain)
         taken = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in self.choices)
         return size - (plan.nbytes - taken)
 
     def at(self, budget: int) -> tuple[Recipe, Mixed]:
-        """The recipe with an override for each group, their bytes together at most `budget`. Raises as `allocate`."""
+        """The recipe with an override per group; all groups take at most `budget` bytes. Raises the errors of `allocate`."""
         found = allocate(self.choices, budget)
         overrides = [o for name, c in found.items() if c.what for o in _overrides(self.groups[name], c.what)]
         head = "keep" if self.plain.lm_head == "auto" else self.plain.lm_head
@@ -137,16 +137,16 @@ class Spread:
 def resolve(
     source: Source, recipe: Recipe, text: texts.Text, device: torch.device, watch: sensitivity.Watch | None = None
 ) -> tuple[Recipe, Mixed]:
-    """The recipe with an override for each group, within its --bpw or --size; reads weights, writes nothing.
+    """The recipe with an override for each group, within its --bpw or --size. Reads weights, writes no model.
 
-    watch: told how many layers of how many are measured.
-    Raises UsageError for a budget that nothing fits, and as `make_plan`.
+    watch: called with the number of measured layers and of all layers.
+    Raises UsageError for a budget below the smallest choices, and the errors of `make_plan`.
     """
 
     def budget_of(found: Spread) -> int:
         return found.budget(recipe.size) if recipe.size else int(found.params * (recipe.bpw or 0) / 8)
 
-    def check(found: Spread) -> None:  # told before the minutes that measuring takes
+    def check(found: Spread) -> None:  # runs first, because measuring takes minutes
         if (budget := budget_of(found)) < found.least:
             raise UsageError(_too_small(recipe, found.least, budget, found.params))
 
@@ -170,9 +170,9 @@ def spread(
     watch: sensitivity.Watch | None = None,
     check: Callable[[Spread], None] = lambda unmeasured: None,
 ) -> Spread:
-    """Every choice's bytes and measured error. check: called before anything is measured, errors all 0.
+    """The groups, with the bytes and the measured error of every choice. check: called before measuring, with all errors 0.
 
-    Raises UsageError where nothing is left to choose, and as `make_plan`.
+    Raises UsageError where no weight is left to choose for, and the errors of `make_plan`.
     """
     calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
     without = replace(
@@ -222,7 +222,7 @@ def _options(members: Sequence[Candidate], recipe: Recipe) -> list[Scheme]:
 def _choices(
     members: Sequence[Candidate], schemes: Sequence[Scheme], errors: sensitivity.Errors, source: Source, recipe: Recipe
 ) -> list[Choice]:
-    """What a group may become; head and embedding may stay as they are."""
+    """The choices of a group; head and embedding may also stay unquantized."""
     meta = ITEMSIZE[scale_dtype(source, recipe)]
     found = []
     for s in schemes:
@@ -264,7 +264,7 @@ def _measured(
     device: torch.device,
     watch: sensitivity.Watch | None,
 ) -> tuple[sensitivity.Errors, str]:
-    """(errors, why they are no nats): what the user's cache holds for the same question, or measured now and kept there."""
+    """(errors, why they are not in nats): from the user's cache, or measured now and put into the cache."""
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
     calibrated = recipe.method != "auto" and quantizers.carries_errors(recipe.method)
     facts = [
@@ -279,7 +279,7 @@ def _measured(
     ]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     file = f"sensitivity/{memo.key(facts)}.json"
-    with suppress(ValueError, KeyError, TypeError, AttributeError):  # not there, or spoilt
+    with suppress(ValueError, KeyError, TypeError, AttributeError):  # the cache has no entry, or a damaged one
         kept = memo.recall(file)
         named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
         read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}

@@ -1,18 +1,19 @@
-"""Orthogonal matrices that spread every coordinate over all others, as products of small blocks: fast, and never held whole.
+"""Orthogonal matrices that spread every coordinate over all others. Products of small blocks are fast and save memory.
 
-A Hadamard matrix has entries of one size, so what stands out in one coordinate is shared out evenly. One exists for every size
-that is tried here but for odd factors whose Paley construction needs a prime power; those get a random orthogonal block.
+All entries of a Hadamard matrix have the same magnitude, so that an outlier in one coordinate is spread evenly. One is found
+for every size tried here, except for odd factors whose Paley construction needs a prime power: those get a random orthogonal
+block.
 """
 
 from math import isqrt
 
 import torch
 
-LARGEST = 64  # of a power of two, so that a product costs 64 multiplications per weight and factor, not n
+LARGEST = 64  # max. size of a power-of-two factor: a matmul then takes 64 multiplications per weight and factor instead of n
 
 
 class Rotation:
-    """R = diag(signs) (F1 x F2 x ...), (n, n) with R R^T = 1: random signs before a Kronecker product of small factors.
+    """R = diag(signs) (F1 x F2 x ...), (n, n) with R R^T = 1: random signs times a Kronecker product of small factors.
 
     Deterministic for n and seed. Every entry is +-n**-0.5 where `_odd_factor` has such a matrix.
     """
@@ -21,7 +22,7 @@ class Rotation:
         g = torch.Generator().manual_seed(seed)
         self.n = n
         self.signs = torch.randint(0, 2, (n,), generator=g).float() * 2 - 1
-        odd = n & -n  # the power of two in n
+        odd = n & -n  # the largest power of two that divides n
         self.factors, power = _odd_factor(n // odd, odd, g)
         while power > 1:
             step = min(power, LARGEST)
@@ -41,7 +42,7 @@ class Rotation:
 
 
 def _odd_factor(m: int, power: int, g: torch.Generator) -> tuple[list[torch.Tensor], int]:
-    """Factors that take care of the odd part m of a size m * power, and the power of two that is left."""
+    """The factors for the odd part m of a size m * power, and the power of two that remains."""
     if m == 1:
         return [], power
     for size in (4 * m, 8 * m, 16 * m):

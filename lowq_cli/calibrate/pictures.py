@@ -1,8 +1,8 @@
-"""Pictures with texts to calibrate on: windows that begin with a picture, which its own text follows, and then others'.
+"""Images with texts to calibrate on: each window is an image, then the image's text, then other text.
 
-All windows of a run have their picture at the same place and of as many rows, so that layers are called alike for all of them
-(positions of three parts, what sees a picture whole): pictures are fitted into a square of one size. In the token ids (n, T) a
-picture's rows are a number below zero that says which picture it is.
+In all windows of a run the image is at the same place and has the same number of rows, so that layers get the same arguments
+for all windows (three-part positions, bidirectional attention within an image). Images are therefore fitted into a square of
+one size. In the token ids (n, T), the rows of image i are the number -1 - i.
 """
 
 import inspect
@@ -22,14 +22,14 @@ from lowq_packers.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SIDE = 16  # rows of features a side that a picture is sized for, where its model takes any size: half of a window's tokens
+SIDE = 16  # rows of features per side of an image where the model takes any size: 256 rows, half of a window's tokens
 
 
 class Pictured:
-    """The pictures of a calibration.
+    """The images of a calibration.
 
-    Raises UnsupportedError for a model that takes none, or whose layers cannot be walked with them; UsageError where they leave
-    no room for a text.
+    Raises UnsupportedError for a model that takes no images, or whose layers cannot be walked with them; UsageError where they
+    leave no room for a text.
     """
 
     def __init__(self, source: Source, base: Any, tokenizer: Any, text: texts.Text, tokens: int, window: int) -> None:
@@ -51,7 +51,7 @@ class Pictured:
         texts.check_ids(self.ids.clamp(min=0).unique().tolist(), base.config.get_text_config().vocab_size)
 
     def _windows(self, wholes: Sequence[torch.Tensor], others: torch.Tensor, count: int, window: int) -> torch.Tensor:
-        """(count, window): each picture with its text as often as there are windows for, what is left filled with others."""
+        """Windows (count, window): the images with their texts, repeated as needed; other text fills each window up."""
         rows, at = list[torch.Tensor](), 0
         for i in range(count):
             number = i % len(wholes)
@@ -63,12 +63,12 @@ class Pictured:
         return torch.stack(rows)
 
     def before(self, windows: torch.Tensor) -> torch.Tensor:
-        """Windows (n, T) of other tokens, with pictures in place of their first."""
+        """Windows (n, T) of other tokens, whose first tokens are replaced with images."""
         turns = torch.arange(len(windows)) % len(self.ids)
         return torch.cat([self.ids[turns, : self.lead], windows[:, self.lead :]], 1)
 
     def __call__(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What transformers' model is called with for windows (n, T)."""
+        """The arguments of transformers' model for windows (n, T)."""
         seen = [self.pictures[-1 - int(row.min())] for row in ids]
         found = {key: torch.cat([p.inputs[key] for p in seen]) for key in seen[0].inputs}
         kinds = next((k for k in ("mm_token_type_ids", "token_type_ids") if k in self.takes), None)
@@ -78,7 +78,7 @@ class Pictured:
 
 
 def _images(source: Source) -> Images:
-    """How a model takes pictures. Raises UnsupportedError."""
+    """The description of a model's image inputs. Raises UnsupportedError."""
     try:
         images = read_config(source.config, len(source.headers))[1].images
     except NotPlain as e:
@@ -92,7 +92,7 @@ def _images(source: Source) -> Images:
 
 
 def _squared(image: "Image", side: int) -> "Image":
-    """A picture in the middle of a white square."""
+    """The image in the middle of a white square."""
     from PIL import Image, ImageOps
 
     return ImageOps.pad(image, (side, side), Image.Resampling.BICUBIC, color=(255, 255, 255))

@@ -1,4 +1,4 @@
-"""What a calibration needs, and what it tells as it goes: known without importing what it works with."""
+"""The memory and text that a calibration needs, and the progress events it yields. Does not import calibration.py."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,27 +8,29 @@ from lowq_cli.calibrate import texts
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.plan.recipe import CALIB_TOKENS
 
-# `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
-# story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
+# `learn` also reads windows of random tokens, one for every UNSEEN windows of text: otherwise it unlearns tokens that the text
+# lacks (the bundled text lacks a third of story's vocabulary). Perplexity of story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4
+# with them, 89.6 / 69.8 without.
 UNSEEN = 8
 
-# Width -> Adam's rates where all layers learn together: of the scales' logarithms and of the zeros (in codes); of the norms; of
-# the codes. 0: they stay. Base g64, own text, WikiText-2 / mix. 2 bits, 524,288 tokens: (1e-3, 0, 0) 40.10 / 47.94, these
-# 39.25 / 47.42. 3 and 4 bits: see BOTH_SIDES; codes at 1e-3 and 2e-3 did not move in 288 steps.
+# Bits -> Adam's learning rates where all layers are trained together: one for the scales' logarithms and the zeros (in codes),
+# one for the norms, one for the codes (0: not trained). Perplexity of base, g64, own text, WikiText-2 / mix, 2 bits, 524,288
+# tokens: 40.10 / 47.94 with (1e-3, 0, 0), 39.25 / 47.42 with these. For 3 and 4 bits see BOTH_SIDES; there no code changed in
+# 288 steps at the rates 1e-3 and 2e-3.
 TOGETHER = {1: (2e-3, 5e-4, 3e-3), 2: (2e-3, 5e-4, 3e-3), 3: (1e-3, 2e-4, 1e-2), 4: (1e-3, 2e-4, 1e-2)}
 WIDER = (1e-3, 0.0, 0.0)
-# Widths at which all layers start from codes that `yaqa` rounded, none having learnt alone, and codes move. Base g64, 262,144
-# tokens of its own text, KL on WikiText-2 / mix: 3 bits 0.115 / 0.133; without yaqa 0.126 / 0.141, and without moving codes
-# 0.128 / 0.143; as learn leaves them, codes fixed, 0.139 / 0.157. 4 bits 0.0314 / 0.0355, and 0.0338 / 0.0375. Not measured
-# at 2 bits and 1.
+# Bits at which `distill` starts from codes that `yaqa` rounded (no layer is trained alone) and then trains codes, too. Base
+# g64, 262,144 tokens of its own text, KL on WikiText-2 / mix. 3 bits: 0.115 / 0.133; without yaqa 0.126 / 0.141; without
+# training codes 0.128 / 0.143; from learn's result with fixed codes 0.139 / 0.157. 4 bits: 0.0314 / 0.0355, and from learn's
+# result with fixed codes 0.0338 / 0.0375. Not measured at 1 and 2 bits.
 BOTH_SIDES = (3, 4)
-MOST_CODES = 2 * 10**9  # weights whose codes learn together: 12 bytes each of memory, and of disk after each pass
-ALONE_TOKENS = 131072  # that a layer learns from alone, where all learn together from more
+MOST_CODES = 2 * 10**9  # max. weights whose codes are trained together: each takes 12 bytes of memory, and of disk after a pass
+ALONE_TOKENS = 131072  # max. tokens that a layer is trained on alone if all layers are trained together afterwards
 
-CURVED_TOKENS = 262144  # from which the curvature is measured, at most: as many as for base, whose widest matrix has 1,408 rows
-HELD_BYTES = 1 << 32  # of hidden states that one pass of that may leave for its way back
+CURVED_TOKENS = 262144  # max. tokens for measuring the curvature: the number used for base (at most 1,408 rows)
+HELD_BYTES = 1 << 32  # max. bytes of hidden states that a forward pass of this measurement keeps for the backward pass
 
-MOST_TOKENS, COST = 524288, 5e14  # where all layers learn together on a GPU, and the most weights times tokens
+MOST_TOKENS, COST = 524288, 5e14  # limits where all layers are trained together on a GPU: tokens, weights x tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LayerDone:
 
 @dataclass(frozen=True)
 class CurvatureDone:
-    """One more layer of some windows of the text is measured for `yaqa`, the `index`-th of `total`."""
+    """The curvature of one layer is measured on a batch of windows for `yaqa`: step `index` of `total`."""
 
     index: int
     total: int
@@ -57,7 +59,7 @@ class CurvatureDone:
 
 @dataclass(frozen=True)
 class MatrixDone:
-    """One matrix of a layer is rounded, the `index`-th of `total`; the layer is not finished."""
+    """Matrix `index` of `total` of a layer is rounded; the layer is not finished."""
 
     name: str
     index: int
@@ -66,7 +68,7 @@ class MatrixDone:
 
 @dataclass(frozen=True)
 class PassDone:
-    """All layers learnt together in one pass over the text. loss: KL divergence, nats a token."""
+    """One pass over the text that trains all layers together is done. loss: KL divergence in nats per token."""
 
     index: int
     total: int
@@ -74,25 +76,25 @@ class PassDone:
 
 
 def rates(bits: int, weights: int) -> tuple[float, float, float]:
-    """A line of TOGETHER for a model of so many weights that learn."""
+    """The learning rates of TOGETHER; the codes' rate is 0 if more than MOST_CODES weights would be trained."""
     scales, norms, codes = TOGETHER.get(bits, WIDER)
     return scales, norms, codes if weights <= MOST_CODES else 0.0
 
 
 def tokens_for(plan: Plan) -> int:
-    """How many tokens all layers of a plan learn from on a GPU where nobody says: a power of two."""
+    """The default number of tokens for training all layers of a plan together on a GPU: a power of two."""
     weights = sum(i.params for i in plan.items if i.scheme)
     return min(MOST_TOKENS, max(CALIB_TOKENS, 1 << int(COST / max(weights, 1)).bit_length() - 1))
 
 
 def learns_alone(item: Item) -> bool:
-    """Whether a matrix learns with its layer alone (calibrate/learn.py)."""
+    """Whether a matrix is trained with its layer alone (calibrate/learn.py)."""
     method = str(item.method)
     return quantizers.needs_learning(method) and not (quantizers.needs_curvature(method) and rounds_both_sides(item))
 
 
 def rounds_both_sides(item: Item) -> bool:
-    """Whether a matrix is rounded by the curvature of its outputs, too (calibrate/curvature.py); experts have none."""
+    """Whether rounding a matrix also uses the curvature of its outputs (calibrate/curvature.py); never for experts."""
     method = str(item.method)
     if not quantizers.needs_curvature(method) or item.kind == "expert":
         return False
@@ -105,12 +107,12 @@ def is_calibrated(plan: Plan) -> bool:
 
 
 def identity(plan: Plan, text: texts.Text | None) -> str:
-    """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
+    """A hash of the text and the number of tokens, which are part of the run's hash; "" without calibration."""
     return f"{text.digest} {plan.recipe.tokens}" if text else ""
 
 
 def working_bytes(plan: Plan) -> int:
-    """Bytes that calibrating takes on the device: a layer's weights twice, its moments, both streams, a slab being rounded."""
+    """Bytes of device memory for calibrating: a layer's weights twice, its moments, both streams, the slab in work."""
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
     if not items:
         return 0
@@ -121,7 +123,7 @@ def working_bytes(plan: Plan) -> int:
     widest = max(i.shape[1] for i in items)
     hidden = min(i.shape[1] for i in items)
     inputs = 8 * texts.BATCH * texts.WINDOW * widest
-    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
+    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held, too
     learns = any(quantizers.needs_learning(str(i.method)) for i in items)
     tokens = plan.recipe.tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.tokens
     streams = copies * tokens * hidden
@@ -138,10 +140,10 @@ def working_bytes(plan: Plan) -> int:
 
 
 def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: int) -> int:
-    """Bytes that learning all layers together takes: codes, a byte each; of what is learnt value, gradient, Adam's averages.
+    """Bytes for training all layers together: a byte per code; value, gradient and Adam's averages of trained parameters.
 
-    Codes that are learnt have a gradient while their layer has: 12 bytes each. Besides, a layer's weights and their gradients,
-    a batch's hidden states before every layer, the tables and some logits.
+    Trained codes take 12 bytes each; they have a gradient only while their layer is processed. Then come a layer's weights and
+    their gradients, a batch's hidden states before every layer, the tables and some logits.
     """
     tables = [i for i in plan.items if i.kind in ("embedding", "head")]
     rows, hidden = max((i.shape[0] for i in tables), default=0), min(i.shape[1] for i in items)

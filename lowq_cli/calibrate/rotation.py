@@ -1,9 +1,10 @@
-"""A model turned in its own space: the same function, with weights that no coordinate dominates. Done before quantizing.
+"""Rotation of a model's residual stream before quantizing: the same function, with weights that have no outlier coordinates.
 
 The residual stream h of a pre-norm model may be replaced by h R for an orthogonal R: an RMSNorm without weights commutes with
-R, so what reads the stream becomes W diag(norm) R and what writes it R^T W. Likewise the values of each head: rows of v by
-Q^T, columns of o by Q. The result is an ordinary checkpoint of the same family whose norm weights are 1 and whose embedding
-and head are two matrices. Source: QuaRot (arXiv:2404.00456) and SpinQuant (arXiv:2405.16406), without what runs online.
+R. A matrix that reads the stream becomes W diag(norm) R, one that writes it becomes R^T W. The values of each head are rotated
+likewise: rows of v by Q^T, columns of o by Q. The result is an ordinary checkpoint of the same family whose norm weights are 1
+and whose embedding and head are two matrices. Source: QuaRot (arXiv:2404.00456) and SpinQuant (arXiv:2405.16406), without
+their online rotations.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one tensor of the files: the turn of its parameter. norm: the tensor of the norm that the turn names."""
+    """The change of one tensor of the files: the `Turn` of its parameter. norm: the tensor name of the turn's norm."""
 
     origin: str
     turn: Turn
@@ -39,7 +40,7 @@ class Change:
 
 @dataclass
 class RotatedSource(Source):
-    """`raw` rotated. Changed tensors are read in fp32 (raw bytes in their own dtype); one that mixes rows is made whole."""
+    """`raw`, rotated. Changed tensors are read in fp32 (raw bytes: in their dtype), whole where the change mixes rows."""
 
     raw: Source = field(kw_only=True)
     changes: dict[str, Change] = field(kw_only=True)
@@ -48,16 +49,16 @@ class RotatedSource(Source):
 
     @cached_property
     def identity(self) -> str:  # type: ignore[override]
-        """The source's, and that it is rotated, by which seed."""
+        """The identity of `raw`, with the fact that it is rotated and the seed."""
         return f"{self.raw.identity} rotated {SEED}"
 
     @property
     def held_bytes(self) -> int:
-        """What the source holds; what is turned is counted by `budget`."""
+        """The bytes that `raw` holds; the memory for rotated tensors is counted by `budget`."""
         return self.raw.held_bytes
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """As `Source.read`, in fp32 where the tensor changed."""
+        """The values as `Source.read` gives them, in fp32 where the tensor is changed."""
         change = self.changes.get(name)
         header = self.headers[name]
         count = header.numel - first if count is None else count
@@ -71,14 +72,14 @@ class RotatedSource(Source):
             part = self.raw.read(change.origin, top * K, (end - top) * K).reshape(-1, K)
             return self._turn(part, change).flatten()[first - top * K :][:count]
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is made: two large ones are never held
+            self._last = None  # dropped before the next is made, so that two large tensors are never held
             self._last = name, self._turn(self.raw.read(change.origin).reshape(header.shape), change).flatten()
         return self._last[1][first : first + count].clone()
 
     def _turn(self, W: torch.Tensor, change: Change) -> torch.Tensor:
-        """The new values of a tensor, or of some rows of one that is changed row by row."""
+        """The rotated values of a tensor, or of some rows of a tensor that changes row by row."""
         turn, W = change.turn, W.float()
-        transposed = turn.transposed and W.dim() == 3  # experts that files hold one by one are not
+        transposed = turn.transposed and W.dim() == 3  # files that hold experts one by one are not transposed
         W = W.mT if transposed else W
         if turn.norm:
             W = W * (self.raw.read(change.norm).float() + turn.norm.add_one)
@@ -96,7 +97,7 @@ class RotatedSource(Source):
         return (W.mT if transposed else W).contiguous()
 
     def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
-        """As `Source.read_raw`: the new values, rounded to the tensor's dtype."""
+        """The bytes of the rotated values, rounded to the tensor's dtype."""
         if name not in self.changes:
             return self.raw.read_raw(name, first, nbytes)
         dtype = self.headers[name].dtype
@@ -116,12 +117,12 @@ def _of_heads(size: int) -> Rotation:
 
 
 def rotated(raw: Source) -> RotatedSource:
-    """A source of the rotated model.
+    """The source of the rotated model.
 
-    Raises UnsupportedError for a model for which that is not exact, with the reason; else as planning does.
+    Raises UnsupportedError, with the reason, for a model that a rotation would change, and the errors of planning.
     """
     refuse_quantized(raw)
-    roles(raw.config, raw.headers)  # what is missing or of the wrong shape is named here
+    roles(raw.config, raw.headers)  # raises for tensors that are missing or have the wrong shape
     skeleton = Skeleton(build(raw.config))
     model = _described(raw, skeleton)
     places = {name: place.param for name in raw.headers if (place := skeleton.place(name))}
@@ -153,7 +154,7 @@ def rotated(raw: Source) -> RotatedSource:
 
 
 def _described(raw: Source, skeleton: Skeleton) -> Model:
-    """The description of a model that a rotation leaves the same function. Raises UnsupportedError."""
+    """The description of a model whose function a rotation does not change. Raises UnsupportedError for other models."""
     family = families().get(str(raw.config.get("model_type")))
     if family is None:
         raise _refusal(raw, "it is not one of the families that lowq has a description of (docs/families.md)")

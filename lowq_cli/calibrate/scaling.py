@@ -1,8 +1,8 @@
-"""Activation-aware scales: inputs that are large get a finer step, by moving a factor from what makes them into the weights.
+"""Activation-aware scales: large inputs get a finer step, by moving a factor from the preceding layer into the weights.
 
-For each input s = mean|x| ** ratio; the ratio is searched, per group of linears that share the input, for the least error of
-their outputs. Source: AWQ (arXiv:2306.00978). Every mapping is proved on the layer itself before it is used: the layer's output
-with random scales must be what it was.
+The scale of an input is s = mean|x| ** ratio. The ratio with the least output error is searched per group of linears that share
+the input. Source: AWQ (arXiv:2306.00978). Every mapping is tested on the layer before it is used: random scales must not change
+the layer's output.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,17 +15,17 @@ from lowq_cli.hf.scale_mappings import ScaleMapping, find
 from lowq_cli.quantizers import rtn
 from lowq_packers.scheme import Scheme
 
-RATIOS = 20  # 0, 1/20, ...: AWQ's own grid
-ROWS = 512  # of a weight that the search looks at
-EXACT = 1e-4  # relative change of a layer's output up to which a mapping counts: exact ones had 4e-7 at most, wrong ones 0.12
+RATIOS = 20  # number of ratios: 0, 1/20, ..., the grid of AWQ
+ROWS = 512  # max. rows of a weight that the search uses
+EXACT = 1e-4  # max. relative change of a layer's output by an exact mapping; measured: exact 4e-7 or less, wrong 0.12
 
 
 @dataclass
 class Scaled:
-    """What was folded into a layer.
+    """The scales that were folded into a layer.
 
-    rows, columns: checkpoint name -> factors of a matrix. kept: parameter -> new values of a norm or a bias, as they will be
-    stored. missing: inputs that could not be scaled.
+    rows, columns: checkpoint name -> factors of a matrix. kept: parameter -> new values of a norm or a bias, as they will
+    be stored. missing: inputs that could not be scaled.
     """
 
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -40,13 +40,13 @@ def scale(
     """Fold the best scales into a layer's original weights, before any of them is quantized.
 
     Args:
-        x_quant: the layer's inputs (windows, T, H) behind the layers quantized so far.
-        schemes: of every matrix, by checkpoint name. dtypes: in which kept parameters are stored, by path in the layer.
-        few_tokens: an expert that fewer visit is left alone.
+        x_quant: the layer's inputs (windows, T, H) in the so far quantized model.
+        schemes: schemes of all matrices, by checkpoint name. dtypes: dtypes of unquantized parameters, by path in the layer.
+        few_tokens: experts that fewer tokens visit are not scaled.
     """
     done = Scaled()
     exact: dict[str, bool] = {}
-    window = x_quant[0][:1]  # proves as much as 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
+    window = x_quant[0][:1]  # one is enough; 8 took a fifth of a layer's CPU time (1B shape: 316 s instead of 250 s)
     with layer.one_window(len(x_quant[0])):
         mappings, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
         for mapping in mappings:
@@ -66,7 +66,7 @@ def scale(
 
 
 def repeat(layer: Layer, done: Scaled) -> None:
-    """Fold into a layer what was found for it before: the same weights, bit for bit."""
+    """Fold the scales that were found before into a layer: the weights are the same bit for bit."""
     for name in layer.spots:
         layer.scale(name, done.rows.get(name), done.columns.get(name))
     for path, values in done.kept.items():
@@ -94,7 +94,7 @@ class _Inputs:
 
 
 def _inputs(layer: Layer, mappings: list[ScaleMapping], x_quant: Hidden) -> Iterator[tuple[ScaleMapping, _Inputs]]:
-    """(mapping, its inputs) for each: one pass over the text for the plain linears, then expert by expert."""
+    """Pairs of a mapping and its inputs: one pass over the text for the plain linears, then expert by expert."""
     plain = [m for m in mappings if m.expert is None]
     found: dict[str, _Inputs] = {}
 
@@ -124,7 +124,7 @@ def _inputs(layer: Layer, mappings: list[ScaleMapping], x_quant: Hidden) -> Iter
 
 
 def _search(layer: Layer, mapping: ScaleMapping, x: _Inputs, schemes: Mapping[str, Scheme]) -> torch.Tensor | None:
-    """The scales (K,) with the least error; None where no scale is best.
+    """The scales (K,) with the least error; None where not scaling has the least error.
 
     The error of each linear counts relative to its output's size, and weights are rounded to the nearest: base model, 3 bits
     g64, WikiText-2: see benchmarks/notes/accuracy.md.
@@ -152,7 +152,7 @@ def _search(layer: Layer, mapping: ScaleMapping, x: _Inputs, schemes: Mapping[st
 
 
 def _apply(layer: Layer, mapping: ScaleMapping, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled) -> None:
-    """Move the factors s (K,) of the inputs into the weights of `mapping.after`, out of what makes the inputs."""
+    """Multiply the weights of `mapping.after` by s (K,) and divide the norm or matrix that makes their inputs by s."""
     if mapping.norm:
         s = _divide_norm(layer, mapping, s, dtypes, done)
     else:
@@ -177,12 +177,12 @@ def _apply(layer: Layer, mapping: ScaleMapping, s: torch.Tensor, dtypes: Mapping
 def _divide_norm(
     layer: Layer, mapping: ScaleMapping, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled
 ) -> torch.Tensor:
-    """Divide a norm by s; the factors that this took, which differ from s by the rounding of the stored weight."""
+    """Divide a norm by s and return the effective factors, which differ from s by the rounding of the stored weight."""
     path = f"{mapping.norm}.weight"
     old = layer.parameter(path) + mapping.offset
     new = (old / s - mapping.offset).to(dtypes[path]).float()
     taken = old / (new + mapping.offset)
-    taken = torch.where((taken / s - 1).abs() < 1e-6, s, taken)  # nothing was rounded away
+    taken = torch.where((taken / s - 1).abs() < 1e-6, s, taken)  # s itself where rounding changed nothing
     usable = torch.isfinite(taken) & (taken > s / 2) & (taken < s * 2)
     taken = torch.where(usable, taken, 1.0)
     new = torch.where(usable, new, old - mapping.offset)
@@ -203,7 +203,7 @@ def _divide_bias(
 
 
 def _is_exact(layer: Layer, mapping: ScaleMapping, hidden: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> bool:
-    """Whether the layer's output stays what it is under random scales. Powers of two, so that taking them back is exact."""
+    """Whether random scales leave the layer's output unchanged. They are powers of two, so that undoing them is exact."""
     exactly = dict.fromkeys(dtypes, torch.float32)
     before = layer.run(hidden, layer.original)
     K = layer.matrix(mapping.after[0], layer.original).shape[1]

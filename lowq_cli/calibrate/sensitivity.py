@@ -1,8 +1,9 @@
-"""How much each group of weights matters: the KL divergence from the original model that rounding it causes, per scheme.
+"""The sensitivity of each matrix: the KL divergence from the original model that rounding it causes, per scheme.
 
 With p the original's predictions, a small change d of a linear's outputs costs KL = E[(g . d)^2] / 2 nats per token, where g is
-the gradient of ln p(y) by those outputs for a token y drawn from p (Fisher's information). One pass forwards and one backwards
-over a text give E[x x^T] of the inputs and E[g^2] of each output; every scheme's error then follows from the weights alone:
+the gradient of ln p(y) with respect to those outputs for a token y sampled from p (Fisher information). One forward and one
+backward pass over a text give E[x x^T] of the inputs and E[g^2] of each output; every scheme's error then follows from the
+weights alone:
 KL = sum_n E[g_n^2] (dW_n E[x x^T] dW_n^T) / 2. One decoder layer is in memory at a time.
 """
 
@@ -26,19 +27,19 @@ from lowq_cli.quantizers.gptq import Moments, column_costs
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.scheme import Scheme
 
-TOKENS = 8192  # of the calibration text
-ROWS = 2048  # of a matrix whose errors are computed: those with the largest gradients stand for all
+TOKENS = 8192  # tokens of the calibration text that are read
+ROWS = 2048  # max. rows per matrix whose errors are computed: those with the largest gradients, scaled up to all rows
 Errors = dict[str, dict[Scheme, float]]  # checkpoint name -> scheme -> nats per token
-Watch = Callable[[int, int], None]  # done, of how many
+Watch = Callable[[int, int], None]  # called with the number of layers done and of all layers
 
 
 @dataclass
 class _Place:
-    """What passes through one module: inputs' second moments (K, K) and outputs' squared gradients (N,), summed over tokens."""
+    """Sums over tokens for one module: second moments of inputs (K, K), squared gradients of outputs (N,)."""
 
     second: torch.Tensor | None = None
     grads: torch.Tensor | None = None
-    power: float = 0.0  # of outputs times gradients, for modules whose inner products are not seen
+    power: float = 0.0  # mean squared gradient x squared output, for mixtures, whose experts' matmuls have no hook
 
     def note(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """A forward hook."""
@@ -52,7 +53,7 @@ class _Place:
         output.register_hook(lambda g: self.note_gradient(g, values))
 
     def note_gradient(self, g: torch.Tensor, values: torch.Tensor) -> None:
-        """The gradient by an output of `note`."""
+        """Add the gradient with respect to an output that `note` saw."""
         g, values = g.reshape(-1, g.shape[-1]), values.reshape(-1, g.shape[-1])
         squares = g.square().sum(0)
         self.grads = squares if self.grads is None else self.grads + squares
@@ -60,12 +61,12 @@ class _Place:
 
 
 class Sensitivities:
-    """Measures candidates on token ids (n, T).
+    """Measures the sensitivity of candidates on token ids (n, T).
 
     Args:
-        schemes: candidate's name -> the schemes to judge.
-        rounded: (weight rows, scheme) -> the rows as that scheme stores them, fp32.
-        calibrated: the linears' rounding errors will be made up for by columns rounded later, as GPTQ does.
+        schemes: candidate's name -> the schemes to measure.
+        rounded: (weight rows, scheme) -> the rows rounded to that scheme, fp32.
+        calibrated: columns that are rounded later will compensate the linears' rounding errors, as in GPTQ.
     Raises UnsupportedError for a family whose layers cannot be walked.
     """
 
@@ -83,7 +84,7 @@ class Sensitivities:
         self.candidates = {c.name: c for c in candidates}
 
     def measure(self, ids: torch.Tensor, batch: int, watch: Watch | None = None) -> Errors:
-        """Nats per token that each scheme of each candidate costs. watch: told how many layers of how many are done.
+        """The cost in nats per token of each candidate's schemes. watch: called with the numbers of done and of all layers.
 
         Raises UnsupportedError for a model whose layers cannot be run one by one, or whose embedding is projected.
         """
@@ -115,7 +116,7 @@ class Sensitivities:
         return errors
 
     def _head(self, ids: torch.Tensor, last: list[torch.Tensor]) -> tuple[Errors, list[torch.Tensor]]:
-        """The head's errors (under the embedding's name where that is the head), and gradients by the last hidden states."""
+        """The head's errors (under the embedding's name if tied), and the gradients with respect to the last hidden states."""
         head = self.blocks.model.get_output_embeddings()
         name = next((n for n, c in self.candidates.items() if c.kind == "head"), None)
         tied = name is None and self.blocks.skeleton.tied
@@ -133,7 +134,7 @@ class Sensitivities:
         read = read_rows(c, self.source)
         if place.grads is None:  # an expert that no token visits
             return dict.fromkeys(self.schemes[name], 0.0)
-        if spot.cut.expert is not None:  # seen as a part of the whole mixture: its error is spread like the outputs
+        if spot.cut.expert is not None:  # only the whole mixture is hooked: errors are taken as proportional to its outputs
             W = read(0, min(ROWS, c.shape[0])).to(self.device)
             return {s: 0.5 * place.power / tokens * _relative(W, self.rounded(W, s)) for s in self.schemes[name]}
         importance = place.grads if spot.cut.rows is None else place.grads[slice(*spot.cut.rows)]
@@ -166,7 +167,7 @@ class Sensitivities:
 
 
 def _take(read: Callable[[int, int], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of a matrix, ascending."""
+    """The rows of a matrix with these indices, which ascend."""
     numbers = rows.tolist()
     if not numbers:
         raise UnsupportedError("a matrix without rows")
@@ -181,7 +182,7 @@ def _relative(W: torch.Tensor, rounded: torch.Tensor) -> float:
 
 @contextmanager
 def _hooked(root: Any, places: Mapping[str, _Place]) -> Iterator[None]:
-    """Inside, what passes through some modules of `root` is noted."""
+    """Inside this context, hooks sum up the inputs and gradients of some modules of `root`."""
     hooks = [root.get_submodule(path).register_forward_hook(place.note) for path, place in places.items()]
     try:
         yield
@@ -197,7 +198,7 @@ def from_weights(
     rounded: Callable[[torch.Tensor, Scheme], torch.Tensor],
     device: torch.device,
 ) -> Errors:
-    """Without a text: the relative squared error of each matrix, by its share of the weights. No nats, but comparable."""
+    """Errors without a text: each matrix's relative squared error times its share of all weights. Not in nats."""
     total = sum(c.shape[0] * c.shape[1] for c in candidates)
     errors: Errors = defaultdict(dict)
     for c in candidates:

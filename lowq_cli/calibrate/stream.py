@@ -1,7 +1,7 @@
-"""What a rotation of the residual stream does to each tensor of a described model, and what stands in its way: one walk.
+"""How a rotation of the residual stream changes each tensor of a described model, and for which models it is not exact.
 
-The stream x may be replaced by x R for an orthogonal R where an RMSNorm is all that lies between it and what reads it: without
-weights it commutes with R, and its weights move into the readers. Factors of the whole stream commute, too.
+The stream x may be replaced by x R for an orthogonal R if only an RMSNorm lies between the stream and the matrices that read
+it: an RMSNorm without weights commutes with R, and its weights move into those matrices. Scalar factors commute with R, too.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from lowq_packers.arch.parts import Linear, Model, Norm, Update
 
 @dataclass(frozen=True)
 class Turn:
-    """What happens to one parameter, in this order; its last two axes are rows and columns unless it is `transposed`.
+    """The changes of one parameter, in this order; its last two axes are rows and columns unless it is `transposed`.
 
-    becomes: it is a norm's weight, and is this number afterwards. norm: its columns are multiplied by that norm's factors.
-    columns, rows: which side is the residual stream. values: (rows at its end, head size): turned head by head.
-    mixed: size of the heads whose values its columns take.
+    becomes: the parameter is a norm's weight and is set to this number. norm: columns are multiplied by that norm's weights.
+    columns, rows: the side that is the residual stream. values: (number of last rows, head size), which are rotated per head.
+    mixed: the size of the heads whose values are the inputs of its columns.
     """
 
     becomes: float | None = None
@@ -30,7 +30,7 @@ class Turn:
 
     @property
     def by_rows(self) -> bool:
-        """Whether a row of the result needs no other row of the source."""
+        """Whether each row of the result depends on one row of the source only."""
         return not (self.rows or self.values or self.transposed)
 
 
@@ -38,7 +38,7 @@ Turns = Iterator[tuple[str, Turn]]
 
 
 def why_not(model: Model) -> str:
-    """The fact for which a rotation of the stream is not the same function; "" where it is."""
+    """The reason why a rotation of the stream would change the model's function; "" if it would not."""
     updates = [update for layer in model.layers for update in layer]
     branches = [(u, m) for u in updates for m in u.mixers if isinstance(m, p.Branch)]
     norms = [n for n in (model.norm, *(u.norm for u in updates), *(b.norm for _, b in branches)) if n]
@@ -59,7 +59,7 @@ def why_not(model: Model) -> str:
 
 
 def turns(model: Model) -> dict[str, Turn]:
-    """What happens to each parameter, by its whole name in transformers' module tree; what is not named stays as it is."""
+    """The change of each parameter, by its full name in transformers' module tree; other parameters do not change."""
     inside = {f"{model.embed}.weight": Turn(columns=True), **dict(_freed(model.norm))}
     if model.tokens:
         inside |= dict(_reads(model.tokens.project, None))
@@ -73,13 +73,13 @@ def turns(model: Model) -> dict[str, Turn]:
 
 
 def _freed(norm: Norm | None) -> Turns:
-    """A norm whose weights move elsewhere."""
+    """The turn of a norm whose weights move into the matrices after it."""
     if norm and norm.name:
         yield f"{norm.name}.weight", Turn(becomes=0.0 if norm.add_one else 1.0)
 
 
 def _reads(part: Linear, norm: Norm | None, values: tuple[int, int] | None = None) -> Turns:
-    """A product of the normed stream. values: as `Turn` says, of the last of its parts."""
+    """The turns of a linear that reads the normed stream. values: `Turn.values` of its last part."""
     norm = norm if norm and norm.name else None
     for name in part.parts:
         own = values if name == part.parts[-1] else None
@@ -89,7 +89,7 @@ def _reads(part: Linear, norm: Norm | None, values: tuple[int, int] | None = Non
 
 
 def _writes(part: Linear, mixed: int = 0) -> Turns:
-    """A product that is added to the stream."""
+    """The turns of a linear whose output is added to the stream."""
     for name in part.parts:
         yield f"{name}.weight", Turn(rows=True, mixed=mixed)
         if part.bias:
@@ -97,7 +97,7 @@ def _writes(part: Linear, mixed: int = 0) -> Turns:
 
 
 def _update(update: Update, shared: bool) -> Turns:
-    """shared: other layers attend to the keys and values of this one."""
+    """The turns of one update of the stream. shared: other layers attend to the keys and values of this layer."""
     yield from _freed(update.norm)
     for mixer in update.mixers:
         if isinstance(mixer, p.Branch):

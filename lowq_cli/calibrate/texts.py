@@ -1,4 +1,4 @@
-"""What is read to calibrate and to evaluate: a text's tokens, in windows of one length."""
+"""The texts for calibration and evaluation: their tokens, in windows of one length."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lowq_packers.lazy import torch
 from lowq_packers.regular import read_given
 
 WINDOW = 512
-BATCH = 8  # windows at a time
-MAX_TEXT = 1 << 32  # bytes of a file
+BATCH = 8  # windows per batch
+MAX_TEXT = 1 << 32  # max. bytes per file
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
-SELF, BUNDLED = "self", "bundled"  # what a recipe calls the model's own text and ours
+SELF, BUNDLED = "self", "bundled"  # a recipe's names for the text that the model writes itself and for the bundled one
 
 
 @dataclass(frozen=True)
 class Text:
-    """What is calibrated on: words, or the tokens (T,) that the model wrote itself. name: the recipe's, a path for one.
+    """A calibration text: words, or the tokens (T,) that the model wrote itself. name: the recipe's name for it, e.g. a path.
 
-    pairs: pictures, and the text of each, which words fill up.
+    pairs: images and the text of each; `words` fill the rest of their windows.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Text:
 
     @classmethod
     def read(cls, path: str | None) -> Text:
-        """The text that a recipe names, if it is not the model's own. Raises as `read_text`."""
+        """The text that a recipe names, unless the model writes it itself. Raises the errors of `read_text`."""
         root = None if path in (None, BUNDLED) else user_path(str(path))
         if root is None or not root.is_dir() or not (found := picture_pairs(root)):
             return cls(path or BUNDLED, read_text(path))
@@ -48,7 +48,7 @@ class Text:
 
     @cached_property
     def digest(self) -> str:
-        """The hash of what is read."""
+        """A hash of the contents."""
         raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
         found = hashlib.sha256(raw)
         for file, words in self.pairs:
@@ -56,7 +56,7 @@ class Text:
         return found.hexdigest()[:16]
 
     def windows(self, tokenizer: Tokenizer, tokens: int, model: CausalModel) -> torch.Tensor:
-        """(n, window) token ids for a model, as `choose_windows` takes them. Raises as that, and as `check_ids`."""
+        """The token ids (n, window) that `choose_windows` picks for a model. Raises the errors of both it and `check_ids`."""
         ids = tokenize(tokenizer, self.words) if self.ids is None else self.ids.long()
         check_ids(ids.unique().tolist(), model.config.get_text_config().vocab_size)
         return choose_windows(ids, tokens, window_of(model))
@@ -77,7 +77,7 @@ def read_text(path: str | None) -> str:
     if root.suffix == ".jsonl":
         try:
             text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
-            text.encode()  # half of a surrogate pair is no character
+            text.encode()  # raises for half of a surrogate pair
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
     if not text.strip():
@@ -86,20 +86,20 @@ def read_text(path: str | None) -> str:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The texts of a folder."""
+    """The text files of a folder."""
     return sorted(p for p in folder.iterdir() if p.suffix in (".txt", ".jsonl") and p.is_file())
 
 
 def picture_pairs(folder: Path) -> list[tuple[Path, str]]:
-    """The pictures of a folder that have a text beside them, a.txt for a.png, and it."""
+    """The images of a folder that have a text file next to them (a.txt for a.png), each with its text."""
     found = sorted(f for f in folder.iterdir() if f.suffix.lower() in PICTURES and f.with_suffix(".txt").is_file())
     return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in found]
 
 
 def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
-    """(n, window) of a text's token ids (T,): `tokens` of them in windows spread evenly over it, or all if it has fewer.
+    """Windows (n, window) of a text's token ids (T,): `tokens` of them, spread evenly over the text, or all if it has fewer.
 
-    Raises UsageError for a text of fewer tokens than a batch.
+    Raises UsageError for a text of fewer tokens than one batch has.
     """
     cut = windows(ids, window)
     count = min(len(cut), max(1, tokens // window)) // BATCH * BATCH
@@ -111,16 +111,16 @@ def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
 
 
 def random_token_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.Tensor:
-    """(count, window) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
+    """Tokens (count, window), sampled from the whole vocabulary without special tokens; the same on every run.
 
-    rows: of the embedding; tokens beyond are left out.
+    rows: rows of the embedding; tokens beyond them are left out.
     """
     words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
     return words[torch.randint(len(words), (count, window), generator=torch.Generator().manual_seed(0))]
 
 
 def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = None) -> torch.Tensor:
-    """(windows, window) from a (T,) sequence of token ids: the first `max_tokens`, the incomplete last window dropped.
+    """Windows (n, window) of token ids (T,): the first `max_tokens`, without an incomplete last window.
 
     A text shorter than one window is one window of its own length. Raises UsageError for fewer than 2 tokens.
     """
@@ -137,14 +137,14 @@ def tokenize(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 
 
 def check_ids(ids: Iterable[int], rows: int) -> None:
-    """Raise UsageError for a token that a model of so many tokens lacks: its tokenizer is another's, or has tokens added."""
+    """Raise UsageError for a token id that is not below `rows`: the tokenizer is another model's, or has added tokens."""
     if (other := next((i for i in ids if not 0 <= i < rows), None)) is not None:
         had = f"token id {other} is not from 0 to {rows - 1}, which are those that the model has"
         raise UsageError(f"{had}; take the tokenizer that belongs to it")
 
 
 def read_utf8(file: Path, what: str) -> str:
-    """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
+    """A text file's contents. Raises UsageError for bytes that are not UTF-8, and NotFoundError; messages name `what` it is."""
     try:
         return read_given(file, what, MAX_TEXT).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:
@@ -152,6 +152,6 @@ def read_utf8(file: Path, what: str) -> str:
 
 
 def window_of(model: CausalModel) -> int:
-    """WINDOW, or the model's longest context where that is shorter: positions beyond it may have no embedding."""
+    """WINDOW, or the model's max. context if that is shorter: positions beyond it may have no embedding."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)
