@@ -1,8 +1,8 @@
-"""The rows of one pass of a model: which sequence each belongs to, where it stands there, and where its state is held.
+"""The rows of one pass of a model: the sequence of each row, its position there, and the place of its state.
 
-The first `steps` rows are one token of each of as many sequences; the rest are tokens of prompts (or drafts), those of a
-sequence side by side. A static cache has a place for each sequence (decoder); a paged one has blocks that a table names
-(server, and layers that only look back over a window).
+The first `steps` rows are one token of one sequence each. The rows after them are tokens of prompts (or drafts), with the rows
+of a sequence next to each other. A static cache has one place per sequence (the decoder); a paged cache has blocks that a block
+table lists (the server, and layers with a sliding window).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from lowq_packers.arch.parts import Images, Rope
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of one layer: k, v (B, HKV, S, D), or (blocks, HKV, BLOCK, D) with the `table` (R, most) int32 of rows.
+    """Keys and values of one layer: k, v (B, HKV, S, D), or (blocks, HKV, BLOCK, D) with a block `table` (R, most) int32.
 
-    v is None where values are the first values of the keys (latent attention).
+    v is None where a value is the first part of its key (latent attention).
     """
 
     k: Cache
@@ -34,15 +34,15 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class States:
-    """What a recurrent layer holds: tensors (slots, ...) by name; slot 0 belongs to no sequence."""
+    """The state of a recurrent layer: tensors (slots, ...) by name; slot 0 does not belong to a sequence."""
 
     tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Rows first .. end of one sequence, whose recurrent state is in `slot` (1,) int64; `copies` (end - first - 1,) int64 are
-    the slots that it is copied to after each of them but the last."""
+    """Rows first .. end of one sequence, whose recurrent state is in `slot` (1,) int64. After each of these rows except the
+    last, the state is copied to a slot of `copies` (end - first - 1,) int64."""
 
     first: int
     end: int
@@ -52,10 +52,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Tokens start .. start + T of the sequences of `some` places of a static cache, side by side.
+    """Tokens start .. start + T of the sequences at the places `some` of a static cache, sequence after sequence.
 
-    lengths: tokens of each of those texts in all: rows past them fill up the rectangle, and their output is of no use.
-    nowhere: the row of tables that belongs to no text.
+    lengths: the total tokens of each sequence; rows past them are dummies, whose output is ignored.
+    nowhere: the row of the block tables for dummies.
     """
 
     some: slice
@@ -65,13 +65,13 @@ class Rectangle:
     nowhere: int
 
     def runs(self) -> list[Run]:
-        """The rows of each sequence that are its tokens."""
+        """The rows of each sequence, without dummies."""
         ends = (min(self.T, max(0, n - self.start)) for n in self.lengths)
         place = self.some.start
         return [Run(i * self.T, i * self.T + n, place + i + 1, self.start, place + i) for i, n in enumerate(ends)]
 
     def packed(self, tile: int, device: torch.device) -> Packed:
-        """The same rows as a paged cache takes them, in tiles of up to `tile`; its table is that of each layer."""
+        """The same rows for a paged cache, in tiles of up to `tile` rows; each layer adds its own block table."""
         runs = self.runs()
         place = torch.arange(self.start, self.start + self.T, dtype=torch.int32).repeat(len(runs))
         rows = torch.full((len(runs) * self.T,), self.nowhere, dtype=torch.int32)
@@ -85,17 +85,18 @@ class Rectangle:
 
 @cache
 def _axes(images: Images, dims: int, device: torch.device) -> torch.Tensor:
-    """`Images.axes` on a device, kept: a pass that is recorded uploads nothing."""
+    """`Images.axes` on a device, cached, since a recorded pass cannot upload it."""
     return torch.tensor(images.axes(dims)).to(device)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What pictures change in a pass of M rows, as `arch.parts.Images` describes it.
+    """The rows of images in a pass of M rows, their features and positions, as `arch.parts.Images` describes them.
 
-    rows (n,) int64: those that stand for a picture. features (n, H): what is there in place of an embedding. added: of each of
-    the first layers (n, H), added behind it. places (3, M) int64: what rows turn by, in time, height and width; None: their
-    slots. until (R,) int64: of each row after the steps the last slot that it sees where pictures are seen whole, or None.
+    rows (n,) int64: the rows of image tokens. features (n, H): what replaces their embeddings. added: for each of the first
+    layers (n, H), added to the layer's output. places (3, M) int64: the rows' positions in time, height and width; None: the
+    rows rotate by their slots. until (R,) int64: for each row after the steps, the last slot that it attends to in layers where
+    the tokens of an image attend to the whole image; or None.
     """
 
     images: Images
@@ -106,19 +107,19 @@ class Pictures:
     until: torch.Tensor | None = None
 
     def shown(self, x: torch.Tensor) -> torch.Tensor:
-        """Embeddings x (M, H) with the features of pictures in their place."""
+        """Embeddings x (M, H) with those of image rows replaced by features."""
         assert self.rows is not None
         assert self.features is not None
         return x.index_copy(0, self.rows, self.features)
 
     @cached_property
     def numbers(self) -> torch.Tensor:
-        """(M,) int32: the rows of `turned`."""
+        """(M,) int32: the row numbers, which index the tables of `turned`."""
         assert self.places is not None
         return torch.arange(self.places.shape[1], dtype=torch.int32, device=self.places.device)
 
     def turned(self, tables: Tables) -> "Tables | None":
-        """cos, sin (M, R) of every row, from those of every place (S, R); None where rows turn by their slots."""
+        """cos, sin (M, R) of every row, selected from tables (S, R) by position; None where rows rotate by their slots."""
         if self.places is None:
             return None
         index = self.places[_axes(self.images, tables[0].shape[1], self.places.device)].T.contiguous()
@@ -127,15 +128,15 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a pass.
+    """The rows of a pass.
 
-    ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of
-    each row of state; a step writes there. angles: cos, sin of each kind of rotation; of a head dim, tables that turn nothing.
-    slots (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None.
-    rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers. pictures: those of its texts.
-    adapters (M,) int32: the LoRA adapter of each row, 0 for none; None: what the plan has all rows take.
-    drafted: several steps may be of one sequence, its newest token and drafts of the next ones, side by side; the tables of the
-    state are those of the rows, and `chains` are the rows by sequence.
+    ids (M,): the rows' tokens. steps: the number of rows that are one token of one sequence each. pos (R,) int32: for each row
+    of state the position of its next token, where a step writes. angles: cos, sin of each kind of rotation; under a head dim,
+    tables that do not rotate. slots (R,) int64: the slot of each row's recurrent state. order (R,) int32: the rows with the
+    longest sequences first, or None. rectangle or packed: the rows after the steps. runs: the same rows by sequence, for
+    recurrent layers. pictures: the images of the batch. adapters (M,) int32: the LoRA adapter of each row, 0 for none; None:
+    all rows take the plan's. drafted: several steps may belong to one sequence (its newest token and drafts of the next ones,
+    next to each other); the state then has a block table row for each of them, and `chains` lists the rows by sequence.
     """
 
     ops: Ops
@@ -154,12 +155,12 @@ class Batch:
     groups: Groups | None = None
     chains: Sequence["Chain"] = ()
     pictures: Pictures | None = None
-    values: dict[str, torch.Tensor] = field(default_factory=dict)  # what one layer leaves for later ones
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # values that one layer computes and later layers read
     _turned: dict[Rope, Tables] = field(default_factory=dict)
 
     @property
     def shows(self) -> bool:
-        """Whether some of its rows stand for pictures."""
+        """Whether some rows are image tokens."""
         return self.pictures is not None and self.pictures.rows is not None
 
     @property
@@ -177,7 +178,7 @@ class Batch:
 
     @cached_property
     def runs(self) -> Runs:
-        """The rows after the steps by sequence, counted from the first of them."""
+        """The rows after the steps by sequence; the first of these rows is number 0."""
         if self.given_runs is not None:
             return self.given_runs
         each = self.rectangle.runs() if self.rectangle is not None else ()
@@ -192,7 +193,7 @@ class Batch:
         return torch.cat([own, self.packed.pos]) if self.steps else self.packed.pos
 
     def turned(self, kind: Rope) -> "Tables | None":
-        """cos, sin (M, R) of every row; None where all turn by their slots, by the tables of `angles`."""
+        """cos, sin (M, R) of every row; None where all rows rotate by their slots, with the tables of `angles`."""
         if self.pictures is None or self.pictures.places is None:
             return None
         if kind not in self._turned:
@@ -204,7 +205,7 @@ class Batch:
     def attend(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:
         """Attention of every row over its sequence: qkv (M, (HQ + 2 HKV) D) -> (M, HQ D).
 
-        whole: whether a token of a picture sees all of the picture.
+        whole: whether a token of an image attends to all tokens of the image.
         """
         b, parts = self.steps, []
         assert held.v is not None
@@ -235,7 +236,7 @@ class Batch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recur(self, x: torch.Tensor, facts: recurrent.Facts, held: States, width: int) -> torch.Tensor:
-        """A mixer with a state of fixed size over the rows of each sequence in order: x (M, N) -> (M, width)."""
+        """A recurrent mixer over the rows of each sequence in order: x (M, N) -> (M, width)."""
         b, parts = self.steps, []
         if b:
             own = x[:b] if self.mixed else x
@@ -257,7 +258,7 @@ class Batch:
         assert held.v is not None
         if held.table is not None:
             packed = replace(self.packed, table=held.table)
-            if until is not None:  # which no kernel takes
+            if until is not None:  # no kernel takes `until`
                 return attend_packed(qkv, held.k, held.v, packed, *turned, heads, until)
             return self.ops.attend_packed(qkv, held.k, held.v, packed, *turned, heads)
         assert self.rectangle is not None

@@ -1,4 +1,4 @@
-"""A description of a model as steps: each part of the vocabulary says here which operations it is."""
+"""Compile a model's description to steps: each part of the vocabulary becomes a list of operations."""
 
 from dataclasses import astuple, dataclass, replace
 from functools import singledispatchmethod
@@ -18,10 +18,10 @@ from lowq_packers.arch import parts as p
 
 
 class Weights(Protocol):
-    """Where a plan gets its tensors from, by the names of a description."""
+    """The source of a plan's tensors, by the names of a description."""
 
     def linear(self, part: p.Linear) -> nn.Module:
-        """The parts side by side as one layer."""
+        """The parts, concatenated along the rows, as one layer."""
         ...
 
     def matrix(self, part: p.Linear) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, name: str) -> torch.Tensor:
-        """A parameter by its whole name below the text model: "layers.0.input_layernorm.weight"."""
+        """A parameter by its full name below the text model, such as "layers.0.input_layernorm.weight"."""
         ...
 
     def experts(self, part: Any) -> Any:
@@ -45,7 +45,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A `parts.TokenTable` and its weights: (M, layers, dims) of ids (M,) and their embeddings x (M, H)."""
+    """A `parts.TokenTable` with its weights: maps ids (M,) and their embeddings x (M, H) to (M, layers, dims)."""
 
     part: p.TokenTable
     rows: torch.Tensor
@@ -64,8 +64,8 @@ class Compiler:
     """The steps of a model.
 
     Attributes:
-        steps: the operations, in order. states: what each stateful one remembers, by the number it has in its step.
-        products: of each layer, role -> the module that multiplies. ropes: the kinds of rotation that occur.
+        steps: the operations, in order. states: the state that each stateful step needs; the step has its number.
+        products: for each layer, role -> the module that multiplies. ropes: the kinds of rotation that occur.
     """
 
     def __init__(self, model: p.Model, weights: Weights, dtype: torch.dtype) -> None:
@@ -74,12 +74,12 @@ class Compiler:
         self.states: list[p.Pages | p.Recurrent] = []
         self.products: list[dict[str, nn.Module]] = []
         self.ropes: set[p.Rope] = set()
-        self.layer_state: dict[int, int] = {}  # layer -> number of its keys and values, for layers that share them
+        self.layer_state: dict[int, int] = {}  # layer -> number of its keys and values, for other layers that share them
         self.images = model.images
-        self.pending: p.Update | None = None  # whose sum has not been added to the residual stream yet
-        self.alone = True  # whether an update has one mixer, and no branches
-        self.beside = ""  # the kept value that is added to the residual stream beside y, of the update that is pending
-        self.entered: list[int] = []  # of each layer, and of the end: the step after which the stream is what enters it
+        self.pending: p.Update | None = None  # the update whose output is not added to the residual stream yet
+        self.alone = True  # whether the current update has a single mixer and no branches
+        self.beside = ""  # name of a kept value that the pending update adds to the residual stream together with y
+        self.entered: list[int] = []  # for each layer, and the end: steps before the stream is its input
         for number, layer in enumerate(model.layers):
             self.products.append({})
             self.number = number
@@ -90,7 +90,7 @@ class Compiler:
             for update in layer:
                 self._update(update)
             if self.images is not None and number < self.images.deepstack:
-                self._emit(s.AddFeatures(number))  # the sum of this layer's last update and the norm come after
+                self._emit(s.AddFeatures(number))  # before the step that adds this layer's last update and norms the sum
         self._add_norm(model.norm)
         self.entered.append(len(self.steps))
 
@@ -106,12 +106,12 @@ class Compiler:
         """A norm's tensors."""
         weight = self._vector(f"{part.name}.weight") if part.name else None
         if weight is not None and part.add_one:
-            weight = 1.0 + weight.float()  # fp32: 1 + w is what it computes, bf16 would round it
+            weight = 1.0 + weight.float()  # in fp32: bf16 would round 1 + w
         bias = self._vector(f"{part.name}.bias") if part.bias else None
         return Norm(weight, part.eps, part.kind, bias, part.groups)
 
     def token_table(self, part: p.TokenTable) -> "Tokens":
-        """What a model keeps of each token for its layers."""
+        """The model's per-layer token table, with its weights."""
         rows, norm = self.weights.vector(f"{part.embed}.weight"), self.norm(part.norm)
         return Tokens(part, rows, self.weights.linear(part.project), norm)
 
@@ -141,7 +141,7 @@ class Compiler:
         self.pending = update
 
     def _add_norm(self, norm: p.Norm | None) -> None:
-        """What the last update gave is added to the stream, which is normed for the next; both in one where that can be."""
+        """Emit the step that adds the pending update to the stream and norms the sum; if possible the fused `AddNorm`."""
         last, self.pending = self.pending, None
         own = None if norm is None else self.norm(norm)
         post = self.norm(last.post) if last and last.post else None
@@ -195,7 +195,7 @@ class Compiler:
         self._product(part.o, "o")
 
     def _whole(self, part: p.Attention) -> bool:
-        """Whether the layer's tokens of a picture see all of it."""
+        """Whether the tokens of an image attend to the whole image in this layer."""
         kind = self.images.whole if self.images is not None else ""
         return kind == "all" or (kind == "windows" and part.window > 0)
 
@@ -305,7 +305,7 @@ class Compiler:
 
 
 def _direct(part: p.Attention) -> bool:
-    """Whether the operation `attend` does all that lies between the products of q, k, v and of o."""
+    """Whether the operation `attend` alone computes everything between the qkv product and the o product."""
     q, k = part.q_norm, part.k_norm
     norms = (q is None and k is None) or (q is not None and k is not None and _of_heads(q) and _of_heads(k) and q.eps == k.eps)
     turns = part.rope is not None and part.rope.pairing == "halves"

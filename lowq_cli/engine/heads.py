@@ -1,7 +1,8 @@
-"""A draft head's weights as a plan of the engine's own steps, and how they are read: from a folder, or beside a model's layers.
+"""A draft head as a plan of the engine's steps, and its loading: from a folder, or from a model's checkpoint.
 
-The plan runs like a model's: packed or 16-bit products, folded where they can be, keys and values in a state of its own. Beside
-tokens it is given the target's hidden states: `entering` makes the head's own of them, `guess` goes one token further.
+The plan runs like a model's: packed or 16-bit products, folded where possible, with keys and values in a separate state. Its
+inputs are tokens and the target model's hidden states. `entering` converts these to the head's hidden states, and `guess`
+advances by one token.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,16 +29,17 @@ from lowq_packers.heads import mtp, read_head
 from lowq_packers.heads.parts import MAPS, MASK, Read, Target
 
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
-STREAM_END = -1  # among a head's layers: the target's last hidden state, normed
+STREAM_END = -1  # in a head's `layers`: the target's last hidden state, normed
 
 
 class HeadPlan(Plan):
     """The operations of a draft head.
 
     Attributes:
-        described: the head. layers: the target's hidden states that it reads: i is what enters layer i, STREAM_END the last,
-        normed. offsets: (Vd,) int64 that make its guesses the target's ids; None where they are. unknown: (1, H) hidden state
-        of tokens that are not known yet, of a head that guesses all at once. note: what was assumed about its files.
+        described: the head's description. layers: the target's hidden states that the head reads; i is the input of layer i,
+        STREAM_END the last state, normed. offsets: (Vd,) int64, added to the head's ids to give the target's ids; None where
+        both are the same. unknown: (1, H) hidden state for tokens that are not known yet, of a head that guesses all tokens at
+        once. note: an assumption about its files.
     """
 
     def __init__(
@@ -55,16 +57,16 @@ class HeadPlan(Plan):
         if self.fuse is not None:
             self.linears["fuse"] = self.fuse
         self.unknown = None
-        if unknown is not None:  # features side by side, as a row of each
+        if unknown is not None:  # concatenated features: split them into one row per layer of the target
             rows = unknown.to(target.device, target.dtype).reshape(1, -1).split(target.model.hidden, -1)
             self.unknown = self.entering(rows)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of the target's token ids: the head's own, or the target's."""
+        """Embeddings of the target's token ids, from the head's own table or the target's."""
         return super().embed(ids) if self.described.own_embed else self.target.embed(ids)
 
     def entering(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The head's hidden states (M, H) of the target's, (M, H) for each of `layers`."""
+        """The head's hidden states (M, H), made of the target's: (M, H) for each of `layers`."""
         if self.fuse is None:
             return states[0].clone()  # the steps add to it in place
         each = list(states)
@@ -79,9 +81,9 @@ class HeadPlan(Plan):
     def guess(
         self, ids: torch.Tensor, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normed hidden states (M, H) for `logits`, and what stands for the target's hidden states one token further.
+        """Normed hidden states (M, H) for `logits`, and the hidden states that replace the target's for the next guess.
 
-        ids: (M,) the token after each row's, as the target's. x: (M, H) hidden states, which are overwritten. State is written.
+        ids: (M,) the target's id of the token after each row. x: (M, H) hidden states, overwritten. The state is written too.
         """
         frame = s.Frame(x, batch, state)
         frame.kept["embedding"] = self.embed(ids)
@@ -89,12 +91,12 @@ class HeadPlan(Plan):
         return frame.y, frame.y if self.described.recycled == "normed" else frame.x
 
     def ids(self, guesses: torch.Tensor) -> torch.Tensor:
-        """The target's ids of guesses, which are places among its logits."""
+        """The target's ids of guesses, which are indices into the head's logits."""
         return guesses if self.offsets is None else guesses + self.offsets[guesses]
 
 
 class BlockPlan(HeadPlan):
-    """The operations of a head that guesses a block at once. tables: its own tensors that are looked up, by name."""
+    """The operations of a head that guesses a block of tokens at once. tables: its lookup tables by name."""
 
     def __init__(
         self, read: Read, weights: FileWeights, target: Plan, offsets: torch.Tensor | None, tables: dict[str, torch.Tensor]
@@ -108,18 +110,18 @@ class BlockPlan(HeadPlan):
         self.join = weights.linear(markov.join[0]) if markov and markov.join else None
         if self.out is not None:
             self.linears["markov"] = self.out
-        self.context: list[s.Step] = []  # keys and values of every layer, of the kept "context"
+        self.context: list[s.Step] = []  # the steps that write every layer's keys and values of the kept "context"
         for i, step in enumerate(self.steps):
             if isinstance(step, s.AttendBlock):
                 self.context += [s.Take("context"), *self.steps[i - 2 : i + 1]]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """As `Plan.embed`; mask tokens may have a vector of their own."""
+        """As `Plan.embed`, except that mask tokens may have a separate vector."""
         x = super().embed(ids)
         return x if self.vector is None else torch.where((ids == self.block.mask)[:, None], self.vector.to(x.dtype), x)
 
     def remember(self, states: Sequence[torch.Tensor], batch: Batch, state: Sequence[KeyValues | States]) -> None:
-        """Write keys and values of the target's hidden states (M, H) of `layers` at the rows of a batch."""
+        """Write the keys and values of the target's hidden states, (M, H) for each of `layers`, at the rows of a batch."""
         x = self.entering(states)
         frame = s.Frame(x, batch, state)
         frame.kept["context"] = x
@@ -129,7 +131,7 @@ class BlockPlan(HeadPlan):
     def guesses(
         self, anchor: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States], until: torch.Tensor
     ) -> torch.Tensor:
-        """Guesses (B, K), the target's ids, behind the newest tokens `anchor` (B,), of blocks that are the rows of a batch."""
+        """Guesses (B, K), as the target's ids, after the newest tokens `anchor` (B,); the rows of the batch are the blocks."""
         frame, B = s.Frame(self.embed(batch.ids), batch, state), len(anchor)
         if not self.block.causal:
             frame.kept["until"] = until
@@ -146,7 +148,7 @@ class BlockPlan(HeadPlan):
         return torch.stack(found, 1)
 
     def _correction(self, w: torch.Tensor, h: torch.Tensor, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the product behind it is given, of the token before (B, rank) and the hidden state (B, H); and what goes on."""
+        """(input of the `out` product, next `carried`), from the previous token's vector w (B, rank) and the state h (B, H)."""
         if self.join is None:
             return w, carried
         if self.block.markov and self.block.markov.kind == "gated":
@@ -157,7 +159,7 @@ class BlockPlan(HeadPlan):
 
 
 class _Names(Named):
-    """A head's tensors by the names that its files have. held: all names there; others belong to something else."""
+    """A head's tensors by their names in the files. held: all names in the files."""
 
     def __init__(self, read: Read, held: Collection[str]) -> None:
         self.model, self.place, self.files, self.held = read.head.model, ("", ""), read.files, held
@@ -166,7 +168,7 @@ class _Names(Named):
         self.tensors: dict[str, Tensor] = {self.full(n): t for n, t in part_tensors(parts, "split")}
 
     def full(self, name: str) -> str:
-        """A name of the description, or what some begin with, as that of files."""
+        """The name in the files for a name, or a prefix of names, of the description."""
         for ours, theirs in self.files.items():
             if ours == name or ours.startswith(f"{name}."):
                 return theirs[: len(theirs) - len(ours) + len(name)]
@@ -178,7 +180,7 @@ class _Names(Named):
 
 
 def load(folder: str, model: Any) -> HeadPlan:
-    """The head in a folder (or a hub id), for a model. Raises UnsupportedError, DamagedError, NotFoundError in a line."""
+    """The head in a folder or hub id, for a model. Raises UnsupportedError, DamagedError or NotFoundError."""
     with open_source(folder) as source:
         target = _target(model)
         try:
@@ -189,7 +191,7 @@ def load(folder: str, model: Any) -> HeadPlan:
 
 
 def inside(source: Source, model: Any) -> HeadPlan:
-    """The MTP layer in the open source that a model came from. Raises UnsupportedError where there is none that is run."""
+    """The MTP layer in a model's checkpoint, an open source. Raises UnsupportedError where it has none that lowq can run."""
     try:
         return _read(source, mtp.read(source.config, _shapes(source), _target(model)), plan_of(model))
     except NotPlain as e:
@@ -211,7 +213,7 @@ def _schemes(source: Source) -> Mapping[str, Stored]:
 
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...] | None]:
-    """Of the tensors that files hold, packed ones by the name of their matrix, without a shape."""
+    """Name -> shape of the tensors in the files; a packed matrix has one entry, whose shape is None."""
     schemes = _schemes(source)
     parts = {stem + leaf for stem in schemes for leaf in (SCALE, ZERO, TABLE)}
     packed = {stem + WEIGHT for stem in schemes}
@@ -246,7 +248,7 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
 
 
 def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:
-    """What makes guesses the target's ids. Raises DamagedError where it makes other numbers of them."""
+    """The offsets from the head's ids to the target's. Raises DamagedError for ids outside the target's vocabulary."""
     header = source.headers[name]
     if header.dtype not in INTEGERS:
         raise DamagedError(f"{name} of the draft head is {header.dtype}, not of whole numbers")

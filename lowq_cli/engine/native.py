@@ -1,10 +1,11 @@
-"""The decoder of described families: static cache, joined weights, few kernels per layer; on a GPU one graph per step.
+"""The decoder of described families: a static cache, joined weights, few kernels per layer, and on a GPU one graph per step.
 
-The cache has a number of slots from a short list of buckets and is kept between texts, so the step captured as a CUDA
-graph for one (batch, bucket, way of sampling) is replayed for every later text that fits. Sequence b's next token sits at
-slot pos[b]; prompts of different lengths need no padding there. Sampling, the step in position and the new token's
-embedding are inside the graph: a token costs the host one launch and one asynchronous copy. Where angles depend on how long
-a text is (`rope`), prompts past that length are read one by one, each by a table of its own, and nothing of them is kept.
+The number of cache slots comes from a short list of buckets, and the cache is kept between generations. So the step that is
+captured as a CUDA graph for one (batch, bucket, sampling settings) is replayed for every later batch that fits. The next token
+of sequence b is written to slot pos[b]; prompts of different lengths need no padding in the cache. The graph contains
+sampling, the increment of positions and the embedding of the new token: a token costs the host one launch and one asynchronous
+copy. Where the rotary angles depend on the sequence's length (`rope`), prompts past that length are read one at a time, each
+with its own table of angles, and their cache is not reused.
 """
 
 import math
@@ -35,16 +36,16 @@ from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.arch.parts import Pages, Rope
 from lowq_packers.errors import UnsupportedError, device_lost
 
-KEPT_GRAPHS = 8
+KEPT_GRAPHS = 8  # max. captured graphs per cache; the next capture drops them all
 
 
 class NativeDecoder:
-    """A model of a described family, decoded from its joined weights. See `weights.why_not` for which.
+    """Decodes a model of a described family from its joined weights; `weights.why_not` says which models.
 
     Args:
         model: the model, which keeps working: its layers become views into the joined weights.
         graphs: capture each step as a CUDA graph; only meaningful on a GPU.
-        kv: what keys and values are held in (`decode.kv.KINDS`).
+        kv: the format of cached keys and values (`decode.kv.KINDS`).
     """
 
     name = "native"
@@ -58,25 +59,25 @@ class NativeDecoder:
         self.graphs = graphs and self.ahead
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
         self.slots = self.batch = 0
-        self.drafted = False  # whether the cache has room for drafts' recurrent states
-        self.captured: dict[tuple[Sampling, bool], Captured] = {}  # by whether rows turn by places of three parts
+        self.drafted = False  # whether the cache has slots for the recurrent states after drafts
+        self.captured: dict[tuple[Sampling, bool], Captured] = {}  # by (sampling, whether rows rotate by three-part positions)
         self.run: Captured | None = None
-        self.long = False  # whether something the cache holds is turned as a text past `steady` is
+        self.long = False  # whether the cache holds keys that were rotated for a sequence longer than `steady`
         self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
-        self.written = 0  # tokens of the longest text that the cache was given
-        self.snapshot: list[torch.Tensor] = []  # the recurrent states after the last prompts, `read`
+        self.written = 0  # tokens of the longest sequence written to the cache
+        self.snapshot: list[torch.Tensor] = []  # the recurrent states after the last prompts, which are in `read`
         self.read: list[list[int]] = []
-        self.chunk = sys.maxsize  # prompt tokens of a text in one pass
-        self.drafts = False  # whether steps of a text may check drafts (`verify`); decided before `start`
-        self.wide: dict[int, Verification] = {}  # by rows
-        self.attached: Attached | None = None  # what drafts on the device
-        self.timed: dict[str, Any] = {}  # drafter on the device -> times of its steps (`draft_length.TimedCosts`), on a CPU
-        self.shown: list[Shown | None] = []  # the pictures of each text
-        self.turns = False  # whether some of them make tokens turn by places of three parts
+        self.chunk = sys.maxsize  # max. prompt tokens per sequence in one pass
+        self.drafts = False  # whether steps may check drafts (`verify`); set before `start`
+        self.wide: dict[int, Verification] = {}  # number of rows -> step
+        self.attached: Attached | None = None  # the drafter that runs on the device, with its guesses
+        self.timed: dict[str, Any] = {}  # on a CPU: name of a device drafter -> times of its steps (`draft_length.TimedCosts`)
+        self.shown: list[Shown | None] = []  # the images of each sequence
+        self.turns = False  # whether some image makes tokens rotate by three-part positions
 
     @property
     def ops(self) -> Ops:
-        """The operations of its device."""
+        """The decode operations of the model's device."""
         return self.plan.ops
 
     @property
@@ -93,9 +94,9 @@ class NativeDecoder:
         between: Callable[[], None] = nothing,
         shown: Sequence[Shown | None] = (),
     ) -> torch.Tensor:
-        """Read the prompts side by side; the first new token of each, (B,) int64 on the device.
+        """Read the prompts as one batch; returns the first new token of each, (B,) int64 on the device.
 
-        shown: the pictures of each prompt. What all of them share with `held` is in the cache already and not read again.
+        shown: the images of each prompt. The leading tokens that all prompts share with `held` are not read again.
         """
         longest = max(map(len, prompts))
         self._make_room(len(prompts), longest + room + AHEAD * self.drafts)
@@ -103,7 +104,7 @@ class NativeDecoder:
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
         known = 0 if self.long or longest > self.steady else self._reusable(names)
         if self.attached is not None and known and not self.snapshot:
-            known -= 1  # what a head keeps of the last one depends on the token after it
+            known -= 1  # a draft head's row for the last token depends on the token after it
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
         self.said: list[torch.Tensor] | None = [] if self.rereads and grows else None
@@ -123,7 +124,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
-        """The next token of each sequence, (B,) int64 on the device; the same tensor every time."""
+        """The next token of each sequence, (B,) int64 on the device, always in the same tensor."""
         self.written += 1
         if self.said is not None:
             self._follow(self.said)
@@ -135,7 +136,7 @@ class NativeDecoder:
         return self.token
 
     def why_no_drafts(self, batch: int) -> str:
-        """The reason that steps check no drafts, "" where they can."""
+        """The reason why steps cannot check drafts, or ""."""
         if batch > 1:
             return f"{batch} texts side by side step together"
         if self.rereads:
@@ -143,17 +144,17 @@ class NativeDecoder:
         return ""
 
     def attach(self, drafter: DeviceDrafter | None) -> None:
-        """Have steps check what a drafter guesses on the device, or what `verify` is given. Before `start`."""
+        """Set the device drafter whose guesses steps check, before `start`; None: they check the drafts given to `verify`."""
         if drafter is (self.attached and self.attached.drafter):
             return
         self.attached = None if drafter is None else Attached(drafter, self.device)
-        self.slots = self.batch = 0  # its cache is made with the decoder's own
+        self.slots = self.batch = 0  # force a new cache: the drafter's cache is made together with it
         if self.attached is not None:
             self.plan.tap(self.attached.taps)
 
     def verify(self, drafts: Sequence[int], rows: int) -> Verification:
-        """Launch a step of so many rows of the one text: its newest token, and drafts of those after it; none are given where a
-        drafter is attached."""
+        """Launch a step of `rows` rows of the only sequence: its newest token and the drafts after it. `drafts` is empty with
+        an attached device drafter."""
         if rows not in self.wide:
             self.wide[rows] = Verification(self, rows)
         self.written += rows
@@ -162,12 +163,12 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor, shown: Sequence[Shown | None] = ()) -> torch.Tensor:
-        """Logits (B, T, V) at every place of whole texts (B, T). shown: the pictures of each."""
+        """Logits (B, T, V) at every position of sequences (B, T). shown: the images of each sequence."""
         return self.head(self.hidden_states(ids, shown).flatten(0, 1)).reshape(*ids.shape, -1)
 
     @torch.inference_mode()
     def hidden_states(self, ids: torch.Tensor, shown: Sequence[Shown | None] = ()) -> torch.Tensor:
-        """The normed hidden states (B, T, H) that those logits are made of."""
+        """Normed hidden states (B, T, H) of sequences (B, T), the input of the head. shown: the images of each sequence."""
         B, T = ids.shape
         self._make_room(B, T)
         self._show(shown)
@@ -182,26 +183,26 @@ class NativeDecoder:
         return torch.cat(hidden, 1)
 
     def _show(self, shown: Sequence[Shown | None]) -> None:
-        """Take note of the pictures of the texts that are read next."""
+        """Set the images of the sequences that are read next."""
         self.shown = list(shown) or [None] * self.batch
         images = self.plan.model.images
         self.turns = images is not None and bool(images.sections) and any(self.shown)
         self.shift.copy_(torch.tensor([0 if s is None else s.shift for s in self.shown]))
 
     def _uncut(self, rows: slice) -> list[tuple[int, int]]:
-        """First tokens and ends of the pictures of some texts that have to be read in one piece."""
+        """(first token, end) of the images of some sequences that have to be read in one piece."""
         return [run for s in self.shown[rows] if s is not None for run in s.runs]
 
     def _make_room(self, batch: int, length: int) -> None:
-        """A cache with at least `length` slots for `batch` sequences, kept from the last text where it fits."""
+        """Allocate a cache with at least `length` slots for `batch` sequences, unless the present one is large enough."""
         if batch == self.batch and length <= self.slots and self.drafts <= self.drafted:
             return
         slots = bucket(length)
-        self.captured.clear()  # graphs hold the old cache's addresses
+        self.captured.clear()  # graphs contain the addresses of the old cache
         self.wide.clear()
         self.shift = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.run, self.held = None, []
-        self.state: list[KeyValues | States] = []  # let go before there is another
+        self.state: list[KeyValues | States] = []  # free the old cache before the new one is allocated
         self.slots, self.batch, self.drafted = slots, batch, self.drafts
         self.state = static_state(self.plan, batch, slots, self.kv, MOST_DRAFTS * self.drafts)
         rings = any(isinstance(one, KeyValues) and one.table is not None for one in self.state)
@@ -215,11 +216,11 @@ class NativeDecoder:
             self.attached.drafter.make_room(batch, slots)
 
     def _reusable(self, prompts: list[list[int]]) -> int:
-        """Leading tokens of all prompts that the state holds as they are."""
+        """The number of leading tokens of all prompts that the cache already holds."""
         if not self.held:
             return 0
         known = min(shared(h, p) for h, p in zip(self.held, prompts, strict=True))
-        if self.snapshot:  # a recurrent state is that of a whole prompt: the answer after it is read again
+        if self.snapshot:  # the snapshot is the state after whole prompts only: the answer after a prompt is read again
             whole = len(self.read[0])
             if known < whole or any(len(p) != whole for p in self.read):
                 return 0
@@ -231,18 +232,18 @@ class NativeDecoder:
         return known if known >= lost else 0
 
     def _restore(self, known: int) -> None:
-        """Recurrent states as they were after `known` tokens: after the last prompts, or before anything."""
+        """Set the recurrent states to those after the last prompts, or to zeros where `known` is 0."""
         for i, t in enumerate(tensors_of(self.state)):
             t[: self.batch + 1].copy_(self.snapshot[i]) if known else t.zero_()
 
     def _tables(self, length: int) -> Mapping[Rope | int, Tables]:
-        """The angles of a prompt of so many tokens."""
+        """The angles for a prompt of `length` tokens."""
         if length <= self.steady:
             return self.angles
         return self.plan.angles(self.slots, self.device, length)
 
     def _read(self, ids: torch.Tensor, lengths: list[int], known: int, between: Callable[[], None]) -> torch.Tensor:
-        """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H)."""
+        """Write right-padded prompts (B, T) to the cache from token `known` on; returns their last normed states, (B, H)."""
         B, T = ids.shape
         if self.steady >= T and (B == 1 or not self._uncut(slice(0, B))):
             return self._prompt(slice(0, B), ids, lengths, known, self.angles, between)
@@ -251,7 +252,7 @@ class NativeDecoder:
         return torch.cat(read)
 
     def _follow(self, said: list[torch.Tensor]) -> None:
-        """Note the token that a step will read; where it takes a text past `steady`, read that anew, turned as a long one."""
+        """Record the token that the next step reads; read a sequence again where that token takes it past `steady`."""
         for b, prompt in enumerate(self.prompts):
             if len(prompt) + len(said) == self.steady:
                 ids = prompt + (torch.stack(said)[:, b].tolist() if said else [])
@@ -271,9 +272,9 @@ class NativeDecoder:
         angles: Mapping[Rope | int, Tables],
         between: Callable[[], None],
     ) -> torch.Tensor:
-        """`_read` of some rows of the cache, by one table.
+        """As `_read`, for some rows of the cache, with one table of angles.
 
-        What padding writes into the cache lies past the sequence's position and is overwritten before it is read.
+        Padding writes keys and values past the sequence's end, where they are overwritten before they are read.
         """
         B, T = ids.shape
         last = torch.empty(B, self.plan.model.hidden, dtype=self.dtype, device=self.device)
@@ -299,8 +300,8 @@ class NativeDecoder:
         angles: Mapping[Rope | int, Tables],
         reads: bool = False,
     ) -> torch.Tensor:
-        """Tokens ids (b, t), from `start` on, of the sequences `some`; their normed hidden states (b * t, H). reads: whether a
-        drafter is to read them, too, of the one text."""
+        """Run tokens ids (b, t) of the sequences `some`, which begin at `start`; returns their normed hidden states (b * t, H).
+        reads: whether the attached drafter reads them too; only for a single sequence."""
         flat, there = ids.reshape(-1), Rectangle(some, start, ids.shape[1], lengths, self.batch)
         seen, pictures = self.shown[some], None
         if any(seen):
@@ -315,23 +316,23 @@ class NativeDecoder:
         return y
 
     def about(self, batch: int) -> str:
-        """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`."""
+        """Facts about a step of `batch` sequences that the kernels' names do not show, for `--explain`."""
         return self.plan.about(batch)
 
     def forward_step(self) -> None:
-        """One token for each sequence; everything it reads and writes stays at fixed addresses."""
+        """Compute one token for each sequence; all tensors that it reads and writes stay at fixed addresses."""
         x = self.plan.embed(self.token)
         logits = self.repeated(self._whole, x) if self.repeated and not self.turns else self._whole(x)
         self.sampler.choose(self.plan.capped(logits), advance=1)
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """From the newest tokens' embeddings x (B, H) to logits."""
+        """Logits (B, V) from the newest tokens' embeddings x (B, H), before factor and soft cap."""
         pictures = self.turned(self.pos)
         batch = Batch(self.ops, self.token, self.batch, self.pos, self.angles, self.places, pictures=pictures)
         return self.plan.logits(self.plan.hidden(x, batch, self.state))
 
     def turned(self, pos: torch.Tensor) -> Pictures | None:
-        """How rows at these positions turn, each its text's next token or all of one text; None where it is by position."""
+        """Three-part positions of rows at `pos`, one row per sequence or all of one sequence; None: rows rotate by `pos`."""
         images = self.plan.model.images
         return in_pass(images, (), self.device, pos + self.shift) if self.turns and images is not None else None
 
@@ -340,7 +341,7 @@ class NativeDecoder:
         return self.plan.capped(self.plan.logits(x))
 
     def _graph(self) -> Captured | None:
-        """This step as a CUDA graph, captured once per way of sampling; None, with a reason, where that fails."""
+        """The step as a CUDA graph, captured once per sampling settings; None, with `reason` set, where capturing fails."""
         key = replace(self.sampler.sampling, seed=0), self.turns
         if key not in self.captured:
             if len(self.captured) >= KEPT_GRAPHS:
@@ -348,7 +349,7 @@ class NativeDecoder:
             back = keep([*self.sampler.state, *tensors_of(self.state)])
             try:
                 found = capture(self.forward_step)
-            except RuntimeError as e:  # the step waits for the device, or there is no room: `reason` says it
+            except RuntimeError as e:  # the step waits for the device, or memory is full
                 if device_lost(e):
                     raise
                 self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
@@ -369,11 +370,11 @@ def passes(
     whole: Sequence[tuple[int, int]] = (),
     most: int | None = None,
 ) -> list[tuple[slice, slice]]:
-    """(sequences, tokens) of each pass over prompts, from token `known` on: up to `most` (CHUNK) tokens, whole texts if
-    they fit.
+    """(sequences, tokens) of each pass over prompts, from token `known` on. A pass has up to `most` (CHUNK) tokens, and whole
+    prompts if they fit.
 
-    piece: tokens of a text at most. whole: first tokens and ends that stay in one pass. Raises UnsupportedError where they do
-    not fit into one.
+    piece: max. tokens per sequence and pass. whole: (first token, end) of runs that must stay in one pass. Raises
+    UnsupportedError where a run does not fit into a pass.
     """
     most = most or CHUNK
     at_once = max(1, most // (longest - known))
@@ -389,6 +390,6 @@ def passes(
 
 
 def shared(held: list[int], prompt: list[int]) -> int:
-    """Leading tokens that both have, short of the whole prompt: its last token is always read, for its logits."""
+    """The number of leading tokens that both share, without the prompt's last: that is always read, for its logits."""
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)

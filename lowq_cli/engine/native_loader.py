@@ -1,10 +1,10 @@
-"""A checkpoint as a model that decodes, straight from config.json and the tensors: no transformers is imported.
+"""Load a checkpoint as a model that decodes, directly from config.json and the tensors, without importing transformers.
 
-Taken are safetensors folders of a described family whose tensors are those that config.json asks for; a vision tower and heads
-that are not run may lie beside them, and are not read. Anything else (another family, another tool's format, tensors that are
-missing, extra or damaged) goes by way of transformers, which also says what is wrong with it: `NotPlain` gives the reason. A
-product's weight is read from its places in the files into one tensor, and moved into its device's layout once, several at a
-time.
+It loads safetensors folders of a described family that hold exactly the tensors that config.json asks for; the folder may
+also hold a vision tower and heads that lowq does not run, which are not read. Everything else (another family, another tool's
+format, missing, extra or damaged tensors) is left to transformers, which also reports what is wrong with it: `NotPlain` gives
+the reason. The weights of one product are read from the files into one tensor, which is converted to the device's layout
+once; several products are converted in parallel.
 """
 
 import json
@@ -50,7 +50,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Contents:
-    """What is read: the matrices of each product side by side, those of experts by their stack, and the vectors by name."""
+    """What to read: the matrices of each product, the matrices of experts by their stack, and the vectors by name."""
 
     config: Config
     model: Model
@@ -59,14 +59,14 @@ class Contents:
     act: str
     linears: dict[Linear, list[Matrix]]
     experts: dict[Experts, dict[str, list[Matrix]]]
-    stacks: dict[Experts, dict[str, tuple[str, tuple[int, ...]]]]  # of experts that files hold in dense stacks: names, shapes
-    vectors: dict[str, tuple[int, ...]]  # whole names
-    embed: Matrix | None  # None: of another model, which a draft head guesses for
-    head: Matrix | None  # None: tied to the embedding, or of another model
+    stacks: dict[Experts, dict[str, tuple[str, tuple[int, ...]]]]  # of experts in dense stacks: parameter -> name and shape
+    vectors: dict[str, tuple[int, ...]]  # full name -> shape
+    embed: Matrix | None  # None: a draft head uses its target's
+    head: Matrix | None  # None: tied to the embedding, or a draft head uses its target's
 
 
 class NativeModel(nn.Module):
-    """What commands and decoders ask of a model: config, device, dtype, plan, embeddings, logits of whole texts."""
+    """A model as commands and decoders use it: config, device, dtype, plan, embeddings, logits of sequences."""
 
     def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, generation: dict[str, Any]) -> None:
         super().__init__()
@@ -85,10 +85,10 @@ class NativeModel(nn.Module):
         return self.plan.head
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> SimpleNamespace:
-        """`logits` (B, T, V) of whole texts (B, T), as transformers' models give them."""
+        """`logits` (B, T, V) of sequences (B, T), in an object like that of transformers' models."""
         from lowq_cli.engine.decoders import decoder_of
 
-        decoder: Any = decoder_of(self)  # the native one: a model like this has no other
+        decoder: Any = decoder_of(self)  # always the native one for this class
         return SimpleNamespace(logits=decoder.logits(input_ids))
 
 
@@ -104,9 +104,9 @@ class ScaledEmbedding(nn.Embedding):
 
 
 def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> NativeModel:
-    """The model of an open source, its tensors read by `by`.
+    """Load the model of an open source, with a reader of the class `by`.
 
-    Raises NotPlain where it has to go by way of transformers, DoesNotFitError where the device's memory ends.
+    Raises NotPlain where transformers has to load it, DoesNotFitError where the device's memory is too small.
     """
     contents = contents_of(source, device)
     try:
@@ -116,7 +116,7 @@ def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> Nat
 
 
 def contents_of(source: Source, device: torch.device) -> Contents:
-    """What to read, every header checked. Raises NotPlain."""
+    """What to read of a source, with every header checked. Raises NotPlain."""
     quantization = source.config.get("quantization_config")
     in_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == fp8_tensors.METHOD
     if source.folder is None or not (quantization is None or in_fp8 or quantization.get("quant_method") == METHOD):
@@ -137,7 +137,7 @@ def contents_of(source: Source, device: torch.device) -> Contents:
         raise NotPlain(str(e)) from None
     named = Named.of_files(model, source.headers)
     dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source, named)
-    if model.tied and named.place[1] + WEIGHT in source.headers:  # a class may tie by default what files hold apart
+    if model.tied and named.place[1] + WEIGHT in source.headers:  # tied by default, yet the files hold a head
         model = replace(model, tied=False)
         named = Named(model, named.place)
 
@@ -162,9 +162,9 @@ def filled(
     head: Matrix | None,
     *others: Linear,
 ) -> Contents:
-    """What the description behind some names asks for, matrices as `schemes` says that files hold them.
+    """The contents that the description behind `named` asks for, with matrices in the formats that `schemes` gives.
 
-    others: products beside those of the description. Raises NotPlain.
+    others: products in addition to the description's. Raises NotPlain.
     """
 
     def stored(row: list[Matrix]) -> list[Matrix]:
@@ -189,7 +189,7 @@ def filled(
 
 
 def _check_mixture(part: Experts) -> None:
-    """Raise NotPlain for experts that are held otherwise than as matrices of each."""
+    """Raise NotPlain for a bad number of experts, and for biases that are not stacked."""
     if not 1 <= part.router.top_k <= part.router.experts:
         raise NotPlain("config.json does not say how many experts there are")
     if part.bias and not part.stacked:
@@ -197,7 +197,7 @@ def _check_mixture(part: Experts) -> None:
 
 
 def _stacks(part: Experts, named: Named, headers: Mapping[str, TensorHeader]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Parameter -> name and shape of the tensor that holds it for all experts of a layer, where the files have such."""
+    """Parameter -> name and shape of the tensor that stacks it over a layer's experts; empty where the files have no stacks."""
     if not part.stacked or f"{named.full(part.files)}.{part.leaves[0]}" not in headers:
         return {}
     E, N, K = part.router.experts, part.inner, part.hidden
@@ -212,7 +212,7 @@ def _stacks(part: Experts, named: Named, headers: Mapping[str, TensorHeader]) ->
 
 
 def _biases(part: Experts, named: Named) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Stack -> name and shape of the tensor with its experts' biases, which stay together in lowq's files."""
+    """Stack -> name and shape of the tensor with the biases of all its experts; lowq's files keep them stacked too."""
     if not part.bias:
         return {}
     rows = (2 * part.inner if part.gated else part.inner, part.hidden)
@@ -222,7 +222,7 @@ def _biases(part: Experts, named: Named) -> dict[str, tuple[str, tuple[int, int]
 
 
 def _dtype(source: Source, known: Named) -> torch.dtype:
-    """What config.json says, of all or of its text part; where it says nothing, what the files hold tensors in."""
+    """The dtype in config.json, or in its text config; where neither has one, the dtype of the first float tensor."""
     parts = (source.config, text_config(source.config))
     named = next((d for part in parts for name in ("dtype", "torch_dtype") if (d := part.get(name)) is not None), None)
     if named is None:
@@ -235,7 +235,7 @@ def _dtype(source: Source, known: Named) -> torch.dtype:
 
 
 def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
-    """Raise NotPlain unless the headers are those of `contents`, and of parts that text does not need."""
+    """Raise NotPlain unless the headers are those of `contents`; parts that text does not need may be added."""
     wanted: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
     singles = [m for m in (contents.embed, contents.head) if m]
     stacks = [row for part, own in contents.experts.items() if part not in contents.stacks for row in own.values()]
@@ -264,12 +264,12 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
 
 
 def _in_rows(m: Matrix) -> bool:
-    """Whether a quantized matrix lies in words, a row after the other: tables and experts are read so alone."""
+    """Whether a quantized matrix is stored in the layout DISK, row after row, as embeddings and experts must be."""
     return m.how is not None and m.how.layout == DISK
 
 
 class FileWeights:
-    """The tensors of some `Contents`, read: `compiling.Weights`."""
+    """The loaded tensors of a `Contents`; implements `compiling.Weights`."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
 def read_weights(
     contents: Contents, reader: Reader, embed_of: nn.Module | None = None, head_of: nn.Module | None = None
 ) -> FileWeights:
-    """Read in threads: the files' bytes, then each weight into its layout. embed_of, head_of: where it has none."""
+    """Read the contents in threads and convert each weight to its layout. embed_of, head_of: used where it has none."""
     dtype = contents.dtype
     with reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
         embed = pool.submit(_embedding, contents.embed, contents, reader) if contents.embed else None
@@ -330,14 +330,14 @@ def read_weights(
 
 
 def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "none") -> nn.Module:
-    """The matrices of a row as one layer where they are alike, as `modules.joined.join` would make it."""
+    """The matrices as one layer where their formats are the same, as `modules.joined.join` would make it."""
     if len({(m.how, m.bias) for m in row}) > 1:
         return SideBySide([_linear([m], dtype, reader, act) for m in row])
     first, names = row[0], [m.stem for m in row]
     bias = torch.cat([reader.read(n + BIAS, dtype) for n in names]) if first.bias else None
     if first.how is None:
         return dense(reader.join([n + WEIGHT for n in names], dtype), bias)
-    if any(m.N % first.how.scheme.block_rows for m in row[:-1]):  # a block would begin inside a matrix
+    if any(m.N % first.how.scheme.block_rows for m in row[:-1]):  # a block of rows would span two matrices
         return SideBySide([_linear([m], dtype, reader, act) for m in row])
     layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias, dtype=dtype)
     layer.set_act(check_act(act))
@@ -345,7 +345,7 @@ def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "n
 
 
 def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeight:
-    """The words and companions of matrices that are packed alike, side by side."""
+    """Matrices of one format, concatenated along the rows: codes, scales, zeros and tables."""
     assert row[0].how
     names, (scheme, layout) = [m.stem for m in row], row[0].how
     words = reader.join([n + WEIGHT for n in names])
@@ -358,7 +358,7 @@ def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeig
 
 
 class _Gating(nn.Module):
-    """What `QuantExperts` asks of transformers' experts: stacks to take the place of, and what lies between them."""
+    """The part of transformers' experts module that `QuantExperts` uses: the stacks that it replaces, and the activation."""
 
     def __init__(self, part: Experts, stacks: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class _Gating(nn.Module):
             self.register_parameter(f"{name}_bias", nn.Parameter(bias, requires_grad=False))
 
     def act_fn(self, up: torch.Tensor) -> torch.Tensor:
-        """What is done to the values of experts that nothing gates; rounded as transformers rounds."""
+        """The activation of experts without a gate, rounded as in transformers."""
         return activation.ACTIVATIONS[self.act](up)
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -381,7 +381,7 @@ class _Gating(nn.Module):
 
 
 def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reader) -> QuantExperts:
-    """A layer's experts, in their device's layout."""
+    """A layer's experts in the device's layout."""
     E, dtype, stacks, packed = len(rows["down_proj"]), contents.dtype, {}, {}
     for name, row in rows.items():
         N, K = sum(m.N for m in row) // E, row[0].K
@@ -401,7 +401,7 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
     biases = {
         name: reader.read(tensor, dtype).reshape(shape) for name, (tensor, shape) in _biases(part, contents.named).items()
     }
-    if part.interleaved and part.gated and biases:  # rows of the matrices are written gate before up
+    if part.interleaved and part.gated and biases:  # the matrices' rows are all of gate, then all of up
         mixed = biases["gate_up_proj"]
         biases["gate_up_proj"] = torch.cat([mixed[:, 0::2], mixed[:, 1::2]], 1)
     experts = QuantExperts(_Gating(part, stacks, biases), schemes, dtype, top_k=part.router.top_k)
@@ -411,7 +411,7 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
 
 
 def _in_order(part: Experts, name: str, held: torch.Tensor, N: int) -> torch.Tensor:
-    """A stack of the files as (E, N, K), all rows of gate before those of up."""
+    """A stack from the files as (E, N, K), with all rows of gate before all rows of up."""
     rows = held if part.transposed != "both" and held.shape[1] == N else held.mT
     if part.interleaved and part.gated and name == "gate_up_proj":
         rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], 1)
@@ -438,7 +438,7 @@ def _embedding(m: Matrix, contents: Contents, reader: Reader) -> nn.Embedding | 
 
 
 def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.Tensor | None) -> nn.Module:
-    """The head that shares the embedding's weight."""
+    """A head that shares the embedding's weight."""
     m = contents.embed
     assert m
     if isinstance(table, QuantEmbedding):
@@ -449,7 +449,7 @@ def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.
 
 
 def _generation(source: Source, config: Config) -> dict[str, Any]:
-    """generation_config.json's fields; the tokens that end a text are config.json's where it names none."""
+    """The fields of generation_config.json; eos_token_id is config.json's where the file has none."""
     assert source.folder is not None
     path = source.folder / "generation_config.json"
     try:

@@ -1,7 +1,7 @@
-"""A model's description and its weights as a flat list of operations, which every pass runs: prompts, steps and drafts alike.
+"""A model's description and weights as a flat list of operations, which every pass runs: prompts, steps and drafts.
 
-`Plan` is what decoder and server have of a model: its steps, what its layers remember of a sequence, embedding and head.
-Folding, compiling ahead, `--explain` and the timeline are walks over the list.
+Decoder and server use a model through its `Plan`: the steps, the state that its layers need per sequence, embedding and head.
+Folding, compiling in advance, `--explain` and the timeline are loops over the list.
 """
 
 import math
@@ -32,7 +32,7 @@ class Plan:
     """The operations of a model.
 
     Attributes:
-        steps: from the embedded tokens x to the normed hidden states y. states: what each stateful step remembers of a
+        steps: from the embedded tokens x to the normed hidden states y. states: the state that each stateful step needs per
         sequence. linears: the layers that multiply, under short names ("layers.0.qkv"), for `--explain`.
     """
 
@@ -43,7 +43,7 @@ class Plan:
         own = (
             embed_scale(self.embedding) if isinstance(self.embedding, nn.Embedding) else getattr(self.embedding, "scale", None)
         )
-        self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # some embeddings multiply by it themselves
+        self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # an embedding module with a scale already multiplies
         compiled = Compiler(model, weights, dtype)
         self.states, self.taps = compiled.states, tuple[int, ...]()
         self._entered, self._untapped = compiled.entered, compiled.steps
@@ -54,44 +54,44 @@ class Plan:
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
         self.rotations = _rotations(model, compiled.ropes, config)
         self.vocabulary = int(self.head.out_features)  # type: ignore[arg-type]
-        self.read_as: torch.Tensor | None = None  # (V,) int64: the token whose embedding each has, where some have another's
+        self.read_as: torch.Tensor | None = None  # (V,) int64: the token whose embedding each token has; None: its own
         if model.read_as:
             self.read_as = torch.arange(model.vocab, device=device)
             for token, other in model.read_as:
                 self.read_as[token] = other
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
-        self.adapters: Any = None  # `lora.Adapters`, where it has any
-        self.tuned = ""  # as in `owned.Owned`
+        self.adapters: Any = None  # `lora.Adapters`, or None
+        self.tuned = ""  # as in `model_record.Owned`
         self._folded: dict[int, list[s.Step]] = {}
-        self._ones: dict[int, torch.Tensor] = {}  # fp32, of so many rows: recorded steps hold them
+        self._ones: dict[int, torch.Tensor] = {}  # number of rows -> ones in fp32, kept because recorded steps read them
 
     @property
     def grouped_by_host(self) -> bool:
-        """Whether some layer's experts are grouped by the host where tokens are many: such a pass cannot be recorded."""
+        """Whether the host groups the tokens of some layer's experts in large passes; such a pass cannot be recorded."""
         routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
         return not all(isinstance(experts, QuantExperts) and experts.grouped(self.dtype) for experts in routed)
 
     @property
     def most_recorded(self) -> float:
-        """Rows of the largest step worth recording: a graph holds copies of the experts of each row that no kernel takes."""
-        chosen = [step.facts.top_k for step in self.steps if isinstance(step, s.Route)]  # one before each of these
+        """Rows of the largest step worth recording: where no kernel takes the experts, a graph copies each row's experts."""
+        chosen = [step.facts.top_k for step in self.steps if isinstance(step, s.Route)]  # one before each step of experts
         routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
         alone = [k for k, e in zip(chosen, routed, strict=True) if e.fused(self.dtype, k) is None]
         return max(1, FEW_ROWS // max(alone)) if alone else math.inf
 
     def program(self, M: int) -> Sequence[s.Step]:
-        """The steps for M rows, those done by products folded into them."""
+        """The steps for M rows, with neighbours folded into products where possible."""
         if M not in self._folded:
             self._folded[M] = folding.fold(self.steps, self.ops, M, self.dtype)
         return self._folded[M]
 
     def folds(self, M: int) -> bool:
-        """Whether products of M rows do some of what lies between them."""
+        """Whether some steps are folded into products for M rows."""
         return self.program(M) is not self.steps
 
     def about(self, batch: int) -> str:
-        """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`; "" for nothing."""
+        """Facts about a step of `batch` sequences that the kernels' names do not show, for `--explain`; "" without any."""
         fold = self.ops.fold
         gates = [step for step in self.program(batch) if isinstance(step, folding.NormProduct) and step.act]
         if fold is None or not gates:
@@ -101,17 +101,17 @@ class Plan:
         return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings (..., H) of token ids (...), as the first layer takes them."""
+        """Embeddings (..., H) of token ids (...), scaled and normed for the first layer."""
         x = self.embedding(self._read(ids))
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
 
     def _set(self, steps: list[s.Step]) -> None:
-        """Take these steps; those that only pictures need are left to passes with pictures."""
+        """Set the steps; passes without images leave out the steps that only images need."""
         self.of_pictures, self.steps = steps, [step for step in steps if not isinstance(step, s.AddFeatures)]
 
     def rewrite(self, step_of: Callable[[s.Step], s.Step]) -> None:
-        """Put other steps in the place of some, for good."""
+        """Replace each step by step_of(step), permanently."""
         taps, self._untapped = self.taps, [step_of(step) for step in self._untapped]
         self.taps = ()
         self._set(self._untapped)
@@ -119,9 +119,9 @@ class Plan:
         self.tap(taps)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Have passes note the residual stream entering these layers (one past the last: what leaves that), in their order.
+        """Make passes copy the residual stream that enters these layers, in this order; one past the last layer: its output.
 
-        It is noted behind the product that reads it: norms and sums stay folded into their products.
+        The stream is copied after the product that reads it, so that norms and sums stay folded into their products.
         """
         if layers == self.taps:
             return
@@ -139,9 +139,9 @@ class Plan:
         state: Sequence[KeyValues | States],
         taps: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Embeddings x (M, H) through every layer and the last norm, (M, H). State is read and written.
+        """Run embeddings x (M, H) through every layer and the last norm; returns (M, H). State is read and written.
 
-        taps: is given what `tap` asked for, (M, H) each.
+        taps: a list to which the streams of `tap` are appended, (M, H) each.
         """
         frame = s.Frame(x.contiguous(), batch, state, taps=None if taps is None else {})
         if batch.pictures is not None and batch.shows:
@@ -154,7 +154,7 @@ class Plan:
         return frame.y
 
     def run(self, frame: s.Frame) -> s.Frame:
-        """Every step on a frame."""
+        """Run every step on a frame; returns the frame."""
         x, shows = frame.x, frame.batch.shows
         steps = self.of_pictures if shows else self.program(x.shape[0])
         if not shows and steps is not self.steps:
@@ -176,7 +176,7 @@ class Plan:
         return self._ones[M]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (M, V) of normed hidden states (M, H), before a soft cap: `capped`."""
+        """Logits (M, V) of normed hidden states (M, H), before factor and soft cap (`capped`)."""
         return dense.linear(self.head, x)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -186,8 +186,8 @@ class Plan:
         return self.ops.softcapped(logits, cap) if (cap := self.model.softcap) else logits
 
     def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | int, Tables]:
-        """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for
-        None."""
+        """Tables cos, sin (slots, R) of each kind of rotation, rounded as in transformers, for a sequence of `length` tokens.
+        Under a head dim D: tables (slots, D) that do not rotate."""
         made: dict[Rope | int, Tables] = {}
         for step in self.steps:
             if isinstance(step, s.Attend) and (step.rope is None or (self.model.images and self.model.images.sections)):
@@ -203,7 +203,7 @@ def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, R
 
 
 def plan_of(model: Any) -> Plan:
-    """The plan of a model that `why_not` has nothing against: its own, or made of a transformers model and kept with it."""
+    """The plan of a model for which `why_not` is None; a transformers model's is made once and kept with the model."""
     own = owned(model)
     plan = own.plan
     if plan is None or (plan.device, plan.dtype) != (model.device, model.dtype):
@@ -216,5 +216,5 @@ def plan_of(model: Any) -> Plan:
 
 
 def why_not(model: Any) -> str | None:
-    """The reason this model has no plan, or None."""
+    """The reason why this model has no plan, or None."""
     return None if isinstance(getattr(model, "plan", None), Plan) else of_model.why_not(model)

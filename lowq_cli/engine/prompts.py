@@ -1,4 +1,4 @@
-"""From a prompt to its generation: texts become tokens that fit the model, and the fastest decoder that can takes them."""
+"""From a prompt to its generation: encode texts to tokens that fit the model, and choose the fastest decoder for it."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lowq_cli.engine.stream import Decoder, Generation
 from lowq_cli.output.dialects import marks, switches, ways_of
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
-LAST = 16  # tokens of a prompt among which its thoughts would be opened
+LAST = 16  # last tokens of a prompt that are searched for a marker that opens the thoughts
 
 
 def stream(
@@ -41,17 +41,17 @@ def stream(
 
     Args:
         model, tokenizer: what `lowq.load` returns, or any causal transformers model and its tokenizer.
-        prompt: a text, or its token ids; or several of either, decoded side by side.
+        prompt: a text or its token ids; or several of either, decoded as one batch.
         chat: put the text into the model's chat template as the user's message.
-        batch: continue each prompt this many times, side by side.
-        stop: a text, or several, that end a sequence where they come up; they are no part of it.
-        decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.decoders`).
-        kv: bits of the cache of keys and values: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
-        draft: what guesses the next tokens (`lowq_cli.engine.drafts`): "auto", "ngram", "mtp", "none", or the folder of a draft
-            head or model.
-        images: pictures that the prompt is about, each a path, a file's bytes or a PIL image; of several prompts, a sequence of
-            them for each. They come before the text, in a chat as before a question; token ids have their tokens already.
-        think: in a chat, False has a model answer at once. How thoughts are marked in a chat: `marks` of the Generation.
+        batch: continue each prompt this many times, in one batch.
+        stop: one or several texts that end a sequence where they occur; they are not part of the result.
+        decoder: the decoder; None takes the fastest that can run the model (`lowq_cli.engine.decoders`).
+        kv: format of the KV cache: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
+        draft: the drafter (`lowq_cli.engine.drafts`): "auto", "ngram", "mtp", "none", or the folder of a draft head or model.
+        images: the prompt's images, each a path, a file's bytes or a PIL image; with several prompts, a sequence of images for
+            each. They are placed before the text, also in a chat; a prompt of token ids already contains their tokens.
+        think: in a chat, False makes the model answer without thinking first. `marks` of the Generation says how the model
+            marks its thoughts.
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -103,7 +103,7 @@ def stream(
 
 
 def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list[list[Any]]:
-    """The pictures of each prompt, ready for the tower. Raises UsageError, UnsupportedError."""
+    """The images of each prompt, ready for the vision tower. Raises UsageError, UnsupportedError."""
     from lowq_cli.engine.vision import sight_of
 
     if len(images) != prompts or any(isinstance(seen, str | bytes) for seen in images):
@@ -113,7 +113,7 @@ def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list
 
 
 def marks_of(tokenizer: Any, prompt: Sequence[int]) -> dict[str, Any] | None:
-    """How thoughts are marked in an answer to a conversation (`output.dialects.marks`), and which special tokens mark them."""
+    """The markers of thoughts in an answer (`output.dialects.marks`), and under "shown" the special tokens among them."""
     ways = ways_of(_template(tokenizer), getattr(tokenizer, "added_tokens", dict)())
     end = tokenizer.decode(list(prompt[-LAST:]), skip_special_tokens=False) if ways.thoughts or ways.channels else ""
     found = marks(ways, end)
@@ -132,9 +132,9 @@ def encode(
     shown: tuple[Any, Sequence[Any]] = (None, ()),
     think: bool | None = None,
 ) -> list[int]:
-    """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters.
+    """Token ids of a prompt. Raises UsageError for a missing chat template, a text without tokens, and half characters.
 
-    shown: a model, and the pictures that it is shown with the text.
+    shown: a model, and the images that go with the text.
     """
     check_characters(text)
     if shown[1]:
@@ -150,7 +150,7 @@ def encode(
 
 
 def _with_pictures(tokenizer: Any, text: str, chat: bool, model: Any, pictures: Sequence[Any]) -> list[int]:
-    """Token ids of a text with pictures before it, in a chat as one user's message."""
+    """Token ids of a text with images before it; in a chat, as one message of the user."""
     from lowq_cli.engine.vision import sight_of
 
     if chat:
@@ -160,7 +160,7 @@ def _with_pictures(tokenizer: Any, text: str, chat: bool, model: Any, pictures: 
 
 
 def spelled_by(tokenizer: Any) -> Any:
-    """What tells the text of a token: lowq's tokenizer or transformers'."""
+    """The method of a tokenizer, lowq's or transformers', that returns a token's spelling."""
     return tokenizer.spelling if hasattr(tokenizer, "spelling") else tokenizer.convert_ids_to_tokens
 
 
@@ -170,10 +170,11 @@ def encode_messages(
     shown: tuple[Any, Sequence[Any]] = (None, ()),
     think: bool | None = None,
 ) -> list[int]:
-    """Token ids of a conversation up to where the answer starts. Raises UsageError for a missing chat template and
-    half characters, DamagedError where the template refuses the messages.
+    """Token ids of a conversation up to the start of the answer. Raises UsageError for a missing chat template and half
+    characters, DamagedError where the template refuses the messages.
 
-    shown: a model, and the pictures of the messages, whose contents then may be parts: {"type": "image"}, or a text.
+    shown: a model, and the images of the messages; a message's content may then be a list of parts: {"type": "image"} or a
+    text.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
@@ -202,7 +203,7 @@ def encode_messages(
 
 
 def check_characters(text: str) -> None:
-    """Raise UsageError for bytes that are not UTF-8, from a terminal or a pipe, and for half a surrogate pair from JSON."""
+    """Raise UsageError for bytes that are not UTF-8 (from a terminal or a pipe) and for half a surrogate pair (from JSON)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -210,7 +211,7 @@ def check_characters(text: str) -> None:
 
 
 def check_length(model: Any, tokens: int) -> int | None:
-    """The model's context limit. Raises UsageError for a prompt of so many tokens that leaves no room in it."""
+    """The model's context limit in tokens, or None. Raises UsageError for a prompt of `tokens` that fills it."""
     limit = context_limit(model)
     if limit is not None and tokens >= limit:
         raise UsageError(f"the prompt has {tokens} tokens and the model's context ends at {limit}; shorten the prompt")
@@ -218,7 +219,7 @@ def check_length(model: Any, tokens: int) -> int | None:
 
 
 def context_limit(model: Any) -> int | None:
-    """The most tokens a text may have, from the model's config; None where the config names no limit."""
+    """The max. tokens of a sequence, from the model's config; None where the config does not state a limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
@@ -227,7 +228,7 @@ def context_limit(model: Any) -> int | None:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a text: generation_config's, else the config's, else the tokenizer's."""
+    """The tokens that end a sequence: generation_config's, else the config's, else the tokenizer's."""
     sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
     found = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
     ids = found if isinstance(found, list | tuple) else [found]

@@ -1,7 +1,7 @@
-"""The operations that a pass of a model consists of, each with its weights: a plan is a flat list of them (plan.py).
+"""The operations of a pass of a model, each with its weights; a plan is a flat list of them (plan.py).
 
-A step reads and writes a `Frame`: the residual stream x (M, H), the current value y (M, ...), and values kept by name for steps
-further on. Its arithmetic is an operation of `lowq_kernels.decode`, whose definition in torch computes what no kernel takes.
+A step reads and writes a `Frame`: the residual stream x (M, H), the current value y (M, ...), and values kept by name for later
+steps. It calls an operation of `lowq_kernels.decode`; where no kernel takes the call, the operation's definition in torch does.
 """
 
 from abc import ABC, abstractmethod
@@ -25,52 +25,52 @@ from lowq_packers.arch.parts import Linear, Rope
 
 @dataclass
 class Frame:
-    """What the steps of one pass hand to one another."""
+    """The values that the steps of one pass read and write."""
 
     x: torch.Tensor
     batch: Batch
     state: Sequence[KeyValues | States]
     y: torch.Tensor = field(init=False)
     kept: dict[str, Any] = field(default_factory=dict)
-    taps: dict[int, torch.Tensor] | None = None  # by layer, what `Tap` notes for a draft head; None: nobody reads it
+    taps: dict[int, torch.Tensor] | None = None  # layer -> the stream that `Tap` copies for a draft head; None: no copies
 
     @property
     def ops(self) -> Ops:
-        """The operations of its device."""
+        """The decode operations of the batch's device."""
         return self.batch.ops
 
 
 class Step(ABC):
-    """One operation of a plan. what: its name, for people. state: numbers of the states that it reads and writes."""
+    """One operation of a plan. what: the kind of operation, a word. state: numbers of the states that it reads and writes."""
 
     what: ClassVar[str] = ""
     state: Sequence[int] = ()
 
     @abstractmethod
     def run(self, f: Frame) -> None:
-        """Compute it."""
+        """Compute the step on a frame."""
 
     def width(self, before: int) -> int:
-        """Values of a row of y after it, where `before` were."""
+        """The width of y after the step, given its width `before` the step."""
         return before
 
     def compiled_for(self) -> tuple[object, ...]:
-        """What, beside its kind and the width of y, decides which kernel is compiled for it."""
+        """The facts, besides the class of the step and the width of y, that select the kernel to compile for it."""
         return ()
 
     def reads(self, before: int) -> Mapping[str, int]:
-        """Values of a row of the kept values that it reads, by their names, where y has rows of `before`."""
+        """Name -> width of each kept value that the step reads, given the width `before` of y."""
         return {}
 
 
 def is_plain(norm: Norm) -> bool:
-    """Whether a norm is an RMSNorm with a weight and nothing else, which `add_norm` takes."""
+    """Whether a norm is an RMSNorm with a weight, without bias or groups, as `add_norm` takes it."""
     return norm.kind == "rms" and norm.weight is not None and norm.bias is None and norm.groups == 1
 
 
 @dataclass(frozen=True, eq=False)
 class AddNorm(Step):
-    """x += y (y normed by `post` first, where there is one), y = norm(x); with `first`, there is nothing to add yet."""
+    """x += y (with `post`, x += post(y)), then y = norm(x). With `first`, nothing is added."""
 
     norm: Norm
     post: torch.Tensor | None = None
@@ -87,9 +87,9 @@ class AddNorm(Step):
 
 @dataclass(frozen=True, eq=False)
 class UpdateNorm(Step):
-    """x <- (x + scale * post(y)) * after, y = norm(x); with `first`, there is nothing to add yet, without a norm y is x.
+    """x = (x + scale * post(y)) * after, then y = norm(x), or y = x without a norm. With `first`, nothing is added.
 
-    second: y and the kept value of this name are added, which is let go.
+    second: the name of a kept value that is added to y first and then removed.
     """
 
     norm: Norm | None
@@ -119,7 +119,7 @@ class UpdateNorm(Step):
 
 @dataclass(frozen=True, eq=False)
 class Normed(Step):
-    """y = norm(source), the source x, y or a kept value; without a norm y is the source."""
+    """y = norm(source) * by, where source is x, y or the name of a kept value; without a norm y = source * by."""
 
     norm: Norm | None
     source: str = "y"
@@ -141,7 +141,7 @@ class Normed(Step):
 
 @dataclass(frozen=True, eq=False)
 class Tap(Step):
-    """The residual stream entering a layer is noted for a draft head, where one reads it."""
+    """Copy the residual stream that enters a layer for a draft head; without a draft head, do nothing."""
 
     layer: int
     what = "add"
@@ -153,7 +153,7 @@ class Tap(Step):
 
 @dataclass(frozen=True, eq=False)
 class Beside(Step):
-    """y = the kept "embedding" and x side by side, each normed; as `parts.Beside`."""
+    """y = the kept "embedding" and x concatenated, each normed first (see `parts.Beside`)."""
 
     embedding: Norm | None
     hidden: Norm | None
@@ -181,7 +181,7 @@ class Beside(Step):
 
 @dataclass(frozen=True, eq=False)
 class Begin(Step):
-    """The residual stream begins with y."""
+    """Start the residual stream: x = y."""
 
     what = "add"
 
@@ -191,7 +191,7 @@ class Begin(Step):
 
 @dataclass(frozen=True, eq=False)
 class Keep(Step):
-    """The current value under a name; with `add`, added to what has that name already."""
+    """Keep y under a name; with `add`, add it to the value that is already kept under that name."""
 
     name: str
     add: bool = False
@@ -203,7 +203,7 @@ class Keep(Step):
 
 @dataclass(frozen=True, eq=False)
 class Take(Step):
-    """y is a kept value, which is let go with `last`."""
+    """y = a kept value; with `last`, the kept value is removed."""
 
     name: str
     last: bool = False
@@ -215,7 +215,7 @@ class Take(Step):
 
 @dataclass(frozen=True, eq=False)
 class Product(Step):
-    """y = layer(y). role: which product of the layer it is. part: its modules by the description's names."""
+    """y = layer(y). role: the product's role in its layer ("qkv"). part: its modules under the description's names."""
 
     layer: nn.Module
     role: str
@@ -231,7 +231,7 @@ class Product(Step):
 
 @dataclass(frozen=True, eq=False)
 class Gate(Step):
-    """y = act(gate_scale * gate) * up of (gate, up) side by side; y = act(y) where nothing gates."""
+    """y = act(gate_scale * gate) * up, where y holds gate and up concatenated; y = act(y) without a gate."""
 
     act: str
     gated: bool = True
@@ -255,7 +255,7 @@ class Gate(Step):
 
 @dataclass(frozen=True, eq=False)
 class Prepare(Step):
-    """y = q, k, v as `Attend` takes them without norms and rotation, of layers that differ from Llama's; the gate is kept."""
+    """Norm and rotate q, k, v for an `Attend` that does neither, in layers that differ from Llama's; the gate is kept."""
 
     facts: Prepared
     rope: Rope | None
@@ -274,7 +274,7 @@ class Prepare(Step):
         at = f.batch.positions
         if self.rope is not None and (own := f.batch.turned(self.rope)) is not None:
             assert f.batch.pictures is not None
-            at, tables = f.batch.pictures.numbers, own  # no family scales queries by positions of three parts
+            at, tables = f.batch.pictures.numbers, own  # no family both scales queries by position and has three-part positions
         f.y, gate = f.ops.prepare(f.y, self.facts, at, *tables)
         if gate is not None:
             f.kept["gate"] = gate
@@ -282,7 +282,7 @@ class Prepare(Step):
 
 @dataclass(frozen=True, eq=False)
 class Open(Step):
-    """y *= sigmoid(a kept value), which is let go."""
+    """y *= sigmoid(a kept value); the kept value is removed."""
 
     name: str
     what = "activation"
@@ -311,7 +311,7 @@ class OpenBy(Step):
 
 @dataclass(frozen=True, eq=False)
 class Drop(Step):
-    """A kept value is let go."""
+    """Remove a kept value."""
 
     name: str
     what = "add"
@@ -322,7 +322,7 @@ class Drop(Step):
 
 @dataclass(frozen=True, eq=False)
 class TimesToken(Step):
-    """y *= what the token's own table says for this layer."""
+    """y *= the token's row of the per-layer token table, for this layer."""
 
     layer: int
     what = "activation"
@@ -333,9 +333,9 @@ class TimesToken(Step):
 
 @dataclass(frozen=True, eq=False)
 class Attend(Step):
-    """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: nothing is turned here.
+    """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: the step does not rotate.
 
-    whole: whether a token of a picture sees all of the picture.
+    whole: whether a token of an image attends to all tokens of the image.
     """
 
     index: int
@@ -346,7 +346,7 @@ class Attend(Step):
 
     @cached_property
     def apart(self) -> tuple[Prepared, Heads]:
-        """Norms and rotation as a step before, and what is left to attention: for rows that turn by places of three parts."""
+        """Norms and rotation as a separate operation, and attention without norms: for rows with three-part positions."""
         h = self.heads
         q, k = (None if w is None else Norm(w, h.eps, "rms", None, 1) for w in (h.q_norm, h.k_norm))
         return Prepared(h.HQ, h.HKV, h.D, q_norm=q, k_norm=k), replace(h, q_norm=None, k_norm=None)
@@ -376,20 +376,20 @@ class Attend(Step):
 
 @dataclass(frozen=True, eq=False)
 class AttendBlock(Attend):
-    """Attention of rows that all see the text up to the kept "until" (M,), and so one another; without it, up to themselves."""
+    """Attention of a block's rows: each attends up to the position in the kept "until" (M,), or up to itself without it."""
 
     def run(self, f: Frame) -> None:
         held, turned, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
         assert isinstance(held, KeyValues)
         q, until = f.y[:, : h.HQ * h.D], f.kept.get("until")
-        f.y = f.batch.attend(f.y, held, turned, h)  # all keys and values are written before any row attends
+        f.y = f.batch.attend(f.y, held, turned, h)  # writes the keys and values of all rows; the next line then attends
         if until is not None:
             f.y = replace(f.batch, pos=until).attend(q.contiguous(), held, turned, replace(h, writes=False))
 
 
 @dataclass(frozen=True, eq=False)
 class AddFeatures(Step):
-    """x of a picture's rows += the features that the tower has for this layer."""
+    """x of an image's rows += the features that the vision tower computed for this layer."""
 
     layer: int
     what = "add"
@@ -402,7 +402,7 @@ class AddFeatures(Step):
 
 @dataclass(frozen=True, eq=False)
 class AttendLatent(Step):
-    """Latent attention of the kept queries "q" and y, the token's latent; the layer's latents are state number `index`."""
+    """Latent attention of the kept queries "q" over the latents; y holds the rows' latents, state `index` the layer's."""
 
     index: int
     facts: Latent
@@ -427,7 +427,7 @@ class AttendLatent(Step):
 
 @dataclass(frozen=True, eq=False)
 class Recur(Step):
-    """y of a mixer that remembers tensors of fixed size (`kernels.decode.recurrent`), which are state number `index`."""
+    """y = a recurrent mixer of y (`kernels.decode.recurrent`), whose fixed-size tensors are state number `index`."""
 
     index: int
     facts: Any
@@ -449,8 +449,8 @@ class Recur(Step):
 
 @dataclass(frozen=True, eq=False)
 class Route(Step):
-    """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for
-    itself."""
+    """Choose each token's experts and their weights, and keep both for `Experts`. source: "y", or "x" for a router with a norm
+    of its own."""
 
     facts: RouterFacts
     source: str = "y"
@@ -465,7 +465,7 @@ class Route(Step):
 
 @dataclass(frozen=True, eq=False)
 class Experts(Step):
-    """y = the weighted sum of a token's experts. weigh_inputs: the weights multiply what each expert is given."""
+    """y = the weighted sum of a token's experts. weigh_inputs: the weights multiply the experts' inputs, not their outputs."""
 
     experts: Any
     weigh_inputs: bool = False

@@ -1,7 +1,7 @@
-"""Text as it comes out, the numbers afterwards: the host's side of decoding, the same for every decoder.
+"""The host's side of decoding, common to all decoders: it yields text as it is generated, and has the statistics afterwards.
 
-On a GPU the host runs one step behind: it launches step i+1 before it looks at token i, so the device never waits for
-detokenisation; the price is one wasted step after the end of a text.
+On a GPU the host runs one step behind: it launches step i+1 before it reads token i, so the device never waits for
+detokenisation. This costs one wasted step after the end of a generation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def nothing() -> None:
-    """What is done between pieces of prompts where nothing is to be done."""
+    """Do nothing: the default callback between pieces of prompts."""
 
 
 class Decoder(Protocol):
-    """Reads prompts, then gives the next token of every sequence, on the device.
+    """Reads prompts, then computes the next token of every sequence on the device.
 
-    name, reason: what it is and why nothing faster was taken. ahead: whether `step` returns before the work is done.
-    kv: what keys and values are held in (`decode.kv.KINDS`).
+    name, reason: its name, and why no faster decoder was chosen. ahead: whether `step` returns before the device has finished.
+    kv: the format of cached keys and values (`decode.kv.KINDS`).
     """
 
     name: str
@@ -37,14 +37,14 @@ class Decoder(Protocol):
     kv: str
     device: torch.device
     ahead: bool
-    sampler: Sampler  # from `start` on
+    sampler: Sampler  # set by `start`
 
     def start(
         self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
     ) -> torch.Tensor:
-        """Read the prompts; at most `room` tokens will be asked for. The first new tokens, (B,).
+        """Read the prompts, with room for `room` new tokens per sequence; returns the first new tokens, (B,).
 
-        between: called before each piece of the prompts; what it raises ends the reading, and nothing is held of them.
+        between: called before each piece of the prompts; an exception from it ends the reading and drops the prompts' cache.
         """
         ...
 
@@ -54,9 +54,9 @@ class Decoder(Protocol):
 
 
 class StepDecoder(Decoder, Protocol):
-    """A decoder whose step can be recorded and timed where it stands.
+    """A decoder whose step can be recorded and timed without advancing.
 
-    token (B,) int64, pos (B,) int32: the last tokens and their slots. linears: the layers that a step calls.
+    token (B,) int64, pos (B,) int32: the newest tokens and their slots. linears: the layers that a step calls.
     """
 
     token: torch.Tensor
@@ -66,16 +66,16 @@ class StepDecoder(Decoder, Protocol):
     def linears(self) -> torch.nn.Module: ...
 
     def forward_step(self) -> None:
-        """One token for each sequence, from and into tensors at fixed addresses."""
+        """Compute one token for each sequence; all tensors that it reads and writes stay at fixed addresses."""
         ...
 
 
 class Generation:
-    """Iterate for the text of the first sequence as it comes; afterwards the attributes tell the rest.
+    """Iterate over it for pieces of the first sequence's text as they are generated; afterwards read the attributes.
 
-    texts, tokens, finish_reasons: one per sequence; a reason is "stop" (end of text), "length", "context" or
-    "interrupted". ttft_s: from the call to the first token. prefill_tps: prompt tokens per second. decode_tps: tokens
-    per second of all sequences together after the first ones; 0 where there was no second.
+    texts, tokens, finish_reasons: one per sequence; a reason is "stop" (an end token or stop text), "length", "context" or
+    "interrupted". ttft_s: seconds from the call to the first token. prefill_tps: prompt tokens per second. decode_tps: tokens
+    per second over all sequences, without each one's first token; 0 if no step was made.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Generation:
         self.stop_ids: frozenset[int] = how["stop_ids"]
         self.limited_by: str = how["limited_by"]
         self.began: float = how["began"]
-        self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles what its kernels are
+        self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles the kernels that it needs
         self.drafting: FromHost | OnDevice | None = how.get("drafting")
         self.why_no_drafts: str = how.get("why_no_drafts", "")
-        self.shown: list[Shown | None] = how.get("shown", [])  # the pictures of each prompt
+        self.shown: list[Shown | None] = how.get("shown", [])  # the images of each prompt
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = ["" for _ in prompts]
         self.finish_reasons = ["interrupted" for _ in prompts]
         self._open = set(range(len(prompts)))
-        self.marks: dict[str, Any] | None = how.get("marks")  # of a conversation's thoughts (`prompts.marks_of`)
+        self.marks: dict[str, Any] | None = how.get("marks")  # the markers of thoughts in a conversation (`prompts.marks_of`)
         shown = self.marks["shown"] if self.marks else {}
         self._text = [Detokenizer(tokenizer, p, shown) for p in prompts]
         self._stoppers = [Stopper(how["stop"]) for _ in prompts]
@@ -102,7 +102,7 @@ class Generation:
 
     @property
     def names(self) -> list[list[int]]:
-        """The prompts' tokens by what they are: those of pictures have numbers of their own."""
+        """The prompts' tokens, where each token of an image has a number of the image instead of the one id of all images."""
         shown = self.shown or [None] * len(self.prompts)
         return [p if s is None else s.names for p, s in zip(self.prompts, shown, strict=True)]
 
@@ -118,12 +118,12 @@ class Generation:
 
     @property
     def prefill_tps(self) -> float:
-        """Prompt tokens read per second."""
+        """Prompt tokens per second."""
         return sum(map(len, self.prompts)) / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tps(self) -> float:
-        """Tokens per second after the first of each sequence, all sequences together."""
+        """Tokens per second over all sequences, without each one's first token."""
         return (sum(map(len, self.tokens)) - len(self.prompts)) / self.decode_s if self.steps and self.decode_s else 0.0
 
     def __iter__(self) -> Iterator[str]:
@@ -132,21 +132,21 @@ class Generation:
                 yield piece
 
     def pieces(self) -> Iterator[tuple[int, str]]:
-        """(sequence, piece) as they come, every sequence."""
+        """(sequence, piece) of all sequences, as they are generated."""
         for tokens in self._steps():
             for i in sorted(self._open):
                 for token in tokens[i]:
                     piece = self._take(i, token)
                     self.texts[i] += piece
                     yield i, piece
-                    if i not in self._open:  # what was drawn after the end is no one's
+                    if i not in self._open:  # drop the tokens that were drawn after the end
                         break
-            if not self._open:  # a NaN stays in its text's keys: the last logits tell of all, where no step looks at its own
+            if not self._open:  # a NaN stays in its sequence's keys, so the last logits show it; steps do not check
                 check_finite(self.decoder.sampler.logits)
                 return
 
     def _take(self, i: int, token: int) -> str:
-        """Note a token of sequence i; the text it completes."""
+        """Append a token to sequence i; returns the text that it completes."""
         self.tokens[i].append(token)
         stopped = token in self.stop_ids
         ended = stopped or len(self.tokens[i]) == self.room
@@ -160,14 +160,14 @@ class Generation:
         return piece
 
     def _steps(self) -> Iterator[list[list[int]]]:
-        """What each step gives every sequence: its next token, or several that were drafted; read one step behind the device
-        where it works ahead."""
+        """For each step, the new tokens of every sequence: one, or several in a step with drafts. Tokens are read one step
+        behind a device that runs ahead."""
         if self.room == 0:
             self.finish_reasons = [self.limited_by for _ in self.prompts]
             return
         self.prepare()
         start = time.perf_counter()
-        more: dict[str, Any] = {"shown": self.shown} if self.shown else {}  # which one decoder alone takes
+        more: dict[str, Any] = {"shown": self.shown} if self.shown else {}  # only the native decoder takes it
         device = self.decoder.start(self.prompts, self.sampling, self.room, **more)
         waiting = _Fetch(device)
         tokens = waiting.get()
@@ -187,7 +187,7 @@ class Generation:
             yield [[t] for t in tokens]
 
     def _checked(self, drafting: OnDevice, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
-        """As `_steps` after the first token, of one text whose drafts are made on the device."""
+        """As `_steps` after the first token, for one sequence whose drafts are made on the device."""
         made = 1
         yield [tokens]
         waiting: list[tuple[_Fetch, int, bool]] = []
@@ -204,7 +204,7 @@ class Generation:
             drafting.took(rows > 1, time.perf_counter() - began)
 
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
-        """As `_steps` after the first token, of one text. Plain steps run ahead; a step with drafts waits for all before it."""
+        """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them."""
         decoder, made, waiting = self.decoder, 1, None
         drafting.begin(self.prompts[0])
         drafting.extend(tokens)
@@ -227,7 +227,7 @@ class Generation:
 
 
 class _Fetch:
-    """A copy of (B,) tokens on its way to the host."""
+    """An asynchronous copy of (B,) tokens to the host."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.event = None
@@ -239,7 +239,7 @@ class _Fetch:
             self.event.record()
 
     def get(self) -> list[int]:
-        """The tokens; waits for them alone, not for what was launched after."""
+        """The tokens; waits for this copy only, not for later launches."""
         if self.event is not None:
             self.event.synchronize()
         return self.host.tolist()
