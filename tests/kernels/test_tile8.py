@@ -53,7 +53,19 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def built():
+    """The instances of all cases, those of one source by one run of g++."""
+    with emulation.hopper(tile_wgmma8), emulation.built_at_once():
+        for case in CASES:
+            x, p, bias, _ = operands(case)
+            config = dict(zip(tile_wgmma8.KEYS, case.config, strict=True))
+            with emulation.sms(case.sms):
+                registry.kernels()[f"cuda/tile_{case.act}"].launch(x, p, bias, config)
+
+
 @emulated
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated(case):
     """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""

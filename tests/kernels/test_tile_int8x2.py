@@ -61,7 +61,18 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def built():
+    """The instances of all cases, those of one source by one run of g++."""
+    with emulation.hopper(tile_int8x2, int8_planes), emulation.built_at_once():
+        for case in CASES:
+            x, p, bias, _ = operands(case)
+            with emulation.sms(case.sms):
+                SPEC.launch(x, p, bias, dict(zip(tile_int8x2.KEYS, case.config, strict=True)))
+
+
 @emulated
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated(case):
     """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""

@@ -54,15 +54,21 @@ def drawn():
             yield Case(i, 8, torch.bfloat16, group, zero, c["BLOCK_M"] - 3, 201, 704, 3, i % 8 > 4)
 
 
-@pytest.fixture(autouse=True)
+CASES = list(drawn())
+
+
+@pytest.fixture(autouse=True, scope="module")
 def gpu():
-    """The launcher sees a GPU of capability 9.0 behind CPU tensors."""
+    """The launcher sees a GPU of capability 9.0 behind CPU tensors; one run of g++ builds the instances of all cases."""
     with emulation.hopper(tile_wgmma):
+        with emulation.built_at_once():
+            for case in CASES:
+                launched(case)
         yield
 
 
-def check(case):
-    """Both launches of a case against truth."""
+def launched(case):
+    """(y of both launches of a case, or None where its config does not take it; x, the weight, the bias)."""
     g = torch.Generator().manual_seed(case.bits)
     W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
     shape = (case.N, case.K // case.group)
@@ -77,15 +83,21 @@ def check(case):
     p, spec, config = pack(q, "tile"), registry.kernels()["cuda/tile_wgmma"], tile_wgmma.CONFIGS[case.config]
     call = dataclasses.replace(Call.of(x, p), device="cuda")
     with emulation.sms(case.sms):
-        if config not in spec.legal_configs(call):
-            pytest.skip(f"{config} does not take this")
-        y = emulation.twice(lambda: spec.launch(x, p, bias, config))
+        legal = config in spec.legal_configs(call)
+        return emulation.twice(lambda: spec.launch(x, p, bias, config)) if legal else None, x, q, bias
+
+
+def check(case):
+    """Both launches of a case against truth."""
+    y, x, q, bias = launched(case)
+    if y is None:
+        pytest.skip(f"the config does not take {case}")
     ref = x.float() @ q.dequantize().t() + (0 if bias is None else bias.float())
     error = emulation.error(y, ref)
     assert error < TOLERANCE[case.dtype], f"error {error:.2e}"
 
 
-@pytest.mark.parametrize("case", list(drawn()), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_right_numbers(case):
     check(case)
 
