@@ -1,1 +1,1 @@
-"""Model folders: where weights come from, what a lowq checkpoint holds, and how files are checked before they are believed."""
+"""Model folders: the sources of weights, the contents of a lowq checkpoint, and the checks of files before they are used."""

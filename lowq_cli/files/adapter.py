@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's wrappers around a model
+PREFIX = "base_model.model."  # prefix that PEFT's wrappers add to a module's name
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-LARGEST = 1 << 34  # bytes of a file of weights
+LARGEST = 1 << 34  # max. bytes of the weight file
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Factors by the module's whole name in the model: A (r, K), B (N, r), the scale in B, both fp32.
+    """The factors by the full name of their module: A (r, K), B (N, r), both fp32; B includes the scale.
 
-    name: for messages. digest: of its files, by which caches tell it from others.
+    name: for messages. digest: hash of its files, for cache keys.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its modules'."""
+        """The largest rank of its modules."""
         return max(A.shape[0] for A, _ in self.factors.values())
 
 
@@ -66,7 +66,7 @@ def read_adapter(folder: str | Path, name: str = "") -> Adapter:
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
-    """Raise UnsupportedError for what is no plain LoRA."""
+    """Raise UnsupportedError unless the adapter is a plain LoRA."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"{path} is an adapter of the kind {kind}; lowq takes LORA")
@@ -95,7 +95,7 @@ def _factors(
 
 
 def _alpha(module: str, config: Mapping[str, Any]) -> float:
-    """lora_alpha, or what alpha_pattern says of this module, by a pattern for the end of its name as PEFT has it."""
+    """lora_alpha, or the module's value in alpha_pattern, whose patterns match the end of its name as in PEFT."""
     patterns = config.get("alpha_pattern") or {}
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):

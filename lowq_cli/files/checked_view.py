@@ -1,7 +1,7 @@
-"""A model as other libraries are shown it: the files that were checked, and nothing else.
+"""A view of a model for other libraries: a folder with only the checked files.
 
-Left to themselves they decide again: config.json may name other weights or another config, a pickle may be taken for a lone
-safetensors file, an adapter be put on.
+Given the model's folder, they would choose files themselves: config.json may name other weights or another config, a pickle
+may be taken instead of a lone safetensors file, or an adapter may be applied.
 """
 
 import json
@@ -18,7 +18,7 @@ from lowq_packers.atomic import scratch
 
 
 def known_type(config: Mapping[str, Any]) -> Any:
-    """A config.json's model_type as transformers has it: Kimi K2's own code is a copy of DeepSeek V3's, and says so; MiMo's is
+    """A config.json's model_type as transformers names it: Kimi K2's code is a copy of DeepSeek V3's, MiMo's is a copy of
     Qwen 2's."""
     found = config.get("model_type")
     if found == "kimi_k2" and config.get("architectures") == ["DeepseekV3ForCausalLM"]:
@@ -28,9 +28,9 @@ def known_type(config: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def only_its_files(source: Source) -> Iterator[Path]:
-    """A folder with a source's config, weights (the open files themselves) and companions, under the names that all know.
+    """A folder with a source's config, weights (links to the open files) and companions, under their usual names.
 
-    It is gone after the block. Raises NotFoundError where a file cannot be read, DamagedError, UnsupportedError.
+    It is removed after the block. Raises NotFoundError if a file cannot be read, DamagedError, UnsupportedError.
     """
     assert source.folder is not None
     check_tokenizer(source.folder)

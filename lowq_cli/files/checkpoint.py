@@ -1,7 +1,7 @@
-"""Reading a lowq folder: headers, config and shapes held against each other before anything trusts them.
+"""Read a lowq folder: headers, config and shapes are checked against each other before they are used.
 
-`open_checkpoint` reads no weights; `Checkpoint.check_values` reads them all. Kernels index by these shapes, and a kernel
-that is told a wrong one corrupts memory silently: what does not fit is refused here.
+`open_checkpoint` does not read weights; `Checkpoint.check_values` reads them all. Kernels index by these shapes, and a kernel
+with a wrong shape corrupts memory silently, so inconsistent files are refused here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowq_packers.regular import read_regular
 from lowq_packers.scheme import Scheme
 
 COMPANIONS = ("weight_scale", "weight_zero", "weight_table")
-FIELDS: dict[str, Any] = {  # of a report, each of which may be left out
+FIELDS: dict[str, Any] = {  # optional fields of a report
     **dict.fromkeys(("lowq", "run", "source", "device"), str),
     **dict.fromkeys(("recipe", "weights", "sha256"), dict),
     **dict.fromkeys(("files", "tensors"), list),
@@ -44,16 +44,16 @@ UNUSABLE = {"scale": "NaN or infinite scales", "zero": "NaN or infinite zeros", 
 class CheckpointTensor:
     """A packed matrix, shape (N, K), or a plain tensor (scheme None). nbytes counts scales and zeros too."""
 
-    name: str  # without ".weight" where packed
+    name: str  # without ".weight" if packed
     shape: tuple[int, ...]
     scheme: Scheme | None
-    dtype: str  # of the scales, or of the tensor (safetensors name)
+    dtype: str  # safetensors dtype of the scales, or of a plain tensor
     nbytes: int
-    layout: str = DISK  # of its words, where packed
+    layout: str = DISK  # layout of its words, if packed
 
     @cached_property
     def params(self) -> int:
-        """Weights it stands for."""
+        """The number of weights that it represents."""
         return TensorHeader(self.shape, "U8").numel
 
     @property
@@ -64,11 +64,11 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A lowq folder whose files fit together."""
+    """A lowq folder whose files are consistent."""
 
     source: Source
     tensors: tuple[CheckpointTensor, ...]
-    report: dict[str, Any]  # lowq_report.json, or {} where there is none
+    report: dict[str, Any]  # lowq_report.json, or {} without one
 
     @property
     def folder(self) -> Path:
@@ -107,16 +107,16 @@ class Checkpoint:
         return sum(t.params for t in self.tensors if t.scheme) / max(sum(t.params for t in self.tensors), 1)
 
     def read_matrix(self, t: CheckpointTensor) -> QuantizedTensor:
-        """One packed matrix of a checkpoint, a code a byte."""
+        """One packed matrix of a checkpoint, unpacked to one byte per code."""
         return unpack(self.read_packed(t))
 
     def read_packed(self, t: CheckpointTensor) -> PackedWeight:
-        """One packed matrix of a checkpoint, as it is stored."""
+        """One packed matrix of a checkpoint, in its stored layout."""
         header = self.source.headers[f"{t.name}.weight"]
         return replace(self.read_companions(t), words=self.source.read(f"{t.name}.weight").reshape(header.shape))
 
     def read_companions(self, t: CheckpointTensor) -> PackedWeight:
-        """A packed matrix without its words: the scales, zeros and table, which are a small part of it."""
+        """A packed matrix without its words: only scales, zeros and table, a small part of its bytes."""
         assert t.scheme
 
         def read(leaf: str) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ class Checkpoint:
         return PackedWeight(torch.empty(0), scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout, table=table)
 
     def _check_values(self, t: CheckpointTensor, leaf: str, companion: torch.Tensor | None) -> None:
-        """Raise DamagedError for scales, zeros or a table that are no numbers, or factors that are not above 0."""
+        """Raise DamagedError for NaN or infinite scales, zeros or tables, or for factors that are not above 0."""
         if companion is None or not t.scheme:
             return
         role = leaf.removeprefix("weight_")
@@ -143,13 +143,13 @@ class Checkpoint:
         return viewed(self.source.read_raw(t.name, 0, header.nbytes), DTYPES[header.dtype], header.shape)
 
     def check_values(self, advance: Callable[[int, str], None] = lambda done, name: None) -> int:
-        """Read every tensor: checksums as in the report where there is one, scales and zeros finite. Bytes read.
+        """Read every tensor, compare checksums with the report if there is one, and check that scales and zeros are finite.
 
-        advance: told the bytes done and the tensor's name, after each.
+        Returns the bytes read. advance: called after each tensor with the bytes read so far and its name.
 
-        Raises DamagedError naming the tensor, also one that a report has no checksum of.
+        Raises DamagedError with the tensor's name, also if the report has no checksum of it.
         """
-        known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # its shape: _check_report
+        known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # validated by _check_report
         if unknown := [t.name for t in self.tensors if known and t.name not in known]:
             more = f" ({len(unknown)} such)" if len(unknown) > 1 else ""
             raise DamagedError(f"{unknown[0]} has no checksum in {REPORT}{more}: nothing vouches for it")
@@ -167,13 +167,13 @@ class Checkpoint:
         return done
 
     def check_files(self) -> list[str]:
-        """Hold config.json, tokenizer and whatever else is read against the report; the files that it has no hash of.
+        """Compare config.json, tokenizer and other files with the report's hashes; returns the files without a hash.
 
-        Raises DamagedError naming one that is not what lowq wrote, or that came later.
+        Raises DamagedError with the name of a file that was changed or added after lowq wrote the folder.
         """
         hashes = self.report.get("sha256")
         used = [self.folder / CONFIG, *self.source.companions()]
-        if hashes is None:  # a report of an older lowq
+        if hashes is None:  # the report was written by an older lowq
             return [p.name for p in used]
         for path in used:
             if path.name not in hashes:
@@ -192,10 +192,10 @@ def _crc(source: Source, name: str) -> int:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """A lowq folder, checked without reading weights.
+    """Open a lowq folder and check it without reading weights.
 
-    Raises NotFoundError (no folder, or a run that has not finished), UsageError (a model that is not quantized),
-    UnsupportedError (another format or version), DamagedError (files that do not fit together).
+    Raises NotFoundError (no folder, or an unfinished run), UsageError (a model that is not quantized),
+    UnsupportedError (another format or version), DamagedError (inconsistent files).
     """
     folder = DEMO if os.fspath(path) == "demo" else user_path(path)
     if not folder.is_dir():
@@ -220,7 +220,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder says it is a lowq checkpoint (sound or not)."""
+    """Whether a folder's config.json declares a lowq checkpoint, intact or not."""
     try:
         q = read_json(Path(path) / "config.json").get("quantization_config")
     except LowqError:
@@ -229,7 +229,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTensor, ...]:
-    """Every tensor of the folder, companions with their matrix. Raises DamagedError for what does not fit its scheme."""
+    """Every tensor of the folder, scales and zeros with their matrix. Raises DamagedError if one contradicts its scheme."""
     found = []
     for name, header in source.headers.items():
         stem, _, leaf = name.rpartition(".")
@@ -246,7 +246,7 @@ def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTens
 
 
 def _packed(source: Source, name: str, how: Stored) -> CheckpointTensor:
-    """One packed matrix. Its scales say N and K, and the words must say the same."""
+    """One packed matrix. Its scales determine N and K, and the shape of its words must agree."""
     found = {leaf: h for leaf in ("weight", *COMPANIONS) if (h := source.headers.get(f"{name}.{leaf}"))}
     scales = found.get("weight_scale")
     groups = scales.shape[1] if scales and len(scales.shape) > 1 else 1
@@ -261,7 +261,7 @@ def _packed(source: Source, name: str, how: Stored) -> CheckpointTensor:
 
 
 def _is_line(line: Any) -> bool:
-    """Whether this is what a report says of one tensor."""
+    """Whether a report's entry for one tensor is well-formed."""
     if not isinstance(line, dict) or not isinstance(line.get("name"), str):
         return False
     crcs = line.get("crc32")
@@ -272,12 +272,12 @@ def _is_line(line: Any) -> bool:
 
 
 def sha256(content: bytes) -> str:
-    """As reports spell it."""
+    """The scheme as reports spell it."""
     return hashlib.sha256(content).hexdigest()
 
 
 def _check_report(source: Source, report: dict[str, Any]) -> None:
-    """The weight files are those that the report describes. Raises DamagedError."""
+    """Raise DamagedError unless the weight files are those that the report describes."""
     listed = report.get("weights", {})
     tensors = report.get("tensors", [])
     odd = [k for k, kind in FIELDS.items() if k in report and not isinstance(report[k], kind)]

@@ -1,8 +1,8 @@
-"""The tensors that a checkpoint of a described family has, from its config: names, shapes and what each is. No torch is
-imported.
+"""The tensors of a described family's checkpoint, derived from its config: names, shapes and roles. Does not import
+torch.
 
-The plan of `quantize` takes them for what the files hold, and the decoder without transformers for what it reads. A checkpoint
-that holds anything else is asked of transformers (hf/structure.py), which also says what is wrong with it.
+The plan of `quantize` and lowq's native decoder rely on them for the contents of the files. For a checkpoint with any other
+tensors, transformers decides (hf/structure.py) and reports the errors.
 """
 
 import re
@@ -21,14 +21,14 @@ from lowq_packers.arch.names import Form, Tensor, renamed, tensors
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
 FORMS: tuple[Form, ...] = ("split", "files")
-_JUNK = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")  # buffers that older transformers wrote
+_JUNK = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")  # buffers written by older versions of transformers
 OF_HEADS = {r"attn\.\w+_proj$": "attention", r"(mlp\.\w+|input|^fc|\.fc)(_proj)?$": "mlp", r"lm_head$": "head"}  # by name
 _LAYER = re.compile(r".*?layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One (N, K) weight of the files, by its name without ".weight". how: where it is quantized; None where it is dense."""
+    """One (N, K) weight of the files; name without ".weight". how: its packed format, or None if it is dense."""
 
     stem: str
     N: int
@@ -38,7 +38,7 @@ class Matrix:
 
 
 class Named:
-    """A model's tensors by the names that files have: those of `place`, a (prefix, head)."""
+    """A model's tensors by their names in files, which depend on `place`, a pair (prefix, head)."""
 
     def __init__(self, model: Model, place: tuple[str, str]) -> None:
         self.model, self.place = model, place
@@ -46,23 +46,23 @@ class Named:
 
     @classmethod
     def of_files(cls, model: Model, headers: Mapping[str, Any]) -> "Named":
-        """By the place whose embedding, and head where it is not tied, the files have."""
+        """The names whose embedding, and head if it is not tied, are in the files."""
         places = ((model.prefix, model.head), *model.files)
         held = [p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)]
         return cls(model, next((p for p in held if f"{p[1]}.weight" in headers), (held or places)[0]))
 
     def full(self, name: str) -> str:
-        """A name of the description as that of files."""
+        """A name of the description, converted to the name in files."""
         return self.place[0] + renamed(self.model, name)
 
     def matrices(self, part: Linear) -> list[Matrix]:
-        """A product's matrices, side by side."""
+        """The matrices that one matmul multiplies together."""
         named = zip(part.parts, part.rows, strict=True)
         return [Matrix(self.full(name), rows, part.columns, part.bias) for name, rows in named]
 
     def experts(self, part: Experts) -> dict[str, list[Matrix]]:
-        """By the parameter that holds them: gate and up of each expert, one after the other; down of each."""
-        leaves = GATED[0 if part.gated else 1 :] if part.stacked else part.leaves  # lowq writes stacks one by one
+        """The experts' matrices by parameter: gate and up of each expert in turn, and down of each expert."""
+        leaves = GATED[0 if part.gated else 1 :] if part.stacked else part.leaves  # lowq splits stacks into single experts
         path = self.full(part.module if part.stacked else part.files)
         rows = [
             Matrix(f"{path}.{e}.{leaf}", part.inner, part.hidden) for e in range(part.router.experts) for leaf in leaves[:-1]
@@ -72,19 +72,19 @@ class Named:
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """Prefixes of the heads that predict further tokens: no part of the model's own text (`lowq_packers.heads`)."""
+        """Prefixes of heads that predict further tokens, which are not part of the text model (`lowq_packers.heads`)."""
         ours = self.model.prefix
         return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
 
     def beside(self, name: str) -> bool:
-        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head of `extra`, a buffer."""
+        """Whether a tensor of the files belongs to a part that text does not use: a tower, a head of `extra`, a buffer."""
         return bool(_JUNK.search(name)) or name.startswith(
             (*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra)
         )
 
 
 def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
-    """As `Named.extra`, of a config.json; of a family that is not described none is known."""
+    """`Named.extra` of a config.json; empty for a family that is not described."""
     try:
         return Named.of_files(read_config(raw, len(headers))[1], headers).extra
     except NotPlain:
@@ -92,7 +92,7 @@ def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[
 
 
 def beside_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prefixes of the tensors of towers and projectors, as files may have them; of a family that is not described none."""
+    """Prefixes of tensors of towers and projectors, as in files; empty for a family that is not described."""
     try:
         beside = read_config(raw, len(headers))[1].beside
     except NotPlain:
@@ -101,7 +101,7 @@ def beside_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple
 
 
 def extra_of(config: Any, headers: Mapping[str, Any]) -> tuple[str, ...]:
-    """The same of a config object of transformers."""
+    """The same for a config object of transformers."""
     family = families().get(getattr(type(config), "model_type", ""))
     try:
         return Named.of_files(family.describe(config), headers).extra if family else ()
@@ -110,7 +110,7 @@ def extra_of(config: Any, headers: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def extra_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
-    """What the tensors of heads that predict further tokens are: those of a layer are what they are in the model's layers."""
+    """Roles of the tensors of heads that predict further tokens: a head's layer has the same roles as a layer of the model."""
     if not (prefixes := extra_prefixes(raw, headers)) or not any(n.startswith(prefixes) for n in headers):
         return {}
     model = read_config(raw, len(headers))[1]
@@ -135,7 +135,7 @@ def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
 
 
 def head_roles(headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
-    """What the tensors of a draft head's folder are: its products are quantized without a text, all else is kept."""
+    """Roles of the tensors in a draft head's folder: its matrices are quantized without calibration, the rest is kept."""
     found = {}
     for name, header in headers.items():
         stem = name.removesuffix(".weight")
@@ -146,8 +146,8 @@ def head_roles(headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:
-    """What every tensor is, as `hf.structure.roles` would say; None unless they are a described family's, no more and no
-    fewer."""
+    """The role of every tensor, as `hf.structure.roles` gives it; None unless the tensors are exactly those of a described
+    family."""
     try:
         _, model, _ = read_config(raw, len(headers))
     except NotPlain:
@@ -166,10 +166,10 @@ def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
 
 
 def linear_weights(raw: Mapping[str, Any], tensors: int) -> set[str]:
-    """Names of the weights of linear layers, experts left out, of a described family's config.json. Raises NotPlain for
-    another.
+    """Names of the weights of linear layers, without experts, from a described family's config.json. Raises NotPlain for
+    other families.
 
-    tensors: how many there are in the files, as `read_config` takes it.
+    tensors: the number of tensors in the files, for `read_config`.
     """
     _, model, _ = read_config(raw, tensors)
     if any(part.stacked for part in walk(model.layers) if isinstance(part, Experts)):
@@ -179,7 +179,7 @@ def linear_weights(raw: Mapping[str, Any], tensors: int) -> set[str]:
 
 
 def _roles(named: Named) -> Iterator[tuple[str, Role]]:
-    """Every tensor's name and role."""
+    """The name and role of every tensor."""
     model = named.model
     stacks = {
         m.stem: f"{model.prefix}{part.module}.{stack}"

@@ -1,7 +1,7 @@
-"""A new folder that is whole or not there: made under another name, held by one process, gone on with after a kill.
+"""A new folder that is complete or absent: it is made under a temporary name, locked by one process, resumable after a kill.
 
-Its name holds a random id, and so does the file OWNER in it, with what it will be: a folder that says less is somebody else's,
-and is never touched.
+Its name contains a random id; the file OWNER in it repeats the id and names the target. A folder without a matching OWNER
+was not made by lowq and is never changed.
 """
 
 import fcntl
@@ -20,19 +20,19 @@ from lowq_cli.files.source import STAGED
 from lowq_cli.state import OWNER, begin, writing
 from lowq_packers.errors import DoesNotFitError, UsageError
 
-PATIENCE = 100  # times 10 ms
-LEFT = 3600  # seconds without a new file after which a folder is a killed process's, where the file system has no locks
+PATIENCE = 100  # retries, 10 ms apart, to lock the parent folder
+LEFT = 3600  # on a file system without locks: seconds without a new file after which a folder's process is considered dead
 
 
 class BusyError(UsageError):
-    """Another process is at it."""
+    """Another process holds the folder."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """`folder`, as a file descriptor, that no other process holds meanwhile (file systems without locks: hopefully).
+    """Lock `folder` and return it as a file descriptor (file systems without locks give no guarantee).
 
-    Raises BusyError at once where one does: a run takes hours, so none waits for another.
+    Raises BusyError at once if another process holds it: a run takes hours, so waiting is not useful.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -44,7 +44,7 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def _lock(fd: int) -> bool | None:
-    """Whether this process has it now; None where the file system has no locks."""
+    """Whether this process now holds the lock; None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -56,21 +56,21 @@ def _lock(fd: int) -> bool | None:
 
 @contextmanager
 def new_folder(target: Path, run: str | None = None) -> Iterator[Path]:
-    """An `unfinished` folder beside `target`, renamed to it when it is whole. Raises as that does."""
+    """An `unfinished` folder next to `target`, renamed to `target` when it is complete. Raises as `unfinished`."""
     with unfinished(target, run) as partial:
         yield partial
         with writing(target):
-            os.replace(partial, target)  # onto nothing, or an empty folder
+            os.replace(partial, target)  # the target is absent or an empty folder
             (target / OWNER).unlink()
 
 
 @contextmanager
 def unfinished(target: Path, run: str | None = None) -> Iterator[Path]:
-    """A folder under a name of its own beside `target`, for what will be there.
+    """A folder with a temporary name next to `target`, for the future contents of `target`.
 
-    It is removed in the end; with `run`, which names what is written, not after a kill, Ctrl-C, or where memory or disk were
-    too small: the next call of the same run goes on in it. What killed processes left of `target` is removed.
-    Raises UsageError if `target` holds anything, cannot be written, or another process writes it; DoesNotFitError if the disk
+    It is removed in the end. With `run`, the name of the run, it stays after a kill, Ctrl-C, or a lack of memory or disk space,
+    and the next call of the same run continues in it. Unfinished folders of killed processes for `target` are removed.
+    Raises UsageError if `target` is not empty, cannot be written, or another process writes it; DoesNotFitError if the disk
     is full.
     """
     check_free(target)
@@ -88,30 +88,30 @@ def unfinished(target: Path, run: str | None = None) -> Iterator[Path]:
         raise
     finally:
         if not keep:
-            discard(partial)  # gone already where it was renamed
+            discard(partial)  # already gone if it was renamed
         os.close(fd)
 
 
 def staged(folder: Path) -> list[Path]:
-    """The folders of calibrated layers that lowq set down in an output folder: its names, and no links."""
+    """The folders of calibrated layers in an output folder: those with lowq's names that are not links."""
     found = (p for p in folder.glob(STAGED + "*") if p.is_dir() and not p.is_symlink())
     return [p for p in found if re.fullmatch("[0-9a-f]{16}", p.name.removeprefix(STAGED))]
 
 
 def check_free(target: Path) -> None:
-    """Raise UsageError if there is anything at `target`."""
+    """Raise UsageError if `target` exists."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(f"{target} is there already; use another --out, or remove it")
 
 
 def check_apart(target: Path, source: Path | None) -> None:
-    """Raise UsageError if `target` would lie in the folder that a model is read from."""
+    """Raise UsageError if `target` is inside the folder that a model is read from."""
     if source is not None and (inside := target.resolve()).is_relative_to(source.resolve()) and inside != source.resolve():
         raise UsageError(f"{target} lies in {source}, the folder of the model itself; use --out with a folder beside it")
 
 
 def sweep(target: Path) -> None:
-    """Remove what a process that was killed around giving `target` its name left, in it and beside it."""
+    """Remove files in and next to `target` from a process that was killed while renaming it."""
     with writing(target):
         if target.is_dir() and _owner(target / OWNER).get("target") == target.name:
             (target / OWNER).unlink(missing_ok=True)
@@ -121,14 +121,14 @@ def sweep(target: Path) -> None:
 
 
 def _claim(target: Path, run: str | None) -> tuple[Path, int]:
-    """The unfinished folder of this run, its own or one that a killed process left, and a descriptor that holds it.
+    """The unfinished folder of this run, new or left by a killed process, and a descriptor that holds its lock.
 
-    One process at a time looks around: the parent folder is held meanwhile. Raises OSError, BusyError.
+    The parent folder is locked meanwhile, so only one process searches at a time. Raises OSError, BusyError.
     """
     parent = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
     found: tuple[Path, int] | None = None
     try:
-        for _ in range(PATIENCE):  # others look around for milliseconds; who holds the parent for longer writes a run in it
+        for _ in range(PATIENCE):  # a search takes milliseconds; a process holding the parent longer writes a run in it
             if _lock(parent) is not False:
                 break
             time.sleep(0.01)
@@ -155,7 +155,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
 
 
 def _make(target: Path, run: str | None) -> tuple[Path, int]:
-    """A new unfinished folder: killed in the midst, an empty one under a name that `left` knows."""
+    """Make a new unfinished folder; after a kill in between, `left` finds the empty folder by its name."""
     name = uuid.uuid4().hex[:12]
     partial = target.with_name(f"{target.name}.{name}.partial")
     partial.mkdir()
@@ -168,7 +168,7 @@ def _make(target: Path, run: str | None) -> tuple[Path, int]:
 
 
 def left(target: Path) -> list[tuple[Path, dict[str, str]]]:
-    """The unfinished folders of `target` that lowq made, and what they say: those of an id, which OWNER repeats, or empty."""
+    """lowq's unfinished folders of `target` with their OWNER data: folders whose OWNER repeats their id, or empty ones."""
     found = []
     for path in target.parent.iterdir():
         named = re.fullmatch(rf"{re.escape(target.name)}\.([0-9a-f]{{12}})\.partial", path.name)
@@ -181,7 +181,7 @@ def left(target: Path) -> list[tuple[Path, dict[str, str]]]:
 
 
 def discard(folder: Path) -> None:
-    """Remove an unfinished folder, its OWNER last: killed in between, it is still known for lowq's."""
+    """Remove an unfinished folder, OWNER last: after a kill in between, the folder is still recognised as lowq's."""
     with suppress(OSError):
         for path in sorted(folder.iterdir(), key=lambda p: p.name == OWNER):
             if path.is_dir() and not path.is_symlink():
@@ -196,7 +196,7 @@ def _size(path: Path) -> int:
 
 
 def _owner(path: Path) -> dict[str, str]:
-    """What an OWNER file says; {} where it is none, or not a regular file."""
+    """The contents of an OWNER file; {} if it is not a valid one or not a regular file."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
             said = json.loads(f.read(1 << 16)) if stat.S_ISREG(os.fstat(f.fileno()).st_mode) else {}

@@ -1,4 +1,4 @@
-"""An fp8-block checkpoint in files: e4m3 weights with float32 scales of blocks, of one size and for one kind of activations."""
+"""fp8-block checkpoints in files: e4m3 weights with float32 block scales, for one block size and one kind of activations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ METHOD = "fp8"
 
 
 def why_not(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> str | None:
-    """Why fp8 kernels cannot take the e4m3 weights of a checkpoint as they are, whatever its family; or None."""
+    """The reason why fp8 kernels cannot use the e4m3 weights of a checkpoint directly, for any family; None if they can."""
     q = config.get("quantization_config")
     if not isinstance(q, Mapping) or q.get("quant_method") != METHOD:
         return "not an fp8 checkpoint"
@@ -29,13 +29,13 @@ def why_not(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> s
 
 
 def stored(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Stored]:
-    """How each e4m3 matrix is held, of a `quantization_config` and tensors that `why_not` has nothing against."""
+    """The format of each e4m3 matrix, for a `quantization_config` and tensors that `why_not` accepts."""
     rows, columns = config["weight_block_size"]
     how = Stored(Scheme.in_blocks((rows, columns)), scheme.E4M3)
     return {n.removesuffix(WEIGHT): how for n in quantized(headers)}
 
 
 def quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
-    """Name of each e4m3 weight -> name of its scales."""
+    """Map the name of each e4m3 weight to the name of its scales."""
     pairs = {n: n.removesuffix(WEIGHT) + OF_BLOCKS for n in headers if n.endswith(WEIGHT) and headers[n].dtype == E4M3}
     return {n: s for n, s in pairs.items() if s in headers and len(headers[n].shape) == 2}

@@ -1,4 +1,4 @@
-"""What a model's README.md says in front of its text, in the YAML that huggingface.co reads: whose licence it is under."""
+"""Read the licence from the YAML front matter of a model's README.md, as huggingface.co does."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,11 @@ from lowq_packers.regular import MAX_CONFIG, read_text
 
 README = "README.md"
 LICENSE = ("license", "license_name", "license_link")
-VALUE = r"""["']?([\w.:/#?&=%+-]{1,200})["']?"""  # a name or an address: what else a card holds is not repeated
+VALUE = r"""["']?([\w.:/#?&=%+-]{1,200})["']?"""  # a name or a URL; other values of a card are not copied
 
 
 def license_of(folder: Path) -> dict[str, str]:
-    """license, license_name and license_link of the README.md in a folder; empty where it has none that can be read."""
+    """license, license_name and license_link of the README.md in a folder; empty if none can be read."""
     try:
         text = read_text(folder / README, MAX_CONFIG) if (folder / README).is_file() else ""
     except LowqError:

@@ -1,4 +1,4 @@
-"""What was measured once, kept as JSON in the user's cache folder; a hash of what it depends on names its file."""
+"""Measurements kept as JSON in the user's cache folder, in files named by a hash of all facts that they depend on."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ from lowq_packers.regular import read_text
 
 
 def key(facts: Any) -> str:
-    """A name for JSON-ready facts."""
+    """A hash of JSON-ready facts, used as a file name."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def recall(file: str | Path) -> dict[str, Any]:
-    """The table in a file of the cache folder; {} where there is no home, no file, or no table in it."""
+    """The table in a file of the cache folder; {} without a home folder, a file, or a table in the file."""
     try:
         found = json.loads(read_text(cache_dir() / file))
     except (LowqError, ValueError, RecursionError):
@@ -27,6 +27,6 @@ def recall(file: str | Path) -> dict[str, Any]:
 
 
 def keep(file: str | Path, table: dict[str, Any]) -> None:
-    """Write a table for `recall`; in a home that is read-only or not there it is measured again the next time."""
+    """Write a table for `recall`; if the home folder is read-only or missing, nothing is kept and the next run remeasures."""
     with suppress(OSError, NotFoundError):
         write_whole(cache_dir() / file, json.dumps(table).encode())

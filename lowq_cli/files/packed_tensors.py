@@ -1,4 +1,4 @@
-"""A packed matrix in files: the names of its tensors, and their shapes and dtypes for a scheme, a layout, N and K."""
+"""The tensors of a packed matrix in files: names, and shapes and dtypes for a given scheme, layout, N and K."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,13 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import DISK, get
 
 WEIGHT, SCALE, ZERO, TABLE = ".weight", ".weight_scale", ".weight_zero", ".weight_table"
-OF_BLOCKS = ".weight_scale_inv"  # scales of blocks, which multiply, whatever their name says
-WORDS, COMPANIONS, BYTES, TABLES = ("I32",), ("F16", "BF16", "F32"), ("U8",), ("F32",)  # dtypes of words, scales and zeros, ..
-Tensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # suffix -> its shape and the dtypes that it may have
+OF_BLOCKS = ".weight_scale_inv"  # suffix of block scales; despite the name, weights are multiplied by them
+WORDS, COMPANIONS, BYTES, TABLES = ("I32",), ("F16", "BF16", "F32"), ("U8",), ("F32",)  # allowed safetensors dtypes
+Tensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # suffix -> shape, and allowed dtypes
 
 
 def tensors(how: Stored, N: int, K: int) -> Tensors:
-    """The tensors of an (N, K) matrix stored so. Raises SchemeError for an N or K that cannot be."""
+    """The tensors of an (N, K) matrix in this format. Raises SchemeError if the format does not allow N or K."""
     form = get(how.layout)
     assert form.shapes
     if N % form.row_step:
@@ -30,7 +30,7 @@ def tensors(how: Stored, N: int, K: int) -> Tensors:
 
 
 def rows(how: Stored, words: tuple[int, ...]) -> int:
-    """Rows of the matrix whose words are of this shape."""
+    """The number of rows of a matrix whose words have this shape."""
     form = get(how.layout)
     assert form.shapes
     each = form.shapes(how.scheme, form.row_step, how.scheme.group_size)[0][0]
@@ -38,7 +38,7 @@ def rows(how: Stored, words: tuple[int, ...]) -> int:
 
 
 def misfit(stem: str, how: Stored, N: int, K: int, headers: Mapping[str, TensorHeader]) -> str | None:
-    """What is wrong with the tensors of an (N, K) matrix that is to be stored so, or None."""
+    """A message if the tensors of an (N, K) matrix do not match this format, else None."""
     try:
         wanted = tensors(how, N, K)
     except SchemeError as e:

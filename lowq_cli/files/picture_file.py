@@ -1,6 +1,6 @@
-"""A picture from a file or from a stranger as pixels: read right, or refused in one line, with little memory and time.
+"""Read an image from a file or an untrusted request into pixels, or refuse it in one line, with little memory and time.
 
-What a header says is checked before anything is decoded. Turned as its EXIF says; transparent pixels are on white.
+The header is checked before the image is decoded. The EXIF orientation is applied; transparent pixels are put on white.
 """
 
 import os
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MOST_BYTES = 20 << 20  # of a file, as OpenAI has it
-MOST_PIXELS = 1 << 26  # 67 million: 200 MB decoded; a phone's largest pictures have 50
-MOST_LONGER = 150  # times a side may be longer than the other: past 200 processors of models refuse, which cut or pad
+MOST_BYTES = 20 << 20  # max. bytes of an image file; OpenAI's limit
+MOST_PIXELS = 1 << 26  # max. pixels: 67 million take 200 MB decoded; the largest images of phones have 50 million
+MOST_LONGER = 150  # max. aspect ratio; models' image processors, which crop or pad, refuse more than 200
 STARTS = {"PNG": b"\x89PNG\r\n\x1a\n", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "WEBP": b"RIFF"}
 
 
 def read_picture(path: str | os.PathLike[str]) -> "Image":
-    """The picture in a file. Raises NotFoundError, and as `decode`."""
+    """The image in a file. Raises NotFoundError, and as `decode`."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise NotFoundError(f"there is no picture {path}")
@@ -32,7 +32,7 @@ def read_picture(path: str | os.PathLike[str]) -> "Image":
 
 
 def decode(data: bytes, name: str = "the picture") -> "Image":
-    """A picture's pixels, RGB. Raises UsageError for what cannot be read or is too large, naming the limit."""
+    """The RGB pixels of an image. Raises UsageError, with the limit, if it cannot be read or is too large."""
     Image, ImageOps = _pil()
     if len(data) > MOST_BYTES:
         raise UsageError(f"{name} has {len(data) >> 20} MB; at most {MOST_BYTES >> 20} MB are read, make it smaller")
@@ -54,12 +54,12 @@ def _pil() -> Any:
         from PIL import Image, ImageOps
     except ImportError:
         raise UnsupportedError("pictures are read by Pillow, which is not installed: pip install pillow") from None
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # they are refused
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # such images are refused below
     return Image, ImageOps
 
 
 def _check_size(size: tuple[int, int], name: str) -> None:
-    """Raise UsageError for sides that no processor should be given."""
+    """Raise UsageError for too many pixels or too large an aspect ratio."""
     w, h = size
     if w < 1 or h < 1 or w * h > MOST_PIXELS:
         raise UsageError(f"{name} has {w} x {h} pixels; at most {MOST_PIXELS >> 20} million are read, make it smaller")
@@ -68,7 +68,7 @@ def _check_size(size: tuple[int, int], name: str) -> None:
 
 
 def _moves(image: Any) -> bool:
-    """Whether there is a second frame; asked without counting them all."""
+    """Whether the image has a second frame; does not count all frames."""
     with suppress(EOFError):
         image.seek(1)
         return True
@@ -77,7 +77,7 @@ def _moves(image: Any) -> bool:
 
 
 def _eight_bits(image: Any) -> Any:
-    """Grey values of 16 bits as 8, which conversion would cut off at 255."""
+    """Scale 16-bit grey values to 8 bits; Pillow's conversion would clip them at 255."""
     if image.mode.startswith(("I", "F")):
         return image.convert("I").point(lambda v: v * (1 / 257)).convert("L")
     return image

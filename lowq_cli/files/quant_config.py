@@ -1,16 +1,16 @@
-"""The `quantization_config` of a lowq checkpoint's config.json: which tensor is quantized how.
+"""The `quantization_config` of a lowq checkpoint's config.json, which gives the scheme of each quantized tensor.
 
     {"quant_method": "lowq", "version": 1,
      "schemes": {"w4g64": {"bits": 4, "group_size": 64, "zero": "float", "layout": "rowstream"}},
      "tensors": {"model.layers.*.self_attn.q_proj": "w4g64", "model.layers.0.mlp.down_proj": "w8g64"}}
 
 Version 2 has schemes of values from a table, {"bits": 4, "group_size": 16, "zero": "none", "table": "e2m1", "scale": "e4m3"}
-(packers/tables.py); a checkpoint without any is of version 1, which every lowq reads.
+(packers/tables.py); a checkpoint without such schemes has version 1, which every lowq reads.
 
-Keys of `tensors` are checkpoint names without ".weight". `activations` ("int8", "fp8"), where it is there, says how
-layers round their inputs, per token, at run time. "*" stands for one component of a name; an exact name wins over
-a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized. `layout` is
-the order of the words in the files: rowstream, or tile or cpu (schemes named w4g64_tile), which kernels read as it is.
+Keys of `tensors` are checkpoint names without ".weight". The optional `activations` ("int8", "fp8") says how
+layers round their inputs, per token, at run time. "*" matches one component of a name; an exact name takes precedence over
+a pattern, and a pattern with fewer stars over one with more. Tensors that match no key are not quantized. `layout` is
+the order of the words in the files: rowstream, or tile or cpu (schemes named w4g64_tile), which kernels read directly.
 """
 
 from collections import defaultdict
@@ -22,22 +22,22 @@ from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import ACTS, Scheme
 
 METHOD = "lowq"
-VERSION, TABLES = 1, 2  # without table schemes, and with any
+VERSION, TABLES = 1, 2  # version of a config without table schemes, and with any
 KEYS = {"quant_method", "version", "schemes", "tensors", "activations"}
-FIELDS = {"bits", "group_size", "zero", "table", "scale", "layout"}  # of a scheme
+FIELDS = {"bits", "group_size", "zero", "table", "scale", "layout"}  # allowed fields of a scheme
 _SUFFIX = {"float": "", "int": "_int", "none": "_sym"}
 Pattern = tuple[str, ...]
 
 
 class Stored(NamedTuple):
-    """How a matrix lies in the files."""
+    """The stored format of a matrix: scheme and layout."""
 
     scheme: Scheme
     layout: str = DISK
 
     @property
     def name(self) -> str:
-        """What it goes by in the config, e.g. "w4g64"."""
+        """Its key in the config, e.g. "w4g64"."""
         s = self.scheme
         kind = f"_{s.kind.replace('/', '_')}" if s.table else _SUFFIX[s.zero]
         return f"w{s.bits}g{s.group_size}{kind}{'' if self.layout == DISK else f'_{self.layout}'}"
@@ -50,10 +50,10 @@ def compact(
 
     Args:
         schemes: tensor name (without ".weight") -> scheme.
-        kept: names of the tensors that stay as they are, so that no pattern matches them.
-        layouts: tensor name -> layout, of those that are not stored in rowstream.
+        kept: names of unquantized tensors, which no pattern may match.
+        layouts: tensor name -> layout, for tensors that are not stored in rowstream.
     Returns:
-        a JSON-ready dict; layers and experts that agree share one pattern.
+        a JSON-ready dict; layers and experts with the same scheme share one pattern.
     """
     facts = {name: Stored(s, (layouts or {}).get(name, DISK)) for name, s in schemes.items()}
     named = {name: fact.name for name, fact in facts.items()}
@@ -80,14 +80,14 @@ def _fields(how: Stored) -> dict[str, Any]:
 
 
 def _share(pattern: Pattern, members: dict[Pattern, str | None], out: dict[str, str]) -> None:
-    """Add one entry where all members agree; otherwise split them at the leftmost star and try again."""
+    """Add one entry if all members have the same scheme; otherwise split them at the leftmost star and recurse."""
     values = set(members.values())
     if len(values) == 1:
         (value,) = values
         if value is not None:
             out[".".join(pattern if len(members) > 1 else next(iter(members)))] = value
         return
-    star = pattern.index("*")  # members differ, so there is one
+    star = pattern.index("*")  # there is a star, because members differ
     split: dict[str, dict[Pattern, str | None]] = defaultdict(dict)
     for parts, scheme in members.items():
         split[parts[star]][parts] = scheme
@@ -96,19 +96,19 @@ def _share(pattern: Pattern, members: dict[Pattern, str | None], out: dict[str, 
 
 
 def expand(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Scheme]:
-    """The scheme of each name that the config quantizes; see `expand_stored`."""
+    """The scheme of each tensor that the config quantizes; see `expand_stored`."""
     return {name: fact.scheme for name, fact in expand_stored(config, names).items()}
 
 
 def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Stored]:
-    """Scheme and layout of each name that the config quantizes; other names are absent.
+    """Scheme and layout of each tensor that the config quantizes; other names are absent.
 
     Args:
         config: a `quantization_config`.
         names: tensor names without ".weight".
     Raises:
         DamagedError: a malformed config, an exact name in it that `names` lacks, or two patterns that contradict each other.
-        UnsupportedError: another quant_method, a newer version or a layout that lowq does not keep on disk.
+        UnsupportedError: another quant_method, a newer version or a layout that lowq does not store on disk.
     """
     schemes, tensors = _checked(config)
     by_length: dict[int, list[tuple[int, Pattern, str]]] = defaultdict(list)
@@ -141,7 +141,7 @@ def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 
 
 def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Schemes and layouts by key and the `tensors` table, after checking every field."""
+    """Schemes and layouts by key, and the `tensors` table, after checking every field."""
     if config.get("quant_method") == "fp8":
         raise UnsupportedError(
             "the weights are in fp8 blocks, which vLLM, SGLang and transformers read as they are; "

@@ -1,4 +1,4 @@
-"""What may not decide which files are a model: fields that name others, links that lead away. Refused by name."""
+"""Refuse config fields that redirect to other files or code, and links that lead out of a model's folder."""
 
 import os
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from lowq_cli.files.safetensors_io import read_json
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.regular import MAX_CONFIG, MAX_TEXT, open_bounded
 
-REDIRECTS = {  # field of config.json -> what transformers would do with it
+REDIRECTS = {  # field of config.json -> its effect in transformers
     "transformers_weights": "names other weights",
     "configuration_files": "names other configs",
 }
-COMPUTED_BY = ("attn_implementation", "experts_implementation")  # fields that may name a hub's code: "org/kernel:function"
+COMPUTED_BY = ("attn_implementation", "experts_implementation")  # fields that may name code on a hub: "org/kernel:function"
 TOKENIZER = "tokenizer_config.json"
-LARGE = ("tokenizer.", "vocab.", "merges.", ".model", ".tiktoken")  # beginnings and suffixes of companions with a vocabulary
+LARGE = ("tokenizer.", "vocab.", "merges.", ".model", ".tiktoken")  # prefixes and suffixes of companion files with a vocabulary
 
 
 def check_config(config: Mapping[str, Any], where: object) -> None:
-    """Raise UnsupportedError for fields that make other files, or code from elsewhere, of a config.json."""
+    """Raise UnsupportedError for fields of a config.json that make transformers load other files or code."""
     waiting: list[Any] = [config]
     while waiting:
         table = waiting.pop()
@@ -38,14 +38,14 @@ def _is_code(value: Any) -> bool:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise UnsupportedError where a folder's tokenizer_config.json names other tokenizer files."""
+    """Raise UnsupportedError if a folder's tokenizer_config.json names other tokenizer files."""
     path = folder / TOKENIZER
     if path.is_file() and read_json(path).get("fast_tokenizer_files") not in (None, ["tokenizer.json"]):
         raise UnsupportedError(f"{path} has fast_tokenizer_files, which names other files; take it out")
 
 
 def is_own(path: Path) -> bool:
-    """Whether a companion is the folder's own: no link, or one to a file of its name, or within the folder or a hub cache."""
+    """Whether a companion is no link, or a link to a file of the same name, within the folder or within a hub cache."""
     if not path.is_symlink():
         return True
     target, folder = path.resolve(), path.parent.resolve()
@@ -54,9 +54,9 @@ def is_own(path: Path) -> bool:
 
 
 def check_companions(found: list[Path]) -> list[Path]:
-    """The companions of a model: other libraries open them as they are.
+    """Check the companions of a model, because other libraries open them directly; returns them.
 
-    Raises DamagedError for one that is no regular file, is too large, or is a link to a file of another name somewhere else.
+    Raises DamagedError for one that is not a regular file, is too large, or links to a file of another name elsewhere.
     """
     for path in found:
         os.close(open_bounded(path, MAX_TEXT if path.name.startswith(LARGE) or path.suffix in LARGE else MAX_CONFIG))

@@ -1,4 +1,4 @@
-"""What a tensor of a checkpoint is: which matrices of it can be quantized, and why not where none can."""
+"""The role of a checkpoint's tensor: its matrices that can be quantized, or the reason why it cannot be."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,18 @@ class Part:
     """One (N, K) matrix to quantize inside a source tensor, and the checkpoint name it is written under."""
 
     name: str  # e.g. "model.layers.0.mlp.experts.3.gate_proj", without ".weight"
-    cut: Cut = WHOLE  # transposed, where the source stores (K, N), as of GPT-2's Conv1D
-    target: str = ""  # the model's parameter it ends up in: parts with one target must share one scheme
+    cut: Cut = WHOLE  # transposed if the source stores (K, N), like GPT-2's Conv1D
+    target: str = ""  # the model's parameter that it becomes part of; parts of one target must share a scheme
 
 
 @dataclass(frozen=True)
 class Role:
-    """What one source tensor is. Without parts it is kept as it is, for `reason`.
+    """The role of one source tensor. Without parts it is kept unquantized, for `reason`.
 
-    extra: it is of a head that predicts further tokens, which is no part of the model itself.
+    extra: it belongs to a head that predicts further tokens, which is not part of the text model.
     """
 
     kind: str  # attention, mlp, expert, head, embedding, router, norm or other
     parts: tuple[Part, ...] = ()
-    reason: str = ""  # "" where it can be quantized
+    reason: str = ""  # "" if it can be quantized
     extra: bool = False

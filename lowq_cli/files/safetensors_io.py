@@ -1,8 +1,8 @@
-"""Safetensors files: headers checked before they are believed, bytes read into memory of our own, headers written.
+"""Safetensors files: check headers before use, read bytes into private memory, write headers.
 
 The file is 8 bytes (header length, little endian), a JSON object name -> {dtype, shape, data_offsets}, then the data. A
 header is accepted only if its tensors tile the data exactly: no gap, no overlap, no byte missing. Reading copies instead
-of mapping, because mapped pages count as resident memory and a 70B model would seem to need 140 GB.
+of mapping, because mapped pages count as resident memory: a 70B model would appear to need 140 GB.
 """
 
 import json
@@ -20,26 +20,26 @@ from typing import TYPE_CHECKING
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 from lowq_packers.regular import MAX_TEXT, open_regular, read_regular
 
-if TYPE_CHECKING:  # a dry run and `lowq --help` read headers without importing torch
+if TYPE_CHECKING:  # a dry run and `lowq --help` do not import torch
     import torch
 
-MAX_HEADER = 100_000_000  # bytes; the bound of the safetensors library itself
-MAX_NAME, MAX_DIMS = 1000, 64  # characters of a tensor's name; torch's own bound of its dimensions
-LFS_POINTER = b"version "  # the first 8 bytes of the text that `git clone` leaves without git-lfs
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+MAX_NAME, MAX_DIMS = 1000, 64  # max. characters of a tensor's name; max. dimensions, torch's limit
+LFS_POINTER = b"version "  # the first 8 bytes of the pointer file that `git clone` writes without git-lfs
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
-FLOATS = ("F16", "BF16", "F32", "F64")  # what weights may be that are not packed
-E4M3 = "F8_E4M3"  # what products in fp8 take; only with the scales of its blocks is it a weight
-DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
+FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of weights that are not packed
+E4M3 = "F8_E4M3"  # the dtype of fp8 matmuls; such a tensor is a weight only together with its block scales
+DTYPES = {  # safetensors name -> torch name, of all dtypes that other tools' formats store
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
     "I64": "int64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
 }  # fmt: skip
-TORCH_NAMES = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "I32", "U8")}  # those lowq computes with
+TORCH_NAMES = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "I32", "U8")}  # dtypes that lowq computes with
 ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
 
 
@@ -73,7 +73,7 @@ class FileHeader:
 
 
 def read_header(path: Path) -> FileHeader:
-    """The checked header of a safetensors file. Raises NotFoundError, or DamagedError naming what is wrong."""
+    """The checked header of a safetensors file. Raises NotFoundError, or DamagedError with the defect."""
     with open(open_regular(path), "rb") as f:
         try:
             size = os.fstat(f.fileno()).st_size
@@ -146,7 +146,7 @@ def _entry(name: str, entry: object, where: str) -> tuple[str, tuple[int, ...], 
 
 
 def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
-    """A JSON object. Raises DamagedError on bad UTF-8, bad JSON, anything but an object, and with `once` a key given twice."""
+    """Parse a JSON object. Raises DamagedError on bad UTF-8, bad JSON, another JSON type, and with `once` on duplicate keys."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict:
         found = dict(pairs)
@@ -157,7 +157,7 @@ def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-        if re.search(rb"\\u[dD][89a-fA-F]", raw):  # half of a surrogate pair has no UTF-8: no file and no terminal takes it
+        if re.search(rb"\\u[dD][89a-fA-F]", raw):  # half a surrogate pair has no UTF-8 encoding: it cannot be printed
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise DamagedError(f"{where} does not hold valid JSON: {e}") from None
@@ -172,7 +172,7 @@ def read_json(path: Path, most: int = MAX_TEXT) -> dict:
 
 
 def build_header(tensors: Iterable[tuple[str, TensorHeader]], kind: str = "pt") -> tuple[bytes, dict[str, TensorHeader]]:
-    """The first bytes of a file holding these tensors (`kind`: whose they are, in its metadata), and where each will lie.
+    """The header bytes of a file with these tensors (`kind`: the metadata's format), and the position of each tensor.
 
     Wider elements come first, so that every tensor is aligned to its element without gaps (readers view bytes in place).
     """
@@ -191,14 +191,14 @@ def build_header(tensors: Iterable[tuple[str, TensorHeader]], kind: str = "pt") 
 
 
 def read_bytes(fd: int, offset: int, nbytes: int, where: str) -> bytearray:
-    """`nbytes` bytes at `offset`, in fresh memory. Raises DamagedError if the file ends before."""
+    """`nbytes` bytes at `offset`, in new memory. Raises DamagedError if the file is too short."""
     buffer = bytearray(nbytes)
     read_into(memoryview(buffer), fd, offset, where)
     return buffer
 
 
 def read_into(view: memoryview, fd: int, offset: int, where: str) -> None:
-    """Fill `view` (bytes) with what stands at `offset`. Raises DamagedError if the file ends before."""
+    """Fill `view` with the file's bytes from `offset` on. Raises DamagedError if the file is too short."""
     at = 0
     while at < len(view):
         got = os.preadv(fd, [view[at : at + (1 << 30)]], offset + at)
@@ -208,13 +208,13 @@ def read_into(view: memoryview, fd: int, offset: int, where: str) -> None:
 
 
 def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
-    """The bytes as a tensor of a safetensors dtype, without a copy. Raises UnsupportedError for dtypes lowq never computes."""
+    """The bytes as a tensor of a safetensors dtype, without a copy. Raises UnsupportedError for dtypes not in TORCH_NAMES."""
     torch_dtype(dtype)
     return viewed(buffer, DTYPES[dtype], shape)
 
 
 def viewed(buffer: bytearray, name: str, shape: tuple[int, ...]) -> "torch.Tensor":
-    """The bytes as a tensor of torch's dtype of that name, without a copy."""
+    """The bytes as a tensor of the torch dtype of that name, without a copy."""
     import torch
 
     dtype = getattr(torch, name)

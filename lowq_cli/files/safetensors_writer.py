@@ -1,4 +1,4 @@
-"""Weight files of bounded size, written as they fill, without knowing beforehand how many there will be."""
+"""Write weight files of bounded size as they fill, without knowing their number in advance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lowq_cli.state import writing
 from lowq_packers.atomic import replacing
 from lowq_packers.lazy import torch
 
-SHARD = 1 << 29  # bytes of a file, and of memory that waits to be written
-WRITERS = 2  # files written at once, beside the one that fills: a file takes one thread's speed, and then the disk's
+SHARD = 1 << 29  # max. bytes of a file, and of the tensors in memory that wait for it
+WRITERS = 2  # files written at once while the next one fills; one thread per file limits the speed, then the disk
 NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
@@ -27,8 +27,8 @@ def name_of(t: torch.Tensor) -> str:
 class SafetensorsWriter:
     """Safetensors files of at most SHARD bytes, written as they fill and numbered at the end.
 
-    Those that an interrupted run left in the folder count: `done` are the tensors in them. Leaving the block waits for the
-    files that are being written.
+    Files of an interrupted run in the folder are reused: `done` are the tensors in them. Leaving the block waits for
+    all files that are still being written.
     """
 
     def __init__(self, folder: Path, kind: str = "pt") -> None:
@@ -53,7 +53,7 @@ class SafetensorsWriter:
         return self.folder / f"part-{number}.safetensors"
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take the tensors of one matrix; they stay in one file."""
+        """Add the tensors of one matrix; they go into one file."""
         nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
         if self.waiting and self.size + nbytes > SHARD:
             self._flush()
@@ -70,7 +70,7 @@ class SafetensorsWriter:
         self.waiting, self.size = {}, 0
 
     def finish(self) -> None:
-        """Write what waits, give the files their names, and write the index where there are several."""
+        """Write the remaining tensors, rename the files, and write the index if there are several files."""
         if self.waiting or not self.files:
             self._flush()
         for written in self._pending:
@@ -86,14 +86,14 @@ class SafetensorsWriter:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
-    """One file, on disk when it has its name."""
+    """Write one file, flush it to disk, then rename it."""
     start, placed = build_header([(n, TensorHeader(tuple(t.shape), name_of(t))) for n, t in tensors.items()], kind)
     with writing(path), replacing(path, path.with_suffix(".tmp"), sync=True) as made, open(made, "wb") as f:
         f.write(start)
-        for name in placed:  # in the order of their bytes
+        for name in placed:  # in the order of their positions
             f.write(tensors[name].flatten().view(torch.uint8).numpy().data)
 
 
 def to_json(value: object) -> bytes:
-    """A JSON file's content."""
+    """The content of a JSON file."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,7 +1,7 @@
-"""Do the shapes of a checkpoint fit its config.json? Asked before weights are read, and again when a checkpoint is opened.
+"""Check the shapes of a checkpoint against its config.json, before weights are read and whenever a checkpoint is opened.
 
-Checked are the number of layers, the embedding, and every tensor of families that are described (`lowq_packers.arch`). A model
-that fails would load with random or cut weights, or not at all.
+This covers the number of layers, the embedding, and every tensor of families that are described (`lowq_packers.arch`). A model
+that fails the check would load with random or truncated weights, or not at all.
 """
 
 import re
@@ -15,7 +15,7 @@ from lowq_packers.arch.names import tensors
 from lowq_packers.errors import DamagedError
 from lowq_packers.heads import is_head
 
-MOST_DIGITS = 9  # of a layer's number
+MOST_DIGITS = 9  # max. digits of a layer's number
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.")
 
 
@@ -26,7 +26,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def whole(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields that the config has, as a whole number. Raises DamagedError if it is anything else."""
+    """The first of these fields in the config, an integer. Raises DamagedError if it has another type."""
     for name in names:
         value = config.get(name)
         if value is not None:
@@ -37,12 +37,12 @@ def whole(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DamagedError, naming tensor and field, unless `shapes` (full tensor names) fit `config`."""
-    if is_head(config):  # who reads it checks it, beside the model that it is for
+    """Raise DamagedError with tensor and field unless `shapes` (by full tensor name) agree with `config`."""
+    if is_head(config):  # a draft head is checked together with its model when it is loaded
         return
     text = text_config(config)
     _check_layers(text, shapes)
-    sizes = ("word_embed_proj_dim", "hidden_size", "n_embd")  # the first is OPT's, projected
+    sizes = ("word_embed_proj_dim", "hidden_size", "n_embd")  # the first is OPT's, whose embedding is projected
     expected = whole(text, "vocab_size"), whole(text, *sizes)
     described = _described(config, len(shapes))
     for name, shape in shapes.items():
@@ -61,7 +61,7 @@ def _compare(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) 
 
 
 def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Every stack of layers is numbered without gaps, and one has as many as the config says."""
+    """Check that every stack of layers is numbered without gaps, and that one has the number of layers in the config."""
     stacks: dict[str, set[int]] = defaultdict(set)
     for name in shapes:
         if found := _LAYER.match(name):
@@ -69,7 +69,7 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
                 raise DamagedError(f"{name[:100]} is in a layer of {len(found[2])} digits; fetch the model again")
             stacks[found[1]].add(int(found[2]))
     for stack, numbers in stacks.items():
-        if len(numbers) <= max(numbers):  # a name may say any number: nothing is made as long as it
+        if len(numbers) <= max(numbers):  # names may contain any number: never allocate by its value
             missing = next(i for i in count() if i not in numbers)
             raise DamagedError(f"{stack}.{missing} is missing, though {stack}.{max(numbers)} is there; fetch the model again")
     layers = whole(text, "num_hidden_layers", "n_layer")
@@ -79,7 +79,7 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _described(config: Mapping[str, Any], count: int) -> dict[str, list[tuple[int, ...]]]:
-    """Name -> the shapes that it may have, of the tensors of a described family; of other configs nothing is known."""
+    """Name -> allowed shapes of the tensors of a described family; empty for other configs."""
     try:
         _, model, _ = read_config(config, count)
     except NotPlain:

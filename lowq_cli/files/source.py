@@ -1,7 +1,7 @@
-"""Where weights come from: a model folder, a Hugging Face hub id, or the bundled "demo". Opened lazily, read by rows.
+"""Sources of weights: a model folder, a Hugging Face hub id, or the bundled "demo". They are opened lazily and read by rows.
 
-Opening reads config.json and the safetensors headers, no tensor, and checks them against each other and the index. `rows` and
-`read` then fetch one tensor, or some rows of one, into fresh memory.
+Opening reads only config.json and the safetensors headers, and checks them against each other and the index. `rows` and
+`read` then read one tensor, or some rows of one, into new memory.
 """
 
 import difflib
@@ -42,35 +42,35 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
-MODELOPT = "hf_quant_config.json"  # ModelOpt's, of what its older config.json files do not say
-HEAD, HEAD_NOTES, HEAD_STATE = "draft", "lowq_draft.json", "lowq-draft-state.safetensors"  # a draft head: its folder, and in it
-JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
+MODELOPT = "hf_quant_config.json"  # ModelOpt's file with settings that its older config.json files lack
+HEAD, HEAD_NOTES, HEAD_STATE = "draft", "lowq_draft.json", "lowq-draft-state.safetensors"  # a draft head's folder and files
+JOURNAL = "lowq-journal.jsonl"  # journal of an unfinished run
 STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
-PARTIAL = ".partial"  # + a name: the file until it is whole
+PARTIAL = ".partial"  # suffix of a file that is not complete yet
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
+COMPANIONS = (  # files that a checkpoint needs besides its weights; copied unchanged
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template*", f"{OTHERS}/*.jinja", "preprocessor_config.json", "processor_config.json",
     "1_Pooling/config.json",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
-_WANTED = ["*.safetensors", "*.json", "README.md", *COMPANIONS]  # its first lines name the licence
-_FOLDERS = [p for i, c in enumerate(OTHERS) for p in (f"{OTHERS[:i]}[!{c}]*/*", f"{OTHERS[:i]}/*")]  # all but OTHERS
+_WANTED = ["*.safetensors", "*.json", "README.md", *COMPANIONS]  # README.md's front matter names the licence
+_FOLDERS = [p for i, c in enumerate(OTHERS) for p in (f"{OTHERS[:i]}[!{c}]*/*", f"{OTHERS[:i]}/*")]  # all folders but OTHERS
 _UNWANTED = [*_FOLDERS, f"{OTHERS}?*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
-SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
+SAMPLES, SAMPLE_BYTES = 16, 4096  # samples per file and their bytes, for `identity`
 
 
 def shard_name(number: int, of: int) -> str:
-    """The file of weights with this number, from 1, of so many: what transformers calls it."""
+    """The name that transformers gives the weight file of this number (from 1) among `of` files."""
     return SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One (N, K) matrix inside a tensor or parameter: which expert's of a stack, which rows (None: all), held as (K, N)?
+    """The position of one (N, K) matrix in a tensor: its expert in a stack, its rows (None: all), whether stored as (K, N).
 
-    step: of the rows, 2 where those of two matrices alternate.
+    step: of the rows; 2 if the rows of two matrices alternate.
     """
 
     expert: int | None = None
@@ -101,9 +101,9 @@ class Source:
     headers: dict[str, TensorHeader]
     files: dict[str, FileHeader]
     where: dict[str, str]  # tensor -> file name
-    notes: tuple[str, ...] = ()  # what a person should know before it is quantized
-    stored_as: str = ""  # the name of a foreign format that it is decoded from
-    pinned: bool = False  # `read` into pages that a GPU copies by itself
+    notes: tuple[str, ...] = ()  # notes to print before quantizing
+    stored_as: str = ""  # the name of the format that its weights are decoded from
+    pinned: bool = False  # `read` into pinned pages, which a GPU copies asynchronously
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
     _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)
     _opening: RLock = field(default_factory=RLock, repr=False)  # tensors are read by several threads
@@ -122,7 +122,7 @@ class Source:
     def identity(self) -> str:
         """A hash of config and headers, and of each file's size, time of change and 16 samples of 4 KiB.
 
-        Cheap, and any other model differs: by its samples, or by its time where it was edited in place between them.
+        It is cheap to compute, and differs for every other model: by the samples, or after an edit in place by the time.
         """
         h = hashlib.sha256(repr(sorted(self.config.items(), key=lambda kv: kv[0])).encode())
         for name, header in sorted(self.files.items()):
@@ -135,7 +135,7 @@ class Source:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that reading keeps in memory: none here, a whole tensor where tensors are made from others."""
+        """Bytes that reading keeps in memory: 0 here; a whole tensor in sources that decode tensors."""
         return 0
 
     def companions(self) -> list[Path]:
@@ -146,13 +146,13 @@ class Source:
         return check_companions(sorted(found, key=lambda p: p.name))
 
     def companion_files(self) -> dict[str, bytes]:
-        """The companions as a checkpoint holds them, beside each other: names and contents. Raises as `companions`."""
+        """Names and contents of the companions, all in one folder as in a checkpoint. Raises as `companions`."""
         found = self.companions()
         beside = {p.name: read_regular(p) for p in found if p.parent == self.folder}
         return in_one_folder(beside, {p.stem: read_regular(p).decode() for p in found if p.parent != self.folder})
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
-        """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of its own dtype in fresh memory."""
+        """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of the stored dtype in new memory."""
         import torch
 
         header, file = self.headers[name], self.where[name]
@@ -163,7 +163,7 @@ class Source:
         return t
 
     def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
-        """`nbytes` bytes of a tensor from byte `first`, whatever its dtype."""
+        """`nbytes` bytes of a tensor of any dtype, from byte `first`."""
         return read_bytes(self._fd(self.where[name]), self.headers[name].offset + first, nbytes, self.where[name])
 
     def read_into(self, name: str, first: int, view: memoryview) -> None:
@@ -171,10 +171,10 @@ class Source:
         read_into(view, self._fd(self.where[name]), self.headers[name].offset + first, self.where[name])
 
     def mapped(self, names: "Sequence[str]") -> "torch.Tensor | None":
-        """Tensors that lie one behind the other in one file, flat and of its dtype, in its own pages: nothing is copied, and
-        what is written to them stays in this process. None where they do not lie so, or not at multiples of their elements.
+        """Tensors that are contiguous in one file, as one flat tensor on a private mapping of its pages, without a copy:
+        writes stay in this process. None if they are not contiguous, differ in dtype or are not aligned to their elements.
 
-        A file that another program cuts short while it is mapped ends this process by a signal.
+        If another program truncates the file while it is mapped, a signal ends this process.
         """
         import torch
 
@@ -202,8 +202,8 @@ class Source:
             return self._fds[file]
 
     def _as_described(self, file: FileHeader) -> int:
-        """The file, open. Raises DamagedError where it has no longer the size that its header was checked against: what is
-        mapped behind a file's end is read by nobody without a signal."""
+        """Open the file. Raises DamagedError if its size differs from the one its header was checked against, as reading
+        mapped pages beyond a file's end raises a signal."""
         fd = open_regular(file.path)
         if (size := os.fstat(fd).st_size) != file.size:
             os.close(fd)
@@ -211,7 +211,7 @@ class Source:
         return fd
 
     def opened(self, file: str) -> str:
-        """A path of one of the open files: what is read there is what is read here."""
+        """A path to one of the open files, through which other libraries read the same file."""
         return name_of_open(self._fd(file), self.files[file].path)
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class Source:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
-        self._maps.clear()  # they live as long as tensors in them
+        self._maps.clear()  # a mapping lives as long as the tensors in it
 
     def __enter__(self) -> "Source":
         return self
@@ -229,10 +229,10 @@ class Source:
 
 
 def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
-    """The model that a person named: "demo", a folder, or a hub id (downloaded; only its headers if `headers_only`).
+    """Open a model by name: "demo", a folder, or a hub id (downloaded; only its headers if `headers_only`).
 
-    Raises NotFoundError, DamagedError (files at odds with themselves or each other), UnsupportedError (pickles,
-    adapters): each says the way out. GGUF files and HQQ's qmodel.pt are interop.foreign.open_foreign's.
+    Raises NotFoundError, DamagedError (malformed or contradictory files), UnsupportedError (pickles,
+    adapters), each with a way out. interop.foreign.open_foreign opens GGUF files and HQQ's qmodel.pt.
     """
     name = os.fspath(model)
     if name == "demo":
@@ -250,23 +250,23 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
 
 
 def _refuse_mistyped(name: str) -> None:
-    """Raise NotFoundError for what may be a hub id but looks like a folder: its parent is here, or it names no organisation."""
+    """Raise NotFoundError for a possible hub id that looks like a folder: its parent exists, or it lacks an organisation."""
     if ("/" not in name or user_path(name).parent.is_dir()) and (near := nearby(name)):
         raise NotFoundError(f"no folder {name} here; {near} (a model of the hub is called org/name)")
 
 
 def nearby(name: str) -> str:
-    """A question that names the folder most like one that is not there, of those beside it and known checkpoints; or ""."""
+    """A question, "did you mean ...?", with the most similar name among sibling folders and known checkpoints, or ""."""
     path = user_path(name)
     beside = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
     spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *beside)}
-    spelled["demo"] = "demo"  # the bundled model, whatever else is called so
+    spelled["demo"] = "demo"  # the bundled model takes precedence over a folder of that name
     near = difflib.get_close_matches(path.name, spelled, n=1, cutoff=0.75)
     return f"did you mean {spelled[near[0]]}?" if near else ""
 
 
 def check_there(*models: str | os.PathLike[str] | None) -> None:
-    """Raise now what opening these models would raise, while nothing heavy is imported: folders only, the hub is not asked."""
+    """Raise the errors of opening these models before heavy imports; only for folders, without hub requests."""
     for model in models:
         if model is None:
             continue
@@ -279,7 +279,7 @@ def check_there(*models: str | os.PathLike[str] | None) -> None:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder of a weight file that was named itself. Raises UnsupportedError for files that lowq does not open."""
+    """The folder of a weight file given as the model. Raises UnsupportedError for files that lowq does not open."""
     if path.suffix == ".safetensors":
         return path.parent
     if any(path.match(p) for p in PICKLES):
@@ -295,7 +295,7 @@ def _pickle_message(path: Path) -> str:
 
 
 def _open_folder(name: str, folder: Path) -> Source:
-    """A source in a folder on this machine, config, index and headers checked."""
+    """Open a local folder after checking config, index and headers."""
     config_path = folder / "config.json"
     if (folder / JOURNAL).is_file() and not config_path.is_file():
         raise NotFoundError(f"the run that writes {folder} has not finished; run the same `lowq quantize` again, it continues")
@@ -323,7 +323,7 @@ def _open_folder(name: str, folder: Path) -> Source:
 
 
 def _add_modelopt(config: dict[str, Any], path: Path) -> None:
-    """Take what ModelOpt's file says of weights into `config`. Raises DamagedError where that says something else already."""
+    """Copy the weight settings of ModelOpt's file into `config`. Raises DamagedError if they contradict each other."""
     said = read_json(path).get("quantization")
     if not isinstance(said, dict):
         raise DamagedError(f"{path} has no quantization; fetch the model again")
@@ -367,7 +367,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _check_index(index: Path, where: dict[str, str]) -> None:
-    """Raise DamagedError unless every tensor that the index lists is in the file it says."""
+    """Raise DamagedError unless every tensor in the index is in the file that the index names."""
     for tensor, file in _weight_map(index).items():
         if where.get(tensor) != file:
             found = f"is in {where[tensor]}" if tensor in where else "is in no file"
@@ -375,7 +375,7 @@ def _check_index(index: Path, where: dict[str, str]) -> None:
 
 
 def _download(repo: str) -> Path:
-    """Fetch a hub model's safetensors, JSON and tokenizer files; the folder in the hub cache."""
+    """Download a hub model's safetensors, JSON and tokenizer files; returns the folder in the hub cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -387,11 +387,11 @@ def _download(repo: str) -> Path:
 
 
 def _hub_headers(repo: str) -> Source:
-    """A hub model's config and headers, from the local cache or by range requests: no weight is downloaded."""
+    """A hub model's config and headers, from the local cache or by range requests, without downloading weights."""
     from huggingface_hub import HfApi, get_safetensors_metadata, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    with suppress(LocalEntryNotFoundError, HFValidationError):  # the hub is asked, too, where the cache holds a part
+    with suppress(LocalEntryNotFoundError, HFValidationError):  # otherwise headers come from the hub
         cached = Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True))
         if _is_whole(cached):
             return _open_folder(repo, cached)
@@ -419,7 +419,7 @@ def _hub_headers(repo: str) -> Source:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot of the hub's cache has its config and all files of weights: damaged ones, too."""
+    """Whether a snapshot in the hub cache has its config and all weight files, intact or not."""
     if (folder / INDEX).is_file():
         whole = all((folder / check_file_name(file, INDEX)).is_file() for file in _weight_map(folder / INDEX).values())
     else:
@@ -428,7 +428,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _hub_error(repo: str, e: Exception) -> LowqError:
-    """What a failed hub call means for the person. Anything unforeseen is passed on as NotFoundError with its first line."""
+    """The error for a failed hub call. An unforeseen failure becomes a NotFoundError with the failure's first line."""
     kind = type(e).__name__
     first = str(e).strip().splitlines()[0] if str(e).strip() else kind
     if kind == "GatedRepoError":

@@ -1,4 +1,4 @@
-"""Where a folder keeps its chat templates: files of their own win over tokenizer_config.json, as in transformers."""
+"""Find a folder's chat templates: separate files take precedence over tokenizer_config.json, as in transformers."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Templates = str | dict[str, str] | None
 
 
 def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Templates:
-    """The template of a folder, or several by name; None where there is none."""
+    """The template of a folder, or several by name; None without a template."""
     files = [*folder.glob(f"{OTHERS}/*.jinja"), *folder.glob(OWN)]
     if files:
         found = {"default" if f.name == OWN else f.stem: read_text(f, MAX_CONFIG) for f in files}
@@ -27,7 +27,7 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Templat
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the files of a model's tokenizer say how a question is put to it."""
+    """Whether a model's folder holds a chat template."""
     config = folder / TOKENIZER
     try:
         said = read_text(config, MAX_CONFIG) if config.exists() else ""
@@ -37,15 +37,15 @@ def has_template(folder: Path) -> bool:
 
 
 def old_template(folder: Path) -> str | None:
-    """The template in a file of the processors of vision models, which transformers' tokenizers do not read."""
+    """The template in a file of vision models' processors, which transformers' tokenizers do not read."""
     path = folder / OLD
     found = read_json(path, MAX_CONFIG).get("chat_template") if path.is_file() else None
     return found if isinstance(found, str) else None
 
 
 def in_one_folder(files: Mapping[str, bytes], others: Mapping[str, str]) -> dict[str, bytes]:
-    """A folder's files without the folder in it that holds its `others` among templates, by name: a list in
-    tokenizer_config.json, the form that older readers know too, and every template is there still.
+    """A folder's files with the additional templates `others` (by name) moved from their subfolder into a list in
+    tokenizer_config.json, a form that older readers support too; no template is lost.
     """
     if not others:
         return dict(files)

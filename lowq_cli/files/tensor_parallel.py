@@ -1,7 +1,7 @@
-"""Can N tensor-parallel ranks share a quantized checkpoint? The rules of engines such as vLLM, from config and shapes alone.
+"""Check whether N tensor-parallel ranks can share a quantized checkpoint, by the rules of engines such as vLLM.
 
-Row-parallel weights (o_proj, down_proj) are cut along K: whole groups and whole words must stay on one rank. The others are
-cut along N. q, k and v, and gate and up, become one weight each, so they must have one scheme.
+Only config and shapes are needed. Row-parallel weights (o_proj, down_proj) are split along K: each rank needs whole groups and
+whole words. Other weights are split along N. q, k and v are fused, as are gate and up, and must have the same scheme.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 from lowq_cli.files.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
-DENSE_TABLE = ("mixtral",)  # families whose embedding vLLM (0.24, 0.33) makes without asking for a quantization
+DENSE_TABLE = ("mixtral",)  # families whose embedding vLLM (0.24, 0.33) creates without a quantization config
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 
@@ -23,9 +23,9 @@ def shard_problems(
     ranks: int,
     packed_zeros: bool = True,
 ) -> list[str]:
-    """A line for each matrix that `ranks` ranks cannot share, with the group size that they could; [] if all is well.
+    """A line for each matrix that `ranks` ranks cannot share, with a group size that works; [] if they can share all.
 
-    packed_zeros: whole-number zeros are packed along N, as foreign formats do.
+    packed_zeros: integer zeros are packed along N, as in other tools' formats.
     """
     found: list[str | None] = [*fusion_problems(schemes)]
     heads = whole(text_config(config), "num_key_value_heads", "num_attention_heads")
@@ -35,7 +35,7 @@ def shard_problems(
         if leaf in ROW:
             found.append(row_problem(name, scheme, K, ranks))
         elif leaf != "lm_head":
-            copies = heads if leaf in ("k_proj", "v_proj") and heads and ranks > heads else ranks  # few kv heads: replicated
+            copies = heads if leaf in ("k_proj", "v_proj") and heads and ranks > heads else ranks  # few KV heads are replicated
             found.append(column_problem(name, N, copies))
             if packed_zeros and not found[-1]:
                 found.append(_packed_zeros_problem(name, scheme, N, copies))
@@ -43,7 +43,7 @@ def shard_problems(
 
 
 def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
-    """A line for each set of weights that engines fuse but that have different schemes."""
+    """A line for each set of weights that engines fuse but whose schemes differ."""
     members: dict[str, dict[str, Scheme]] = defaultdict(dict)
     for name, scheme in schemes.items():
         if fused := fused_name(name):
@@ -57,7 +57,7 @@ def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
 
 
 def fused_name(name: str) -> str | None:
-    """The matrix that engines make of this one and its neighbours; None where it stays by itself."""
+    """The matrix into which engines fuse this one; None if it is not fused."""
     from lowq_packers.formats import FUSED  # imports torch
 
     stem, _, leaf = name.rpartition(".")
@@ -65,7 +65,7 @@ def fused_name(name: str) -> str | None:
 
 
 def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
-    """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; None if they can."""
+    """Why `ranks` ranks cannot share a matrix along K, with a group size or rank count that works; None if they can."""
     if K % ranks:
         return f"{name}: K={K} is no multiple of {ranks}"
     own = K // ranks
@@ -79,17 +79,17 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
 
 
 def table_problem(name: str, s: Scheme) -> str | None:
-    """Why ranks of lowq's own cannot share a matrix of this scheme at all (vLLM's can); None if they can."""
+    """The reason why lowq's own ranks cannot share a matrix of this scheme at all (vLLM's can); None if they can."""
     return f"{name} is {s}: lowq shares no weight with a table of its own among ranks; use one" if s.table_width else None
 
 
 def column_problem(name: str, N: int, ranks: int) -> str | None:
-    """Why `ranks` ranks cannot share a matrix along N; None if they can."""
+    """The reason why `ranks` ranks cannot share a matrix along N; None if they can."""
     return f"{name}: N={N} is no multiple of {ranks}" if N % ranks else None
 
 
 def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str | None:
-    """As `column_problem`, for formats that pack whole-number zeros along N."""
+    """As `column_problem`, for formats that pack integer zeros along N."""
     own = N // ranks
     if s.zero == "int" and own * s.bits % 32:
         return f"{name}: N={N} over {ranks} ranks is {own} {s.bits}-bit zeros, not whole words; quantize with --zero none"

@@ -1,4 +1,4 @@
-"""A config of a model with images or sound: of files that hold its text part alone, as derivatives do, the text's own."""
+"""Configs of multimodal models whose files hold only the text model, as in derivatives: the text model's config is used."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from lowq_packers.arch.towers import TOWERS
 from lowq_packers.errors import UnsupportedError
 
-WHOLE = ("gemma4", "gemma4_unified")  # whose own class does without towers, and so has text alone by the whole model's names
+WHOLE = ("gemma4", "gemma4_unified")  # model types whose class works without towers; their text-only files keep the full names
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 OF_THE_FILES = ("quantization_config", "transformers_version")
 
 
 def text_alone(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The config to read tensors of these names by: `config`, or its text_config where no tensor is another part's."""
+    """The config for files with these tensors: `config`, or its text_config if all tensors belong to the text model."""
     text, called = config.get("text_config"), config.get("architectures")
     if not isinstance(text, Mapping) or "model_type" not in text or not isinstance(called, list):
         return config
@@ -25,9 +25,9 @@ def text_alone(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def lifted(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with what its text_config says of quantization at the top, once, where all readers look for it.
+    """The config with the quantization fields of its text_config moved to the top level, where all readers look for them.
 
-    Raises UnsupportedError where the two say different things.
+    Raises UnsupportedError if the two contradict each other.
     """
     text, field = config.get("text_config"), OF_THE_FILES[0]
     if not isinstance(text, Mapping) or text.get(field) is None:
@@ -38,7 +38,7 @@ def lifted(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def way_out(missing: str, names: Iterable[str]) -> str:
-    """What to do about a tensor that a model needs and its files lack; they may have it under a text model's name."""
+    """A hint for a tensor that is missing from the files; they may have it under a text model's name."""
     parts, found = missing.split("."), set(names)
     other = ".".join(p for p in parts if p != "language_model")
     tower = next((n for n in sorted(found) if TOWERS.search(n)), None)

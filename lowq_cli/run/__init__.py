@@ -1,1 +1,1 @@
-"""One quantize run: recipe -> plan -> tensors, one after the other -> a folder that is whole or not there."""
+"""One quantize run: recipe -> plan -> tensors, one after another -> an output folder that is either complete or absent."""

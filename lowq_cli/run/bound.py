@@ -1,10 +1,10 @@
-"""`quantize --max-kl 0.02` or `--max-ppl 1%`: the smallest checkpoint whose loss, measured, stays under a bound.
+"""`quantize --max-kl 0.02` or `--max-ppl 1%`: find the smallest checkpoint whose measured loss stays under a bound.
 
-Mixed widths (calibrate/mixed.py) give for every size the best allocation and the loss to expect of it. The loss that counts is
-measured: trials are quantized as the checkpoint will be, and judged on a held-out text beside the unquantized model; each
-corrects what is expected of the next. A few rounds end within NEAR of the bound, or at the smallest or largest widths. What was
-measured is kept in the user's cache, so a run that was killed goes on behind its last trial; the trial that wins becomes the
-checkpoint.
+Mixed widths (calibrate/mixed.py) give the best allocation for every size, and its expected loss. The measured loss decides:
+trials are quantized as the checkpoint will be and compared with the unquantized model on a held-out text, and each measurement
+corrects the expected loss of the next trial. The search ends after a few rounds within NEAR of the bound, or at the smallest or
+largest widths. Measurements are kept in the user's cache, so a killed run resumes after its last trial. The best trial becomes
+the checkpoint.
 """
 
 import json
@@ -33,18 +33,18 @@ from lowq_packers.errors import QualityError, UsageError
 from lowq_packers.home import cache_dir
 
 ROUNDS = 8
-NEAR, AIM = 0.9, 0.96  # parts of the bound: what is near enough, and what is aimed at
-TOKENS = 16384  # of the held-out text that are read
-LEAST = 1e-6  # nats: less than rounding in 16 bits
-NEW_TOKENS, TIMES = 48, 3  # of a timed text; the best of so many counts: others may be using the machine
-Watch = Callable[[int, int, str], None]  # rounds done, of how many, what was found
+NEAR, AIM = 0.9, 0.96  # fractions of the bound: a loss above NEAR ends the search; trials aim at AIM
+TOKENS = 16384  # max. tokens of the held-out text that a trial is measured on
+LEAST = 1e-6  # nats; floor for losses, below the rounding error of 16 bits
+NEW_TOKENS, TIMES = 48, 3  # tokens of a timed decode, and repeats; the fastest counts, as other processes may use the machine
+Watch = Callable[[int, int, str], None]  # called with (rounds done, max. rounds, description of the result)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One checkpoint that was measured. bpw: of the weights that take part; kl: nats; ppl: percent above the model's.
+    """One measured checkpoint. bpw: bits per allocated weight; kl: nats; ppl: percent above the original model's perplexity.
 
-    tps: tokens a second that it decodes one text at, where that was asked for.
+    tps: tokens per second when it decodes one sequence; None unless a speed was requested.
     """
 
     bpw: float
@@ -57,12 +57,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Bound:
-    """What was found. limit, measured, more, less: nats of KL divergence, or percent of perplexity.
+    """The result of a search. limit, measured, more, less: nats of KL divergence, or percent of perplexity.
 
-    binding: what kept the checkpoint from being smaller ("max_kl", "max_ppl"; "tokens_per_s": a smaller one met those, but was
-    slower) or kept it this small ("widths": the smallest that were allowed are good enough). more, less: to be expected of one
-    bit per weight more, and one less. tps: tokens a second, measured, and what a bit more and one less make of it if decoding
-    is as slow as reading the weights; None where no speed was asked for.
+    binding: the limit that stopped the search: "max_kl" or "max_ppl"; "tokens_per_s" if a smaller checkpoint met the loss bound
+    but was too slow; "widths" if the smallest allowed widths meet the bound. more, less: the expected loss with one bit per
+    weight more, and with one less. tps: tokens per second, measured, and estimated for one bit per weight more and one less if
+    the time to read the weights bounds decoding; None unless a speed was requested.
     """
 
     flag: str
@@ -77,7 +77,7 @@ class Bound:
 
     @property
     def unit(self) -> str:
-        """What follows its numbers."""
+        """The unit to print after a loss."""
         return " nats of KL divergence" if self.flag == "max_kl" else "% of perplexity"
 
     @property
@@ -101,11 +101,11 @@ class Bound:
 
 
 class Search:
-    """Finds the checkpoint. After `run`, `best` is the folder of it, if this process or the one before it made it.
+    """The search for the smallest checkpoint. After `run`, `best` is its folder, if this or an earlier process made it.
 
     Args:
-        model: as the person named it. spread: what bits may be spent on. asked: the recipe with the bound.
-        texts: the hash of what is calibrated on, and the words to judge on. make: quantizes the model by a recipe.
+        model: the model as named by the user. spread: the possible allocations of bits. asked: the recipe with the bound.
+        texts: the hash of the calibration text, and the evaluation text. make: quantizes the model by a recipe.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Search:
         facts += [device.split(":")[0], *(["timed"] if asked.tokens_per_s else [])]
         self.folder = cache_dir() / "bounds" / memo.key(facts)
         self.known: dict[str, dict[str, float]] = memo.recall(self.folder / "measured.json")
-        self.trials: dict[int, Trial] = {}  # bytes of the groups -> what was measured
+        self.trials: dict[int, Trial] = {}  # bytes of the groups -> measurement
         self.best: Path | None = None
         self.most = self._most()
 
     def run(self) -> tuple[Recipe, Mixed, Bound]:
-        """The recipe, how it spends its bits, and what was measured.
+        """The recipe, its allocation of bits, and the measurements.
 
-        Raises QualityError where nothing that is allowed meets the bound, BusyError where another process searches for it.
+        Raises QualityError if no allowed allocation meets the bound, BusyError if another process runs the same search.
         """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ class Search:
             if low >= high:
                 break
             at = self._next(goal, low, high)
-            if self._allocated(at)[1] in self.trials:  # nothing lies between
+            if self._allocated(at)[1] in self.trials:  # there is no other allocation in between
                 break
         met = [t for t in self.trials.values() if self._loss(t) <= self._nats(self.limit)]
         if not met:
@@ -173,12 +173,12 @@ class Search:
         return trial.tps is None or trial.tps >= (self.asked.tokens_per_s or 0)
 
     def _tps(self, tps: float, nbytes: int) -> float:
-        """Tokens a second with so many bytes of weights more to read (or fewer) at the speed of this machine's memory."""
+        """Estimated tokens per second after adding `nbytes` of weights (negative: removing), from this machine's bandwidth."""
         read = nbytes / bandwidth.measured(pick_device(self.device))
         return 1 / max(1 / tps + read, 0.1 / tps)
 
     def _most(self) -> int:
-        """Bytes that the groups may take at most. Raises UsageError where --fit leaves too few."""
+        """Max. bytes that the groups may take. Raises UsageError if --fit leaves too few."""
         if self.asked.fit is None:
             return self.spread.most
         room = min(self.spread.most, self.spread.budget(self.asked.fit))
@@ -186,12 +186,12 @@ class Search:
             over = make_plan(self.spread.source, self.spread.at(room)[0]).nbytes - self.asked.fit
             if over <= 0:
                 return room
-            room -= over  # headers vary by a few bytes with the numbers in them
+            room -= over  # the size of headers varies by a few bytes with the numbers in them
         least = self.asked.fit - room + self.spread.least
         raise UsageError(f"--fit {size(self.asked.fit)} is too little: the smallest widths take {size(least)}")
 
     def _nats(self, said: float) -> float:
-        """A loss as the search works with it: nats of KL divergence, or of perplexity's logarithm."""
+        """A loss converted to nats: of KL divergence, or of the logarithm of perplexity."""
         return said if self.flag == "max_kl" else log1p(said / 100)
 
     def _said(self, trial: Trial) -> float:
@@ -206,7 +206,7 @@ class Search:
         return max(found.error, LEAST), sum(s.nbytes for s in found.shares)
 
     def _within(self, error: float) -> int:
-        """The fewest bytes whose expected error is at most `error`; as many as are allowed where none is."""
+        """The fewest bytes whose expected error is at most `error`; the maximum allowed if there are none."""
         low, high = self.spread.least, self.most
         while high - low > max(1, self.spread.params // 4096):  # 0.002 bits per weight
             middle = (low + high) // 2
@@ -214,7 +214,7 @@ class Search:
         return high
 
     def _next(self, goal: float, low: int, high: int) -> int:
-        """Where the loss should come to the goal, by what was measured: between the nearest two, or as far from the nearest."""
+        """The size where the loss should reach the goal: interpolated between the nearest two trials, or shifted from one."""
         seen = sorted((log(max(t.expected, LEAST)), log(self._loss(t))) for t in self.trials.values())
         below, above = [s for s in seen if s[1] <= goal], [s for s in seen if s[1] > goal]
         if below and above:
@@ -229,7 +229,7 @@ class Search:
         return at
 
     def _foretold(self, budget: int) -> float | None:
-        """The loss to expect elsewhere, corrected by the nearest trial; None beyond what is allowed."""
+        """The expected loss of another size, corrected by the nearest trial; None outside the allowed sizes."""
         if not self.spread.least <= budget <= self.spread.most:
             return None
         expected = self._allocated(budget)[0]
@@ -238,7 +238,7 @@ class Search:
         return nats if self.flag == "max_kl" else 100 * (exp(min(nats, 50.0)) - 1)
 
     def _try(self, budget: int) -> Trial:
-        """Quantize and measure the best allocation, or take what was measured before."""
+        """Quantize and measure the best allocation, or return its earlier measurement."""
         recipe, mixed = self.spread.at(budget)
         nbytes = sum(s.nbytes for s in mixed.shares)
         folder = self._folder(recipe)
@@ -263,7 +263,7 @@ class Search:
         return self._folder(self.spread.at(min(met))[0]) if met else None
 
     def _too_slow(self, met: list[Trial]) -> str:
-        """What each of the two bounds leaves of the other."""
+        """The error message when no trial meets both bounds: the best speed within the loss bound, and the reverse."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         best = max(met, key=lambda t: t.tps or 0)
         said = f"--tokens-per-s {self.asked.tokens_per_s:g} is not met: {named} leaves {best.tps:.4g} at {best.bpw:.3f} bits"
@@ -287,7 +287,7 @@ class Search:
 
 
 def speed(folder: Path, text: str, device: str) -> float:
-    """Tokens a second that a checkpoint decodes one text at, on a device."""
+    """Tokens per second at which a checkpoint decodes one sequence on a device."""
     from lowq_cli.calibrate.texts import tokenize
     from lowq_cli.engine.open_model import ready
     from lowq_cli.evaluate.comparison import decode_tps
@@ -297,7 +297,7 @@ def speed(folder: Path, text: str, device: str) -> float:
 
 
 def adopt(trial: Path, out: Path) -> bool:
-    """Make the trial's folder the checkpoint; False where it must be quantized again: another disk, a folder that is there."""
+    """Rename the trial's folder to `out`; False if that fails (another disk, `out` exists) and it must be quantized again."""
     if out.exists() or not trial.is_dir():
         return False
     try:

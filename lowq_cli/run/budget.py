@@ -1,4 +1,4 @@
-"""What a run will take: memory, disk and time, against what there is. Asked before the first byte is written."""
+"""Estimate the memory, disk space and time of a run and compare them with what is available, before anything is written."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from lowq_packers.lazy import torch
 if TYPE_CHECKING:
     from lowq_cli.run.own_text import Outlook
 
-SLAB = {"cpu": 1 << 23, "cuda": 1 << 25}  # weights quantized at a time, whatever the tensor's size
-BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_cost.py
-WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
-TORCH = 225 << 20  # resident once torch is imported: a plan from headers comes before that
-ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
+SLAB = {"cpu": 1 << 23, "cuda": 1 << 25}  # max. weights quantized at a time, for tensors of any size
+BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, fp32 error; measured by benchmarks/quantize_cost.py
+WORKING = 160 << 20  # bytes of buffers of the quantizers, the copies and the allocator that do not grow with the slab
+TORCH = 225 << 20  # resident bytes of an imported torch, which a plan from headers does not include yet
+ROTATING = 12  # bytes per weight of a rotated matrix: a rotation across rows needs the whole matrix in fp32
 PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights in the timing sample
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes and seconds a run will take. None where this machine does not say, or nothing was probed."""
+    """Bytes and seconds that a run will take. None where the machine does not report a value, or nothing was timed."""
 
     peak_bytes: int  # resident memory of the whole process
     available_bytes: int | None
-    disk_bytes: int  # still to be written
+    disk_bytes: int  # bytes that are not written yet
     disk_free_bytes: int
     seconds: float | None
-    within: int = 1  # times longer or shorter than `seconds` it may take: 1 where a sample of all the work was timed
+    within: int = 1  # the run may take this factor longer or shorter than `seconds`; 1 if samples of all the work were timed
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -66,9 +66,9 @@ class Budget:
 def make_budget(
     plan: Plan, out: Path, device: Device, workers: int = 1, written: int = 0, held: int = 0, timed: bool = True
 ) -> Budget:
-    """What `plan` will take with so many `workers`; `written` bytes are on disk already, reading keeps `held` in memory.
+    """The budget of `plan` with `workers`; `written` bytes are already on disk, reading keeps `held` bytes in memory.
 
-    timed: whether a sample of the work is done to tell the time, which takes torch.
+    timed: whether to time a sample of the work, which imports torch.
     """
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
@@ -81,7 +81,7 @@ def make_budget(
 
 
 def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) -> tuple[float, int]:
-    """(what the work will take by a sample of it, how many times longer or shorter it may take)."""
+    """(estimated seconds of the work from a timed sample, the factor by which it may take longer or shorter)."""
     probed = sum(probe(plan, device, workers).values())
     if not calibrating:
         return probed, 1
@@ -91,7 +91,7 @@ def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) 
 
 
 def with_text(budget: Budget, own: Outlook | None) -> Budget:
-    """The budget with the writing of the model's own text, which comes first; on a CPU the model lies in memory for it."""
+    """The budget including the generation of the model's own text, which comes first and on a CPU holds the model in memory."""
     if own is None:
         return budget
     held = current_rss() + WORKING + own.held if own.seconds and own.device.type == "cpu" else 0
@@ -100,26 +100,26 @@ def with_text(budget: Budget, own: Outlook | None) -> Budget:
 
 
 def slab_bytes(item: Item, device: str = "cpu") -> int:
-    """Bytes held in memory while an item is worked on."""
+    """Bytes held in memory while an item is processed."""
     if not item.scheme:
-        return 0  # copied in small pieces: part of WORKING
+        return 0  # copied in small pieces, which WORKING includes
     N, K = item.shape
     weights = min(N, slab_rows(K, device)) * K
-    apart = item.cut.transposed or item.cut.step > 1  # its rows are the file's columns, or every second one
+    apart = item.cut.transposed or item.cut.step > 1  # its rows are columns of the file, or every second row
     whole = item.cut.step * N * K * ITEMSIZE[item.source_dtype] if apart else 0
     return weights * BYTES_PER_WEIGHT + whole
 
 
 def slab_rows(K: int, device: str = "cpu") -> int:
-    """Rows quantized at a time: whole slabs of the quantizer, so that the cut changes no code."""
+    """Rows quantized at a time: whole slabs of the quantizer, so that the split does not change any code."""
     inner = max(1, QUANTIZER_SLAB.get(device, QUANTIZER_SLAB["cpu"]) // K)
     return max(1, SLAB.get(device, SLAB["cpu"]) // (inner * K)) * inner
 
 
 def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str | None, str], float]:
-    """Seconds that each method and scheme of the plan will take `workers`, from timing one on a random sample.
+    """Seconds that each method and scheme of the plan takes with `workers`, from timing it on a random sample.
 
-    Also the check that the method takes the scheme: a SchemeError surfaces here, not at the first tensor.
+    This also checks that the method supports the scheme: a SchemeError is raised here, not at the first tensor.
     """
     work: dict[tuple[str | None, str], list[Item]] = {}
     for i in plan.items:
@@ -132,7 +132,7 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str |
         quantize, K = _sampled(items[0])
         W = torch.randn(max(1, PROBE[device.type] // K), K, generator=g).to(device, scale_dtype(items[0]))
         with shared_threads(workers):
-            quantize(W[:1])  # first use: library start-up is no part of the rate
+            quantize(W[:1])  # warm-up: the rate must not include the start-up of libraries
             start = time.perf_counter()
             quantize(W).scales[:1].cpu()  # waits for a GPU
             seconds[key] = (time.perf_counter() - start) * params / W.numel() / at_once
@@ -140,12 +140,12 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str |
 
 
 def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], Any], int]:
-    """What an item's weights go through, and the K of a sample for it."""
+    """The quantizer of an item's weights with its scheme and dtype, and K of the sample to time it on."""
     assert item.scheme
     return partial(quantizers.get(item.method), scheme=item.scheme, dtype=scale_dtype(item)), item.scheme.group_size
 
 
 def scale_dtype(item: Item) -> torch.dtype:
-    """What a quantizer is told that scales are stored in; fp32 where they are bytes."""
+    """The dtype of stored scales that a quantizer rounds to; fp32 where scales are stored as bytes."""
     of_scales = item.outputs[1][1].dtype
     return torch.float32 if of_scales == "U8" else getattr(torch, TORCH_NAMES[of_scales])

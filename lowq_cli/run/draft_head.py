@@ -1,9 +1,9 @@
-"""An EAGLE-3 or P-EAGLE head that can learn: its tensors by their published names, its loss over several guesses in a row.
+"""A trainable EAGLE-3 or P-EAGLE draft head: its tensors under their published names, its loss over several draft tokens.
 
-In use EAGLE-3's second guess reads its own first hidden state, its third the second, and so on; so it learns, too (training-
-time test). P-EAGLE's guesses after the first read a mask token and a learnt vector instead, so that all are made at once. At
-guess j a row of a text at position t stands at t + j: it attends to the rows up to t as the first guess saw them, and to its
-own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
+In use, EAGLE-3's second guess reads the head's own first hidden state, the third reads the second, and so on; training does
+the same (training-time test). P-EAGLE's later guesses read a mask token and a learnt vector instead, so that one pass makes
+all of them. At guess j the row of position t is at position t + j: it attends to the rows up to t as the first guess saw them,
+and to its own j guesses. Source: EAGLE-3 (arXiv:2503.01840).
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from lowq_cli.engine.plan import Plan
 from lowq_packers.arch.parts import Attention, Mlp, mixers
 from lowq_packers.errors import UnsupportedError
 
-TURNED = 1024  # positions that windows of text reach, and guesses past them
-LATER = 0.8  # weight of a guess's loss, of the one's before it: EAGLE-3's
+TURNED = 1024  # positions of the rotary table: those of a window of text and of the guesses after it
+LATER = 0.8  # weight of a guess's loss relative to the previous guess's, as in EAGLE-3
 KINDS = ("eagle3", "peagle")
-GUESSES = {"eagle3": 5, "peagle": 7}  # in a row that a head learns: the latter's cost little more than one
-DEPTH = 2  # layers of P-EAGLE here: published ones have 4, for models of 32 and more
+GUESSES = {"eagle3": 5, "peagle": 7}  # draft tokens per round that a head is trained for; P-EAGLE's cost little more than one
+DEPTH = 2  # layers of a P-EAGLE head; published heads have 4, for models of 32 layers and more
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a head and the model that it is for. guesses: tokens of its reduced vocabulary. taps: layers that it reads."""
+    """Sizes of a head and its model. guesses: tokens of the head's reduced vocabulary. taps: layers whose input it reads."""
 
     hidden: int
     inner: int
@@ -40,21 +40,21 @@ class Sizes:
     positions: int
     taps: tuple[int, int, int]
     kind: str = KINDS[0]
-    mask: int = 0  # the token that stands for those that are not known yet
+    mask: int = 0  # the mask token, in place of tokens that are not known yet
 
     @property
     def in_a_row(self) -> int:
-        """Guesses that it learns."""
+        """Draft tokens per round that the head is trained for."""
         return GUESSES[self.kind]
 
     @property
     def names(self) -> list[str]:
-        """Of its layers: SafeAILab's and SpecForge's, or speculators'."""
+        """Names of the head's layers: SafeAILab's and SpecForge's for EAGLE-3, speculators' for P-EAGLE."""
         return ["midlayer"] if self.kind == KINDS[0] else [f"layers.{i}" for i in range(DEPTH)]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors, by published names."""
+        """Shapes of the head's tensors, by their published names."""
         H, q, kv = self.hidden, self.heads * self.dim, self.kv_heads * self.dim
         found: dict[str, tuple[int, ...]] = {"fc": (H, 3 * H), "norm": (H,), "lm_head": (self.guesses, H)}
         for i, p in enumerate(self.names):
@@ -74,7 +74,7 @@ class Sizes:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def config(self) -> dict[str, object]:
-        """Its config.json, as SpecForge and SafeAILab write it, P-EAGLE's as speculators; layers by what enters them."""
+        """The head's config.json as SpecForge and SafeAILab write it, P-EAGLE's as speculators does; taps are layer inputs."""
         layer: dict[str, object] = {
             "model_type": "llama", "hidden_size": self.hidden,
             "intermediate_size": self.inner, "num_hidden_layers": len(self.names), "num_attention_heads": self.heads,
@@ -95,7 +95,7 @@ class Sizes:
 
 
 def sizes(plan: Plan, guesses: int, kind: str = KINDS[0]) -> Sizes:
-    """A head of layers as wide as the model's own. Raises UnsupportedError for a model without attention."""
+    """The sizes of a head whose layers are as wide as the model's. Raises UnsupportedError for a model without attention."""
     model, config = plan.model, plan.config
     own = next((m for _, m in mixers(model) if isinstance(m, Attention)), None)
     n, H = len(model.layers), model.hidden
@@ -105,7 +105,7 @@ def sizes(plan: Plan, guesses: int, kind: str = KINDS[0]) -> Sizes:
     heads, kv, dim = (own.heads, own.kv_heads, own.dim) if own else (max(1, H // 128), max(1, H // 128), min(H, 128))
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
-    taps = (2, n // 2, n - 3) if n >= 12 else (1, n // 2, n)  # of few layers the last says most
+    taps = (2, n // 2, n - 3) if n >= 12 else (1, n // 2, n)  # in a model of few layers, the last one is the most informative
     positions = getattr(config, "max_position_embeddings", None) or 4096
     return Sizes(
         H, mlp, heads, kv, dim, model.vocab, min(guesses, model.vocab), n, model.norm.eps, float(theta), positions, taps, kind
@@ -113,7 +113,7 @@ def sizes(plan: Plan, guesses: int, kind: str = KINDS[0]) -> Sizes:
 
 
 class Learner(nn.Module):
-    """The head. first: what its tensors begin as, where that is known; the others are drawn."""
+    """The trainable head. first: initial values of some tensors; the rest are initialised at random."""
 
     def __init__(self, of: Sizes, first: dict[str, torch.Tensor], device: torch.device, seed: int = 0) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Learner(nn.Module):
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By published names."""
+        """The tensors by their published names."""
         return {n.replace("/", "."): p.detach() for n, p in self.weights.items()}
 
     def _w(self, name: str) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Learner(nn.Module):
         return (y * self._w(name)).to(x.dtype)
 
     def _heads(self, x: torch.Tensor, name: str, first: int | None) -> torch.Tensor:
-        """(B, heads, T, D) of a product by its name, turned to positions from `first` on where that is given."""
+        """The projection of that name as (B, heads, T, D), rotated to positions from `first` on if that is given."""
         y = F.linear(x, self._w(name)).unflatten(-1, (-1, self.of.dim)).transpose(1, 2)
         if first is None:
             return y
@@ -152,9 +152,9 @@ class Learner(nn.Module):
     def forward(
         self, embeddings: torch.Tensor, features: torch.Tensor, J: int, mask: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Logits (B, T, Vd) of each of J guesses in a row.
+        """Logits (B, T, Vd) of each of J successive guesses.
 
-        embeddings: (B, T + J - 1, H) of the tokens after each row's. features: (B, T, 3 H). mask: (H,) the mask token's.
+        embeddings: (B, T + J - 1, H), of the token after each row's. features: (B, T, 3 H). mask: (H,), of the mask token.
         """
         T, f, logits, parallel = features.shape[1], F.linear(features, self._w("fc")), [], self.of.kind == KINDS[1]
         unknown = F.linear(self.weights["mask_hidden"].to(features.dtype), self._w("fc")) if parallel else None
@@ -174,7 +174,7 @@ class Learner(nn.Module):
     def _layer(
         self, p: str, u: torch.Tensor, x: torch.Tensor, j: int, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> torch.Tensor:
-        """One layer at guess j, of what its attention is given and the stream; keys and values of the guesses so far."""
+        """Run one layer at guess j on its attention's input and the residual stream; append to the guesses' keys and values."""
         q = self._heads(u, f"{p}.self_attn.q_proj", j)
         keys.append(self._heads(u, f"{p}.self_attn.k_proj", j))
         values.append(self._heads(u, f"{p}.self_attn.v_proj", None))
@@ -186,7 +186,7 @@ class Learner(nn.Module):
 
 
 def attended(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """Attention of queries (B, heads, T, D): row t to rows up to t of the first keys, and to row t of all others."""
+    """Attention of queries (B, heads, T, D): row t attends to rows up to t of the first keys and to row t of later keys."""
     share = q.shape[1] // keys[0].shape[1]
     k, v = ([t.repeat_interleave(share, 1) for t in ts] for ts in (keys, values))
     if len(k) == 1:
@@ -200,7 +200,7 @@ def attended(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tenso
 
 
 def loss_of(logits: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of all guesses with the model's own distribution; wanted: its logits (B, T + J - 1, Vd) a token further."""
+    """Cross entropy of all guesses with the model's distribution; wanted: its logits (B, T + J - 1, Vd), one token ahead."""
     T = logits[0].shape[1]
     total = logits[0].new_zeros((), dtype=torch.float32)
     for j, own in enumerate(logits):
@@ -210,7 +210,7 @@ def loss_of(logits: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
 
 
 def right(logits: list[torch.Tensor], best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """(J,) rows whose guesses 0 .. j are all the model's likeliest tokens `best` (B, T + J - 1). ids: (Vd,) of guesses."""
+    """(J,) share of rows whose guesses 0 .. j all equal the model's top tokens `best` (B, T + J - 1). ids: (Vd,) token ids."""
     T, so_far, found = logits[0].shape[1], None, []
     for j, own in enumerate(logits):
         same = ids[own.argmax(-1)] == best[:, j : j + T]

@@ -1,8 +1,8 @@
-"""`lowq draft train`: a head learns to guess what one model says, on text that it wrote itself, half drawn and half greedy.
+"""`lowq draft train`: train a draft head for one model, on text that the model generated, half of it sampled, half greedy.
 
-The model reads windows of the text as it does when it decodes, on its packed weights; the head reads the hidden states that it
-leaves and learns from its predictions. A run that was killed goes on: the text is in the user's cache, what is learnt so far
-beside the result, and the order of windows follows from the seed.
+The model reads windows of the text as it does when it decodes, with its packed weights. The head reads the model's hidden
+states and learns from its predictions. A killed run resumes: the text is in the user's cache, the training state is next to
+the result, and the order of windows follows from the seed.
 """
 
 import json
@@ -38,17 +38,17 @@ from lowq_packers.regular import opened, read_text
 FULL_VOCABULARY, REDUCED = (
     65_536,
     32_000,
-)  # tokens of a vocabulary that is left whole, and of a larger one that is guessed among
-TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # of text; story's and base's heads gain little past them
+)  # the head uses a vocabulary of up to 65,536 tokens whole, and 32,000 tokens of a larger one
+TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # tokens of training text; heads of the models story and base gain little beyond
 PASSES = 3
-ROWS = 1 << 27  # logits of a step at most: 0.5 GB in fp32, of which a step holds about 3 for each guess in a row
-MOST_WINDOWS = {"cuda": 32, "cpu": 1}  # of a step
-HELD_OUT = 16  # windows of each half that are not learnt from
-RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's rate of a head so wide (wider ones learn as much slower), and steps up to it
+ROWS = 1 << 27  # max. logits per step: 0.5 GB in fp32; a step holds about 3 such tensors per guess
+MOST_WINDOWS = {"cuda": 32, "cpu": 1}  # max. windows per step
+HELD_OUT = 16  # windows of each half held out from training
+RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's learning rate at WIDTH (inversely proportional to the width), and warm-up steps
 MOST_RATE = 2e-3
-SAVE = 60.0  # seconds between two of what is learnt so far
-TRAINING = 3.0  # operations of a step forward and backward, of those forward
-FLOPS = 0.35  # of what a product reaches, by a whole step
+SAVE = 60.0  # seconds between two checkpoints of the training state
+TRAINING = 3.0  # operations of the forward and backward pass, relative to the forward pass
+FLOPS = 0.35  # FLOP/s of a whole step, relative to those of a single matmul
 BIG = {
     "hidden": 4096,
     "inner": 14336,
@@ -64,7 +64,7 @@ BIG_PARAMS = 8.0e9
 
 @dataclass(frozen=True)
 class Training:
-    """What will be done. seconds: about, to write the text and to learn; big_seconds: of an 8B model, on this device."""
+    """The plan of a training. seconds: estimate for text and training; big_seconds: the same for an 8B model on this device."""
 
     model: str
     out: Path
@@ -74,7 +74,7 @@ class Training:
     tokens: int
     seed: int
     steps: int
-    windows: int  # of a step
+    windows: int  # per step
     seconds: float
     big_seconds: float
     own: "own_text.Outlook | None"
@@ -100,7 +100,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """So far: tokens written or steps learnt, of how many; loss and acceptance where it learns."""
+    """Progress: tokens generated or steps trained, and their total; loss and acceptance while it trains."""
 
     doing: str
     done: int
@@ -110,7 +110,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """What was made. accepted: share of places in held-out text where guesses 1 .. j are all right; length: tokens a round."""
+    """The result. accepted: share of held-out positions whose guesses 1 .. j are all right; length: mean tokens per round."""
 
     out: str
     params: int
@@ -135,7 +135,7 @@ def plan_training(
     device: str,
     kind: str = KINDS[0],
 ) -> tuple[Training, Any, Any]:
-    """What training will take, the model and its tokenizer. Raises LowqError."""
+    """The plan of a training, the model and its tokenizer. Raises LowqError."""
     on = pick_device(device)
     loaded, tokenizer = open_model.ready(model, device)
     if why := why_not(loaded):
@@ -177,19 +177,19 @@ def _default_out(model: str) -> Path:
 
 
 def _seconds(of: Sizes, params: float, tokens: int, rate: float) -> float:
-    """Of learning: the model reads each token once a pass, the head so many times forward and backward."""
+    """Seconds of training: in each pass the model reads each token once, and the head runs each guess forward and backward."""
     return PASSES * tokens * 2 * (params + TRAINING * of.in_a_row * of.params) / (FLOPS * rate)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a product, timed."""
+    """The measured FLOP/s of a matmul."""
     n = 4096 if device.type == "cuda" else 512
     x = torch.zeros(n, n, dtype=dtype, device=device)
     return 2 * n**3 / own_text._seconds(lambda: x @ x)
 
 
 def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Trained]:
-    """Learn and write the head. Ctrl-C or a kill loses a minute at most."""
+    """Train and write the head. Ctrl-C or a kill loses at most a minute of work."""
     began = time.monotonic()
     if (found := _made(of)) is not None:
         return found
@@ -212,7 +212,7 @@ def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Tra
 
 
 def _text(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
-    """Windows (n, L) of text drawn by chance, and of text said greedily; of a given text the two halves."""
+    """Windows (n, L) of sampled text, and of greedy text; for a given text, its two halves."""
     if of.own is None:
         contents = texts.Text.read(None if of.text == texts.BUNDLED else of.text)
         ids = contents.windows(tokenizer, of.tokens, model).long()
@@ -233,7 +233,7 @@ def _text(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tup
 
 
 def _counted(ids: torch.Tensor, of: Sizes) -> torch.Tensor:
-    """The tokens (Vd,) that a head guesses among, in the model's order: those most frequent in the text, and low ones."""
+    """The tokens (Vd,) of the head's vocabulary, sorted by id: the most frequent in the text; ties go to lower ids."""
     if of.guesses == of.vocab:
         return torch.arange(of.vocab)
     counts = torch.bincount(ids, minlength=of.vocab)
@@ -241,7 +241,7 @@ def _counted(ids: torch.Tensor, of: Sizes) -> torch.Tensor:
 
 
 def _first(plan: Plan, of: Sizes, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a head begins with: the model's last norm and output rows, the last of its features as its hidden state."""
+    """Initial values of a head: the model's last norm and output rows, and `fc` passing on the last of its features."""
     H = of.hidden
     fc = torch.zeros(H, 3 * H)
     fc[:, 2 * H :] = torch.eye(H)
@@ -253,7 +253,7 @@ def _first(plan: Plan, of: Sizes, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Teacher:
-    """The model as it decodes: hidden states and predictions of windows of text."""
+    """The model in its decode configuration: returns hidden states and predictions for windows of text."""
 
     def __init__(self, plan: Plan, of: Sizes, ids: torch.Tensor, side: int, window: int) -> None:
         self.plan, self.of, self.side, self.window = plan, of, side, window
@@ -264,7 +264,7 @@ class Teacher:
         self.mask = plan.embed(torch.tensor([of.mask], device=plan.device))[0].clone()
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of windows (B, L) on the device: embeddings of the tokens after each row's, features, logits among `ids`, best.
+        """For windows (B, L) on the device: embeddings of the token after each row's, features, logits of `ids`, top tokens.
 
         Shapes (B, L - 1, H), (B, L - J, 3 H), (B, L - 1, Vd), (B, L - 1).
         """
@@ -299,7 +299,7 @@ def _autocast(device: torch.device) -> Any:
 def _learn(
     of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, tokenizer: Any
 ) -> Generator[Step, None, float]:
-    """All steps that are left; the mean loss of the last hundred, for one guess."""
+    """Run all remaining steps; return the mean loss per guess over the last hundred."""
     rate = min(MOST_RATE, RATE * WIDTH / of.of.hidden)
     adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     done, saved = _resumed(of, learner, adam), time.monotonic()
@@ -336,7 +336,7 @@ def _as(x: torch.Tensor, learner: Learner) -> torch.Tensor:
 
 @torch.no_grad()
 def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[float]:
-    """Share of places of held-out windows where guesses 1 .. j are all the model's likeliest tokens."""
+    """For each j, the share of positions in held-out windows whose guesses 1 .. j are all the model's top tokens."""
     found = []
     for some in windows.split(teacher.side):
         embeddings, features, _, best = teacher(some.to(teacher.plan.device))
@@ -364,7 +364,7 @@ def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
 
 
 def _resumed(of: Training, learner: Learner, adam: Any) -> int:
-    """Steps that an earlier run of the same command did, its state put back."""
+    """The number of steps that an earlier run of the same command did, after restoring its state."""
     from safetensors import safe_open
 
     path = of.out / HEAD_STATE
@@ -385,7 +385,7 @@ def _resumed(of: Training, learner: Learner, adam: Any) -> int:
 
 
 def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -> None:
-    """The head's folder, in the format of published EAGLE-3 heads, its source noted beside."""
+    """Write the head's folder in the format of published EAGLE-3 heads, with a file that records its source."""
     tensors = {n: t.to(torch.bfloat16).cpu().contiguous() for n, t in learner.tensors().items()}
     if of.of.guesses != of.of.vocab:
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -400,7 +400,7 @@ def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -
 
 
 def _made(of: Training) -> Trained | None:
-    """What the same command made before, where it is whole."""
+    """The complete result of an earlier run of the same command, or None."""
     with suppress(LowqError, OSError, ValueError, KeyError, TypeError):
         notes = json.loads(read_text(of.out / HEAD_NOTES))
         if notes.pop("run") == _facts(of) and (of.out / SINGLE).is_file():

@@ -1,4 +1,4 @@
-"""What a run tells as it goes: each layer, tensor and file as they are finished, the result."""
+"""The events of a run: each finished layer, tensor and file, then the result."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from lowq_cli.calibrate.requirements import CurvatureDone, LayerDone, MatrixDone
 
 @dataclass(frozen=True)
 class TextStep:
-    """The model writes the text that it is calibrated on: tokens so far, of how many."""
+    """The model generates its calibration text: tokens so far, and their total."""
 
     tokens: int
     total: int
@@ -16,7 +16,7 @@ class TextStep:
 
 @dataclass(frozen=True)
 class TensorDone:
-    """One item is in its file. rel_error = ||W - dequantized|| / ||W||, None where it was kept.
+    """One item is written to its file. rel_error = ||W - dequantized|| / ||W||, None if it was kept unquantized.
 
     `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run did it.
     """
@@ -36,7 +36,7 @@ class TensorDone:
 
 @dataclass(frozen=True)
 class ShardDone:
-    """One output file is whole and has its final name."""
+    """One output file is complete and has its final name."""
 
     name: str
     bytes: int
@@ -46,7 +46,7 @@ class ShardDone:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run made. The first seven fields are the JSON that scripts rely on."""
+    """The result of a run. Scripts rely on the first seven fields of its JSON."""
 
     out: str
     bpw: float  # bits per weight over the whole model, kept tensors included
@@ -67,7 +67,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Finished:
-    """The checkpoint is whole."""
+    """The checkpoint is complete."""
 
     result: Result
 

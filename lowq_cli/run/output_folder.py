@@ -1,12 +1,12 @@
-"""The folder a run writes: one process at a time, resumable after a kill at any instant, never half-written and whole-looking.
+"""The output folder of a run: written by one process at a time, resumable after a kill, never mistaken for complete.
 
     lowq-journal.jsonl          what the run is, then one line per finished item: {"item", "rel_error", "crc": [per tensor]}
-    model-....safetensors.partial   full size from the start; each tensor is written at its final place
-    model-....safetensors       renamed once all its items are in and on disk
-    config.json                 written last; until then no loader takes the folder for a model
+    model-....safetensors.partial   has its full size from the start; each tensor is written at its final position
+    model-....safetensors       gets this name once all its items are on disk
+    config.json                 written last; without it no loader accepts the folder as a model
 
-A rerun checks the bytes of every journalled item in a partial file against its checksum and continues behind them, so even
-a line that reached the disk before its data does no harm. The journal goes when config.json is there.
+A rerun checks the bytes of every journalled item in a partial file against its checksum and continues after them, so even
+a line that reached the disk before its data does no harm. The journal is removed once config.json is written.
 """
 
 import json
@@ -37,10 +37,10 @@ class OutputFolder:
     """An output folder, locked for this process while the `with` block runs.
 
     Args:
-        path: made if it is not there.
+        path: the folder; created if missing.
         run: the hash that names the run; another run's folder is refused.
-        files: names of everything the run will write, so that `fresh` can remove just that.
-        fresh: remove what lowq wrote here before.
+        files: names of all files that the run will write; `fresh` removes only these.
+        fresh: first remove what lowq wrote here in an earlier run.
     Raises:
         UsageError: not writable, in use by another process, holding another run or files that lowq did not write.
     """
@@ -58,7 +58,7 @@ class OutputFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._stack.enter_context(held(self.path))
             self._open()
-            self._stack = self._stack.pop_all()  # what is open stays open
+            self._stack = self._stack.pop_all()  # keep the lock and the journal open
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,11 +68,11 @@ class OutputFolder:
         self._stack.close()
 
     def _open(self) -> None:
-        """Find out what the folder holds, and start or continue the journal."""
+        """Check the contents of the folder, and start or continue the journal."""
         header, records = read_journal(self.path / JOURNAL)
         report = _read_report(self.path / REPORT)
         ours = bool(header or report)
-        early = (LOG, JOURNAL, JOURNAL + PARTIAL)  # what a run that was killed at once leaves
+        early = (LOG, JOURNAL, JOURNAL + PARTIAL)  # files that a run killed right after its start leaves
         foreign = sorted(p.name for p in self.path.iterdir() if p.name not in early or not is_plain(p))
         if foreign and not ours:
             raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
@@ -93,7 +93,7 @@ class OutputFolder:
         self._rewrite_journal()
 
     def _rewrite_journal(self) -> None:
-        """Put the journal on disk with the records that count, dropping a torn tail."""
+        """Rewrite the journal with its valid records, without a truncated last line."""
         lines = [{"run": self.run, "files": self.files}, *self.finished.values()]
         self.replace(JOURNAL, "".join(json.dumps(line) + "\n" for line in lines).encode())
         if self._journal >= 0:
@@ -101,21 +101,21 @@ class OutputFolder:
         self._journal = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
 
     def forget(self, items: list[Item]) -> None:
-        """Take back that these items are finished."""
+        """Remove the records of these items."""
         if [i for i in items if self.finished.pop(i.name, None)]:
             self._rewrite_journal()
 
     def record(self, item: Item, rel_error: float | None, crc: list[int]) -> None:
-        """Note an item whose tensors are written."""
+        """Append the record of an item whose tensors are written."""
         line = {"item": item.name, "rel_error": rel_error, "crc": crc}
         with writing(self.path / JOURNAL):
             raw = (json.dumps(line) + "\n").encode()
-            while raw:  # a disk that fills up takes part of a line first
+            while raw:  # a full disk may take only part of a line
                 raw = raw[os.write(self._journal, raw) :]
         self.finished[item.name] = line
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a whole file and rename it into place, on disk before its name is."""
+        """Write a complete file, flush it to disk, then rename it into place."""
         with writing(self.path / name), replacing(self.path / name, self.path / (name + PARTIAL), sync=True) as made:
             fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
             try:
@@ -124,14 +124,14 @@ class OutputFolder:
                 os.close(fd)
 
     def finish(self, config: bytes) -> None:
-        """Write config.json, the last file, and drop the journal."""
+        """Write config.json, the last file, and remove the journal."""
         os.fsync(self._lock)
         self.replace(CONFIG, config)
         os.fsync(self._lock)
         (self.path / JOURNAL).unlink(missing_ok=True)
 
     def log(self, message: str) -> None:
-        """A line with the time, in lowq.log."""
+        """Append a line with the time to lowq.log."""
         with writing(self.path / LOG):
             fd = os.open(self.path / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             with open(fd, "a", encoding="utf-8", errors="backslashreplace") as f:
@@ -139,7 +139,7 @@ class OutputFolder:
 
 
 class ShardFile:
-    """One output file while it is written. `verified` are the items already in it from an earlier run."""
+    """One output file while it is written. `verified` are its intact items from an earlier run."""
 
     def __init__(self, folder: OutputFolder, shard: Shard) -> None:
         self.folder, self.shard = folder, shard
@@ -158,7 +158,7 @@ class ShardFile:
 
     @staticmethod
     def is_whole(folder: OutputFolder, shard: Shard) -> bool:
-        """Whether the final file is there, with the header and size it must have and all its items on record."""
+        """Whether the final file exists with the expected header and size, and all its items are recorded."""
         try:
             found = read_header(folder.path / shard.name)
         except LowqError:
@@ -167,7 +167,7 @@ class ShardFile:
         return found.size == shard.size and found.crc == zlib.crc32(shard.header) and recorded
 
     def _open(self) -> None:
-        """Open or make the partial file, and take back the items whose bytes are not what the journal says."""
+        """Open or create the partial file, and remove the records of items whose bytes do not match their checksums."""
         if not is_plain(self.partial):
             self.partial.unlink(missing_ok=True)
         resumed = self.partial.exists() and self.partial.stat().st_size == self.shard.size
@@ -189,7 +189,7 @@ class ShardFile:
         return crcs == self.folder.finished[item.name]["crc"]
 
     def write(self, tensor: str, offset: int, content: memoryview | bytes | bytearray) -> None:
-        """Put bytes at `offset` of a tensor."""
+        """Write bytes at `offset` of a tensor."""
         with writing(self.partial):
             write_at(self._fd, content, self.shard.placed[tensor].offset + offset)
 
@@ -201,7 +201,7 @@ class ShardFile:
             os.replace(self.partial, self.final)
 
     def close(self) -> None:
-        """Close the file, leaving what is written for a rerun."""
+        """Close the file; its contents stay for a rerun."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -214,7 +214,7 @@ class ShardFile:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether a regular file of this user's, and no link, is there: nothing else is ever written into."""
+    """Whether the path is a regular file of this user and not a link: only such files are written into."""
     try:
         found = path.lstat()
     except OSError:
@@ -223,13 +223,13 @@ def is_plain(path: Path) -> bool:
 
 
 def read_journal(path: Path) -> tuple[Record, list[Record]]:
-    """Header and records of a journal, up to the first torn or foreign line; ({}, []) where there is none."""
+    """Header and records of a journal, up to the first truncated or unknown line; ({}, []) without a journal."""
     lines = []
     try:
         raw = read_regular(path)
     except LowqError:
         return {}, []
-    for line in raw.split(b"\n")[:-1]:  # what follows the last newline is torn
+    for line in raw.split(b"\n")[:-1]:  # text after the last newline is a truncated line
         try:
             lines.append(json.loads(line))
         except (ValueError, RecursionError):
@@ -251,14 +251,14 @@ def _read_report(path: Path) -> Record:
 
 
 def run_in(folder: Path) -> str:
-    """The run that wrote a folder, or has begun to: what its report or journal says; "" where neither is lowq's."""
+    """The hash of the run that wrote or is writing a folder, from its report or journal; "" if neither is lowq's."""
     return str(_read_report(folder / REPORT).get("run") or read_journal(folder / JOURNAL)[0].get("run") or "")
 
 
 def remove(folder: Path) -> list[str]:
-    """Delete what lowq wrote into a folder, and the folder if nothing else is in it. Returns the names of what is left.
+    """Delete what lowq wrote into a folder, and the folder if it is then empty. Returns the names of remaining files.
 
-    Raises BusyError where another process writes it, OSError.
+    Raises BusyError if another process is writing it, OSError.
     """
     with held(folder):
         report, (header, _) = _read_report(folder / REPORT), read_journal(folder / JOURNAL)
@@ -270,17 +270,17 @@ def remove(folder: Path) -> list[str]:
 
 
 def _remove_files(folder: Path, names: set[str]) -> None:
-    """Delete lowq's own files; config.json first, so that what remains never looks whole."""
-    own = {p.name for p in folder.glob("lowq_*.json")}  # the report, and what other commands keep beside it
+    """Delete lowq's files; config.json first, so that the remaining files never look like a complete checkpoint."""
+    own = {p.name for p in folder.glob("lowq_*.json")}  # the report, and files of other commands
     for name in (CONFIG, *sorted({*names, *own} - {CONFIG}), JOURNAL, LOG):
         for leaf in (name, name + PARTIAL):
-            if Path(leaf).name == leaf and not (folder / leaf).is_dir():  # a tampered list must not reach outside
+            if Path(leaf).name == leaf and not (folder / leaf).is_dir():  # a tampered list must not delete files outside
                 (folder / leaf).unlink(missing_ok=True)
     _remove_staged(folder)
 
 
 def _remove_staged(folder: Path) -> None:
-    """Delete the layers that a calibration set down."""
+    """Delete the finished layers that a calibration stored."""
     for layers in staged(folder):
         shutil.rmtree(layers)
 
@@ -291,6 +291,6 @@ def _names(table: Record) -> bool:
 
 
 def output_names(plan: Plan, companions: list[str]) -> list[str]:
-    """Names of every file a run leaves, but for report, config and log."""
+    """Names of all files of a finished run except the report, config and log."""
     index = [INDEX] if len(plan.shards) > 1 else []
     return [*(s.name for s in plan.shards), *index, *companions]

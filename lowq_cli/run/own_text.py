@@ -1,9 +1,9 @@
-"""`--calib self`: the model writes the text that it is calibrated on, through the decoder, many texts side by side.
+"""`--calib self`: the model generates its own calibration text with the decoder, many sequences in parallel.
 
-A text begins with the model's beginning-of-text token, is drawn at temperature 1 and goes on to its end or to the length of
-a window. A chat model writes half of its tokens as conversations: opening turns of its own, and its answers to them. One
-round of texts is one file of the user's cache, named by the model, the device, the seed and its number, so that a run that
-was killed goes on behind it and a longer text begins with a shorter one. Self-calibration: arXiv:2410.17170; opening turns
+A sequence begins with the model's beginning-of-text token, is sampled at temperature 1 and continues to its end or to the
+length of a window. A chat model generates half of the tokens as conversations: it generates opening turns and answers them.
+Each round of sequences is a file in the user's cache, named by model, device, seed and round number. A killed run therefore
+resumes after its last round, and a longer text begins with the shorter one. Self-calibration: arXiv:2410.17170; opening turns
 from the template alone: arXiv:2406.08464.
 """
 
@@ -45,41 +45,41 @@ from lowq_packers.errors import DoesNotFitError, LowqError, NotFoundError, Unsup
 from lowq_packers.home import cache_dir
 from lowq_packers.regular import opened
 
-SIDE = {"cpu": 32, "cuda": 128}  # texts side by side
+SIDE = {"cpu": 32, "cuda": 128}  # sequences per batch
 PLAIN, CHAT, GREEDY = "text", "chat", "greedy"
-OPENINGS = 8, 32, 16, 64  # tokens of texts that are continued greedily, of one round after the other
-# Of a step, in values that are drawn: for a word of the vocabulary (noise, softmax, copies), and for a place of the text in a
-# layer. Story and base on one core: 3,107 and 1,953 tokens/s, by products alone 4,576 and 5,340.
+OPENINGS = 8, 32, 16, 64  # tokens of the prompts of greedy rounds; successive rounds take these in turn
+# Cost of a step in random values drawn: per token of the vocabulary (noise, softmax, copies), and per position and layer of
+# attention. The models story and base on one core: 3,107 and 1,953 tokens/s measured, 4,576 and 5,340 from matmuls alone.
 DRAWN, ATTENDED = 2.0, 3.0
-TURN = 64  # tokens of an opening turn, at most
-LOOK = 64  # steps after which it is asked whether all texts have ended
-FEW = 8  # tokens a text of a round must have on average: a model that ends its texts at once has nothing to say
-# Operations a weight and token of a text that is written, drawing and attention included, counted as those of the products of a
-# calibration: 1,953 tokens/s of a core for 21.9 M weights where a product runs at 97e9 operations/s, 3,107 for 6.8 M.
+TURN = 64  # max. tokens of an opening turn
+LOOK = 64  # steps between two checks whether all sequences have ended
+FEW = 8  # min. mean tokens per sequence of a round: below, the model ends its sequences at once and cannot generate a text
+# Operations per weight and generated token, sampling and attention included, in units of a calibration's matmul operations:
+# one core with matmuls of 97e9 operations/s generates 1,953 tokens/s with 21.9 M weights and 3,107 tokens/s with 6.8 M.
 WRITING = 4.0
-SMALL_OPS = 12  # of a layer, besides its products: norms, rotations, attention, sums
-SPARE, ROUNDS, MORE = 50_000, 4, 4  # number of the first round for experts, how many, and the part of a text they may add
-COPY = "copy"  # name of the quick copy's folder, beside the rounds
-MARK = "XQZ7"  # stands for the user's words in a template
-COPIES = {8: 0.55, 4: 0.3}  # bits -> size of a quick copy beside the 16-bit model, its embedding and head left as they are
+SMALL_OPS = 12  # operations of a layer besides its matmuls: norms, rotary embedding, attention, sums
+SPARE, ROUNDS, MORE = 50_000, 4, 4  # number of the first round for experts, max. rounds; they add at most 1/MORE of the text
+COPY = "copy"  # name of the quick copy's folder, next to the rounds
+MARK = "XQZ7"  # placeholder for the user's message in a template
+COPIES = {8: 0.55, 4: 0.3}  # bits -> size of a quick copy relative to the 16-bit model; embedding and head are not quantized
 Result = TypeVar("Result")
 Make = Callable[[Recipe, Path], None]  # quantizes the model by a recipe into a folder
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What will be written. bits: of the model that writes; tokens: asked for; seconds: about, 0 where all is kept."""
+    """The plan of a text. bits: of the generating model; tokens: requested; seconds: estimate, 0 if the cache has all."""
 
     model: str
-    folder: Path  # of the cache
+    folder: Path  # in the user's cache
     device: torch.device
     bits: int
     side: int
     tokens: int
     seed: int
     seconds: float
-    held: int  # bytes of the model that writes
-    kept: int  # tokens that are there
+    held: int  # bytes of the generating model
+    kept: int  # tokens in the cache
 
     @property
     def told(self) -> str:
@@ -90,14 +90,14 @@ class Outlook:
 
 
 def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> tuple[Recipe, Outlook | None, str]:
-    """The recipe with its text settled, what has to be written for it, and a line on that for the plan.
+    """The recipe with its calibration text chosen, the plan of generating that text, and a line about it.
 
-    Where a calibrated method is given no text, it is the model's own unless that takes more to write than to quantize by. Both
-    are counted, not timed: the same command chooses the same text on every machine, however busy, whatever its cache holds.
+    Without --calib, a calibrated method takes the model's own text unless generating costs more than quantizing with it. Both
+    costs are counted, not timed, so the same command chooses the same text on every machine, whatever its load or cache.
     Raises as `outlook` for `--calib self`.
     """
     calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
-    if not calibrated or recipe.calib not in (None, texts.SELF) or source.folder is None:  # None: a dry run on headers
+    if not calibrated or recipe.calib not in (None, texts.SELF) or source.folder is None:  # no folder: a dry run on headers
         return recipe, None, ""
     why = ""
     try:
@@ -117,12 +117,12 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
 
 
 def _plain(recipe: Recipe) -> Recipe:
-    """The recipe without a budget, whose widths are not known before it is calibrated."""
+    """The recipe without its budget of bits, whose widths are only known after calibration."""
     return replace(recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, tokens_per_s=None)
 
 
 def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) -> Outlook:
-    """What writing the text of a recipe will take. Raises DoesNotFitError where no copy fits, NotFoundError: no home."""
+    """The plan of generating a recipe's text. Raises DoesNotFitError if no copy fits, NotFoundError without a home folder."""
     side = _side(source, device)
     bits = _bits(source, side, device)
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
@@ -135,11 +135,11 @@ def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) ->
 
 
 def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Generator[TextStep, None, texts.Text]:
-    """The text; what the cache lacks of it is written.
+    """The calibration text; rounds that the cache lacks are generated.
 
     Args:
-        make: makes the copy that writes, where the model does not fit.
-        visits: of a mixture: the text is made longer for experts that it hardly visits.
+        make: makes the quantized copy that generates the text if the model does not fit.
+        visits: counts the visits of a mixture's experts; the text is extended for experts with few visits.
 
     Raises UnsupportedError for a model that ends its texts at once, and as `engine.open_model.ready`.
     """
@@ -164,7 +164,7 @@ def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Gen
 
 
 def continued(plan: Outlook, make: Make | None) -> Generator[TextStep, None, torch.Tensor]:
-    """(T,) tokens of texts that the model goes on with greedily, from the first words of those that it writes by chance."""
+    """(T,) tokens of greedy continuations, whose prompts are the first tokens of sampled sequences."""
     author = _Author(plan, make)
     try:
         parts, done, number = [], 0, 0
@@ -177,28 +177,28 @@ def continued(plan: Outlook, make: Make | None) -> Generator[TextStep, None, tor
 
 
 def whole(plan: Outlook, make: Make | None) -> texts.Text:
-    """What `write` returns, its steps left out."""
+    """The return value of `write`, without its progress events."""
     return _result(write(plan, make))
 
 
 class _Author:
-    """The model that writes, loaded when it has to write."""
+    """The generating model, loaded when a round is missing."""
 
     def __init__(self, plan: Outlook, make: Make | None) -> None:
         self.plan, self.make = plan, make
         self.model: Any = None
-        self.threads = torch.get_num_threads()  # loading to decode sets them; calibrated bytes depend on them
+        self.threads = torch.get_num_threads()  # loading a decoder changes the thread count, on which calibrated bytes depend
         self.spent, self.made = 0.0, 0
-        self.copy = ExitStack()  # a process has its own; rounds are whole files, of the same bytes whoever writes them
+        self.copy = ExitStack()  # a copy is private to a process; rounds have the same bytes from every process
         with open_source(runnable(plan.model)) as source:
             self.tokenizer = open_model.tokenizer(source)
 
     def kinds(self) -> tuple[str, ...]:
-        """What it writes, in equal parts."""
+        """The kinds of text that it generates, in equal parts."""
         return (PLAIN, CHAT) if _opening(self.tokenizer) else (PLAIN,)
 
     def round(self, kind: str, number: int, before: int) -> Generator[TextStep, None, torch.Tensor]:
-        """One round of texts (T,): out of the cache, or written and set down there. before: tokens that are there."""
+        """One round of sequences (T,), from the cache or generated and stored there. before: tokens of earlier rounds."""
         path = self.plan.folder / f"{kind}-{number:05d}.safetensors"
         if (ids := _kept(path)) is not None:
             return ids
@@ -219,7 +219,7 @@ class _Author:
         window = texts.window_of(self.model)
         if text is not None:
             cut = texts.windows(text.long(), window)[: self.plan.side].tolist()
-            length = min(OPENINGS[number % len(OPENINGS)], window // 4)  # one length a round, so that texts fill their windows
+            length = min(OPENINGS[number % len(OPENINGS)], window // 4)  # one length per round: sequences fill their windows
             start = [row[:length] for row in cut]
         room = max(1, window - max(map(len, start)))
         rows = yield from self._drawn(start, seed, room, before, 0.0 if kind == GREEDY else 1.0)
@@ -227,13 +227,13 @@ class _Author:
         if sum(map(len, rows)) < min(FEW, room) * len(rows):
             raise UnsupportedError("the model ends its own texts at once; give a text with --calib, or --calib bundled")
         self.spent, self.made = self.spent + time.monotonic() - began, self.made + len(ids)
-        with writing(path):  # before the round, whose file ends this: a process killed here is followed by one that comes here
+        with writing(path):  # the round's file is written last: after a kill here, the next process repeats both
             write_whole(self.plan.folder / "rate.json", json.dumps({"tokens_per_s": self.made / self.spent}).encode())
         _keep(path, ids)
         return ids
 
     def more(self, ids: torch.Tensor, visits: Visits) -> Generator[TextStep, None, list[torch.Tensor]]:
-        """Windows for experts that fewer than FEW_TOKENS tokens visit: those of further rounds that do, a quarter at most."""
+        """Windows of further rounds that visit experts with fewer than FEW_TOKENS visits; at most a quarter of the text."""
         path = self.plan.folder / f"experts-{self.plan.tokens}.safetensors"
         if (found := _kept(path)) is not None:
             return [found]
@@ -259,7 +259,7 @@ class _Author:
     def _drawn(
         self, prompts: list[list[int]], seed: int, room: int, before: int, temperature: float = 1.0
     ) -> Generator[TextStep, None, list[list[int]]]:
-        """What follows each prompt, to its end (included) or `room` tokens."""
+        """The continuation of each prompt, up to and including its end token, or of `room` tokens."""
         stops = stop_ids(self.model, self.tokenizer)
         decoder = decoder_of(self.model)
         found = [decoder.start(prompts, Sampling(temperature=temperature, seed=seed), room).tolist()]
@@ -295,7 +295,7 @@ class _Author:
         self.model = open_model.ready(name, str(self.plan.device))[0]
 
     def close(self) -> None:
-        """Give back the memory, and the disk of a copy."""
+        """Free the memory, and delete the copy from disk."""
         if self.model is not None:
             self.model = None
             gc.collect()
@@ -304,7 +304,7 @@ class _Author:
             torch.set_num_threads(self.threads)
         self.copy.close()
         if self.plan.folder.is_dir():
-            sweep(self.plan.folder / COPY)  # of a process that was killed
+            sweep(self.plan.folder / COPY)  # left by a killed process
 
 
 def _result(steps: Generator[TextStep, None, Result]) -> Result:
@@ -316,7 +316,7 @@ def _result(steps: Generator[TextStep, None, Result]) -> Result:
 
 
 def _opening(tokenizer: Any) -> list[int] | None:
-    """The tokens of a conversation up to the user's first word; None without a template that says."""
+    """The tokens of a conversation up to the user's first message; None if the template does not define them."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     before, mark, _ = tokenizer.decode(encode(tokenizer, MARK, chat=True)).partition(MARK)
@@ -324,7 +324,7 @@ def _opening(tokenizer: Any) -> list[int] | None:
 
 
 def _kept_rounds(folder: Path, kind: str) -> Iterator[torch.Tensor]:
-    """The rounds of a kind that the cache holds whole, from the first on."""
+    """The complete rounds of a kind in the cache, from the first up to the first missing one."""
     number = 0
     while (ids := _kept(folder / f"{kind}-{number:05d}.safetensors")) is not None:
         yield ids
@@ -332,7 +332,7 @@ def _kept_rounds(folder: Path, kind: str) -> Iterator[torch.Tensor]:
 
 
 def _kept(path: Path) -> torch.Tensor | None:
-    """The tokens of one file; None if it is not there or no longer what was written."""
+    """The tokens of one file; None if it is missing or damaged."""
     with (
         suppress(LowqError, SafetensorError, OSError, KeyError, TypeError),
         opened(path) as name,
@@ -349,7 +349,7 @@ def _keep(path: Path, ids: torch.Tensor) -> None:
 
 
 def _rate(folder: Path, source: Source, side: int, device: torch.device) -> float:
-    """Tokens a second: what this model had here the last time, else by one product and one sum that are timed now."""
+    """Tokens per second: as recorded for this model in the cache, else estimated from timing one matmul and one sum."""
     with suppress(ValueError, KeyError, TypeError):
         return float(memo.recall(folder / "rate.json")["tokens_per_s"])
     n = 2048 if device.type == "cpu" else 8192
@@ -359,14 +359,14 @@ def _rate(folder: Path, source: Source, side: int, device: torch.device) -> floa
     config = _text_config(source)
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     drawn = torch.empty(side, n, device=device)
-    words = max((h.shape[0] for h in source.headers.values() if len(h.shape) == 2), default=n)  # of the vocabulary
+    words = max((h.shape[0] for h in source.headers.values() if len(h.shape) == 2), default=n)  # size of the vocabulary
     attended = DRAWN * words + ATTENDED * layers * texts.WINDOW
     a_row = _seconds(lambda: drawn.exponential_()) / n
     return side / (source.params * a_weight + SMALL_OPS * layers * _seconds(lambda: x + x) + attended * a_row)
 
 
 def _seconds(f: Callable[[], torch.Tensor]) -> float:
-    """The least of five timings, the device waited for."""
+    """The fastest of five timings, each synchronised with the device."""
     f()[0, 0].item()
     times = []
     for _ in range(5):
@@ -377,7 +377,7 @@ def _seconds(f: Callable[[], torch.Tensor]) -> float:
 
 
 def _side(source: Source, device: torch.device) -> int:
-    """Texts side by side: fewer where their caches would take more than a quarter of a GPU."""
+    """Sequences per batch: fewer if their KV caches would take more than a quarter of the GPU's memory."""
     if device.type != "cuda":
         return SIDE[device.type]
     config = _text_config(source)
@@ -392,9 +392,9 @@ def _side(source: Source, device: torch.device) -> int:
 
 
 def _bits(source: Source, side: int, device: torch.device) -> int:
-    """Of the model that writes: 16, or as many as a copy may have. Raises DoesNotFitError."""
+    """Bits of the generating model: 16, or the largest width of a copy that fits. Raises DoesNotFitError."""
     if device.type == "cuda":
-        room: float | None = torch.cuda.get_device_properties(device).total_memory * 0.65  # caches and products beside it
+        room: float | None = torch.cuda.get_device_properties(device).total_memory * 0.65  # the rest: caches, activations
     else:
         room = available_memory()
     if room is None or source.nbytes <= room:

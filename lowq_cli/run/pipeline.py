@@ -1,10 +1,10 @@
-"""The streaming run: `prepare` plans it, `run` goes tensor by tensor: read -> quantize -> pack -> write, and yields events.
+"""The streaming run: `prepare` plans it; `run` reads, quantizes, packs and writes one tensor after another and yields events.
 
-One tensor's way is transform.py; its bytes are written by `ShardFile.write` (output_folder.py) at places that the plan knows.
+transform.py processes one tensor; `ShardFile.write` (output_folder.py) writes its bytes at positions that the plan gives.
 
-No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
+No model is built: one slab of one tensor is in memory at a time. After a kill, the same call continues and writes the same
 bytes as an uninterrupted run (see output_folder.py). The same input, recipe and kind of device give the same bytes; calibrated
-methods also need as many threads, over which torch shares out the sums of their products.
+methods also need the same number of threads, because torch splits the sums of their matmuls over threads.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from lowq_cli.calibrate.expert_usage import Visits
     from lowq_cli.run.own_text import Make
 
-FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
-LARGE = 1 << 28  # weights of an item that one worker is long at, of those that are begun first
-Task = tuple[Shard, Item, bool]  # an item, the file it goes into, and whether an earlier run did it
+FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # max. output files that workers write into at once
+LARGE = 1 << 28  # items of more weights than this are started first, as one worker takes long for each
+Task = tuple[Shard, Item, bool]  # output file, item, and whether an earlier run finished it
 Outcome = tuple[float | None, list[int]]  # relative error, CRC-32 of each tensor written
 
 
@@ -53,14 +53,14 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     """Quantize a model into a checkpoint folder.
 
     Args:
-        model: a folder, a hub id, or "demo".
+        model: a model folder, a hub id, or "demo".
         out: the folder to write; by default ./MODEL-lowq-4b-g64.
         options: Recipe's fields (bits, group, method, zero, overrides, skip, lm_head, dtype), recipe (a TOML file), and
             device, shard_size, fresh of `run`.
     Returns:
         out, bpw, bytes, source_bytes, quantized_fraction, seconds, peak_rss_bytes, and more about the run.
     Raises:
-        LowqError for every mistake a caller can mend.
+        LowqError for every error that the caller can correct.
     """
     names = {f.name for f in fields(Recipe)}
     recipe = make_recipe(options.pop("recipe", None), **{k: options.pop(k) for k in list(options) if k in names})
@@ -74,9 +74,9 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
 
 
 def execute(prepared: Prepared, fresh: bool = False) -> Iterator[Event]:
-    """Do what is prepared, inside the block of `prepare`: TextStep, LayerDone, TensorDone and ShardDone, then Finished.
+    """Run what `prepare` planned, inside its block. Yields TextStep, LayerDone, TensorDone and ShardDone, then Finished.
 
-    fresh: start over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. Raises LowqError.
+    fresh: discard what lowq wrote into `out` before. After an interruption, the same call continues. Raises LowqError.
     """
     source, plan, workers = prepared.source, prepared.plan, [torch.device(str(d)) for d in prepared.workers]
     on = workers[0]
@@ -107,14 +107,14 @@ def execute(prepared: Prepared, fresh: bool = False) -> Iterator[Event]:
                 yield step
             result = yield from _write(source, plan, output, workers, prepared.began, calibration)
         except BaseException as e:
-            with suppress(LowqError):  # the reason matters more than the log
+            with suppress(LowqError):  # a failing log must not hide the reason
                 output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
             raise
     yield Finished(result)
 
 
 def text_of(prepared: Prepared, plan: Plan) -> Generator[Event, None, tuple[Text | None, Plan]]:
-    """What is calibrated on, and the plan with its name: written by the model first where it is its own."""
+    """The calibration text, and the plan with the text's name; the model's own text is generated first."""
     if not prepared.own:
         return prepared.text, plan
     from lowq_cli.run import own_text  # the decoder
@@ -137,20 +137,20 @@ def run(
     shard_size: int = SHARD_SIZE,
     fresh: bool = False,
 ) -> Iterator[Event]:
-    """`prepare`, and then `execute`: LayerDone, TensorDone and ShardDone, then Finished."""
+    """Call `prepare`, then `execute`. Yields LayerDone, TensorDone and ShardDone, then Finished."""
     make = maker(os.fspath(model), device, shard_size)
     with prepare(model, recipe, out, device, shard_size, make=make) as prepared:
         yield from execute(prepared, fresh)
 
 
 def _logged(layer: LayerDone) -> str:
-    """A calibrated layer's line of the log."""
+    """The log line of a calibrated layer."""
     done = "calibrated before" if layer.resumed else f"error {layer.error:.4g}, {layer.seconds:.1f} s"
     return f"layer {layer.index} of {layer.total}: {done}"
 
 
 def maker(model: str, device: str, shard_size: int = SHARD_SIZE) -> "Make":
-    """What quantizes a model by a recipe into a folder."""
+    """A function that quantizes the model by a recipe into a folder."""
 
     def make(recipe: Recipe, folder: Path) -> None:
         deque(run(model, recipe, folder, device, shard_size), maxlen=0)
@@ -159,7 +159,7 @@ def maker(model: str, device: str, shard_size: int = SHARD_SIZE) -> "Make":
 
 
 def _visits(source: Source, plan: Plan, device: torch.device) -> "Visits | None":
-    """What counts the visits of the experts that are calibrated; None without any."""
+    """A function that counts the tokens routed to each calibrated expert; None without experts."""
     if not any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in plan.items):
         return None
     from lowq_cli.calibrate.expert_usage import Visits  # builds a model with transformers
@@ -168,7 +168,7 @@ def _visits(source: Source, plan: Plan, device: torch.device) -> "Visits | None"
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device, text: Text | None) -> str:
-    """What names a run: two runs share it only if they write the same bytes."""
+    """The hash that names a run: two runs share it only if they write the same bytes."""
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
     facts += [calibrated] if (calibrated := identity(plan, text)) else []
     return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
@@ -182,7 +182,7 @@ def _write(
     start: float,
     calibration: "Calibration | None" = None,
 ) -> Generator[Event, None, Result]:
-    """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
+    """Write all shards, one tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0
     files: dict[str, ShardFile] = {}  # name of a shard -> its file, opened when its first item is drawn
     left = {s.name: len(s.items) for s in plan.shards}
@@ -208,7 +208,7 @@ def _write(
             outcome = transform.quantize_matrix(item, source, file, device, quantizer, factors)
         return task, outcome, time.monotonic() - began
 
-    # Workers go on into the next files while one is finished; they stop before the files are closed.
+    # Workers continue with the next files while one file is finished; they stop before the files are closed.
     with ExitStack() as stack, in_order(tasks(stack), on_free_device(work, devices), len(devices)) as outcomes:
         for (shard, item, _), outcome, seconds in outcomes:
             if outcome:
@@ -246,9 +246,9 @@ def _write(
 
 
 def in_turn(shards: Sequence[Shard], together: int) -> Iterator[tuple[Shard, Item]]:
-    """Every item once; of several files `together` by turns, and the largest items before all, since one worker is long at it.
+    """Every item once, interleaved over `together` files; the largest items come first, as one worker takes long for each.
 
-    Writes into one file wait for each other: the 1.1 GB of a 3.6 GB model take one worker 0.24 s, eight 0.67 s together.
+    Writes into one file are serialised: for the 1.1 GB of a 3.6 GB model one worker takes 0.24 s, eight together 0.67 s.
     """
     if together > 1:
         yield from ((s, i) for s in shards for i in s.items if i.params > LARGE)

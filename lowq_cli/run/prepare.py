@@ -1,4 +1,4 @@
-"""A run before its first byte: the plan, where it goes, what it will take. From headers alone where only the plan is wanted."""
+"""Prepare a run before it writes: the plan, the output folder, the budget. A dry run reads only headers."""
 
 import os
 import time
@@ -32,11 +32,11 @@ UNDECIDED = "calibrated on the model's own text unless that is more to compute t
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run before its first byte: what it will do, where, and what that takes. mixed: how a budget of bits was spent.
+    """A prepared run: its plan, output folder and budget. mixed: the allocation of a budget of bits.
 
-    text: what is calibrated on; own: what has to be written first where that is the model's own; given: whether a person chose.
-    bound: what was measured for one; trial: the folder of the checkpoint that met it.
-    `pipeline.execute` does it.
+    text: the calibration text; own: the plan of generating it if it is the model's own; given: whether the user chose it.
+    bound: the measurements of a search for a bound; trial: the folder of the checkpoint that met it.
+    `pipeline.execute` runs it.
     """
 
     plan: Plan
@@ -65,12 +65,12 @@ def prepare(
     watch: Callable[..., None] | None = None,
     make: "Make | None" = None,
 ) -> Iterator[Prepared]:
-    """What quantizing `model` by `recipe` into `out` will do.
+    """Prepare to quantize `model` by `recipe` into `out`.
 
-    headers_only: to look at the plan; but for a budget of bits no weight is read or downloaded, nor torch imported.
-    device: one, or several as "cuda:0,cuda:1", which take a tensor each; the bytes are the same.
-    watch: how many layers of how many are measured for a budget of bits, or rounds for a bound and what they found.
-    make: quantizes the model by another recipe into a folder: trials for a bound, and the quick copy that writes a text where
+    headers_only: only for the plan; except for a budget of bits, no weight is read or downloaded, and torch is not imported.
+    device: one, or several as "cuda:0,cuda:1", each of which quantizes a tensor; the bytes do not depend on it.
+    watch: called with the measured layers and their total for a budget of bits, or with the rounds and results for a bound.
+    make: quantizes the model by another recipe into a folder: trials for a bound, and the quick copy that generates the text if
     the model does not fit. Raises LowqError.
     """
     began = time.monotonic()
@@ -127,10 +127,10 @@ def prepare(
         if not is_calibrated(plan):
             text = own = None
         elif text is None and not own and recipe.calib != SELF:
-            text = Text.read(recipe.calib)  # one that is missing or empty is told with the plan
+            text = Text.read(recipe.calib)  # raises with the plan if the file is missing or empty
         independent = _independent(source, plan)
         workers = worker_devices(devices, independent)
-        source.pinned = independent and devices[0].type == "cuda"  # slabs: a calibration reads whole tensors, too much to pin
+        source.pinned = independent and devices[0].type == "cuda"  # a calibration's whole tensors are too large
         if len(workers) < len(devices):
             raise UsageError(
                 f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
@@ -144,12 +144,12 @@ def prepare(
 
 
 def _independent(source: Source, plan: Plan) -> bool:
-    """Whether tensors can be worked on side by side: other sources decode as they read, calibration goes layer by layer."""
+    """Whether tensors can be processed in parallel: not if reading decodes them, nor in a calibration layer by layer."""
     return type(source) is Source and not is_calibrated(plan)
 
 
 def _bytes_in(folder: Path, plan: Plan) -> int:
-    """Disk that the plan's files already take in `folder`."""
+    """Bytes on disk of the plan's files that are already in `folder`."""
     found = 0
     for shard in plan.shards:
         for path in (folder / shard.name, folder / f"{shard.name}.partial"):

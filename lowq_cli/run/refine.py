@@ -1,9 +1,9 @@
-"""Better codes and scales inside another tool's quantized file, given the model it was made from: same format and schemes.
+"""Improve the codes and scales in another tool's quantized file, given its original model; format and schemes stay the same.
 
-The original is walked layer by layer on a text, as for gptq; each matrix gets the codes that gptq chooses on the file's own
-grid, and the scales that are best with them, where the output's error is less than with the file's (calibrate/file_matrix.py).
-All else is taken over as it is. What was found is kept in the cache: the same call goes on behind the last layer that was
-finished, and where all were finds its result there.
+The original runs layer by layer on a text, as for gptq. Each matrix gets the codes that gptq chooses on the file's existing
+grid, and the best scales for them, if they lower the error of its output (calibrate/file_matrix.py). Everything else is copied
+unchanged. Results are kept in the cache: the same call resumes after the last finished layer, and finds a finished result
+there.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from lowq_cli.run.refined_file import RefinedFile
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError
 
-SAME = 2.0**-6  # relative difference of a norm's weights that another dtype explains
+SAME = 2.0**-6  # max. relative difference of norm weights that rounding to another dtype explains
 
 
 @dataclass(frozen=True)
 class Refined:
-    """What was written. matrices: that were looked at; better: of those, how many have other codes or scales now."""
+    """The result. matrices: the number examined; better: the number of them with new codes or scales."""
 
     exported: Exported
     matrices: int
@@ -41,14 +41,14 @@ class Refined:
 
 
 class Refining:
-    """One file and the model it was made from, checked before anything is computed. `run`, then `export`.
+    """One file and its original model, checked before anything is computed. Call `run`, then `export`.
 
     Args:
         checkpoint: another tool's folder or file. out: folder (GGUF: file) to write, by default ./NAME-refined.
-        recipe: what it says of the calibration text counts.
+        recipe: only its calibration text is used.
     Raises:
-        UsageError: nothing that another tool quantized; `out` is there. UnsupportedError: a format or scheme that lowq reads
-        but does not write. And as `open_checkpoint`.
+        UsageError: not quantized by another tool, or `out` exists. UnsupportedError: a format or scheme that lowq reads
+        but does not write. Also raises as `open_checkpoint`.
     """
 
     def __init__(self, checkpoint: str, model: str, recipe: Recipe, out: str | None = None, device: str = "auto") -> None:
@@ -56,13 +56,13 @@ class Refining:
         path = user_path(checkpoint).resolve()
         self.file: RefinedFile = refined_file.opened(checkpoint, path)
         self.out = Path(out or (f"{path.stem}-refined.gguf" if path.is_file() else f"{path.name}-refined"))
-        self.kept = self.file.kept  # says which file, and which lowq
+        self.kept = self.file.kept  # its name identifies the file and the version of lowq
         if not any(self.kept.parent.glob(f"{self.kept.name}-*")):
-            check_free(self.out)  # before a text is written; where there is a result, the run says whether it is this one's
-        self.work = self.kept  # where the result waits for its export
+            check_free(self.out)  # before a text is generated; if results exist, `export` checks whether `out` is one of them
+        self.work = self.kept  # holds the result until its export
 
     def run(self) -> Iterator[Event]:
-        """Choose codes: the events of the text's writing and of the layers; none where an earlier call has done it.
+        """Choose codes; yields events of generating the text and of the layers, none if an earlier call has finished.
 
         Raises UnsupportedError for another model, or weights that were scaled before they were quantized; and as `prepare`.
         """
@@ -87,13 +87,13 @@ class Refining:
                 calibration.close()
 
     def export(self, progress: Progress | None = None) -> Refined:
-        """The result in the file's own format. It stays in the cache (`lowq rm`), so that the same call again finds it done."""
+        """Write the result in the file's format. It stays in the cache (until `lowq rm`), where the same call finds it."""
         done, better = self.file.export(self.work, self.out, progress)
         return Refined(done, len(self.file.matrices), better)
 
 
 def _plan(plan: Plan, file: RefinedFile) -> Plan:
-    """The original's plan with the file's schemes; what the file keeps, and heads and embeddings, is not touched."""
+    """The original's plan with the file's schemes; unquantized tensors, heads and embeddings are not changed."""
     items = []
     for i in plan.items:
         shape, scheme = file.matrices.get(i.name, (None, None))
@@ -109,9 +109,9 @@ def _plan(plan: Plan, file: RefinedFile) -> Plan:
 
 
 def _check_same_model(file: RefinedFile, source: Source) -> None:
-    """Raise UnsupportedError where norms are not the model's: another model, factors moved into its weights (AWQ), or learnt.
+    """Raise UnsupportedError if norms differ from the model's: another model, scales moved into weights (AWQ), or trained.
 
-    Codes are chosen for the inputs that the original's norms make, so with others they would be better on paper alone.
+    Codes are chosen for inputs that the original's norms produce; with other norms they would not lower the real error.
     """
     for name, held in file.norms():
         if name in source.headers and "norm" in name:

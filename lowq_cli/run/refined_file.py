@@ -1,6 +1,6 @@
-"""Another tool's quantized file while its weights get better codes and scales: a folder of safetensors, or a GGUF file.
+"""Another tool's quantized file whose codes and scales are being improved: a folder of safetensors, or a GGUF file.
 
-Both hand out matrices as they hold them (calibrate/file_matrix.py), take better ones, and leave the rest of the file as it is.
+Both return matrices as stored (calibrate/file_matrix.py), accept better ones, and leave the rest of the file unchanged.
 """
 
 import os
@@ -39,26 +39,26 @@ Load = Callable[[], Given]
 
 
 class RefinedFile(GivenFile, Protocol):
-    """matrices: name -> shape and scheme (of blocks that lowq has no scheme for, one of as many groups)."""
+    """A quantized file. matrices: name -> shape and scheme (for blocks without a lowq scheme, one with as many groups)."""
 
     matrices: dict[str, tuple[tuple[int, int], Scheme]]
-    kept: Path  # where results wait for their export, less the run's name
+    kept: Path  # prefix of the folders that hold results until export, without the run's name
 
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights of one dimension that the file holds as they are."""
+        """The one-dimensional weights that the file holds unquantized."""
 
     def write(self, made: Mapping[str, Load], folder: Path) -> None:
-        """The file once more into a folder, with other matrices where there are some."""
+        """Write a copy of the file into a folder, with the matrices of `made` replaced."""
 
     def is_done(self, work: Path) -> bool:
-        """Whether a folder holds a whole result."""
+        """Whether a folder holds a complete result."""
 
     def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
-        """The result in its own format, and how many matrices are not what they were."""
+        """Write the result in the file's format; returns it and the number of matrices that changed."""
 
 
 def opened(checkpoint: str, path: Path) -> RefinedFile:
-    """The file of that name. Raises UsageError: not what another tool quantized; UnsupportedError: forms that are only read."""
+    """Open the file. Raises UsageError: not quantized by another tool; UnsupportedError: a format that lowq cannot write."""
     with open_foreign(checkpoint) as source:
         read = foreign_matrices(source)
     if read is None:
@@ -78,7 +78,7 @@ def opened(checkpoint: str, path: Path) -> RefinedFile:
 
 
 class FolderFile:
-    """A folder, imported into the cache as a lowq checkpoint, from which it is exported again."""
+    """A folder; it is imported into the cache as a lowq checkpoint and exported from there."""
 
     def __init__(self, checkpoint: str, form: str) -> None:
         self.form, self.found = form, open_checkpoint(runnable(checkpoint))
@@ -92,7 +92,7 @@ class FolderFile:
         return ((t.name, self.found.read_plain(t)) for t in self.found.tensors if t.scheme is None and len(t.shape) == 1)
 
     def given(self, name: str) -> Given:
-        """A matrix as the file has it."""
+        """A matrix as the file stores it."""
         return GivenCodes(self.found.read_matrix(self.packed[name]))
 
     def saved(self, name: str, given: Given) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ class FolderFile:
 
 
 class GgufFile:
-    """A GGUF file: the same bytes but for the tensors that get better ones. Types that lowq only reads stay as they are."""
+    """A GGUF file: only the improved tensors' bytes change. Tensors of types that lowq only reads stay unchanged."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.raw = path, open_foreign(path)
@@ -155,12 +155,12 @@ class GgufFile:
         return ((n, self.raw.read(n)) for n, h in headers if len(h.shape) == 1 and n.removesuffix(".weight") not in self.facts)
 
     def given(self, name: str) -> Given:
-        """A matrix as the file has it, its rows in Hugging Face's order."""
+        """A matrix as the file stores it, with its rows in Hugging Face's order."""
         whole = self.raw.headers[f"{name}.weight"].nbytes
         return self._read(name, torch.frombuffer(self.raw.read_raw(f"{name}.weight", 0, whole), dtype=torch.uint8))
 
     def saved(self, name: str, given: Given) -> dict[str, torch.Tensor]:
-        """As `GivenFile` says: the file's own bytes."""
+        """As `GivenFile` says: the bytes as stored in the file."""
         given = given.to("cpu")
         if isinstance(given, GivenBlocks):
             return {f"{name}.raw": write_blocks(given.blocks.each(self._permuted(name, inverse=False))).flatten()}
@@ -224,7 +224,7 @@ class GgufFile:
 
 
 def _scheme(kind: str) -> Scheme:
-    """What stands for a type in a plan: its own scheme, or one of as many groups."""
+    """The scheme of a GGUF type in a plan: its lowq scheme, or for types without one, a scheme with as many groups."""
     return gguf.SCHEMES.get(kind) or Scheme(8, BLOCK_KINDS[kind].sub, "none")
 
 

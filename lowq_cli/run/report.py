@@ -1,4 +1,4 @@
-"""What is kept and told of a finished run: lowq_report.json, and the result that the command shows."""
+"""The records of a finished run: lowq_report.json, and the result that the command prints."""
 
 import zlib
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ def make_report(
     contents: Mapping[str, bytes],
     calibrated: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times.
+    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. It contains no times.
 
-    contents: those of config.json, of the index and of what is copied beside the weights, for their hashes.
-    calibrated: what the text was.
+    contents: of config.json, the index and the companion files, for their hashes.
+    calibrated: facts about the calibration text.
     """
     name = (
         source.folder.resolve().name if source.folder and source.name != "demo" and Path(source.name).is_dir() else source.name
@@ -76,7 +76,7 @@ def make_report(
 def result_of(
     plan: Plan, output: OutputFolder, report: dict[str, Any], seconds: float, resumed: int, done: bool = False
 ) -> Result:
-    """What a run made, from its report and the seconds it took."""
+    """The result of a run, from its report and its duration."""
     quantized = [t for t in report["tensors"] if "rel_error" in t]
     worst = sorted(quantized, key=lambda t: (-t["rel_error"], t["name"]))[:WORST]
     return Result(
@@ -95,7 +95,7 @@ def result_of(
 
 
 def known_result(plan: Plan, output: OutputFolder, seconds: float) -> Result:
-    """The result of a run that was finished before. Raises DamagedError if its weight files are no longer what it wrote."""
+    """The result of a run that finished earlier. Raises DamagedError if its weight files have changed."""
     report = read_json(output.path / REPORT)
     output.finished = {t["name"]: {} for t in report["tensors"]}
     for shard in plan.shards:

@@ -1,4 +1,4 @@
-"""One item of a plan, from the source's bytes to the output's: read -> quantize -> pack -> write, a slab at a time."""
+"""Process one item of a plan, one slab at a time: read from the source -> quantize -> pack -> write to the output."""
 
 import zlib
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import get, pack
 from lowq_packers.qtensor import QuantizedTensor, dequantized
 
-COPY = 1 << 24  # bytes of a kept tensor in memory at a time
-# Weights whose error is computed at a time. On one core 3.2 ns each while they stay in cache, 9.4 ns at 1 << 21.
+COPY = 1 << 24  # max. bytes of a kept tensor in memory at a time
+# Max. weights whose error is computed at a time. On one core 3.2 ns per weight while they fit in cache, 9.4 ns at 1 << 21.
 ERROR_SLAB = {"cpu": 1 << 17, "cuda": 1 << 22}
 
-LARGEST = 1e17  # a weight: float32 holds the sum of 30,000 of its squares
+LARGEST = 1e17  # max. magnitude of a weight: float32 can hold the sum of 30,000 of its squares
 
 
 @torch.inference_mode()
@@ -36,17 +36,17 @@ def quantize_matrix(
     quantizer: quantizers.Quantize | None = None,
     factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[float, list[int]]:
-    """Quantize one matrix into `file`, slab by slab; its relative error and the CRC-32 of each tensor written.
+    """Quantize one matrix into `file`, slab by slab; returns its relative error and the CRC-32 of each tensor written.
 
-    quantizer: given the matrix's rows in order; None takes the item's method. factors: what rows (N,) and columns (K,) are
-    multiplied by first.
+    quantizer: called with the matrix's rows in order; None uses the item's method. factors: rows are first multiplied by the
+    first (N,), columns by the second (K,).
     """
     assert item.scheme
     dtype = scale_dtype(item)
     by_row, by_column = factors
     N, K = item.shape
     step = slab_rows(K, device.type)
-    if item.scheme.block_rows > 1:  # whole rows of blocks; their fp32 copies take twice what codes of a group take
+    if item.scheme.block_rows > 1:  # whole rows of blocks; their fp32 copies take twice the memory of groups' codes
         step = max(1, step // 2 // item.scheme.block_rows) * item.scheme.block_rows
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = lost = 0.0
@@ -54,7 +54,7 @@ def quantize_matrix(
     if quantizer is None:
         known = {"table": _table(item, rows, step)} if item.scheme.table and item.method else {}
         quantizer = partial(quantizers.get(item.method), **known)
-    rest: QuantizedTensor | None = None  # rows that do not fill a unit of the layout: they go with the next slab
+    rest: QuantizedTensor | None = None  # rows short of a whole unit of the layout: packed with the next slab
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device, non_blocking=True)
         for factor in (f for f in (by_row, by_column) if f is not None):
@@ -77,7 +77,7 @@ def quantize_matrix(
         if not whole.shape[0]:
             continue
         p = pack(whole, item.layout)
-        own = p.table if at[-1] == 0 else None  # the whole matrix's, once
+        own = p.table if at[-1] == 0 else None  # one table for the whole matrix, written once
         for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros, own) if t is not None):
             raw = _bytes(tensor)
             file.write(item.outputs[i][0], at[i], raw)
@@ -90,7 +90,7 @@ def quantize_matrix(
 
 
 def _table(item: Item, rows: Callable[[int, int], torch.Tensor], step: int) -> torch.Tensor | None:
-    """What a matrix holds beside its scales, from all of its rows."""
+    """The table that a matrix stores besides its scales, computed from all of its rows."""
     assert item.scheme
     if not item.scheme.table_width:
         return None
@@ -107,7 +107,7 @@ def _refuse_scales(item: Item) -> NoReturn:
 
 
 def _cut(q: QuantizedTensor, before: QuantizedTensor | None, unit: int) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    """`before` and `q` as one, cut after the last whole `unit` of rows."""
+    """Concatenate `before` and `q` and split them after the last whole `unit` of rows."""
     if before is not None:
         zeros = None if q.zeros is None or before.zeros is None else torch.cat([before.zeros, q.zeros])
         codes, scales = torch.cat([before.W_q, q.W_q]), torch.cat([before.scales, q.scales])
@@ -135,17 +135,17 @@ def _squares(W: torch.Tensor, q: QuantizedTensor) -> tuple[float, float]:
 
 
 def _bytes(t: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is on the CPU and contiguous."""
-    if t.is_cuda:  # by way of pinned pages, which torch keeps for the next time: fresh ones take longer than the copy
+    """The bytes of a tensor, without a copy if it is contiguous and on the CPU."""
+    if t.is_cuda:  # through pinned pages, which torch caches: allocating new ones takes longer than the copy
         t = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t)
     return memoryview(t.contiguous().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
 def copy(item: Item, source: Source, file: ShardFile, values: torch.Tensor | None = None) -> tuple[None, list[int]]:
-    """Copy a kept tensor into `file` in pieces, checked for NaN and infinities unless it is a buffer ("other").
+    """Copy a kept tensor into `file` in pieces, checking for NaN and infinities unless it is a buffer ("other").
 
-    values: written instead, where calibration gave the tensor others.
+    values: written instead of the source's values if calibration changed the tensor.
     """
     name, target = item.outputs[0]
     if values is not None:
@@ -160,7 +160,7 @@ def copy(item: Item, source: Source, file: ShardFile, values: torch.Tensor | Non
         raw = source.read_raw(item.source, first, min(COPY, item.params * size - first))
         if floats and (cast or item.kind != "other"):
             t = as_tensor(raw, item.source_dtype, (len(raw) // size,))  # type: ignore[arg-type]
-            if not torch.isfinite(t.sum()) and not torch.isfinite(t).all():  # a sum takes a 30th of the time in bf16
+            if not torch.isfinite(t.sum()) and not torch.isfinite(t).all():  # in bf16 a sum takes 1/30 of a full check
                 raise DamagedError(f"{item.name} holds NaN or infinite values; the model file is damaged")
             if cast:
                 t = t.to(getattr(torch, TORCH_NAMES[target.dtype]))
