@@ -1,1 +1,1 @@
-"""What a person runs: commands, model reading and writing, quantizers, decode engine."""
+"""The application: commands, model reading and writing, quantizers, decode engine."""

@@ -1,4 +1,4 @@
-"""The checks behind `lowq doctor`: each looks at one thing and says what it found and how to mend it."""
+"""The checks of `lowq doctor`: each one tests one thing and reports the result and the fix."""
 
 import platform
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-N, K, GROUP = 80, 256, 64  # a product small enough to check every kernel in a second, with an N no tile divides
-AT_ONCE = 8  # one after the other some sixty kernels took 46 s to compile on an H200's host
+N, K, GROUP = 80, 256, 64  # a product so small that every kernel is checked in a second; N is not a multiple of any tile
+AT_ONCE = 8  # kernels to compile in parallel: one by one, about sixty kernels took 46 s on the host of an H200
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-4}  # relative Frobenius error
 
 
 @dataclass(frozen=True)
 class Check:
-    """ok: True works, False is broken, None is absent but not needed. `fix` says what to do, or is empty."""
+    """The result of one check. ok: True if it works, False if broken, None if absent but not needed. fix: advice, or empty."""
 
     name: str
     ok: bool | None
@@ -36,7 +36,7 @@ class Check:
 
 
 def checkup() -> list[Check]:
-    """Every check, in the order to read them."""
+    """All checks, in display order."""
     return [*_libraries(), *_devices(), *_kernel_files(), *_products()]
 
 
@@ -97,11 +97,11 @@ def _kernel_files() -> Iterator[Check]:
 
 
 def _products() -> Iterator[Check]:
-    """Products of kernels, up to one that loses the GPU: after it every other would fail, too."""
+    """The checks of the kernels, up to one that makes the GPU unusable: after it all further ones would fail too."""
     try:
         yield from _kernels()
         yield _fp8()
-    except RuntimeError as e:  # `_tried` has let it through
+    except RuntimeError as e:  # `_tried` does not catch the loss of a GPU
         if not device_lost(e):
             raise
         fix = "CUDA_LAUNCH_BLOCKING=1 LOWQ_DEBUG=1 lowq doctor shows the kernel; please report it"
@@ -109,7 +109,7 @@ def _products() -> Iterator[Check]:
 
 
 def _kernels() -> Iterator[Check]:
-    """One small product with each kernel that dispatch may take here, against the definition; compiled side by side."""
+    """Compare a small product of each kernel that dispatch can choose here with the definition; compile them in parallel."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     specs = list(registry.kernels().values())
     cases = [(spec, layout, bits, device) for spec in specs for layout in spec.layouts for bits in spec.bits]
@@ -126,7 +126,7 @@ def _kernels() -> Iterator[Check]:
 
 
 def _fp8() -> Check:
-    """A layer with fp8 weights against the definition, on whichever path this machine takes."""
+    """Compare a layer with fp8 weights with the definition, on the code path of this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     g = torch.Generator().manual_seed(0)
     w = fp8.quantize(torch.randn(N, K, generator=g), (128, 128))
@@ -141,10 +141,10 @@ def _fp8() -> Check:
 
 
 def _tried(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
-    """Whether the kernel is right on this device, None where it is not for it; and what was found, an error too."""
+    """(whether the kernel is correct on this device, or None if it does not support it; the result or error in words)."""
     try:
         return _try(spec, layout, bits, device)
-    except Exception as e:  # of a compiler, a launch or the product: the row of this kernel says it
+    except Exception as e:  # an error of the compiler, the launch or the product: shown in this kernel's row
         log_error(f"{spec.name} at {bits} bits, layout {layout}", e)
         if device_lost(e):
             raise
@@ -152,7 +152,7 @@ def _tried(spec: registry.KernelSpec, layout: str, bits: int, device: torch.devi
 
 
 def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
-    if device.type not in spec.devices:  # asked before anything is packed: torch packs cpu_int4 on a CPU alone
+    if device.type not in spec.devices:  # checked before packing: torch packs cpu_int4 only on a CPU
         return None, f"runs on {'/'.join(spec.devices)}, not on {device.type}"
     if LAYOUTS[layout].device not in (None, device.type):
         return None, f"layout {layout} is packed on {LAYOUTS[layout].device} alone"
@@ -166,7 +166,7 @@ def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device
     if why := LAYOUTS[layout].why_not(q.scheme, N, K):
         return None, why
     p = pack(q, layout)
-    M = max(1, spec.m_range[0], 0 if spec.acts[0] == "none" else STEPS + 1)  # of fewer rows activations are not rounded
+    M = max(1, spec.m_range[0], 0 if spec.acts[0] == "none" else STEPS + 1)  # with fewer rows activations are not rounded
     x = torch.randn(M, K, generator=g).to(device, dtype)
     if why := spec.why_not(registry.Call.of(x, p, spec.acts[0])):
         return None, why

@@ -1,7 +1,7 @@
-"""What the shell completes after an option or argument: words that lowq knows, and checkpoints that it wrote.
+"""Shell completions of options and arguments: words that lowq knows, and checkpoints that it wrote.
 
-Nothing heavy is imported: a shell asks at every press of Tab. Folders and files complete too, as the shell does it by itself
-where nothing here fits.
+Nothing heavy is imported, as the shell runs this at every press of Tab. If nothing here matches, the shell itself completes
+folders and files.
 """
 
 import os
@@ -11,12 +11,12 @@ Complete = Callable[[str], list[str]]
 
 
 def words(*known: str) -> Complete:
-    """A completion of one of these words."""
+    """A completion function for these words."""
     return lambda incomplete: [w for w in known if w.startswith(incomplete)]
 
 
 def checkpoints(incomplete: str) -> list[str]:
-    """Checkpoints written by this user, below the working folder as a relative path, and folders that a path may go into."""
+    """Checkpoints that this user wrote (relative paths below the working folder), and folders through which a path can lead."""
     from lowq_cli import state
 
     here = os.getcwd() + os.sep
@@ -25,40 +25,40 @@ def checkpoints(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """What can be quantized: the bundled model, and folders."""
+    """Models to quantize: the bundled model, and folders."""
     return [name for name in ("demo", *_folders(incomplete)) if name.startswith(incomplete)]
 
 
 def methods(incomplete: str) -> list[str]:
-    """Methods of quantizing."""
+    """Quantization methods."""
     from lowq_cli import quantizers
 
     return [m for m in ("auto", *quantizers.methods()) if m.startswith(incomplete)]
 
 
 def exports(incomplete: str) -> list[str]:
-    """Formats that lowq writes."""
+    """Export formats."""
     from lowq_packers.formats import EXPORTED
 
     return words(*EXPORTED)(incomplete)
 
 
 def engines(incomplete: str) -> list[str]:
-    """Engines and formats that a checkpoint may be made for."""
+    """Engines and formats for `--for`."""
     from lowq_cli.plan.targets import ENGINES
 
     return words(*ENGINES)(incomplete)
 
 
 def types(incomplete: str) -> list[str]:
-    """Mixtures of GGUF's types."""
+    """Mixtures of GGUF types."""
     from lowq_cli.plan.gguf_types import MIXTURES
 
     return words(*MIXTURES)(incomplete.upper())
 
 
 def _folders(incomplete: str) -> list[str]:
-    """Folders that the path begun may mean; those that hold a model before those on the way to one."""
+    """Folders that match the incomplete path; folders with a model come before other folders."""
     parent = os.path.dirname(incomplete)
     try:
         found = [os.path.join(parent, e.name) for e in os.scandir(parent or ".") if e.is_dir() and not e.name.startswith(".")]

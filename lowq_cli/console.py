@@ -20,47 +20,47 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN_STEPS = 10  # progress lines in a log file
-_errors: TextIO | None = None  # where errors go once everything else is silenced
+PLAIN_STEPS = 10  # number of progress lines if stderr is not a terminal
+_errors: TextIO | None = None  # the stream for errors after `only_errors`
 json_is_out = False  # whether this run has printed its one JSON object
 quiet = False  # whether only results and errors are printed: --quiet
-WIDE = 100  # columns from which a bar may be long
-NARROWEST = 8  # columns in which a text of a table may still be broken over lines
+WIDE = 100  # columns; wider terminals get a long progress bar
+NARROWEST = 8  # min. width, in columns, of a table cell that is broken over several lines
 
 
 @cache
 def stderr() -> "Console":
-    """The Rich console on stderr; at least 100 columns where no terminal says otherwise."""
+    """The Rich console on stderr; at least 100 columns wide if stderr is not a terminal."""
     from rich.console import Console
 
     width = None if sys.stderr.isatty() else int(os.environ.get("COLUMNS", "110"))
     return Console(stderr=True, highlight=False, width=width)
 
 
-_UNSEEN = re.compile(  # what a terminal obeys instead of showing it, what turns the order of letters, and lone surrogates
+_UNSEEN = re.compile(  # control sequences of terminals, characters that change the text direction, and lone surrogates
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
 def visible(text: str) -> str:
-    """`text` as a terminal may be shown it: names from files can hold its commands. Newlines and tabs stay."""
+    """`text` with control characters escaped, since names from files can contain them. Newlines and tabs stay."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(message: str) -> None:
-    """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
+    """Print a line for the user on stderr, broken between words if the terminal is too narrow."""
     if not quiet:
         _print(_broken(visible(message), sys.stderr), sys.stderr)
 
 
 def _print(line: str, stream: TextIO) -> None:
-    """A line for the person. Where it cannot be written, as the reader died or its disk is full, the work goes on."""
+    """Print a line for the user. If writing fails because the reader has ended or the disk is full, the work continues."""
     with suppress(OSError):
         print(line, file=stream, flush=True)
 
 
 def _broken(line: str, stream: TextIO) -> str:
-    """The line; for a terminal too narrow for it broken between words."""
+    """The line, broken between words if the terminal is too narrow."""
     if not stream.isatty():
         return line
     width = max(40, shutil.get_terminal_size().columns)
@@ -68,12 +68,12 @@ def _broken(line: str, stream: TextIO) -> str:
 
 
 def page(text: str) -> None:
-    """Lines for the person that are laid out already, on stderr."""
+    """Print preformatted lines for the user on stderr."""
     _print(visible(text), sys.stderr)
 
 
 def warn(message: str) -> None:
-    """A line that asks for attention, on stderr."""
+    """Print a warning on stderr."""
     from rich.markup import escape
 
     if quiet:
@@ -81,29 +81,29 @@ def warn(message: str) -> None:
     with suppress(OSError):
         stderr().print(
             f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
-        )  # a log's lines stay whole
+        )  # without a terminal, lines are not broken
 
 
 def fail(message: str) -> None:
-    """The one line of an error; on a terminal too narrow for it, broken between words."""
+    """Print the one line of an error, broken between words if the terminal is too narrow."""
     stream = sys.stderr if _errors is None else _errors
     _print(_broken(f"lowq: {visible(message)}", stream), stream)
 
 
 def only_errors() -> None:
-    """Print nothing but errors from now on: for the processes of torchrun behind the first, which speaks for all."""
+    """Print only errors from now on: for torchrun's processes of rank 1 and above, as rank 0 prints for all."""
     global _errors
     _errors = sys.stderr
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Result text on stdout, at once; on a terminal without what it would obey."""
+    """Print result text on stdout and flush it; on a terminal with control characters escaped."""
     print(visible(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def thought(text: str, terminal: bool) -> None:
-    """A model's thoughts: on a terminal pale between the lines of its answer, else on stderr, apart from it."""
+    """Print a model's thoughts: on a terminal in a pale colour within the answer, otherwise on stderr, separate from it."""
     if terminal and "NO_COLOR" not in os.environ:
         print(f"\x1b[2m{visible(text)}\x1b[22m", end="", flush=True)
     else:
@@ -111,19 +111,19 @@ def thought(text: str, terminal: bool) -> None:
 
 
 def out_line(text: str) -> None:
-    """A line of a result that people read, on stdout; on a terminal too narrow for it, broken between words."""
+    """Print a result line for people on stdout, broken between words if the terminal is too narrow."""
     out(_broken(visible(text), sys.stdout))
 
 
 def out_json(value: dict[str, Any]) -> None:
-    """The one JSON object of a --json run."""
+    """Print the one JSON object of a --json run."""
     global json_is_out
     json_is_out = True
     print(to_json(value), flush=True)
 
 
 def to_json(value: object) -> str:
-    """One line of JSON. Numbers that are not finite, which JSON has no word for, are null."""
+    """One line of JSON. Numbers that are not finite become null, because JSON cannot represent them."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -138,10 +138,10 @@ def _finite(value: Any) -> Any:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False, spare: Sequence[str] = ()
 ) -> None:
-    """A table; a column whose title starts with '>' is right-aligned, and its cells are never broken.
+    """Print a table. A column whose title starts with '>' is right-aligned, and its cells are never broken.
 
-    Where it is wider than the terminal, columns stand closer and titles break between words; if that is not enough, the columns
-    of `spare` go, the first first; and where even the rest does not fit, a row becomes a paragraph of its own.
+    If it is wider than the terminal, columns move closer together and titles break between words. If that is not enough, the
+    columns in `spare` are dropped, in that order. If the rest still does not fit, every row becomes a paragraph.
     """
     if quiet and not on_stdout:
         return
@@ -174,12 +174,12 @@ def table(
         else:
             drawn.add_column(titles[i], overflow="fold")
     for row in cells:
-        drawn.add_row(*(Text(row[i]) for i in shown))  # as it is: "[/b]" in a name is no markup
+        drawn.add_row(*(Text(row[i]) for i in shown))  # Text, not str: "[/b]" in a name must not be read as markup
     console.print(drawn)
 
 
 def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], stream: TextIO) -> None:
-    """The rows of a table that no terminal so narrow has room for."""
+    """Print the rows of a table as paragraphs, for terminals that are too narrow for it."""
     if title:
         print(title, file=stream)
     for first, *rest in cells:
@@ -189,11 +189,11 @@ def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]
 
 
 def _stdout() -> "Console":
-    """The Rich console for results; at least 110 columns where no terminal says otherwise."""
+    """The Rich console for results; at least 110 columns wide if stdout is not a terminal."""
     from rich.console import Console
 
     class Results(Console):
-        """Lets a reader that left be told like any other: by BrokenPipeError."""
+        """A console that raises BrokenPipeError when the reader has ended, like other streams."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
@@ -229,9 +229,9 @@ def age(seconds: float) -> str:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A live bar with ETA; yields `advance(done, note)`, `done` counted from 0 to `total` in any unit.
+    """Show a progress bar with ETA; yields `advance(done, note)`, where `done` counts from 0 to `total` in any unit.
 
-    On a terminal: one live row. Elsewhere: a plain line at the first and then at every tenth of the way.
+    On a terminal it is one live row. Elsewhere it is a plain line at the first call and then at every tenth of the total.
     """
     if quiet:
         yield lambda done, note: None
@@ -253,7 +253,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
     def whole(kind: Callable[..., ProgressColumn], *args: str, **how: int) -> ProgressColumn:
         return kind(*args, **how, table_column=Column(no_wrap=True, min_width=how.get("bar_width", 3)))
 
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what a terminal has no room for is cut from the note
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # on a narrow terminal the note is truncated
     columns = [whole(TextColumn, "[bold]{task.description}"), whole(BarColumn, bar_width=28 if stderr().width > WIDE else 10)]
     columns += [whole(TaskProgressColumn), whole(TimeElapsedColumn), whole(TextColumn, "eta"), whole(TimeRemainingColumn)]
     columns += [TextColumn("{task.fields[note]}", markup=False, table_column=rest)]
@@ -264,7 +264,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
 
 @contextmanager
 def status(doing: str) -> Iterator[None]:
-    """A spinner while nothing else can be shown (imports, reading headers, loading); only on a terminal."""
+    """Show a spinner while there is no progress to show (imports, reading headers, loading); only on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield
         return
@@ -276,7 +276,7 @@ def status(doing: str) -> Iterator[None]:
 
 @contextmanager
 def live() -> Iterator[Callable[[str], None] | None]:
-    """A last line that changes while others are said above it; yields what changes it, None where stderr is no terminal."""
+    """Show a live last line below other output; yields the function that sets it, or None if stderr is not a terminal."""
     if quiet or not stderr().is_terminal:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What a person means by a device name; also before torch is imported, where only the name is needed."""
+"""Resolve device names of users; if only the name is needed, without importing torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowq_packers.lazy import torch
 
 
 class Device(Protocol):
-    """What a plan needs of a device: torch.device has it, and `NamedDevice`."""
+    """The attributes of a device that a plan needs; torch.device and `NamedDevice` have them."""
 
     @property
     def type(self) -> str: ...
@@ -32,7 +32,7 @@ AnyDevice = TypeVar("AnyDevice", bound=Device)
 
 @dataclass(frozen=True)
 class NamedDevice:
-    """A device by its name alone, spelled as torch spells it."""
+    """A device by its name, in torch's spelling."""
 
     type: str
     index: int | None = None
@@ -42,9 +42,9 @@ class NamedDevice:
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The torch device of "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1".
+    """The torch device of "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
 
-    Raises UsageError for a name that is none, UnsupportedError for a GPU that is not there.
+    Raises UsageError for an invalid name, UnsupportedError for a GPU that does not exist.
     """
     there = torch.cuda.device_count()
     try:
@@ -55,7 +55,7 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def name_device(device: str) -> NamedDevice:
-    """`pick_device`, for a plan: the driver is asked for GPUs, not torch, unless that is a build for other GPUs."""
+    """`pick_device` for a plan: it counts GPUs by the CUDA driver instead of torch, unless torch is built for other GPUs."""
     found = gpus()
     if found is None:
         picked = pick_device(device)
@@ -77,7 +77,7 @@ def _checked(chosen: AnyDevice, asked: object, there: int) -> AnyDevice:
 
 
 def gpus() -> int | None:
-    """GPUs that torch could use, by the CUDA driver's count; None where torch is a build that only it can tell of."""
+    """Number of GPUs for torch, as the CUDA driver counts them; None for a ROCm build, where only torch can count them."""
     torch_is = find_spec("torch")
     libraries = Path(torch_is.origin).parent / "lib" if torch_is and torch_is.origin else Path()
     if any(libraries.glob("*torch_hip*")):
@@ -94,9 +94,10 @@ def gpus() -> int | None:
 
 
 def wake(device: str) -> None:
-    """Make the GPU's context and have Triton ready, in threads while torch is imported: 0.15 to 0.4 and 0.5 s after it else.
+    """Create the GPU's context and prepare Triton in threads while torch is imported.
 
-    device: as a person names it. Nothing happens where there is no GPU of CUDA's; whatever is wrong with one, torch will say.
+    After the import the context would take 0.15 to 0.4 s, and Triton 0.5 s. device: the user's name for it. Without a CUDA GPU
+    nothing happens; errors of a GPU are left for torch to report.
     """
     kind, _, index = device.partition(":")
     if kind in ("auto", "cuda") and (index.isdigit() or not index):
@@ -108,34 +109,34 @@ def _make_context(index: int) -> None:
         Thread(target=_hash_triton, daemon=True).start()
         driver, handle, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
         if driver.cuDeviceGet(ctypes.byref(handle), index) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)  # the one that torch takes, too
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)  # the context that torch uses too
 
 
 def _hash_triton() -> None:
-    """Have Triton find the digest of its own 400 MB, which the name of each kernel on disk holds; it keeps it."""
-    for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # of Triton 3.5 and later, of 3.4
-        with suppress(ImportError, AttributeError, OSError):  # Triton is not there, or keeps it elsewhere: a launch finds it
+    """Let Triton compute and cache the digest of its own 400 MB, which is part of the name of each kernel on disk."""
+    for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # Triton 3.5 and later; Triton 3.4
+        with suppress(ImportError, AttributeError, OSError):  # without it, the first launch computes the digest
             import_module(module).triton_key()
             return
 
 
 def say_widened(device: torch.device, model: Any) -> None:
-    """Say how many bytes of 16-bit weights a device without FP8 hardware holds in the place of a model's fp8, where it does."""
+    """Report the bytes of fp8 weights that a device without FP8 hardware holds in 16 bits, if any."""
     if nbytes := sum(m.weight.nbytes for m in model.modules() if getattr(m, "layout", "") == "widened"):
         size = console.size(nbytes)
         console.say(f"{device} has no FP8: weights widened to {size} of 16 bits, activations rounded in software")
 
 
 def pick_devices(names: str | torch.device) -> tuple[torch.device, ...]:
-    """The devices of "cuda:0,cuda:1", all of one kind: on another kind the same codes are not promised.
+    """The devices of "cuda:0,cuda:1". All must be of one kind: another kind need not compute the same codes.
 
-    A name given twice counts twice. Raises as `pick_device`, and UsageError for devices of two kinds.
+    A repeated name counts each time. Raises the errors of `pick_device`, and UsageError for devices of two kinds.
     """
     return _several(names, pick_device) if isinstance(names, str) else (pick_device(names),)
 
 
 def name_devices(names: str) -> tuple[NamedDevice, ...]:
-    """`pick_devices`, for a plan."""
+    """`pick_devices` for a plan: see `name_device`."""
     return _several(names, name_device)
 
 

@@ -1,4 +1,4 @@
-"""Plots: a figure to draw on, and its file, which is refused before any work where it could not be written after it."""
+"""Plots: make a figure and write its file. `check` reports an unwritable file before any work starts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check(path: Path) -> None:
-    """Raise UsageError where no plot can be written to `path`: no matplotlib, no such folder, or no such format."""
+    """Raise UsageError if no plot can be written to `path`: matplotlib or the folder is missing, or the format is unknown."""
     known = figure(1, 1).canvas.get_supported_filetypes()
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.absolute().parent}")
@@ -20,7 +20,7 @@ def check(path: Path) -> None:
 
 
 def figure(width: float, height: float, **layout: Any) -> "Figure":
-    """An empty figure of so many inches. Raises UsageError where matplotlib is not installed."""
+    """An empty figure; width and height are in inches. Raises UsageError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -29,7 +29,7 @@ def figure(width: float, height: float, **layout: Any) -> "Figure":
 
 
 def save(drawn: "Figure", path: Path, dpi: int | None = None) -> None:
-    """Write the figure, whole or not at all. Raises UsageError or DoesNotFitError where that fails."""
+    """Write the figure atomically. Raises UsageError or DoesNotFitError if that fails."""
     try:
         with replacing(path) as made:
             drawn.savefig(made, dpi="figure" if dpi is None else dpi)

@@ -1,4 +1,4 @@
-"""What lowq has written on this disk and knows of: checkpoints, what a run left unfinished, what is in the cache."""
+"""The folders on this disk that lowq wrote and remembers: checkpoints, unfinished output, and the cache."""
 
 import re
 import shutil
@@ -14,15 +14,15 @@ from lowq_cli.run import output_folder
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
-CACHED = {"runs": "*", "imports": "*", "refined": "*", "exports": "*/*"}  # folder of the cache -> where its checkpoints are
+CACHED = {"runs": "*", "imports": "*", "refined": "*", "exports": "*/*"}  # folder of the cache -> glob of the checkpoints in it
 UNFINISHED = "unfinished"
-PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of a folder that is not whole yet: of what it will be
+PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of an unfinished folder; the group is its final name
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A folder that lowq wrote. kind: checkpoint, unfinished or, in the cache, one of CACHED. time: of its last change, in s
-    since 1970. target: what an unfinished one will be.
+    """A folder that lowq wrote. kind: checkpoint, unfinished or, in the cache, one of CACHED. time: its last change, in seconds
+    since 1970. target: the final name of an unfinished folder.
     """
 
     path: Path
@@ -33,18 +33,18 @@ class Holding:
 
     @property
     def cached(self) -> bool:
-        """Whether it lies in the cache."""
+        """Whether it is in the cache."""
         return state.is_cached(self.path)
 
     @property
     def will_be(self) -> Path:
-        """What it is, or will be where it is unfinished, with no link on the way."""
+        """Its path, or its final path if it is unfinished, with links resolved."""
         path = self.path.resolve()
         return path.with_name(self.target) if self.target else path
 
     @property
     def short(self) -> str:
-        """What `named` takes for it: its path from the working folder if it is below that, of the cache's the last part."""
+        """A name that `named` accepts: in the cache the last part of its path, else the path relative to the working folder."""
         here = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
         return self.path.name if self.cached else str(here)
 
@@ -55,12 +55,12 @@ class Holding:
 
 
 def holdings() -> list[Holding]:
-    """Everything, the newest first."""
+    """All holdings, the newest first."""
     return sorted((*_remembered(), *_cached()), key=lambda h: -h.time)
 
 
 def _remembered() -> Iterator[Holding]:
-    """What was written outside of the cache and still carries the mark that lowq wrote: the run in its report or journal."""
+    """Folders outside of the cache that still have lowq's mark: the run's id in their report or journal."""
     folders = {k.checkpoint: k.run for k in state.known()}
     for folder, run in folders.items():
         mark = "" if folder.is_symlink() else output_folder.run_in(folder)
@@ -75,7 +75,7 @@ def _remembered() -> Iterator[Holding]:
 
 
 def _cached() -> Iterator[Holding]:
-    """What is in the cache; a link there is nobody's that lowq knows."""
+    """Folders in the cache, without links, because lowq creates none there."""
     cache = home.cache_dir()
     for kind, pattern in CACHED.items():
         for path in (cache / kind).glob(pattern):
@@ -95,9 +95,9 @@ def _holding(path: Path, kind: str, target: str = "") -> Holding:
 
 
 def named(names: list[str], cached: bool) -> list[Holding]:
-    """The holdings that these paths or last parts of paths name, and with `cached` all that are in the cache.
+    """The holdings that these paths or last parts of paths name, and with `cached` all holdings in the cache.
 
-    Raises NotFoundError for one that is none of lowq's, UsageError for one that may be several.
+    Raises NotFoundError for a name that matches no holding, UsageError for an ambiguous one.
     """
     every = holdings()
     found = [h for h in every if cached and h.cached]
@@ -117,7 +117,7 @@ def named(names: list[str], cached: bool) -> list[Holding]:
 
 
 def _remove_head(folder: Path) -> None:
-    """Delete a draft head that was trained beside a checkpoint; what others have put there stays."""
+    """Delete a draft head that was trained for a checkpoint; files that lowq did not write stay."""
     if folder.is_symlink() or not ((folder / HEAD_NOTES).is_file() or (folder / HEAD_STATE).is_file()):
         return
     for name in (CONFIG, SINGLE, HEAD_NOTES, HEAD_STATE):
@@ -127,9 +127,9 @@ def _remove_head(folder: Path) -> None:
 
 
 def remove(holding: Holding) -> list[str]:
-    """Delete what lowq wrote of it. Returns the names of what others have put there, which stays, in its folder.
+    """Delete the files that lowq wrote in it. Returns the names of other files, which stay.
 
-    Raises UsageError where that is not allowed, or another process writes it.
+    Raises UsageError if the system forbids it, or another process is writing there.
     """
     try:
         if PARTIAL.fullmatch(holding.path.name):

@@ -1,4 +1,4 @@
-"""What a person types into `lowq chat`: one line or several, commands that start with /, and nothing while an answer comes."""
+"""The user's input in `lowq chat`: one or more lines, commands that start with /, and no echo during an answer."""
 
 import re
 import sys
@@ -8,31 +8,31 @@ from contextlib import contextmanager, suppress
 from lowq_cli import console
 
 FENCE = '"""'
-COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?$", re.DOTALL)  # /usr/bin is a text
+COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?$", re.DOTALL)  # /usr/bin is not a command
 
 
 def prepare() -> None:
-    """Arrow keys and history for `ask`, where this system has them (Windows does not)."""
+    """Enable arrow keys and history for `ask`, if the system supports them (Windows does not)."""
     if sys.stdin.isatty():
         with suppress(ModuleNotFoundError):
             import readline  # noqa: F401  # `input` uses it once it is imported
 
 
 def ask() -> str | None:
-    """What is said next, without blanks around it; None at the end of the input.
+    """The user's next message, stripped; None at the end of the input.
 
-    A line that ends with a backslash goes on in the next one, and so does all between two lines of three quotes. Ctrl-C drops
-    what was typed.
+    A line that ends with a backslash continues in the next line, and lines between two lines of three quotes form one message.
+    Ctrl-C discards the line.
     """
     while True:
         try:
             said = _message()
         except EOFError:
             if sys.stdin.isatty():
-                console.page("")  # the line with the prompt ends here, not behind the shell's
+                console.page("")  # end the line of the prompt, so that the shell's prompt starts a new one
             return None
         except KeyboardInterrupt:
-            console.page("")  # the line that was being typed ends here
+            console.page("")  # end the discarded line
             console.say("(dropped; /quit or Ctrl-D leaves)")
             continue
         if said.strip():
@@ -40,7 +40,7 @@ def ask() -> str | None:
 
 
 def command(said: str) -> tuple[str, str] | None:
-    """(name, rest) of a line such as "/set top-k 40"; None for what is said to the model."""
+    """(name, rest) of a line such as "/set top-k 40"; None for a message to the model."""
     found = COMMAND.match(said)
     return (found[1], (found[2] or "").strip()) if found else None
 
@@ -71,7 +71,7 @@ def _line(prompt: str) -> str:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """Inside, what is typed is not shown; it waits for the next `ask`. Ctrl-C works."""
+    """Inside the block, typed characters are not shown, but kept for the next `ask`. Ctrl-C works."""
     if not sys.stdin.isatty() or sys.platform == "win32":
         yield
         return

@@ -1,8 +1,8 @@
 """`lowq`: argv -> one command -> printed result and exit code.
 
-Each file in commands/ is one verb: a function of the file's name, whose parameters are Typer options and whose
-docstring is the help. Command files import nothing heavy at their top, so `lowq --help` and a mistyped flag answer
-without torch. Every LowqError becomes one line on stderr and its exit code.
+Each file in commands/ is one command: a function with the file's name, whose parameters are Typer options and whose
+docstring is the help. Command files import nothing heavy at their top, so `lowq --help` and the error of a mistyped flag do
+not wait for torch. Every LowqError becomes one line on stderr and its exit code.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from lowq_packers.errors import DamagedError, LowqError, disk_full
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4
-REFUSED = (  # what the system says of a name that it was given
+REFUSED = (  # the system's errors about a given file name
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
@@ -43,7 +43,7 @@ ORDER = (
 app = typer.Typer(
     name="lowq",
     no_args_is_help=True,
-    rich_markup_mode=None,  # Rich's help costs 0.17 s more: over the limit of 0.2 s
+    rich_markup_mode=None,  # Rich's help takes 0.17 s more, which exceeds the limit of 0.2 s
     pretty_exceptions_enable=False,
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -77,16 +77,16 @@ def _add_commands() -> None:
         module = importlib.import_module(f"lowq_cli.commands.{name}")
         function = getattr(module, name)
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
-        examples = "\n\n".join("\b\n" + paragraph for paragraph in module.EXAMPLES.split("\n\n"))  # \b: its lines are kept
+        examples = "\n\n".join("\b\n" + paragraph for paragraph in module.EXAMPLES.split("\n\n"))  # \b keeps line breaks
         app.command(name, short_help=summary, epilog=examples)(_with_quiet(_guarded(function)))
 
 
 class _Stopped(Exception):
-    """Ctrl-C, with what the command says about it: Typer ends the process without a word."""
+    """Ctrl-C, with the command's message about it: Typer would end the process without a message."""
 
 
 def _guarded(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose Ctrl-C and closed stdout come to `_run`, not to Typer."""
+    """The command, with Ctrl-C and a closed stdout passed to `_run` instead of Typer."""
 
     @wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
         except KeyboardInterrupt as e:
             raise _Stopped(*e.args) from None
-        except BrokenPipeError:  # `lowq ... | head`: the reader left, nothing to report
+        except BrokenPipeError:  # `lowq ... | head`: the reader has ended, which is not an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return command
@@ -104,7 +104,7 @@ QUIET = typer.Option("--quiet", help="Print results and errors only.")
 
 
 def _with_quiet(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with --quiet, which all have."""
+    """The command with the option --quiet, which all commands have."""
 
     @wraps(function)
     def command(*args: Any, quiet: bool = False, **kwargs: Any) -> None:
@@ -136,19 +136,19 @@ EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", re.I)
 
 
 def _fail(message: str, code: int) -> int:
-    """Report an error in the form asked for: one line on stderr, and with --json one object on stdout, if none is there yet."""
+    """Report an error: one line on stderr, and with --json one object on stdout, unless one has been printed."""
     if os.environ.get("LOWQ_DEBUG"):
         traceback.print_exc()
     console.fail(message)
     if "--json" in sys.argv and not console.json_is_out:
-        with suppress(OSError):  # where nothing can be written to stdout any more
+        with suppress(OSError):  # stdout may be closed
             console.out_json({"error": message, "exit_code": code})
     return code
 
 
 def run() -> None:
-    """The console script."""
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # processes that it starts: no module of theirs is one of the working folder
+    """The entry point of the console script."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # child processes must not import modules from the working folder
     _open_streams()
     hf.leave_out()
     if ranks.rank():
@@ -160,19 +160,19 @@ def run() -> None:
 
 
 def _open_streams() -> None:
-    """Streams that every command can use: none missing, as after `>&-`, and none that a character can break."""
+    """Make the streams usable for all commands: replace closed ones (`>&-`), and tolerate characters they cannot encode."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # to print there would be an error, or go to the other one
+        if getattr(sys, name) is None:  # printing would fail, or go to the other stream
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):  # what is not UTF-8 is refused by name
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):  # invalid UTF-8 is reported later, by name
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def _end(code: int) -> NoReturn:
-    """End the process; after torch at once, as taking its modules and CUDA's context apart takes 1.3 to 1.8 s."""
+    """End the process; if torch is loaded without cleanup, as freeing its modules and CUDA's context takes 1.3 to 1.8 s."""
     others = (t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon)
-    if "torch" not in sys.modules or any(others):  # other threads end first, as ever
+    if "torch" not in sys.modules or any(others):  # wait for other threads, as Python does
         _flush()
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -181,8 +181,8 @@ def _end(code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    """Write out what streams hold. What one cannot take (its reader left, its disk is full) has been told and is dropped:
-    Python would try again at its end and exit with 120."""
+    """Flush the streams. If that fails (the reader has ended, the disk is full), the error has been reported and the rest is
+    dropped: Python would try again at its end and exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -192,7 +192,7 @@ def _flush() -> None:
 
 
 def _leave_group() -> None:
-    """End the processes' group, where one was made: torch warns of groups that are left open."""
+    """Close the process group of torch.distributed, if there is one: torch warns about open groups."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -210,16 +210,16 @@ def _run() -> int:
         return _fail("out of memory; close other programs, or use fewer bits or a smaller model", EXIT_NO_MEMORY)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else EXIT_OUR_BUG
-    except Exception as e:  # what is no LowqError: the machine's, a library's, or a bug of ours; each has its line and code
+    except Exception as e:  # not a LowqError: an error of the machine or a library, or a bug; each gets its line and exit code
         if isinstance(e, OSError) and (full := disk_full(e, e.filename)):
             return _fail(str(full), full.exit_code)
         if isinstance(e, OSError) and e.filename and e.errno in REFUSED:
             return _fail(f"{e.filename}: {e.strerror}", EXIT_USAGE)
         if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith("lowq"):  # pip install --no-deps
             return _fail(f"{e.name.partition('.')[0]} is not installed, which lowq needs here; install it with pip", EXIT_USAGE)
-        if hasattr(e, "format_message"):  # Typer's own errors, or those of the click of older releases
+        if hasattr(e, "format_message"):  # errors of Typer, or of click in older releases
             return _mistyped(e)
-        if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported
+        if type(e).__name__ == "OutOfMemoryError":  # torch's class, compared by name so that torch is not imported
             return _fail(f"the GPU is out of memory: {str(e).splitlines()[0]}; try --bits 2 or --device cpu", EXIT_NO_MEMORY)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
         where = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(e.__traceback__)]
@@ -231,7 +231,7 @@ def _run() -> int:
 
 
 def _in_plain_words(text: str) -> str:
-    """What Typer's library of types says of a value, as this field says it."""
+    """Replace pydantic's phrases about values by lowq's (VALUES)."""
     for said, plain in VALUES.items():
         text = re.sub(said, plain, text)
     if "'--bits'" in text and "whole number" in text:
@@ -245,19 +245,19 @@ def _in_plain_words(text: str) -> str:
 
 
 def _first_screen(text: str) -> str:
-    """The help of a bare `lowq` without its options, so that a terminal of 24 lines shows all of it and the prompt."""
+    """The help without options, for `lowq` without arguments: it fits a terminal of 24 lines together with the prompt."""
     usage = text.partition("\n")[0]
     lines = text[text.index("\nCommands:") :].splitlines()
     return "\n".join([f"{usage}   (options: lowq -h)", *filter(str.strip, lines)])
 
 
 def _mistyped(e: Any) -> int:
-    """A flag or command that does not exist or has no such value: the line, and where help is; a bare `lowq`: the commands."""
+    """Report an unknown flag, command or value, with a hint to the help; for `lowq` without arguments, print the commands."""
     if type(e).__name__ == "NoArgsIsHelpError":
         console.page(_first_screen(e.format_message()))
         return EXIT_USAGE
     text = " ".join(e.format_message().split()).rstrip(".")
-    if near := getattr(e, "possibilities", None):  # the likeliest one, as for a command
+    if near := getattr(e, "possibilities", None):  # the most similar one, as for a command
         text = f"no such option: {e.option_name}. Did you mean {near[0]}?"
     text = _in_plain_words(text)
     path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"

@@ -1,4 +1,4 @@
-"""What is asked of a model and of a tokenizer, whoever made them: transformers, or the start without it (engine/light.py)."""
+"""Interfaces of a model and a tokenizer, from transformers or from lowq's own loaders (without transformers)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowq_packers.lazy import torch
 
 
 class CausalModel(Protocol):
-    """A causal language model. Called with input_ids (B, T), it answers with an object that has logits (B, T, V).
+    """A causal language model. Called with input_ids (B, T), it returns an object that has logits (B, T, V).
 
     config: transformers' config object, or `arch.config.Config`.
     """
@@ -31,7 +31,7 @@ class CausalModel(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Called with a text, it answers with a mapping that has input_ids."""
+    """Converts text to token ids and back. Called with a text, it returns a mapping that has input_ids."""
 
     @property
     def bos_token_id(self) -> Any: ...

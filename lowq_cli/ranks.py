@@ -1,15 +1,15 @@
-"""Which process of how many this is, as torchrun says in the environment. Imports nothing."""
+"""Rank and number of processes, from torchrun's environment variables. Imports nothing heavy."""
 
 import os
 
 
 def world() -> int:
-    """Processes that share the model; 1 outside torchrun."""
+    """Number of processes that share the model; 1 outside torchrun."""
     return _number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
-    """This process's place among them, from 0."""
+    """Rank of this process, from 0."""
     return _number("RANK", 0)
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: the plan before it, progress and a line a layer while it goes."""
+"""The output of a run for the user: the plan, then progress and a line per layer."""
 
 from collections import Counter
 from itertools import chain
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from lowq_cli.run.events import Event, LayerDone, Result
     from lowq_cli.run.prepare import Prepared
 
-FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
+FEW_BITS = 3  # max. bits at which calibration halves the loss of quantization (docs/accuracy.md)
 BAR = "#"
-EMBEDDING_BITS = 8.5  # of an 8-bit embedding with a scale and zero per 64 weights
-MUCH = 0.2  # of the file, from which an embedding that stays 16-bit is worth a line
-STEPS = 1000  # of a bar that is shown before it is known how many steps there are
+EMBEDDING_BITS = 8.5  # bits per weight of an 8-bit embedding with a scale and zero per 64 weights
+MUCH = 0.2  # a 16-bit embedding that takes a larger share of the file gets a hint
+STEPS = 1000  # length of a progress bar that is shown before the number of steps is known
 
 
 def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
-    """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work.
+    """Print the plan before the work starts: the table of classes, then totals, budget, notes and warnings.
 
-    on_stdout: the plan is the result that was asked for.
+    on_stdout: whether the plan is the result of the command.
     """
     plan, budget = prepared.plan, prepared.budget
     say = console.out_line if on_stdout else console.say
@@ -68,7 +68,7 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
 
 
 def _kept_embedding(plan: "Plan") -> "Iterator[str]":
-    """Where an embedding that is the head too stays as it is and takes much of the file: what would change that."""
+    """A hint how to quantize a tied embedding, if it stays in 16 bits and takes much of the file."""
     kept = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
     if kept is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
         return
@@ -82,7 +82,7 @@ def _kept_embedding(plan: "Plan") -> "Iterator[str]":
 
 
 def _show_mixed(mixed: "Mixed", on_stdout: bool) -> None:
-    """How many groups and weights got which scheme, and what it is expected to cost."""
+    """Print the number of groups and weights of each scheme, and the expected loss."""
     params = sum(s.params for s in mixed.shares)
     rows = [(scheme, groups, f"{100 * n / params:.1f}%", BAR * round(40 * n / params)) for scheme, groups, n in mixed.histogram]
     console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows, on_stdout=on_stdout)
@@ -93,7 +93,7 @@ def _show_mixed(mixed: "Mixed", on_stdout: bool) -> None:
 
 
 def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
-    """Follow the run: progress and a line per calibrated layer, then a progress bar; the result. Ctrl-C says how to go on."""
+    """Show the run's progress, with a line per calibrated layer, and return the result. Ctrl-C prints how to resume."""
     try:
         return _follow(events, plan)
     except KeyboardInterrupt:
@@ -117,7 +117,7 @@ def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
 
 
 def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
-    """Show the text that is written and what is done of each layer; the events behind that."""
+    """Show the generation of the text and the calibration of each layer; yields the events that follow."""
     from lowq_cli.run.events import LayerDone, MatrixDone, PassDone
 
     told: set[str] = set()
@@ -137,14 +137,14 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
 
 
 def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
-    """The events behind the model's writing of its own text, which is shown as it goes."""
+    """Show the model's generation of its calibration text; yields the events that follow."""
     from lowq_cli.run.events import TextStep
 
     return _follow_first(events, TextStep, "write", lambda e: (e.tokens, f"{e.tokens:,} of {e.total:,} tokens of its own text"))
 
 
 def _follow_curvature(events: "Iterator[Event]") -> "Iterator[Event]":
-    """The events behind the measuring of what errors of outputs cost, which is shown as it goes."""
+    """Show the measurement of the curvature (the loss per error of the outputs); yields the events that follow."""
     from lowq_cli.run.events import CurvatureDone
 
     what = "what errors of each layer's outputs cost"
@@ -154,7 +154,7 @@ def _follow_curvature(events: "Iterator[Event]") -> "Iterator[Event]":
 def _follow_first(
     events: "Iterator[Event]", kind: type[Any], title: str, shown: "Callable[[Any], tuple[int, str]]"
 ) -> "Iterator[Event]":
-    """The events behind those of one kind that come first, which move a bar. shown: how far one is, and its line."""
+    """Show the leading events of one kind on a progress bar; yields the rest. shown: event -> (progress, its line)."""
     first: Any = next(events, None)
     if isinstance(first, kind):
         with console.progress(title, first.total) as advance:
@@ -165,7 +165,7 @@ def _follow_first(
 
 
 def _show_layer(layer: "LayerDone", told: set[str]) -> None:
-    """A calibrated layer's error, and what could not be done to it; what `told` holds is said of another layer already."""
+    """Print a calibrated layer's error and its problems, except those in `told`, which another layer has reported."""
     left = layer.total - layer.index
     if layer.resumed:
         console.say(f"layer {layer.index} of {layer.total} was calibrated before")

@@ -1,8 +1,8 @@
-"""Servers of this user that are running: where their sockets lie, and how a command asks one of them for a text.
+"""This user's running servers: the place of their sockets, and requests from commands to them.
 
-A command that loads a model itself takes seconds before its first token. Where a server has the model loaded already, it is
-asked through a Unix socket in a folder that only this user may enter. Nothing here imports torch or transformers, nor an HTTP
-library: the first token comes within 0.15 s of the interpreter's start.
+A command that loads a model itself needs seconds before its first token. If a server has already loaded the model, the command
+sends a request through a Unix socket in a folder that only this user can enter. This file does not import torch, transformers
+or an HTTP library, so the first token arrives within 0.15 s of the interpreter's start.
 """
 
 import json
@@ -19,28 +19,28 @@ from typing import Any
 from lowq_packers.errors import LowqError, NotFoundError
 from lowq_packers.home import state_dir
 
-SUFFIX = ".sock"  # of a socket, after the number of the process that listens
-LONGEST = 100  # bytes of a socket's path that every system takes
-CONNECT_S = 2.0  # to connect, which takes no time where somebody listens
-FIRST_S = 600.0  # to an answer's first line: a long prompt on a slow CPU, or a model that others use
+SUFFIX = ".sock"  # suffix of a socket's name, after the id of the listening process
+LONGEST = 100  # max. bytes of a socket's path that every system accepts
+CONNECT_S = 2.0  # timeout of a connection, in s; it is immediate if a process listens
+FIRST_S = 600.0  # timeout of an answer's next line, in s: the prompt can be long, the CPU slow, the model busy
 
 
-class Declined(Exception):  # no error: the command does the work itself
-    """Why no server answers."""
+class Declined(Exception):  # not an error: the command does the work itself
+    """No server answers the request; the message is the reason."""
 
 
 def folder() -> Path:
-    """The folder of the sockets. Raises NotFoundError: this user has no home, or the folder is another user's."""
+    """The folder of the sockets. Raises NotFoundError if this user has no home, or the folder belongs to another user."""
     return state_dir() / "run"
 
 
 def own(found: os.stat_result) -> bool:
-    """Whether what was found is this user's, and closed to others."""
+    """Whether a file belongs to this user and gives no permissions to other users."""
     return found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def listen() -> socket.socket | None:
-    """A socket of this process there, for commands of the same user; None where none can be made, as without a home."""
+    """A listening socket of this process for commands of the same user; None if it cannot be created, e.g. without a home."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     with suppress(OSError, LowqError):
@@ -49,7 +49,7 @@ def listen() -> socket.socket | None:
             return None
         found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder() / f"{os.getpid()}{SUFFIX}"
-        path.unlink(missing_ok=True)  # of a process that had this number before
+        path.unlink(missing_ok=True)  # left by an earlier process with the same id
         with _short(path) as name:
             found.bind(name)
         path.chmod(0o600)
@@ -59,14 +59,14 @@ def listen() -> socket.socket | None:
 
 
 def forget() -> None:
-    """Remove this process's socket."""
+    """Delete this process's socket."""
     with suppress(OSError, LowqError):
         (folder() / f"{os.getpid()}{SUFFIX}").unlink()
 
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of a socket that is not too long for the system: by way of its folder, where the whole one is."""
+    """A name of a socket that is short enough for the system: if the path is too long, through its folder's descriptor."""
     if len(os.fsencode(path)) <= LONGEST or not os.path.isdir("/proc/self/fd"):
         yield str(path)
         return
@@ -90,7 +90,7 @@ def sockets() -> list[Path]:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to a server of this user. Raises Declined; the socket of one that has died is removed."""
+    """A connection to a server of this user. Raises Declined. Deletes the socket of a server that has died."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     found.settimeout(CONNECT_S)
     try:
@@ -111,7 +111,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def lines(path: Path, what: str, body: object = None) -> Iterator[dict[str, Any]]:
-    """The lines of a server's answer, each a JSON object. Raises Declined, LowqError where the server refuses or ends."""
+    """The lines of a server's answer, each a JSON object. Raises Declined if no answer comes, LowqError for reported errors."""
     raw = b"" if body is None else json.dumps(body).encode()
     how = "GET" if body is None else "POST"
     with connect(path) as talk:
@@ -143,9 +143,9 @@ def _reason(raw: bytes) -> str:
 
 
 class Reply:
-    """A text that a server makes; iterate for its pieces. Attributes as `engine.Generation` has them, once it has ended.
+    """A text that a server generates; iterate for its pieces. At its end it has the attributes of `engine.Generation`.
 
-    told: what the server tells before the text: process, prompt_tokens, sampling, sampling_from, decoder, template.
+    told: the fields that the server sends before the text: process, prompt_tokens, sampling, sampling_from, decoder, template.
     """
 
     def __init__(self, told: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
@@ -166,21 +166,21 @@ class Reply:
         except Declined as e:
             raise LowqError(f"the server that was answering has ended ({e}); give the command again") from None
         finally:
-            self._rest.close()  # type: ignore[attr-defined]  # a generator: the server is told that nobody reads
+            self._rest.close()  # type: ignore[attr-defined]  # a generator: closing it disconnects from the server, which then stops
         if not ended:
             raise LowqError("the server that was answering has ended; give the command again")
 
 
 def model_path(model: str) -> str:
-    """What names a model to a server: where it lies, or its hub id."""
+    """The name of a model in requests to a server: its resolved path, or its hub id."""
     path = Path(__file__).parent / "demo" if model == "demo" else Path(os.path.expanduser(model))
     return str(path.resolve()) if path.exists() else model
 
 
 def ask(body: dict[str, Any]) -> Reply:
-    """The text that a server of this user begins to make, which has the model `body["path"]` loaded.
+    """The reply of the first server of this user that has loaded the model `body["path"]`.
 
-    Raises Declined where none has, or none can now; LowqError where the request itself is wrong.
+    Raises Declined if no server has loaded it, or none can answer now; LowqError if the request itself is invalid.
     """
     why = "no server of yours is running"
     for path in sockets():
@@ -193,9 +193,9 @@ def ask(body: dict[str, Any]) -> Reply:
 
 
 def leave_behind(model: str, keep_alive: str, flags: list[str]) -> str:
-    """Start a server of one model for commands of this user, which ends by itself after `keep_alive` without a request.
+    """Start a server of one model for this user's commands, which ends after `keep_alive` without a request.
 
-    Returns once it answers: "", or why it does not.
+    Returns "" as soon as the server answers, or the reason why it does not.
     """
     import subprocess
     import time
@@ -221,7 +221,7 @@ def leave_behind(model: str, keep_alive: str, flags: list[str]) -> str:
 
 
 def ask_or_leave(body: dict[str, Any], keep_alive: str | None, device: str) -> Reply:
-    """As `ask`; with `keep_alive` a server of the model is left behind where none has it. Raises Declined, LowqError."""
+    """`ask`; with `keep_alive`, start a server first if none has loaded the model. Raises Declined, LowqError."""
     try:
         return ask(body)
     except Declined:
@@ -233,7 +233,7 @@ def ask_or_leave(body: dict[str, Any], keep_alive: str | None, device: str) -> R
 
 
 def all_info() -> list[dict[str, Any]]:
-    """What each server of this user tells of itself."""
+    """The `info` of each server of this user."""
     found = []
     for path in sockets():
         with suppress(Declined, StopIteration, LowqError):
@@ -242,7 +242,7 @@ def all_info() -> list[dict[str, Any]]:
 
 
 def stop(process: int) -> None:
-    """Ask a server to end. Raises NotFoundError where it has ended."""
+    """Ask a server to end. Raises NotFoundError if it does not answer."""
     try:
         next(lines(folder() / f"{process}{SUFFIX}", "stop", {}), None)
     except Declined as e:

@@ -1,4 +1,4 @@
-"""Conversations of `lowq chat` that are kept: one file each in the user's state folder, whole after every turn."""
+"""Saved conversations of `lowq chat`: one file each in the user's state folder, saved after every turn."""
 
 import json
 import re
@@ -11,18 +11,18 @@ from lowq_packers.home import state_dir
 from lowq_packers.regular import read_text
 
 NAME = re.compile(r"\w[\w.-]{0,63}")
-MOST = 64 << 20  # bytes of a file: far more than any context holds
+MOST = 64 << 20  # max. bytes of a file: far more than any model's context
 
 
 def path_of(name: str) -> Path:
-    """The file of a conversation. Raises UsageError for a name that is none, NotFoundError: this user has no home."""
+    """The file of a conversation. Raises UsageError for an invalid name, NotFoundError if this user has no home."""
     if not NAME.fullmatch(name):
         raise UsageError(f"--session {name} must be a name of letters, digits, - and _, up to 64")
     return state_dir() / "sessions" / f"{name}.json"
 
 
 def read(name: str) -> tuple[str, list[dict[str, str]]]:
-    """(what the model was told first, what was said since); both empty for one that has not begun. Raises DamagedError."""
+    """(system prompt, messages); both are empty for a new conversation. Raises DamagedError."""
     path = path_of(name)
     if not path.exists():
         return "", []
@@ -35,7 +35,7 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
 
 
 def write(name: str, system: str, messages: list[dict[str, str]]) -> None:
-    """Keep a conversation. Raises UsageError where it cannot be written."""
+    """Save a conversation. Raises UsageError if it cannot be written."""
     path, said = path_of(name), [m for m in messages if m["role"] != "system"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

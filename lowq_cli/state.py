@@ -1,4 +1,4 @@
-"""What is remembered in the user's home between commands: the checkpoints that `quantize` wrote, and the exports."""
+"""State in the user's home that commands share: the checkpoints that `quantize` wrote, and the exports."""
 
 import json
 import os
@@ -21,13 +21,13 @@ LAST = "last.json"
 EXPORTS = "exports.json"
 RUNS = "runs.json"
 DEMO = Path(__file__).parent / "demo"
-OWNER = "lowq-run"  # in an unfinished folder: whose it is
+OWNER = "lowq-run"  # a file in an unfinished folder: the run that writes it
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-REMEMBERED = 100  # checkpoints, exports
+REMEMBERED = 100  # max. number of remembered checkpoints, and of exports
 
 
 def is_cached(path: Path) -> bool:
-    """Whether a path lies in the user's cache folder."""
+    """Whether a path is in the user's cache folder."""
     try:
         return path.absolute().is_relative_to(cache_dir().absolute())
     except NotFoundError:
@@ -36,7 +36,7 @@ def is_cached(path: Path) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into errors that say the way out."""
+    """Convert errors of the operating system to errors that name the way out."""
     try:
         yield
     except OSError as e:
@@ -48,24 +48,24 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
-    """The path that a person named, its ~ replaced; ~ stays where it names no user of this machine."""
+    """The user's path with ~ expanded; ~NAME stays if this machine has no such user."""
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # of pathlib, where ~NAME names no user
+    except RuntimeError:  # pathlib's error if ~NAME is not a user
         return Path(name)
 
 
 def as_argument(model: str | os.PathLike[str]) -> str:
-    """A model as a command takes it in any working folder: a whole path, or the name of a hub's, quoted for a shell."""
+    """A model as a command argument for any working folder: an absolute path or a hub id, quoted for a shell."""
     path = user_path(model)
     return shlex.quote(str(path.absolute()) if os.fspath(model) != "demo" and path.exists() else os.fspath(model))
 
 
 @dataclass(frozen=True)
 class Known:
-    """A checkpoint that `quantize` wrote: its folder, the working folder it was written from ("" if unknown), when, and by
-    which run ("" of an older lowq), which its report repeats. source: the model it was made from, as commands take it ("" if
-    unknown).
+    """A checkpoint that `quantize` wrote: its folder, the working folder of that command ("" if unknown), the time, and the id
+    of the run, which is also in its report ("" from an older lowq). source: the model it was made from, as a command argument
+    ("" if unknown).
     """
 
     checkpoint: Path
@@ -76,16 +76,16 @@ class Known:
 
 
 def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
-    """The checkpoints written by this user that are still there, the newest last. said: told where the list is damaged.
+    """The existing checkpoints that this user wrote, the newest last. said: called with a message if the list is damaged.
 
-    Raises NotFoundError: no home.
+    Raises NotFoundError if this user has no home.
     """
     path = state_dir() / LAST
     try:
         if not path.exists():
             return []
         table = json.loads(read_text(path, MAX_CONFIG))
-        rows = table["known"] if "known" in table else [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
+        rows = table["known"] if "known" in table else [{"checkpoint": table["checkpoint"]}]  # the second form: an older lowq
         found = [
             Known(
                 Path(r["checkpoint"]),
@@ -96,16 +96,16 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
             )
             for r in rows
         ]
-    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no JSON, or of another shape
+    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # invalid JSON, or another structure
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
     return [k for k in found if k.checkpoint.is_dir()]
 
 
 def source_of(checkpoint: Path, report: Mapping[str, Any]) -> str | None:
-    """The model that a checkpoint was made from, as commands take it here; None where it is not known, or gone.
+    """The model that a checkpoint was made from, as a command argument; None if it is unknown or no longer exists.
 
-    The report of a local model says its name alone, which other machines may see.
+    The report of a local model contains only its name, without the path, because other machines may see the report.
     """
     folder, named = checkpoint.resolve(), report.get("source")
     mine = next((k.source for k in known() if k.checkpoint == folder and k.run == report.get("run", "")), "")
@@ -115,7 +115,7 @@ def source_of(checkpoint: Path, report: Mapping[str, Any]) -> str | None:
 
 
 def remember(checkpoint: Path, run: str = "", source: str = "") -> None:
-    """Note `checkpoint`, written by `run` from `source`, as the last one; a home that is read-only or not there is no error."""
+    """Record `checkpoint`, written by `run` from `source`, as the last one. A read-only or missing home is not an error."""
     folder = checkpoint.resolve()
     source = str(user_path(source).resolve()) if source and user_path(source).exists() else source
     try:
@@ -129,9 +129,9 @@ def remember(checkpoint: Path, run: str = "", source: str = "") -> None:
 
 
 def begin(target: Path) -> None:
-    """Note that `target` is begun, so that `lowq ls` finds what an interrupted run leaves; without a home it will not."""
+    """Record that a run writes `target`, so that `lowq ls` finds it after an interruption. Without a home, nothing happens."""
     folder = target.parent.resolve() / target.name
-    if is_cached(folder):  # where `ls` looks anyway
+    if is_cached(folder):  # `ls` always lists the cache
         return
     with suppress(OSError, LowqError):
         state_dir().mkdir(parents=True, exist_ok=True)
@@ -140,16 +140,16 @@ def begin(target: Path) -> None:
 
 
 def begun() -> list[Path]:
-    """What runs of this user have begun to write and not finished, the newest last; some are gone since."""
+    """The outputs that runs of this user began and did not finish, the newest last; some may no longer exist."""
     try:
         found = json.loads(read_text(state_dir() / LAST, MAX_CONFIG)).get("begun", [])
         return [Path(p) for p in found if isinstance(p, str)]
-    except (LowqError, ValueError, TypeError, AttributeError, RecursionError):  # no file, or JSON of another shape
+    except (LowqError, ValueError, TypeError, AttributeError, RecursionError):  # no file, or another structure
         return []
 
 
 def _write(rows: list[Known], begun: list[Path]) -> None:
-    """Set down the known checkpoints, and what is begun."""
+    """Write the list of known checkpoints and unfinished outputs."""
     plain = [{**asdict(k), "checkpoint": str(k.checkpoint)} for k in rows]
     write_whole(state_dir() / LAST, json.dumps({"known": plain, "begun": [*map(str, begun)]}).encode())
 
@@ -172,14 +172,14 @@ def checkpoint_or_last(given: str | None) -> str:
 
 
 def was_exported(out: Path, run: str) -> bool:
-    """Whether `out` is what the export `run` wrote there, no file changed since by its size and time."""
+    """Whether `out` is the unchanged output of the export `run`, by the size and time of its files."""
     return _exports().get(str(out.absolute())) == [run, _stamp(out)]
 
 
 def remember_export(out: Path, run: str, made: Path) -> None:
-    """Note what an export wrote, `made`, which becomes `out`, so that the same command again finds it done.
+    """Record an export's output `made`, which will be renamed to `out`, so that repeating the command does no work.
 
-    Without a home it will not.
+    Without a home, nothing is recorded.
     """
     with suppress(OSError, NotFoundError), alone(state_dir()):
         rows = {**_exports(), str(out.absolute()): [run, _stamp(made)]}
@@ -187,7 +187,7 @@ def remember_export(out: Path, run: str, made: Path) -> None:
 
 
 def run_of(model: str, recipe: str | None) -> str | None:
-    """The checkpoint in the cache that `lowq run` made of a folder here, or of the bundled model, neither changed since."""
+    """The cached checkpoint that `lowq run` made from a local folder or the bundled model, if neither has changed since."""
     folder = DEMO if model == "demo" else user_path(model)
     if not folder.is_dir():
         return None
@@ -198,9 +198,12 @@ def run_of(model: str, recipe: str | None) -> str | None:
 
 
 def remember_run(model: str, recipe: str | None, made: str) -> None:
-    """Note what `lowq run` made of a model, so that the next run need not look at it; without a home it will not."""
+    """Record the checkpoint that `lowq run` made from a model, so that the next run need not read the model.
+
+    Without a home, nothing is recorded.
+    """
     folder = DEMO if model == "demo" else user_path(model)
-    named = recipe is None or recipe.isalnum()  # a file may change
+    named = recipe is None or recipe.isalnum()  # a recipe file can change
     if not folder.is_dir() or not named or not is_cached(Path(made)) or run_of(model, recipe):
         return
     with suppress(OSError, NotFoundError), alone(state_dir()):
@@ -225,7 +228,7 @@ def _exports() -> dict[str, Any]:
 
 
 def _stamp(out: Path) -> list[list[str | int]]:
-    """Name, size and time of change of every file of a folder, but for its OWNER; of a file the last two."""
+    """Name, size and modification time of every file of a folder except OWNER; for a single file its size and time."""
     if not out.is_dir():
         return [["", out.stat().st_size, out.stat().st_mtime_ns]] if out.is_file() else []
     files = sorted(f for f in out.iterdir() if f.name != OWNER)

@@ -1,4 +1,4 @@
-"""quantize_tensor: one weight in, codes and scales out. The Python door to the quantizers."""
+"""quantize_tensor: quantize one weight to codes and scales; the Python API of the quantizers."""
 
 import torch
 
@@ -21,9 +21,9 @@ def quantize_tensor(
 
     Args:
         W: (N, K) float weight on any device.
-        bits, group_size, zero: the scheme; group_size = K is one scale per row.
-        method: a name from `lowq_cli.quantizers`, or "auto" for the measured best at this width.
-        dtype: storage dtype of scales and zeros, to which they are rounded before codes are chosen; None keeps fp32.
+        bits, group_size, zero: the scheme; group_size = K means one scale per row.
+        method: a name from `lowq_cli.quantizers`, or "auto" for the best measured method of this width.
+        dtype: storage dtype of scales and zeros, which are rounded to it before the codes are chosen; None keeps fp32.
     Raises:
         SchemeError: a scheme that does not exist or does not fit K, scales that `dtype` cannot hold.
         UsageError: an unknown method. DamagedError: NaN or Inf.

@@ -1,4 +1,4 @@
-"""Answers on a terminal, a model's thoughts in a paler colour; elsewhere its thoughts go to stderr, its answer to stdout."""
+"""Print answers: on a terminal with the model's thoughts in a paler colour, elsewhere thoughts to stderr, answer to stdout."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from lowq_cli.output.read import Reader
 
 
 def parts(pieces: Iterable[str], marks: Any) -> Iterator[Part]:
-    """Pieces of an answer as thoughts and text. marks: of `output.dialects.marks`, None for a model without thoughts."""
+    """Split pieces of an answer into thoughts and text. marks: from `output.dialects.marks`, None if the model has none."""
     if marks is None:
         yield from (Part("text", piece) for piece in pieces)
         return
@@ -30,7 +30,7 @@ def split(text: str, marks: Any) -> tuple[str, str]:
 
 
 def write(pieces: Iterable[str], marks: Any) -> bool:
-    """Write an answer as it comes; whether Ctrl-C ended it."""
+    """Print an answer while it arrives. Returns whether Ctrl-C ended it."""
     interrupted, terminal, before = False, sys.stdout.isatty(), ""
     try:
         for part in parts(pieces, marks):

@@ -1,8 +1,8 @@
-"""Several tensors at once, on the CPU or on GPUs, results in order.
+"""Process several tensors in parallel, on the CPU or on GPUs, with results in order.
 
-On the CPU each worker computes with its share of torch's threads. torch's own threads meet after every operation, and on a busy
-machine they wait there for each other: rtn at 4 bits took 167 s per GB with 2 threads on 2 cores that others used too, 10 s
-per GB with one. Workers meet only when their tensors are done.
+On the CPU each worker computes with its share of torch's threads. torch's threads synchronize after every operation, where they
+wait for each other on a busy machine: on 2 cores that other processes used too, rtn at 4 bits took 167 s per GB with 2 threads
+and 10 s per GB with 1 thread. Workers synchronize only when their tensors are done.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from typing import TypeVar
 from lowq_cli.devices import AnyDevice
 from lowq_packers.lazy import torch
 
-MAX_WORKERS = 4  # on the CPU; each holds a slab of weights
-# Workers of one GPU: while it computes for one, others read, sum and write. H100, 3.6 GB in memory: rtn 1.58 s with 1, 0.72
-# with 4, 0.66 with 8; lsq 2.33, 1.09, 0.96; each holds 0.3 to 0.7 GB of the GPU.
+MAX_WORKERS = 4  # max. workers on the CPU; each holds a slab of weights
+# Workers per GPU: while the GPU computes for one, the others read, sum and write. On an H100, with 3.6 GB of weights in
+# memory, rtn took 1.58 s with 1 worker, 0.72 s with 4, 0.66 s with 8; lsq took 2.33 s, 1.09 s, 0.96 s. Each worker holds 0.3
+# to 0.7 GB of GPU memory.
 GPU_WORKERS = 4
-AHEAD = 16  # items given out before the result of the first is taken, per worker: results are small, items of all sizes
+AHEAD = 16  # items per worker that start before the first result is taken: results are small, item sizes vary
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def worker_devices(devices: tuple[AnyDevice, ...], independent: bool = True) -> tuple[AnyDevice, ...]:
-    """The device of each tensor that is worked on at once: several on each GPU and on a single CPU.
+    """The device of each parallel worker: several workers per GPU, and on a single CPU.
 
-    One where tensors are not `independent` of each other.
+    It is one worker if the tensors are not `independent` of each other.
     """
     if not independent:
         return devices[:1]
@@ -41,7 +42,7 @@ def worker_devices(devices: tuple[AnyDevice, ...], independent: bool = True) -> 
 
 
 def threads() -> int:
-    """Threads that torch computes with on the CPU; before it is imported, those it will take as it does by itself."""
+    """Number of torch's CPU threads; before torch is imported, the number that it will use by default."""
     if "torch" in sys.modules:
         return torch.get_num_threads()
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -49,9 +50,9 @@ def threads() -> int:
 
 
 def on_free_device(work: Callable[[Item, torch.device], Result], devices: Sequence[torch.device]) -> Callable[[Item], Result]:
-    """`work` with a place of `devices` that no other call has at that time, on a GPU with a stream of its own.
+    """`work`, called with an entry of `devices` that no concurrent call uses, and on a GPU with a separate stream.
 
-    For as many threads as there are devices.
+    At most `len(devices)` threads may call it at a time.
     """
     free: SimpleQueue[tuple[torch.device, torch.cuda.Stream | None]] = SimpleQueue()
     for device in devices:
@@ -72,11 +73,11 @@ def on_free_device(work: Callable[[Item, torch.device], Result], devices: Sequen
 def in_order(
     items: Iterable[Item], work: Callable[[Item], Result], workers: int, ahead: int = AHEAD
 ) -> Iterator[Iterator[Result]]:
-    """An iterator over `work` of each item, in their order; at most `workers` run at a time, in threads of their own.
+    """An iterator over the results of `work` for each item, in order; at most `workers` calls run at a time, in new threads.
 
-    Items are drawn in this thread, `ahead` for each worker before the first result is out.
+    Items are drawn in this thread; up to `ahead` per worker are drawn before the first result.
 
-    Leaving the block waits for those that run and drops the rest. An exception of `work` comes out with its result.
+    Leaving the block waits for the running calls and drops the rest. An exception of `work` is raised in place of its result.
     """
     with shared_threads(workers), _drained(ThreadPoolExecutor(workers)) as pool:
         yield _results(pool, items, work, ahead * workers)
@@ -84,7 +85,7 @@ def in_order(
 
 @contextmanager
 def shared_threads(workers: int) -> Iterator[None]:
-    """Inside, torch computes with one worker's share of its threads, here and in threads that start meanwhile."""
+    """Inside the block, torch computes with one worker's share of its threads, in this thread and in threads started inside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // workers))
     try:

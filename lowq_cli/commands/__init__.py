@@ -1,6 +1,6 @@
-"""One file per verb: a function of the file's name. Nothing heavy is imported at a file's top.
+"""One file per command: a function with the file's name. Nothing heavy is imported at a file's top.
 
-Here are the options that several verbs have, and what they do with a line's values.
+This file has the options that several commands share, and the code that processes their values.
 """
 
 import os
@@ -11,7 +11,7 @@ import typer
 
 from lowq_cli import completion, ranks
 
-EXIT_INTERRUPTED = 130  # of a command that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 
 
 def _compute_with(threads: int | None) -> int | None:
@@ -101,7 +101,7 @@ def checkpoint_argument(help: str) -> Any:
 
 def seed_or_random(given: int | None) -> int:
     """The seed that was asked for, or another one every time; 0 where several processes must draw alike."""
-    from secrets import randbelow  # takes 6 ms to import, of what --help may take
+    from secrets import randbelow  # the import takes 6 ms, which --help should not pay
 
     return given if given is not None else 0 if ranks.world() > 1 else randbelow(1 << 31)
 

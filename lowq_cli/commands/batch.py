@@ -18,7 +18,7 @@ EXAMPLES = """Examples:
   lowq batch requests.jsonl my-lowq
   lowq batch requests.jsonl --out answers.jsonl   (each line's model by its name)
   cat requests.jsonl | lowq batch - my-lowq --out answers.jsonl"""
-DEEP = 2  # requests in the engine for each that it computes side by side: the next one is there when one ends
+DEEP = 2  # requests in the engine per sequence that it runs in parallel: the next request is queued when one ends
 
 
 def batch(
@@ -98,7 +98,7 @@ def _answer(opening: "Opening", lines: "list[Line]", target: Path) -> dict[str, 
                 advance(done, "")
 
             return asyncio.run(work(write))
-    except ExceptionGroup as e:  # of several, the first says why
+    except ExceptionGroup as e:  # report only the first of several errors
         raise e.exceptions[0] from None
     finally:
         pool.stop()

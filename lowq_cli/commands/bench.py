@@ -87,7 +87,7 @@ def bench(
         console.out_json({"gpu": ceiling.device, **facts, "rows": [vars(r) for r in rows]})
     else:
         _show(rows)
-    if plot:  # last: where it cannot be written, what was measured is out
+    if plot:  # last, so that the results are printed even if the plot cannot be written
         benching.plot(rows, ceiling, Path(plot))
         console.say(f"drew {plot}")
 

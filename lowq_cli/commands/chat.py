@@ -143,7 +143,7 @@ def chat(
             if order[0] == "quit":
                 return
             try:
-                if order[0] == "image" and isinstance(speaker, _Server):  # it takes texts alone
+                if order[0] == "image" and isinstance(speaker, _Server):  # a server accepts only text
                     speaker, talk = _moved(talk, own)
                 talk = _obey(*order, talk, settings, speaker.begin)
                 _keep(session, talk)
@@ -155,12 +155,12 @@ def chat(
         try:
             try:
                 answer = speaker.answer(talk, said, drawn)
-            except Declined:  # the server has ended since: on without it
+            except Declined:  # the server has ended: continue without it
                 speaker, talk = _moved(talk, own)
                 answer = speaker.answer(talk, said, drawn)
             with line_input.unechoed():
                 _write(answer)
-        except LowqError as e:  # the context is full, or that was no text
+        except LowqError as e:  # the context is full, or the input is not valid text
             console.say(f"{e}; /new starts over")
             continue
         speaker.answered(talk, said, answer)

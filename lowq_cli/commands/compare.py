@@ -51,7 +51,7 @@ def compare(
         console.out_json({"rows": [vars(r) for r in rows]})
     else:
         _show(rows)
-    if plot:  # last: where it cannot be written, what was measured is out
+    if plot:  # last, so that the results are printed even if the plot cannot be written
         comparison.plot(rows, Path(plot))
         console.say(f"drew {plot}")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXAMPLES = """Examples:
   lowq doctor
   lowq doctor --json"""
-MANY = 3  # kernels that are not for this machine for the same reason, from which they share a row
+MANY = 3  # min. number of kernels, unsupported here for the same reason, that are shown as one row
 
 
 def doctor(as_json: AsJson = False) -> None:

@@ -1,4 +1,4 @@
-"""lowq draft: train a small head that guesses a model's next tokens, so that it decodes several of them in a step."""
+"""lowq draft: train a small head that drafts a model's next tokens, so that the model decodes several of them per step."""
 
 from typing import Annotated
 

@@ -18,7 +18,7 @@ EXAMPLES = """Examples:
   lowq export my-model-gptq --to mlx
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
 
-READERS = {  # formats.EXPORTED, which takes 30 ms to import, with the command that takes an export where there is one
+READERS = {  # the formats of formats.EXPORTED (whose import takes 30 ms), and the command that loads an export, if there is one
     **dict.fromkeys(("compressed-tensors", "gptq", "awq"), "vllm serve {}"),
     **{"humming": None, "mlx": "mlx_lm.generate --model {}", "hqq": None, "gguf": "llama-cli -m {}"},
     **dict.fromkeys(("modelopt", "bitsandbytes")),

@@ -1,4 +1,4 @@
-"""lowq generate: a checkpoint and a prompt -> text on stdout as it comes, numbers on stderr."""
+"""lowq generate: a checkpoint and a prompt -> text on stdout while it is generated, statistics on stderr."""
 
 import json
 import os
@@ -42,10 +42,10 @@ EXAMPLES = """Examples:
   echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
   lowq generate --prompts questions.jsonl
   lowq generate ./my-model-lowq --prompt 'What is this?' --image photo.jpg --chat"""
-PROFILE_ROWS = 12  # that took the most time
+PROFILE_ROWS = 12  # rows of the profile: the kernels that took the most time
 ENDED = {"length": "--max-new-tokens", "stop": "the text ended", "context": "the context is full"}  # by finish_reason
-TIMED = 32  # tokens of a prompt from which its speed is shown: of fewer the time is that of starting
-NAMED = 3  # kernels that --explain names when they refuse for one reason
+TIMED = 32  # min. prompt tokens for which the prefill speed is shown: with fewer, the start dominates the time
+NAMED = 3  # max. kernels that --explain names when they refuse for one reason
 
 
 def generate(
@@ -171,7 +171,7 @@ def answer(
     from lowq_cli.files.templates import has_template
 
     given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
-    Sampling(**given)  # out of range: said before anything is loaded
+    Sampling(**given)  # report values out of range before anything is loaded
     _check_pictures(settings.get("images", ()))
     check_there(folder)
     adapter = None
@@ -335,13 +335,13 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
     except UnicodeDecodeError:
         raise UsageError("stdin is not UTF-8 text; --prompts takes JSONL") from None
     found = []
-    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # splitlines also cuts at U+2028, inside a text
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # str.splitlines also splits at U+2028
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            if line.lstrip().startswith(("{", "[", '"')):  # meant to be JSON
+            if line.lstrip().startswith(("{", "[", '"')):  # intended as JSON
                 raise UsageError(
                     f'line {number} of {where} is not JSON; write a text as it is, "text" or {{"prompt": "text"}}'
                 ) from None
@@ -371,7 +371,7 @@ def _are_messages(value: Any) -> bool:
 
 def _check_writable(timeline: str) -> None:
     """Raise UsageError where --profile could not write its file after the work."""
-    folder = next(p for p in Path(timeline).absolute().parents if p.exists())  # those below it will be made
+    folder = next(p for p in Path(timeline).absolute().parents if p.exists())  # folders below it will be created
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--profile {timeline}: {folder} is no folder that can be written to")
 
@@ -470,10 +470,10 @@ def _numbers(model: "CausalModel", generation: "Generation", kernels: bool) -> d
 
     g = generation
     batch = len(g.prompts)
-    peak = memory.peak_bytes(model.device)  # first: the roofline may be measured, on a buffer of its own
+    peak = memory.peak_bytes(model.device)  # before the roofline, whose measurement may allocate a buffer
     percent, how = explain.roofline(model, g.decoder, g.decode_tps, batch)
     several: dict[str, Any] = {"texts": g.texts, "tokens_of_all": g.tokens} if batch > 1 else {}
-    if kernels:  # kilobytes: every kernel that refused, and why
+    if kernels:  # kilobytes of text: every kernel that refused, with its reason
         rows = explain.kernels_of(explain.called(model, g.decoder), batch, model.dtype)
         several["kernels"] = [asdict(k) for k in rows]
     return {
@@ -504,7 +504,7 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
     made = sum(map(len, generation.tokens))
     speed = f" at {n['prefill_tps']:.0f}/s" if n["prompt_tokens"] >= TIMED else ""
-    read = f"{speed}, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # where there was one
+    read = f"{speed}, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # there may be no first token
     line = f"{_count(n['prompt_tokens'], 'prompt token')}{read}; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
     line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
@@ -559,14 +559,14 @@ def _show_kernels(model: "CausalModel", generation: "Generation") -> None:
     rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
     columns = ("layers", ">count", ">NxK", "weight", "layout", "kernel", "config", "by")
     cells = [_kernel_row(r) for r in rows]
-    told = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # a CPU's kernels have no configs
+    told = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # drop empty columns: CPU kernels have no configs
     console.table("", [columns[i] for i in told], [[row[i] for i in told] for row in cells])
     choices = [r for r in rows if r.refused]
     layers: dict[tuple[str, str], list[str]] = {}
     for r in choices:
         for kernel, why in r.refused.items():
             layers.setdefault((kernel, why), []).append(r.layers)
-    kernels: dict[tuple[str, str], list[str]] = {}  # those that refuse the same layers for the same reason share a line
+    kernels: dict[tuple[str, str], list[str]] = {}  # kernels that refuse the same layers for the same reason share a line
     for (kernel, why), some in sorted(layers.items()):
         where = "" if len(some) == len(choices) else f" ({', '.join(some)})"
         kernels.setdefault((why, where), []).append(kernel)

@@ -1,4 +1,4 @@
-"""lowq inspect: what a model folder holds."""
+"""lowq inspect: show the content of a model folder."""
 
 from typing import Annotated
 

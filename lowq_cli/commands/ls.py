@@ -1,4 +1,4 @@
-"""lowq ls: what lowq has written on this disk."""
+"""lowq ls: list the folders that lowq has written on this disk."""
 
 from lowq_cli import console
 from lowq_cli.commands import AsJson

@@ -1,4 +1,4 @@
-"""lowq ps: which servers of this user are running, and the models in them."""
+"""lowq ps: list this user's running servers and their models."""
 
 from lowq_cli import console
 from lowq_cli.commands import AsJson

@@ -1,4 +1,4 @@
-"""lowq push: a checkpoint on the Hugging Face hub, with a model card made from its report."""
+"""lowq push: upload a checkpoint to the Hugging Face hub, with a model card made from its report."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 METHODS = quantizers.methods()
 PRESETS = recipes.names()
-SWITCH_S = 0.0005  # after so long who compiles gives the interpreter back: after 5 ms, each time, the demo took 1.5 s more
+SWITCH_S = 0.0005  # thread switch interval in s while kernels compile: with Python's 5 ms the demo took 1.5 s more
 EXAMPLES = """Examples:
   lowq quantize demo
   lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
@@ -40,7 +40,7 @@ Methods:
 """ + "\n".join(fill(summary, 76, initial_indent=f"  {name:6}", subsequent_indent=" " * 8) for name, summary in METHODS.items())
 
 
-# The options that give a recipe's fields their values: field -> its type, and how it is asked for
+# The options that set the fields of a recipe: field -> (type, option)
 FLAGS: dict[str, tuple[type, Any]] = {
     "bits": (int, option("Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]", completion.bits)),
     "group": (str, option("Weights that share a scale, or channel.  [default: 64]")),
@@ -174,7 +174,7 @@ def quantize(
             from lowq_cli.run.prepare import prepare
 
             def watch(done: int, total: int, found: str = "") -> None:
-                assert advance  # only a budget is measured
+                assert advance  # only a budget needs this measurement
                 advance(STEPS * done // total, f"round {done}: {found}" if found else f"{done} of {total} layers")
 
             faults = []
@@ -266,7 +266,7 @@ def compiling(prepared: "Prepared") -> Iterator[None]:
     sys.setswitchinterval(SWITCH_S)
 
     def work() -> None:
-        from lowq_cli.serving.precompiling import compile_ahead  # in this thread: half a second of imports
+        from lowq_cli.serving.precompiling import compile_ahead  # imported in this thread: it takes half a second
 
         compile_ahead(prepared, stop.is_set)
 
@@ -327,7 +327,7 @@ def _show_result(
         console.say(f"for {engine}: lowq export {state.as_argument(result.out)} --to {targets.get(engine).export}")
     if head:
         console.say(f"next: lowq generate MODEL --draft {state.as_argument(result.out)}, of the model that it guesses for")
-    if to or head:  # which says its own
+    if to or head:  # the next step has been printed
         return
     if not engine and recipe.format == "lowq":
         _show_exports(result.out, model)

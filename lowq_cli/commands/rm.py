@@ -1,4 +1,4 @@
-"""lowq rm: remove what lowq wrote, by the mark that it left there, or its cache; nothing else."""
+"""lowq rm: remove files that carry lowq's mark, or lowq's cache; nothing else."""
 
 import sys
 from typing import Annotated

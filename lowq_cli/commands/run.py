@@ -1,4 +1,4 @@
-"""lowq run: a model and a text -> an answer; the model is quantized into the cache where it is not quantized yet."""
+"""lowq run: a model and a prompt -> an answer; a model that is not quantized is first quantized into the cache."""
 
 import sys
 from contextlib import ExitStack
@@ -84,7 +84,7 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
 
             with open_foreign(model) as source:
                 if source.config.get("quantization_config") or source.config.get("quantization"):
-                    return model  # another tool's: `generate` imports it
+                    return model  # quantized by another tool: `generate` imports it
                 target = home.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
             if is_checkpoint(target):
                 return str(target)

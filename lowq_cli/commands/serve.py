@@ -1,4 +1,4 @@
-"""lowq serve: an OpenAI-compatible server and a chat page on a checkpoint, by lowq's own engine or through vLLM."""
+"""lowq serve: an OpenAI-compatible server and a chat page for a checkpoint, with lowq's engine or vLLM."""
 
 import os
 import shlex
@@ -31,9 +31,9 @@ EXAMPLES = """Examples:
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
 OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv"
 OWN += ", --kv-host, --act, --prefer"
-LAST_LINE_S = 2.0  # that a log may take for its last lines
+LAST_LINE_S = 2.0  # timeout, in s, for writing the last lines of the log
 ENGINES = ("auto", "own", "vllm")
-SHOWN = 8  # names of other models
+SHOWN = 8  # max. names of other models to print
 
 
 def serve(
@@ -189,7 +189,7 @@ def _serve(
         raise UnsupportedError("--local needs a Unix socket in a folder of yours; name one: XDG_STATE_HOME=DIR")
     opening, printer = Opening(asked, offers, device, how), Printer()
     try:
-        from lowq_cli.serving.http.app import PICTURE_BODY, Served  # while the model is loaded
+        from lowq_cli.serving.http.app import PICTURE_BODY, Served  # imported while the model loads
 
         pool = opening.pool(printer.say)
         names, url = (run.LOOPBACK, "") if bound is None else (run.names(bound), run.url(bound))
@@ -220,7 +220,7 @@ def _run(
 
     if not plan["local"] and not served.api_key:
         console.warn("other machines can use this server; --api-key KEY lets in only who knows it")
-    shown = ExitStack()  # a terminal has one moving line at a time: a bar, then the speed
+    shown = ExitStack()  # a terminal shows one live line at a time: a progress bar, then the speed
     speed = Speed(served.models.stats)
     bars: list[Callable[[int, str], None]] = []
     lives: list[Callable[[str], None]] = []
@@ -261,7 +261,7 @@ def _run(
     s = served.models.stats()
     printer.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
     if not printer.close(LAST_LINE_S):
-        os._exit(0)  # a log that takes no line would take no flush either
+        os._exit(0)  # the log is blocked, so Python's flush at exit would block too
 
 
 def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _show_ready(plan: dict[str, Any]) -> None:
         path, field = ("completions", '"prompt": "Once upon a time"')
     console.say(f"listening on {plan['url']} (a chat in the browser) and {plan['url']}/v1 (OpenAI's clients); Ctrl-C stops")
     body = f'{{{field}, "max_tokens": 64}}'
-    console.say(f"try: curl {plan['url']}/v1/{path} \\")  # two lines, which 80 columns leave whole for whoever copies
+    console.say(f"try: curl {plan['url']}/v1/{path} \\")  # two lines of less than 80 columns, for copying
     console.say(f"  -d '{body}'")
 
 
@@ -360,11 +360,11 @@ def _serve_through_vllm(
 
 def _until_told(line: list[str]) -> int:
     """vLLM's exit code; it gets the signals that end this process. Where one of its workers died it would say 0: 1."""
-    import signal  # with the other, 5 ms of `lowq --help`
+    import signal  # imported here: it would add 5 ms to `lowq --help`
     import subprocess
 
     told: list[int] = []
-    process = subprocess.Popen(line, process_group=0)  # Ctrl-C reaches it once: through here
+    process = subprocess.Popen(line, process_group=0)  # a separate process group: Ctrl-C reaches it only through this process
 
     def pass_on(number: int, frame: object) -> None:
         told.append(number)

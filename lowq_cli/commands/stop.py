@@ -1,4 +1,4 @@
-"""lowq stop: ends the servers that --keep-alive left behind."""
+"""lowq stop: end the servers that --keep-alive started."""
 
 from typing import Annotated
 

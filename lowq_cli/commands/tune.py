@@ -1,4 +1,4 @@
-"""lowq tune: measure every kernel for this checkpoint's shapes on this machine and keep the winners in the checkpoint."""
+"""lowq tune: measure every kernel for this checkpoint's shapes on this machine and save the fastest ones in the checkpoint."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -49,19 +49,19 @@ def tune(
     opened = tuning_plan.open_packed(state.checkpoint_or_last(checkpoint))
     where = pick_device(device)
     if where.type == "cpu":
-        torch.set_num_threads(threads())  # as generate has it: entries are of a number of threads
+        torch.set_num_threads(threads())  # as in generate: entries are valid for one number of threads
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
     if not shapes:
         raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
     tuner.check_folder(opened.folder)
     if where.type == "cpu":
-        build_kernels()  # before the clock: no budget would measure anything
+        build_kernels()  # before the clock starts: otherwise the build would use up the budget
     here, clock = tuning_file.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
     if busy := others_at_work():
         console.warn(f"other programs keep the processors busy ({busy}): times are least disturbed on a quiet machine")
-    entries: dict[tuple[object, ...], Entry] = {}  # by call: an implausible time is measured again
+    entries: dict[tuple[object, ...], Entry] = {}  # keyed by call: a repeated measurement replaces an implausible time
     on_gpu = where.type == "cuda"
     alone = clock
     stopped = ""
@@ -176,7 +176,7 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
             else (shape, scheme, layout, M, kernel, us, behind)
         )
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
-    end = None if any(row[-1] for row in rows) else -1  # on a CPU one kernel takes them
+    end = None if any(row[-1] for row in rows) else -1  # drop an empty last column
     console.table("", columns[:end], [row[:end] for row in rows], on_stdout=not as_json, spare=("layout",))
     if end and len({e.kernel for e in entries}) == 1:
         console.say(f"one kernel takes all of these here, {entries[0].kernel}: there was nothing to choose")

@@ -1,7 +1,7 @@
-"""The quantization config "lowq": which of vLLM's layers are packed, and with which scheme.
+"""The quantization config "lowq": which of vLLM's layers are packed, and in which scheme.
 
-vLLM makes one layer of q, k, v and one of gate, up; a checkpoint packs them one by one, so they must have one scheme. Its
-names for modules may differ from the checkpoint's: it hands a mapper for those.
+vLLM fuses q, k, v into one layer, and gate, up into another. A checkpoint packs each of them separately, so the members of a
+layer must have the same scheme. vLLM's module names can differ from the checkpoint's; it passes a mapper for them.
 """
 
 import json
@@ -26,18 +26,18 @@ from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 
 TABLE = "embed_tokens"
-EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second: Mixtral's
+EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second triple: Mixtral's names
 
 
 @register_quantization_config(METHOD)
 class LowqVllmConfig(QuantizationConfig):
-    """The `quantization_config` of a lowq checkpoint (`lowq_cli.files.quant_config`) as vLLM asks for it."""
+    """The `quantization_config` of a lowq checkpoint (`lowq_cli.files.quant_config`), in vLLM's interface."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = json.loads(json.dumps(config))
         self.tied = False
-        self.table: torch.nn.Module | None = None  # the packed token embedding, once vLLM has made it
+        self.table: torch.nn.Module | None = None  # the packed token embedding, set when vLLM creates it
         expand_stored(self.config, self._named())  # a malformed config is refused here, before any layer is made
         self.act = self.config.get("activations", "none")
 
@@ -48,37 +48,37 @@ class LowqVllmConfig(QuantizationConfig):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """What the kernels take."""
+        """The activation dtypes that the kernels support."""
         return [torch.float16, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The oldest GPUs that Triton compiles the kernels for: Turing."""
+        """The compute capability of the oldest GPUs for which Triton compiles the kernels: Turing."""
         return 75
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: it is in config.json."""
+        """No files: the quantization config is in config.json."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LowqVllmConfig":
-        """Raises DamagedError, UnsupportedError as `expand_stored`."""
+        """Make the config from config.json's section. Raises DamagedError or UnsupportedError, like `expand_stored`."""
         return cls(config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Note whether the output head is the embedding's table. Raises UnsupportedError for a table that vLLM takes dense."""
+        """Record whether the head is tied. Raises UnsupportedError for a packed embedding if vLLM's model needs a dense one."""
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
         if getattr(text, "model_type", None) in DENSE_TABLE and self._tables():
             raise UnsupportedError(f"vLLM's {text.model_type} takes no packed token embedding; quantize with --embedding keep")
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Take over vLLM's names for modules."""
+        """Rename the modules of the config to vLLM's names."""
         self.config["tensors"] = hf_to_vllm_mapper.apply_dict(self.config["tensors"])
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """What computes `layer`. Raises UnsupportedError where its members are packed differently."""
+        """The method that computes `layer`. Raises UnsupportedError if its members are packed differently."""
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
@@ -89,7 +89,7 @@ class LowqVllmConfig(QuantizationConfig):
         return None
 
     def scheme(self, prefix: str, members: Iterable[str]) -> Scheme | None:
-        """The one scheme of a layer's members, None where they are dense."""
+        """The common scheme of a layer's members, None if they are dense. Raises UnsupportedError if they differ."""
         members = list(members)
         found = expand_stored(self.config, {*self._named(), *members})
         for name in members:
@@ -102,16 +102,16 @@ class LowqVllmConfig(QuantizationConfig):
         return next(iter(schemes.values()))
 
     def _named(self) -> list[str]:
-        """The exact names in the config."""
+        """The names in the config, without patterns."""
         tensors = self.config.get("tensors")
         return [key for key in tensors if "*" not in key.split(".")] if isinstance(tensors, dict) else []
 
     def _tables(self) -> list[str]:
-        """Packed token embeddings."""
+        """The names of packed token embeddings."""
         return [key for key in self.config["tensors"] if key.rpartition(".")[2] == TABLE]
 
     def _members(self, prefix: str) -> list[str]:
-        """Checkpoint names of what vLLM fuses into the layer `prefix`."""
+        """Checkpoint names of the modules that vLLM fuses into the layer `prefix`."""
         stem, dot, leaf = prefix.rpartition(".")
         return [f"{stem}{dot}{part}" for part in self.packed_modules_mapping.get(leaf, [leaf])]
 
@@ -130,7 +130,7 @@ class LowqVllmConfig(QuantizationConfig):
         return LowqExpertsMethod(layer.moe_config, packed, prefix)
 
     def _table(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """vLLM makes the table before its head, and Llama's without a prefix."""
+        """The method of an embedding or head. vLLM creates the embedding before the head, and Llama's without a prefix."""
         is_head = isinstance(layer, ParallelLMHead)
         name = prefix if prefix or is_head else "".join(self._tables()[:1])
         scheme = self.scheme(name, [name])

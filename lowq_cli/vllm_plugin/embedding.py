@@ -1,7 +1,8 @@
-"""Packed token embeddings and output heads in vLLM, cut over ranks by rows of the vocabulary.
+"""Packed token embeddings and output heads in vLLM, split over the ranks by rows of the vocabulary.
 
-A head that is the table computes with the table's copy for products, however a model ties them: by `tie_weights` (Llama,
-Gemma 3), by taking the table for its head (Qwen 2 and 3) or by setting its weight (Qwen 3 with experts).
+A tied head computes with a second copy of the embedding, in the layout for products, however the model ties them: by
+`tie_weights` (Llama, Gemma 3), by using the embedding module as the head (Qwen 2 and 3), or by setting the head's weight
+(Qwen 3 with experts).
 """
 
 from typing import Any
@@ -15,12 +16,12 @@ from lowq_packers.qtensor import dequantized
 
 
 class LowqTableMethod(LowqLinearMethod):
-    """Rows of a packed table. A table that is the output head too keeps a second copy, laid out for products."""
+    """Look-ups in a packed embedding. An embedding with a tied head keeps a second copy in the layout for products."""
 
     tied = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """The table stays in rows, which look-ups read."""
+        """Keep the embedding in rows for look-ups; with a tied head, also make the copy for products."""
         p = loaded(layer, self.name, self.rows)
         if self.tied:
             layer.head = nn.Module()
@@ -40,20 +41,20 @@ class LowqTableMethod(LowqLinearMethod):
 
 
 class LowqTiedHeadMethod(LowqLinearMethod):
-    """A head that owns no tensors: vLLM loads none for it, and its products are the table's."""
+    """A tied head without tensors: vLLM loads none for it, and the embedding's method computes its products."""
 
     def __init__(self, table: Any, name: str) -> None:
         super().__init__(table.quant_method.scheme, name)
         self.table = table
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """None."""
+        """Create no tensors."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing to do: models that set the head's weight set the table's."""
+        """Do nothing: models that set the head's weight set the embedding's."""
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> nn.Module:
-        """The head as it is."""
+        """The unchanged head."""
         return layer
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

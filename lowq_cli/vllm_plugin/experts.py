@@ -1,7 +1,7 @@
-"""Packed experts in vLLM: gate and up side by side, cut over ranks like merged columns; down cut like a row-parallel layer.
+"""Packed experts in vLLM: gate and up concatenated and split over ranks like merged columns, down like a row-parallel layer.
 
-Few tokens take the kernel that reads only the chosen experts, once a token; more, on Hopper, products grouped by expert, which
-read each expert once. Neither waits for the device. Elsewhere tokens are grouped by expert on the host.
+For few tokens a kernel reads only the selected experts, once per token. For more tokens, on Hopper, products grouped by expert
+read each expert once. Neither synchronizes with the device. On other devices the host groups the tokens by expert.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ ACTS = {
 
 
 class LowqExpertsMethod(FusedMoEMethodBase):
-    """The weighted sum of each token's experts, from packed weights; vLLM adds up the ranks.
+    """The weighted sum of each token's experts, from packed weights; vLLM sums over the ranks.
 
     Args:
-        moe: vLLM's facts about the layer.
-        schemes: of "w13" (gate and up) and "w2" (down).
-        name: of the layer, for messages.
+        moe: vLLM's config of the layer.
+        schemes: the schemes of "w13" (gate and up) and "w2" (down).
+        name: the layer's name, for messages.
     """
 
     def __init__(self, moe: Any, schemes: Mapping[str, Scheme], name: str) -> None:
@@ -47,7 +47,7 @@ class LowqExpertsMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any
     ) -> tuple[int, int]:
-        """As they are: padding would move groups."""
+        """The unchanged sizes: padding would shift the groups."""
         return hidden_size, intermediate_size_per_partition
 
     def create_weights(
@@ -59,7 +59,7 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register w13_weight, w13_weight_scale, ... of this rank. Raises UnsupportedError if a group is cut."""
+        """Register this rank's w13_weight, w13_weight_scale, ... Raises UnsupportedError if the split cuts a group."""
         own = intermediate_size_per_partition
         shapes = {"w13": (2 * own, hidden_size, hidden_size), "w2": (hidden_size, own, own * self.moe.tp_size)}
         layer.lowq, self.dtype = {}, params_dtype
@@ -75,11 +75,11 @@ class LowqExpertsMethod(FusedMoEMethodBase):
                 layer.register_parameter(f"{weight}_{leaf}", param)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: the kernels are ours."""
+        """None: vLLM's own kernels are not used."""
         return None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Move the loaded experts into the layout that the device computes in. Raises DamagedError for scales that are none."""
+        """Convert the loaded experts to the layout of the device's kernels. Raises DamagedError for invalid scales."""
         for weight, p in layer.lowq.items():
             words, scales, zeros, table = tensors(layer, f"{weight}_")
             check_companions(scales, zeros, table, p.scheme, f"{self.name}.{weight}")
@@ -108,16 +108,16 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (T, H), topk_weights and topk_ids (T, top_k) -> (T, H), of this rank's experts."""
+        """x (T, H), topk_weights and topk_ids (T, top_k) -> (T, H), the sum over this rank's experts."""
         act = getattr(layer.activation, "value", layer.activation)
         limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
         if act not in ACTS or any(getattr(layer, limit, None) is not None for limit in limits):
             raise UnsupportedError(f"{self.name}: lowq computes experts with {', '.join(ACTS)}, not {act} (with limits)")
         ids, weights = topk_ids.long(), topk_weights
-        if layer.expert_map is not None:  # expert-parallel: those of other ranks count nothing here
+        if layer.expert_map is not None:  # expert-parallel: experts of other ranks contribute nothing here
             local = layer.expert_map[ids]
             ids, weights = local.clamp(min=0), weights.masked_fill(local < 0, 0)
-        if layer.apply_router_weight_on_input:  # models that do have one expert a token
+        if layer.apply_router_weight_on_input:  # models that set this have one expert per token
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         up, down = (_current(layer, weight) for weight in ("w13", "w2"))
         y = mixture(x, ids, weights, up, down, act)
@@ -139,7 +139,7 @@ def _load_table(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """One matrix's table (1, width) into its place, as vLLM's loader does with scales. True: its expert is of this rank."""
+    """Load one matrix's table (1, width), as vLLM's loader does for scales. Returns True if this rank has the expert."""
     own = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
     if own >= 0:
         param.data[own, int(shard_id == "w3")] = loaded_weight[0]
@@ -147,14 +147,14 @@ def _load_table(
 
 
 def _current(layer: Any, weight: str) -> Stack:
-    """The weights as the layer holds them now: vLLM may have moved them."""
+    """The layer's current weights: vLLM may have moved them."""
     s = layer.lowq[weight]
     words, scales, zeros, table, aux = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
     return Stack(words, scales, zeros, aux, s.scheme, s.N, s.K, s.layout, table)
 
 
 def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:
-    """Row i of x times the weight of expert `experts[i]`; a few rows at a time where a graph must hold copies of experts."""
+    """Row i of x times the weight of expert `experts[i]`; in chunks of a few rows if a graph must hold copies of experts."""
     facts = (s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout), s.table)
     if x.is_cuda and torch.cuda.is_current_stream_capturing() and x.shape[0] > FEW_ROWS:
         parts = zip(x.split(FEW_ROWS), experts.split(FEW_ROWS), strict=True)

@@ -1,7 +1,7 @@
-"""Packed linear layers in vLLM: its loaders cut them over tensor-parallel ranks, our kernels compute them.
+"""Packed linear layers in vLLM: vLLM's loaders split them over tensor-parallel ranks, lowq's kernels compute them.
 
-A row of words, scales and zeros belongs to one output, so column-parallel, merged and q/k/v layers are cut along dim 0 by
-vLLM's own parameter classes. Row-parallel ones are cut along dim 1, where each rank must get whole groups and words.
+A row of words, scales and zeros belongs to one output, so vLLM's parameter classes split column-parallel, merged and q/k/v
+layers along dim 0. They split row-parallel layers along dim 1, where each rank must get whole groups and words.
 """
 
 from dataclasses import replace
@@ -32,11 +32,11 @@ from lowq_packers.layouts import DISK, PackedWeight, pack_facts, repack
 from lowq_packers.scheme import Act, Scheme
 
 LEAVES = ("weight", "weight_scale", "weight_zero", "weight_table")
-COUNTERS = 1 << 23  # 32 MiB: at most 102 graphs of 32 layers of 4 products of 2 x 264 counters
+COUNTERS = 1 << 23  # counters to reserve, 32 MiB: enough for 102 graphs of 32 layers of 4 products of 2 x 264 counters
 
 
 class Held(NamedTuple):
-    """What the tensors of a layer stand for. The tensors themselves stay with the layer, where vLLM may move them."""
+    """Scheme, shape and layout of a layer's tensors. The tensors themselves are attributes of the layer; vLLM may move them."""
 
     scheme: Scheme
     N: int
@@ -44,13 +44,13 @@ class Held(NamedTuple):
     layout: str = DISK
 
     def blank(self, dtype: torch.dtype, parts: int = 1) -> dict[str, torch.Tensor]:
-        """Tensors for vLLM's loaders to fill, on the default device. parts: matrices of the checkpoint that the layer is."""
+        """Empty tensors for vLLM's loaders, on the default device. parts: the number of checkpoint matrices in the layer."""
         s, shape = self.scheme, (self.N, self.scheme.groups(self.K))
         found = {"weight": torch.empty(self.N, words_per_row(self.K, s.bits), dtype=torch.int32)}
         found["weight_scale"] = torch.empty(shape, dtype=dtype if s.scale == "float" else torch.uint8)
         if s.zero != "none":
             found["weight_zero"] = torch.empty(shape, dtype=dtype)
-        if s.table_width:  # each matrix has its own: every rank needs it whole
+        if s.table_width:  # each matrix has its own table, which every rank needs whole
             found["weight_table"] = torch.empty(parts, s.table_width, dtype=torch.float32)
         return found
 
@@ -60,9 +60,9 @@ class LowqLinearMethod(LinearMethodBase):
     """y = x @ dequantize(weight)^T + bias for one of vLLM's linear layers.
 
     Args:
-        scheme: of the whole layer.
-        name: of the layer, for messages.
-        act: how rows of x are rounded to 8 bits.
+        scheme: the scheme of the whole layer.
+        name: the layer's name, for messages.
+        act: the rounding of the rows of x to 8 bits.
     """
 
     def __init__(self, scheme: Scheme, name: str, act: Act = "none") -> None:
@@ -78,7 +78,7 @@ class LowqLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register `weight`, `weight_scale` and `weight_zero` of this rank. Raises UnsupportedError if a group is cut."""
+        """Register this rank's `weight`, `weight_scale`, `weight_zero`. Raises UnsupportedError if the split cuts a group."""
         layer.lowq = own = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
         self.dtype, self.rows = params_dtype, output_partition_sizes
         for leaf, data in own.blank(params_dtype, len(output_partition_sizes)).items():
@@ -88,23 +88,23 @@ class LowqLinearMethod(LinearMethodBase):
                 kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, own.scheme.bits)}
             elif leaf == "weight_table":
                 kind, dims = PerTensorScaleParameter, {}
-            elif self.scheme.group_size == input_size:  # a row's one scale: every rank that has a part of the row needs it
+            elif self.scheme.group_size == input_size:  # one scale per row: every rank with a part of the row needs it
                 kind, dims = ChannelQuantScaleParameter, {"output_dim": 0}
             layer.register_parameter(leaf, kind(data=data, weight_loader=extra_weight_attrs["weight_loader"], **dims))
 
     def share(self, N: int, K: int, whole_K: int) -> Held:
-        """What a rank holds that has K of each row's `whole_K` codes."""
+        """The share of a rank that holds K of each row's `whole_K` codes. Raises UnsupportedError if a group is cut."""
         if whole_K != K and (problem := row_problem(self.name, self.scheme, whole_K, whole_K // K)):
             raise UnsupportedError(problem)
         s = self.scheme
         return Held(replace(s, group_size=K) if s.group_size == whole_K else s, N, K)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Move the loaded weight into the layout that the device computes in. Raises DamagedError for scales that are none."""
+        """Convert the loaded weight to the layout of the device's kernels. Raises DamagedError for invalid scales."""
         hold(layer, loaded(layer, self.name, self.rows), self.dtype, self.act)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x (..., K) -> (..., N), through a custom op that torch.compile and CUDA graphs can hold."""
+        """x (..., K) -> (..., N), through a custom op that works in torch.compile and CUDA graphs."""
         p = layer.lowq
         tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
         facts = pack_facts(p.scheme, p.N, p.K, p.layout)
@@ -112,7 +112,7 @@ class LowqLinearMethod(LinearMethodBase):
 
 
 def loaded(layer: Any, name: str, rows: list[int]) -> PackedWeight:
-    """The weight that the loaders filled; of so many rows are the matrices that it was made of."""
+    """The weight that the loaders filled. rows: the number of rows of each checkpoint matrix in it."""
     own = layer.lowq
     words, scales, zeros, table = tensors(layer)
     check_companions(scales, zeros, table, own.scheme, name)
@@ -122,14 +122,14 @@ def loaded(layer: Any, name: str, rows: list[int]) -> PackedWeight:
 
 
 def tensors(layer: Any, prefix: str = "") -> Any:
-    """A layer's words, scales, zeros and table; None for those that its scheme does not have."""
+    """A layer's words, scales, zeros and table; None for each that its scheme does not have."""
     return tuple(None if (t := getattr(layer, prefix + leaf, None)) is None else t.data for leaf in LEAVES)
 
 
 def check_companions(
     scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None, scheme: Scheme, name: str
 ) -> None:
-    """Raise DamagedError for companions that no quantizer writes: kernels would compute with them in silence."""
+    """Raise DamagedError for scales, zeros or tables that no quantizer writes: kernels would silently compute with them."""
     good = scales.isfinite().all() if scheme.scale == "float" else tables.good_scales(scales, scheme.scale)
     if table is not None:
         good = good & tables.good_companion(scheme, table)
@@ -144,10 +144,10 @@ def check_companions(
 
 
 def note(facts: str) -> None:
-    """Say to vLLM what its compiled graphs will hold of a weight.
+    """Add facts about a weight that compiled graphs depend on to vLLM's config.
 
-    It keeps them on disk by a hash of its config, in which the layout does not stand: LOWQ_KERNEL, another GPU or a later lowq
-    may choose another, and the old graph would read the new words as the old layout's.
+    vLLM caches compiled graphs on disk by a hash of its config, which does not include the layout. LOWQ_KERNEL, another GPU or
+    a later lowq can change the layout, and a cached graph would read the new words in the old layout.
     """
     known = get_current_vllm_config().additional_config
     if isinstance(known, dict):
@@ -155,7 +155,7 @@ def note(facts: str) -> None:
 
 
 def hold(layer: Any, p: PackedWeight, dtype: torch.dtype, act: Act = "none") -> None:
-    """Keep `p`, in the layout that its device computes in for that dtype, as the layer's tensors."""
+    """Set `p` as the layer's tensors, in the layout that its device's kernels read for that dtype."""
     p = repack(p, best_layout(p.scheme, p.N, p.K, dtype, p.words.device))
     reserve(COUNTERS, p.words.device)
     for leaf, t in zip((*LEAVES, "weight_aux"), (p.words, p.scales, p.zeros, p.table, p.aux), strict=True):

@@ -1,7 +1,7 @@
-"""Compile what vLLM is going to capture before it measures memory and records, several kernels at a time.
+"""Compile the kernels of vLLM's graphs in parallel, before vLLM measures memory and records the graphs.
 
-It launches each captured batch size, one after the other, while it records; kernels that are not in the cache on disk would be
-compiled then, one by one.
+While recording, vLLM launches the captured batch sizes one after another, so kernels that are not in the cache on disk would be
+compiled one by one.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from vllm.config import get_current_vllm_config
 
 from lowq_kernels.dispatch.precompile import launch_all
 
-PROMPTS = (300, 600, 768, 1024, 1536, 2048, 3072, 4096, 6144)  # tokens of a pass that reads prompts: a few that stand for all
+PROMPTS = (300, 600, 768, 1024, 1536, 2048, 3072, 4096, 6144)  # token counts of prefill steps that represent all others
 
 _met: set[object] = set()
 
 
 def warm(key: object, launch: Callable[[int], object], device: torch.device) -> None:
-    """Launch for each number of rows that the engine will: once for a key, which says what the kernels depend on."""
+    """Launch for each number of rows that the engine will use; once per key, which contains all that the kernels depend on."""
     if device.type != "cuda" or key in _met:
         return
     _met.add(key)
