@@ -1,4 +1,4 @@
-"""What a model writes, taken apart: its thoughts, its answer, its calls of tools. One file a way of writing calls.
+"""Parses a model's output into thoughts, answer and tool calls. Each syntax of calls has one file.
 
-`read.Reader` takes text and gives `parts.Part`s; which ways a model has is read off its chat template (`ways.of`).
+`read.Reader` turns text into `parts.Part`s; `dialects.ways_of` detects a model's syntax from its chat template.
 """

@@ -1,4 +1,4 @@
-"""Calls as JSON and nothing around it, which an answer begins with: Llama 3's, and those that a grammar forces."""
+"""Calls as bare JSON at the start of an answer: those of Llama 3, and those that a grammar forces."""
 
 from lowq_cli.output.json_text import call_object
 from lowq_cli.output.parts import Parts
@@ -8,7 +8,7 @@ PYTHON = "<|python_tag|>"
 
 
 def read(source: Source, out: Parts) -> Wait[bool]:
-    """Take the calls that the text begins with; False, with nothing taken, where it begins with none."""
+    """Read the calls at the start of the text; returns False, with nothing consumed, if there are none."""
     source.mark()
     yield from source.blanks()
     yield from source.takes(PYTHON)

@@ -1,4 +1,4 @@
-"""Gemma's calls: call:NAME{key:value,...} between tags, with marks of their own around texts."""
+"""Gemma's calls: call:NAME{key:value,...} between tags, with special marks around strings."""
 
 import json
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from lowq_cli.output.json_text import converted, escaped
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait, ignore
 
-DEEPEST = 64  # values inside values; what is deeper is passed on as it stands
+DEEPEST = 64  # max. nesting of values; a deeper value is passed on as plain text
 
 
 @dataclass(frozen=True)
 class Braces:
-    """open, close: around a call. quote: on both sides of a text."""
+    """The marks. open, close: around a call. quote: on both sides of a string."""
 
     open: str
     close: str
@@ -20,21 +20,21 @@ class Braces:
 
     @property
     def form(self) -> tuple[str, ...]:
-        """None for a grammar."""
+        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
         return ()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
+        """The marks that may be special tokens."""
         return (self.open, self.close, self.quote)
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call."""
+        """The marks that begin a call."""
         return (self.open,)
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to the first call, and that."""
+        """Read text up to the first call, and the call."""
         if not (yield from source.until((self.open,), out.text)):
             return
         source.mark()
@@ -50,7 +50,7 @@ class Braces:
         yield from source.until((self.close,), ignore)
 
     def _object(self, source: Source, out: Parts, depth: int) -> Wait[None]:
-        """What comes after a brace, up to the one that closes it."""
+        """Read an object after its opening brace, up to the closing one."""
         out.arguments("{")
         between = ""
         while True:
@@ -84,12 +84,12 @@ class Braces:
             some = yield from self._value(source, out, depth + 1)
             yield from source.blanks()
             if not (yield from source.takes(",")) and not some:
-                break  # nothing that a list may hold
+                break  # not a value of a list
         if not source.over or not source.cut:
             out.arguments("]")
 
     def _value(self, source: Source, out: Parts, depth: int) -> Wait[bool]:
-        """One value; whether there was any."""
+        """Read one value; returns whether there was one."""
         yield from source.blanks()
         if (yield from source.takes(self.quote)):
             out.arguments('"')

@@ -1,4 +1,4 @@
-"""Which way of writing calls and thoughts a model has: read off its chat template, the most particular marks first."""
+"""Detects a model's syntax of calls and thoughts from the marks in its chat template, the most specific marks first."""
 
 import re
 from collections.abc import Container
@@ -12,10 +12,10 @@ from lowq_cli.output.thoughts import SECTIONS, Thoughts, section_of
 
 
 class Calls(Protocol):
-    """One way of writing calls.
+    """A syntax of calls.
 
-    form: how one is written out, texts with NAME and ARGUMENTS or the whole OBJECT of both in their places; () where that is no
-    form for a grammar: then calls that are forced come as JSON with nothing around it, which is read with every way.
+    form: the pieces of a call: literal texts and the placeholders NAME and ARGUMENTS, or OBJECT for both. () if there is no
+    grammar for the syntax: forced calls are then bare JSON, which is read with every syntax.
     """
 
     @property
@@ -23,54 +23,54 @@ class Calls(Protocol):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own, which decoding would leave out."""
+        """The marks that may be special tokens, which decoding would leave out."""
         ...
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call."""
+        """The marks that begin a call."""
         ...
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to calls, and those; at least one character of what there is."""
+        """Read text up to the next calls, and the calls; takes at least one character if there is one."""
         ...
 
 
 @dataclass(frozen=True)
 class Ways:
-    """How a model writes. calls: None for JSON and nothing around it. thoughts: None for a model that has none apart."""
+    """A model's syntax. calls: None for bare JSON. thoughts: None for a model without a separate section of thoughts."""
 
     calls: Calls | None
     thoughts: Thoughts | None
 
     @property
     def channels(self) -> bool:
-        """Whether calls, thoughts and answers are all told apart by channels."""
+        """Whether channels mark calls, thoughts and answers (gpt-oss)."""
         return self.calls is harmony.HARMONY
 
     @property
     def thinks(self) -> bool:
-        """Whether the model has a place for thoughts."""
+        """Whether the model has a separate section for thoughts."""
         return self.thoughts is not None or self.channels
 
     def tags(self, calls: bool) -> tuple[str, ...]:
-        """What a reader looks for, with calls or without; special tokens among it have to be in the text."""
+        """The marks that a reader needs in the text, including special tokens. calls: whether to include those of calls."""
         of_calls = (*(self.calls.tags if self.calls else ()), bare_json.PYTHON) if calls or self.channels else ()
         return of_calls + ((self.thoughts.open, self.thoughts.close) if self.thoughts else ())
 
     def inside(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins in the midst of thoughts."""
+        """Whether an answer to this prompt begins inside thoughts."""
         return self.thoughts is not None and self.thoughts.opened(prompt)
 
     @property
     def end_of_thoughts(self) -> str:
-        """What has to be written in the midst of thoughts for the answer to begin."""
+        """The text that ends thoughts and begins the answer."""
         if self.channels:
             return f"<|end|>{harmony.START}assistant{harmony.FINAL}"
         return self.thoughts.end if self.thoughts else ""
 
     def begun(self, prompt: str, think: bool | None) -> str:
-        """The prompt; where the model is not to think, so that its answer begins at once."""
+        """The prompt; if `think` is False, extended so that the answer begins at once."""
         if think is not False:
             return prompt
         if self.channels:
@@ -82,7 +82,7 @@ class Ways:
 
 
 def switches(template: str, think: bool | None, effort: str | None) -> dict[str, object]:
-    """What a template is told of how much to think, as far as it has a word for it."""
+    """The variables of thinking and of its effort that the template has."""
     found: dict[str, object] = {}
     if think is not None:
         found |= {name: think for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)}
@@ -90,20 +90,20 @@ def switches(template: str, think: bool | None, effort: str | None) -> dict[str,
 
 
 def ways_by(mark: str) -> Ways:
-    """The ways of a model whose thoughts are marked so: how `marks` names them."""
+    """The syntax of a model with this mark of thoughts, as in the "by" of `marks`."""
     if mark == harmony.CHANNEL:
         return Ways(harmony.HARMONY, None)
     return Ways(None, next(s for s in SECTIONS if s.open == mark))
 
 
 def marks(ways: Ways, prompt: str) -> dict[str, object] | None:
-    """How thoughts are marked in an answer to this prompt, as data; None for a model that has none apart."""
+    """The marks of thoughts in an answer to this prompt, as JSON data; None for a model without a section of thoughts."""
     if ways.channels:
         return {"by": harmony.CHANNEL, "inside": False}
     return None if ways.thoughts is None else {"by": ways.thoughts.open, "inside": ways.inside(prompt)}
 
 
-MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # all of which a template holds -> its calls
+MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # marks that must all be in the template -> syntax of calls
     (("<|channel|>", "<|message|>"), harmony.HARMONY),
     (("<minimax:tool_call>",), elements.MINIMAX),
     (("<|tool_call>", "<tool_call|>"), braces.GEMMA),
@@ -125,6 +125,6 @@ MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # all of which a template 
 
 
 def ways_of(template: str, added: Container[str]) -> Ways:
-    """What a template, and the tokens that were added to the vocabulary, say of how a model writes."""
+    """The syntax of a model with this template and these added tokens."""
     calls = next((c for marks, c in MARKS if all(m in template for m in marks)), None)
     return Ways(calls, None if calls is harmony.HARMONY else section_of(template, added))

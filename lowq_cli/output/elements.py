@@ -1,4 +1,4 @@
-"""A call with an element for each argument, typed by the tool's schema: Qwen 3 Coder, Seed, MiniMax, DeepSeek 3.2."""
+"""Calls with one element per argument, typed by the tool's schema: Qwen 3 Coder, Seed, MiniMax, DeepSeek 3.2."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lowq_cli.output.source import Source, Wait, ignore
 
 @dataclass(frozen=True)
 class Elements:
-    """The tags. section: around all calls. call, call_name_end: around a name. key, key_ends: around that of an argument."""
+    """The tags. section: around all calls. call, name_end: around a function's name. key, key_ends: around a parameter."""
 
     section: str
     section_end: str
@@ -23,21 +23,21 @@ class Elements:
 
     @property
     def form(self) -> tuple[str, ...]:
-        """None for a grammar."""
+        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
         return ()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
+        """The tags that may be special tokens."""
         return (self.section, self.section_end)
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call; the section's tag is forgotten at times."""
+        """The tags that begin a call; models sometimes omit the section's tag."""
         return (self.section, self.call)
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to the first calls, and those."""
+        """Read text up to the first calls, and the calls."""
         tag = yield from source.opening(self.openers, self.section, self.call, out.text)
         if not tag:
             return

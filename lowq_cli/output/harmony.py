@@ -1,4 +1,4 @@
-"""gpt-oss: every message has a channel. analysis is thought, final is the answer, commentary to a function is a call."""
+"""gpt-oss: every message has a channel: analysis for thoughts, final for the answer, commentary to a function for a call."""
 
 import re
 
@@ -8,11 +8,11 @@ from lowq_cli.output.source import ARGUMENTS, NAME, Say, Source, Wait
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,64})")
-LONGEST_HEAD = 512  # characters before a message
+LONGEST_HEAD = 512  # max. characters of a message's head
 
 
 class Harmony:
-    """Its channels hold all there is, so thoughts need no section of their own."""
+    """The syntax of gpt-oss. Channels also mark thoughts, so there is no separate section."""
 
     tags = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
     openers: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Harmony:
             source.back()
             if not source.held and not source.ended:
                 return
-            yield from self._body(source, out.text)  # no head: an answer that is written by itself
+            yield from self._body(source, out.text)  # without a head: the text is the answer
             return
         source.sure()
         tag = yield from source.until((MESSAGE, *ENDS), head.append)
@@ -51,4 +51,4 @@ class Harmony:
 
 
 HARMONY = Harmony()
-FINAL = f"{CHANNEL}final{MESSAGE}"  # what an answer without thoughts begins with
+FINAL = f"{CHANNEL}final{MESSAGE}"  # the beginning of an answer without thoughts

@@ -1,4 +1,4 @@
-"""A call as a head that names the function, and JSON after a mark: DeepSeek 3 and R1, Kimi K2, Mistral."""
+"""Calls as a head with the function's name, a mark, and JSON: DeepSeek 3 and R1, Kimi K2, Mistral."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from lowq_cli.output.source import ARGUMENTS, NAME, Source, Wait, ignore
 
 @dataclass(frozen=True)
 class Headed:
-    """The marks. section, section_end: around all calls, or "". call: before a head; mark: after it. end: of a call, or "".
+    """The marks. section, section_end: around all calls, or "". call: before a head. mark: after it. end: after a call, or "".
 
-    named: whether the head is functions.NAME:INDEX, which is the call's id too (Kimi).
+    named: whether the head is functions.NAME:INDEX, which is also the call's id (Kimi).
     """
 
     section: str
@@ -24,28 +24,28 @@ class Headed:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
+        """The marks that may be special tokens."""
         return tuple(filter(None, (self.section, self.call, self.mark, self.end, self.section_end)))
 
     @property
     def form(self) -> tuple[str, ...]:
-        """How a call is written out."""
+        """The pieces of a call (`Calls.form`)."""
         name = ("functions.", NAME, ":0") if self.named else (NAME,)
         return (self.section, self.call, *name, self.mark, ARGUMENTS, self.end, self.section_end)
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call."""
+        """The marks that begin a call."""
         return tuple(filter(None, (self.section, self.call)))
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to the first calls, and those."""
+        """Read text up to the first calls, and the calls."""
         tag = yield from source.opening(self.openers, self.section, self.call, out.text)
         if not tag:
             return
         while True:
             yield from source.blanks()
-            if source.held[:1] in ("[", "{"):  # Mistral's older models: JSON and no head
+            if source.held[:1] in ("[", "{"):  # older Mistral models: JSON without a head
                 if not (yield from bare_json.read(source, out)):
                     out.text(tag)
                 return
@@ -55,7 +55,7 @@ class Headed:
                 source.sure()
                 return
             source.sure()
-            yield from source.until(("{",), ignore)  # a fence's first line, of DeepSeek's
+            yield from source.until(("{",), ignore)  # DeepSeek 3 puts the JSON into a Markdown fence
             source.held = "{" + source.held if not source.over else source.held
             yield from value(source, out.arguments)
             if self.end:
@@ -70,7 +70,7 @@ class Headed:
             yield from source.takes(self.section_end)
 
     def _head(self, source: Source, out: Parts) -> Wait[tuple[str | None, str]]:
-        """(the function's name, the call's id); None where it is no head."""
+        """(the function's name, the call's id); the name is None if the text is not a head."""
         head = (yield from source.word(self.mark)) or ""
         if self.named:
             return head.strip().removeprefix("functions.").rpartition(":")[0] or None, head.strip()

@@ -1,4 +1,4 @@
-"""JSON as it is being written: a value passed on as it comes, a call as an object, values as texts of a schema's type."""
+"""Reads JSON as it streams: single values, calls as objects, and plain text converted to the type of a schema."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import LONGEST, Say, Source, Wait
 
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
-BESIDE = ("id", "type", "index", "tool_call_id", "call_id")  # of a call's object, of no use here
+BESIDE = ("id", "type", "index", "tool_call_id", "call_id")  # keys of a call's object that are ignored
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 TYPES: dict[str, Any] = {
     "integer": int,
@@ -22,7 +22,7 @@ TYPES: dict[str, Any] = {
 
 
 def string(source: Source) -> Wait[str | None]:
-    """Take a short JSON string; None where the text goes on with something else."""
+    """Consume a JSON string of up to LONGEST characters; None if the text goes on with something else."""
     while True:
         found = STRING.match(source.held)
         if found and len(found[0]) <= LONGEST:
@@ -37,7 +37,7 @@ def string(source: Source) -> Wait[str | None]:
 
 
 def value(source: Source, say: Say) -> Wait[None]:
-    """Say one JSON value as it comes; what is no JSON is said up to where a value would end."""
+    """Pass one JSON value to `say` as it streams; invalid JSON is passed on up to the place where a value would end."""
     depth, quoted, escaped = 0, False, False
     while True:
         end = None
@@ -67,7 +67,7 @@ def value(source: Source, say: Say) -> Wait[None]:
 
 
 def call_object(source: Source, out: Parts) -> Wait[bool]:
-    """Take {"name": ..., "arguments": {...}} as a call, its arguments as they come; False where the text is something else."""
+    """Read {"name": ..., "arguments": {...}} as a call and stream its arguments; False if the text is something else."""
     name, early, begun = "", "", False
     if not (yield from source.takes("{")):
         return False
@@ -99,14 +99,14 @@ def call_object(source: Source, out: Parts) -> Wait[bool]:
         if (yield from source.takes(",", "}")) != ",":
             break
     begins = not source.held or (source.held[0] == '"' and not STRING.match(source.held))
-    if not begun and name and source.ended and source.cut and begins:  # the call was cut before its arguments
+    if not begun and name and source.ended and source.cut and begins:  # the limit came before the arguments
         source.take(len(source.held))
         begun = out.call(name)
     return begun
 
 
 def _arguments(source: Source, say: Say) -> Wait[None]:
-    """An object as it comes; one that is written into a string, out of it."""
+    """Pass an object to `say` as it streams; an object inside a string is taken out of the string."""
     while not source.held and not source.ended:
         yield
     if source.held.startswith("{"):
@@ -119,12 +119,12 @@ def _arguments(source: Source, say: Say) -> Wait[None]:
         try:
             text = str(json.loads(text, strict=False))
         except ValueError:
-            text = text[1:]  # it was cut
+            text = text[1:]  # the string was cut
     say("{}" if text == "null" or not (text or source.cut) else text)
 
 
 def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: bool) -> Wait[str]:
-    """A parameter's text up to one of the ends as JSON of its type; the end. trim: without a newline at both its ends."""
+    """Read a parameter's text up to one of the ends as JSON of its type; returns the end. trim: drop a newline at both ends."""
     schema = out.offered.schema(out.function, key)
     if _is_text(schema):
         out.arguments('"')
@@ -141,7 +141,7 @@ def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: boo
 
 
 def converted(text: str, schema: dict[str, Any]) -> Any:
-    """The value that a text means where a schema may want more than texts: JSON, or as Python writes it; else the text."""
+    """The value of a text for a schema that allows other types than strings: JSON, a Python literal, or else the text."""
     plain = text.strip()
     for read in (json.loads, ast.literal_eval):
         try:
@@ -164,7 +164,7 @@ def _kinds(schema: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _is_text(schema: dict[str, Any]) -> bool:
-    """Whether a parameter can be nothing but a text, as far as its schema says."""
+    """Whether the schema allows only strings."""
     kinds = _kinds(schema)
     if not kinds:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -175,12 +175,12 @@ def _is_text(schema: dict[str, Any]) -> bool:
 
 
 def escaped(text: str) -> str:
-    """A piece of a text as it stands in a JSON string."""
+    """A piece of text, escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class Trimmed:
-    """Says a text without the newline at its beginning and the one at its end."""
+    """Passes text to `say` without one newline at its start and one at its end."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.begun, self.kept = say, False, ""

@@ -1,4 +1,4 @@
-"""A call as a name and pairs of keys and values: GLM 4.5 and later, LongCat, Hunyuan 3."""
+"""Calls as a function's name and pairs of keys and values: GLM 4.5 and later, LongCat, Hunyuan 3."""
 
 import json
 from dataclasses import dataclass
@@ -10,28 +10,28 @@ from lowq_cli.output.source import Source, Wait, ignore
 
 @dataclass(frozen=True)
 class Pairs:
-    """prefix: what the names of its tags begin with."""
+    """The tags. prefix: begins the names of all tags."""
 
     prefix: str = ""
 
     @property
     def form(self) -> tuple[str, ...]:
-        """None for a grammar."""
+        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
         return ()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
+        """The tags that may be special tokens."""
         names = ("tool_call", "arg_key", "arg_value")
         return tuple(f"<{end}{self.prefix}{name}>" for name in names for end in ("", "/"))
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call."""
+        """The tag that begins a call."""
         return self.tags[:1]
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to the first call, and that."""
+        """Read text up to the first call, and the call."""
         open_, close, key, key_end, value, value_end = self.tags
         if not (yield from source.until((open_,), out.text)):
             return

@@ -10,9 +10,9 @@ Kind = Literal["thought", "text", "call", "arguments"]
 
 @dataclass
 class Part:
-    """A piece of an answer. kind "call" begins a call: its text is the function's name; "arguments" go on with its JSON.
+    """A piece of an answer. Kind "call" begins a call, its text is the function's name; "arguments" is a piece of its JSON.
 
-    index: which call of the answer. id: the call's, in its first part alone.
+    index: the number of the call in the answer. id: the id of the call, only in its first part.
     """
 
     kind: Kind
@@ -23,9 +23,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Offered:
-    """What an answer may call. functions: name -> JSON schema of its parameters. several: whether more than one call may come.
+    """The functions that an answer may call. functions: name -> JSON schema of its parameters. several: allows several calls.
 
-    forced: whether the answer has to be a call. only: the one function that a forced call can be of.
+    forced: whether the answer must be a call. only: the function of a forced call, if there is just one.
     """
 
     functions: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -34,38 +34,38 @@ class Offered:
     only: str | None = None
 
     def schema(self, function: str, key: str) -> dict[str, Any]:
-        """The JSON schema of one parameter, {} where none is given."""
+        """The JSON schema of a parameter, {} if it has none."""
         known = self.functions.get(function, {}).get("properties")
         found = known.get(key) if isinstance(known, dict) else None
         return found if isinstance(found, dict) else {}
 
 
 class Parts:
-    """The parts that have become certain, and what calls there were."""
+    """Collects the parts that are certain, and counts the calls."""
 
     def __init__(self, offered: Offered) -> None:
         self.offered, self.calls = offered, 0
-        self.function = ""  # of the call that is being written
+        self.function = ""  # name in the call that is being written
         self._found: list[Part] = []
         self.thinking = False  # whether thoughts are being written
-        self._surplus = self.mute = False  # mute: text is no part of the answer
+        self._surplus = self.mute = False  # mute: text is dropped
 
     def take(self) -> list[Part]:
-        """What was added since."""
+        """The parts added since the last call."""
         found, self._found = self._found, []
         return found
 
     def thought(self, text: str) -> None:
-        """More of the model's thoughts."""
+        """Add text to the thoughts."""
         self._add("thought", text)
 
     def text(self, text: str) -> None:
-        """More of the answer."""
+        """Add text to the answer."""
         if not self.mute:
             self._add("text", text)
 
     def call(self, name: str, id_: str = "") -> bool:
-        """Begin a call; False where no such function is offered. One call too many is read and left out."""
+        """Begin a call; returns False if the function is not offered. If only one call is allowed, further ones are dropped."""
         if name not in self.offered.functions:
             return False
         self.function, self._surplus = name, bool(self.calls) and not self.offered.several
@@ -75,7 +75,7 @@ class Parts:
         return True
 
     def arguments(self, text: str) -> None:
-        """More of the JSON of the call that was begun last."""
+        """Add a piece of JSON to the last call."""
         if not self._surplus:
             self._add("arguments", text, self.calls - 1)
 
@@ -88,7 +88,7 @@ class Parts:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts, neighbours of one kind made one."""
+    """The parts with neighbours of the same kind and call merged."""
     found: list[Part] = []
     for p in parts:
         if found and p.kind != "call" and (found[-1].kind, found[-1].index) == (p.kind, p.index):

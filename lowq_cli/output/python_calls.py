@@ -1,4 +1,4 @@
-"""Calls as Python writes them, [f(a=1), g(b="x")]: Llama 4 and Gemma 3, and between tags LFM 2 and OLMo 3."""
+"""Calls in Python's syntax, [f(a=1), g(b="x")]: Llama 4 and Gemma 3, and between tags LFM 2 and OLMo 3."""
 
 import ast
 import json
@@ -9,34 +9,34 @@ from typing import Any
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import LONGEST, Source, Wait, ignore
 
-WORDS = {"true": True, "false": False, "null": None}  # which JSON has for Python's
+WORDS = {"true": True, "false": False, "null": None}  # JSON's words that Python writes differently
 HEAD = re.compile(r"[A-Za-z_][\w.-]*\s*\(")
 
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """open, close: around the calls, or "": then an answer begins with them."""
+    """The marks. open, close: around the calls; "" if an answer begins with the calls."""
 
     open: str = ""
     close: str = ""
 
     @property
     def form(self) -> tuple[str, ...]:
-        """None for a grammar."""
+        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
         return ()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
+        """The marks that may be special tokens."""
         return tuple(filter(None, (self.open, self.close)))
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call."""
+        """The marks that begin a call."""
         return tuple(filter(None, (self.open,)))
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to the first calls, and those."""
+        """Read text up to the first calls, and the calls."""
         if self.open and not (yield from source.until((self.open,), out.text)):
             return
         source.mark()
@@ -54,7 +54,7 @@ class PythonCalls:
         if not found:
             out.text(self.open + source.taken)
             source.sure()
-            if not self.open:  # calls come first, or not at all
+            if not self.open:  # calls can only be at the start
                 yield from source.until((), out.text)
             return
         yield from source.takes("]")
@@ -66,7 +66,7 @@ class PythonCalls:
 
     @staticmethod
     def _call(source: Source, out: Parts) -> Wait[bool]:
-        """Take one call, its arguments once they are whole."""
+        """Read one call; its arguments are passed on once they are complete."""
         while not (head := HEAD.match(source.held)):
             if (
                 source.ended
@@ -88,7 +88,7 @@ class PythonCalls:
 
 
 def _to_the_end(source: Source) -> Wait[str | None]:
-    """Take what comes before the bracket that closes, and the bracket; None where it does not come."""
+    """Consume the arguments up to the closing bracket, and the bracket, and return them; None if there is no bracket."""
     at, depth, quote = 0, 0, ""
     while True:
         while at < len(source.held):
@@ -116,7 +116,7 @@ def _to_the_end(source: Source) -> Wait[str | None]:
 
 
 def _as_json(text: str) -> str:
-    """Named arguments as an object; those that are no literals as their texts."""
+    """Named arguments as a JSON object; a value that is not a literal becomes a string of its source."""
     found: dict[str, Any] = {}
     try:
         call = ast.parse(f"f({text})", mode="eval").body
@@ -132,7 +132,7 @@ def _as_json(text: str) -> str:
 
 
 class _Words(ast.NodeTransformer):
-    """JSON's words become Python's."""
+    """Replaces true, false and null by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(WORDS[node.id]) if node.id in WORDS else node

@@ -1,4 +1,4 @@
-"""The text of one answer in, its parts out."""
+"""Turns the text of one answer into parts."""
 
 from lowq_cli.output import bare_json
 from lowq_cli.output.dialects import Ways
@@ -7,10 +7,10 @@ from lowq_cli.output.source import Source, Wait
 
 
 class Reader:
-    """Reads one answer.
+    """The reader of one answer.
 
     Args:
-        ways: how the model writes. offered: what it may call. inside: whether the prompt ended in the midst of thoughts.
+        ways: the model's syntax. offered: the functions it may call. inside: whether the prompt ended inside thoughts.
     """
 
     def __init__(self, ways: Ways, offered: Offered, inside: bool = False) -> None:
@@ -22,25 +22,25 @@ class Reader:
 
     @property
     def thinks(self) -> bool:
-        """Whether the model has a place for thoughts."""
+        """Whether the model has a separate section for thoughts."""
         return self.ways.thinks
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next is thought, as far as is known."""
+        """Whether the text read so far ends inside thoughts."""
         return self.out.thinking
 
     @property
     def calls(self) -> int:
-        """Calls so far."""
+        """The number of calls so far."""
         return self.out.calls
 
     def push(self, text: str, ended: bool = False, cut: bool = False) -> list[Part]:
-        """The parts that are certain now. ended: whether that was all; cut: by a limit, in the midst of a call perhaps."""
+        """The new parts that are certain. ended: whether this is the last text. cut: whether a token limit ended it."""
         self.source.held += text
         self.source.ended, self.source.cut = ended, cut
         if ended and cut and self.offered.forced:
-            self.out.mute = True  # what is left began as a call
+            self.out.mute = True  # the rest is an incomplete call
         next(self._run, None)
         if self.out.mute and not self.out.calls and self.offered.only:
             self.out.call(self.offered.only)

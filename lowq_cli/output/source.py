@@ -1,7 +1,7 @@
-"""Text that comes in pieces, for readers which are written as if all of it were there.
+"""A buffer for text that arrives in pieces, with readers written as generators.
 
-A reader is a generator: it yields where it needs text that has not come yet. Nothing is decided before it is certain, so what
-comes out does not depend on where the text was cut into pieces.
+A reader yields when it needs text that has not arrived yet. It decides only what is certain, so its output does not depend on
+how the text was cut into pieces.
 """
 
 from collections.abc import Callable, Generator
@@ -10,20 +10,20 @@ from typing import TypeVar
 T = TypeVar("T")
 Wait = Generator[None, None, T]
 Say = Callable[[str], object]
-NAME, ARGUMENTS, OBJECT = "NAME", "ARGUMENTS", "OBJECT"  # places in the form of a call
-LONGEST = 256  # characters of a name in a call: what is longer is none, and is not kept back as one
+NAME, ARGUMENTS, OBJECT = "NAME", "ARGUMENTS", "OBJECT"  # placeholders in `Calls.form`
+LONGEST = 256  # max. characters of a function's or parameter's name; longer text is not held back as a possible name
 
 
 def ignore(_: str) -> None:
-    """Say nothing."""
+    """Drop the text."""
 
 
 class Source:
-    """The text that has come and is not taken yet.
+    """The text that has arrived and is not consumed yet.
 
     Attributes:
-        ended: whether no more will come. cut: whether that was by a limit, not by the model.
-        taken: what was taken since `mark`.
+        held: the unconsumed text. ended: whether no more text follows. cut: whether a token limit ended it, not the model.
+        taken: the text consumed since `mark`.
     """
 
     def __init__(self) -> None:
@@ -32,31 +32,31 @@ class Source:
 
     @property
     def over(self) -> bool:
-        """Whether all has been taken and no more comes."""
+        """Whether all text is consumed and no more follows."""
         return self.ended and not self.held
 
     def take(self, n: int) -> str:
-        """The next n characters."""
+        """Consume and return the next n characters."""
         found, self.held = self.held[:n], self.held[n:]
         if self._marked:
             self.taken += found
         return found
 
     def mark(self) -> None:
-        """Keep what is taken from here on, for `back`."""
+        """Record the text consumed from here on, for `back`."""
         self.taken, self._marked = "", True
 
     def sure(self) -> None:
-        """What was taken since the mark will not be asked for again."""
+        """Remove the mark."""
         self.taken, self._marked = "", False
 
     def back(self, before: str = "") -> None:
-        """To the mark, and to `before`, which was taken just before it."""
+        """Return to the mark, and put `before`, the text consumed just before it, back as well."""
         self.held = before + self.taken + self.held
         self.sure()
 
     def until(self, tags: tuple[str, ...], say: Say) -> Wait[str]:
-        """Say what comes before the first of the tags, and take that tag: the longest, where two begin alike. "" at the end."""
+        """Pass the text before the first tag to `say`; consume and return the tag, the longest at that place; "" at the end."""
         while True:
             at, tag = self._first(tags)
             if at:
@@ -68,7 +68,7 @@ class Source:
             yield
 
     def opening(self, openers: tuple[str, ...], section: str, call: str, say: Say) -> Wait[str]:
-        """Say what comes before the first call, and take its tag, behind that of a section where there is one: "" for none."""
+        """Pass the text before the first call to `say`; consume the tags of section and call; return the first tag, or ""."""
         tag = yield from self.until(openers, say)
         if tag:
             self.mark()
@@ -78,7 +78,7 @@ class Source:
         return tag
 
     def _first(self, tags: tuple[str, ...]) -> tuple[int, str]:
-        """(characters before the first tag, the tag); with "" where it may be beginning at the end of what has come."""
+        """(characters before the first tag, the tag); the tag is "" if there is none, or if one may begin at the text's end."""
         held, n = self.held, len(self.held)
         best, _, tag = min(((at, -len(t), t) for t in tags if (at := held.find(t)) >= 0), default=(n, 0, ""))
         if not self.ended:
@@ -89,7 +89,7 @@ class Source:
         return best, tag
 
     def takes(self, *options: str) -> Wait[str]:
-        """Take the longest of the options that the text goes on with; "" for none."""
+        """Consume and return the longest option that the text begins with; "" for none."""
         while True:
             found = max((o for o in options if self.held.startswith(o)), key=len, default="")
             if self.ended or not any(len(o) > len(found) and o.startswith(self.held) for o in options):
@@ -97,7 +97,7 @@ class Source:
             yield
 
     def blanks(self) -> Wait[str]:
-        """Take blanks."""
+        """Consume and return whitespace."""
         found = ""
         while True:
             found += self.take(len(self.held) - len(self.held.lstrip()))
@@ -106,7 +106,7 @@ class Source:
             yield
 
     def word(self, *ends: str) -> Wait[str | None]:
-        """Take what comes before one of the ends, and the end; None where that is longer than a name, or does not come."""
+        """Consume the text up to one of the ends, and the end; return the text; None if it exceeds LONGEST or has no end."""
         while True:
             at, end = self._first(ends)
             if at > LONGEST or (self.ended and not end):

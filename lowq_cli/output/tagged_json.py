@@ -9,28 +9,28 @@ from lowq_cli.output.source import OBJECT, Source, Wait, ignore
 
 @dataclass(frozen=True)
 class TaggedJson:
-    """close: "" where the end of the JSON is the end."""
+    """The tags. close: "" if the JSON's end is the end of a call."""
 
     open: str
     close: str
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
+        """The tags that may be special tokens."""
         return tuple(filter(None, (self.open, self.close)))
 
     @property
     def form(self) -> tuple[str, ...]:
-        """How a call is written out."""
+        """The pieces of a call (`Calls.form`)."""
         return (self.open, "\n", OBJECT, "\n", self.close) if self.open in ("<tool_call>", "<tool_calls>") else ()
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What begins a call."""
+        """The tag that begins a call."""
         return (self.open,)
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Text up to the first calls, and those."""
+        """Read text up to the first calls, and the calls."""
         if not (yield from source.until((self.open,), out.text)):
             return
         source.mark()
@@ -51,7 +51,7 @@ class TaggedJson:
             source.sure()
         elif self.close:
             tag = yield from source.until((self.close, self.open), ignore)
-            if tag == self.open:  # the one before was never closed
+            if tag == self.open:  # the previous call was never closed
                 source.held = tag + source.held
         else:
             yield from source.takes("]")
@@ -61,7 +61,7 @@ HERMES = TaggedJson("<tool_call>", "</tool_call>")
 KINDS = (
     TaggedJson("<tool_calls>", "</tool_calls>"),  # Hunyuan
     TaggedJson("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron
-    TaggedJson("<|tool_call|>", "</|tool_call|>"),  # Granite 3, which closes with the end of the text
+    TaggedJson("<|tool_call|>", "</|tool_call|>"),  # Granite 3, which ends a call with the end of the text
     TaggedJson("<|START_ACTION|>", "<|END_ACTION|>"),  # Command
     TaggedJson("<|action_start|><|plugin|>", "<|action_end|>"),  # InternLM
     TaggedJson("functools", ""),  # Phi 4 mini

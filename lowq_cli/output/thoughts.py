@@ -9,7 +9,7 @@ from lowq_cli.output.source import Say, Source, Wait
 
 @dataclass(frozen=True)
 class Thoughts:
-    """How a family marks its thoughts. after: what it writes between them and its answer."""
+    """The marks of a model family around thoughts. after: the text between the closing mark and the answer."""
 
     open: str
     close: str
@@ -17,20 +17,20 @@ class Thoughts:
 
     @property
     def end(self) -> str:
-        """What ends thoughts that go on."""
+        """The text that ends open thoughts."""
         return f"\n{self.close}{self.after}"
 
     @property
     def none(self) -> str:
-        """An empty section."""
+        """The text of an empty section."""
         return f"{self.open}\n{self.end}"
 
     def opened(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins in the midst of thoughts."""
+        """Whether an answer to this prompt begins inside thoughts."""
         return prompt.rstrip().endswith(self.open.rstrip())
 
     def read(self, source: Source, out: Parts, inside: bool, openers: tuple[str, ...]) -> Wait[None]:
-        """Take the thoughts that the text begins with, if any. openers: of calls, which end thoughts that nothing closed."""
+        """Read thoughts at the start of the text, if any. openers: marks of calls, which end thoughts that are not closed."""
         if not inside:
             source.mark()
             yield from source.blanks()
@@ -39,7 +39,7 @@ class Thoughts:
                 source.back()
                 return
             source.sure()
-            if tag == self.close:  # of thoughts that the template left out
+            if tag == self.close:  # a close without an open: the template has left the thoughts out
                 yield from source.blanks()
                 return
         out.thinking = True
@@ -53,7 +53,7 @@ class Thoughts:
 
 
 class _Unblanked:
-    """Says a text without the blanks at its end."""
+    """Passes text to `say` without whitespace at its end."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.kept = say, ""
@@ -68,7 +68,7 @@ class _Unblanked:
 SECTIONS = (
     Thoughts("<think>", "</think>"),
     Thoughts("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
-    Thoughts("<|channel>thought", "<channel|>", ""),  # Gemma 4: a token and a word
+    Thoughts("<|channel>thought", "<channel|>", ""),  # Gemma 4: a special token and a word
     Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     Thoughts("<seed:think>", "</seed:think>"),
     Thoughts("<mm:think>", "</mm:think>"),  # MiniMax M3
@@ -77,6 +77,6 @@ SECTIONS = (
 
 
 def section_of(template: str, added: Container[str]) -> Thoughts | None:
-    """The section of a model, found in its chat template, or among the tokens that were added to its vocabulary."""
+    """The marks of a model's thoughts, found in its chat template or else among the tokens added to its vocabulary."""
     written = next((s for s in SECTIONS if s.open in template or s.close in template), None)
     return written or next((s for s in SECTIONS if s.open in added and s.close in added), None)

@@ -1,1 +1,1 @@
-"""The interfaces that clients speak, one file each: a body becomes an `Asked`, the parts of an answer become its events."""
+"""The APIs that clients speak, one file each: a dialect parses a body into an `Asked` and writes the parts of an answer."""

@@ -1,4 +1,4 @@
-"""The parts of an answer as blocks, each of one kind, as the newer interfaces have them."""
+"""Groups the parts of an answer into blocks of one kind, for the APIs /v1/messages and /v1/responses."""
 
 import json
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from lowq_cli.serving.http.answers import Answer
 
 @dataclass
 class Block:
-    """One block. number: its place in the answer. name, id: of a call. text: thoughts, text, or a call's arguments."""
+    """One block. number: its index in the answer. name, id: of a call. text: thoughts, text, or JSON of a call's arguments."""
 
     kind: Literal["thought", "text", "call"]
     number: int
@@ -20,7 +20,7 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """A call's as an object; empty where they were cut, or are none."""
+        """The arguments of a call as an object; {} if their JSON is incomplete or not an object."""
         try:
             found = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -32,7 +32,7 @@ Change = tuple[Block, Literal["begun", "more", "ended"], str]
 
 
 async def blocks(answer: Answer) -> AsyncIterator[Change]:
-    """Blocks as they begin, grow by a text, and end. Raises what `Answer.pieces` does."""
+    """Yield each block when it begins, for each new text, and when it ends. Raises what `Answer.pieces` does."""
     now: Block | None = None
     number = 0
     async for _, piece in answer.pieces():
@@ -52,5 +52,5 @@ async def blocks(answer: Answer) -> AsyncIterator[Change]:
 
 
 async def whole_blocks(answer: Answer) -> list[Block]:
-    """All of them, once the answer has ended."""
+    """All blocks, once the answer has ended."""
     return [block async for block, change, _ in blocks(answer) if change == "ended"]

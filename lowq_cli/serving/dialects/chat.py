@@ -1,4 +1,4 @@
-"""OpenAI's /v1/chat/completions, with the thoughts of a model apart from its answer as DeepSeek and others send them."""
+"""OpenAI's /v1/chat/completions, with thoughts in a separate field as in DeepSeek's API."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,16 +10,16 @@ from lowq_cli.serving.http.answers import Answer, event
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Piece
 
-LEAST = -9999.0  # a log-probability that JSON can hold
+LEAST = -9999.0  # lowest log-probability in a response: JSON has no -inf
 
 
 class Chat:
-    """What it reads and writes."""
+    """The dialect of /v1/chat/completions."""
 
     name, media_type = "chat", "text/event-stream"
 
     def read(self, body: dict[str, Any]) -> fields.Asked:
-        """What a body asks for."""
+        """Parse a body. Raises Refusal."""
         return fields.read(body, chat=True)
 
     def refused(self, why: Refusal) -> dict[str, Any]:
@@ -27,7 +27,7 @@ class Chat:
         return why.body
 
     def failed(self, why: Refusal) -> bytes:
-        """The last event of a stream that could not be finished."""
+        """The last event of a stream that ends with an error."""
         return event(why.body)
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Chat:
 
 
 class Message:
-    """A whole message out of its parts."""
+    """The whole message, joined from its parts."""
 
     def __init__(self) -> None:
         self.text = self.thoughts = ""
@@ -124,7 +124,7 @@ def _none(answer: Answer) -> dict[str, Any] | None:
 
 
 def _logprobs(answer: Answer, piece: Piece) -> dict[str, Any] | None:
-    """A piece's log-probabilities; the token that ended the answer is no part of its content, as with OpenAI."""
+    """A piece's log-probabilities, without the token that ended the answer, as in OpenAI's API."""
     found = _none(answer)
     if found is not None:
         rows = piece.logprobs[:-1] if piece.ended else piece.logprobs

@@ -13,12 +13,12 @@ Logprobs = dict[str, list[Any]]
 
 
 class Completions:
-    """What it reads and writes."""
+    """The dialect of /v1/completions."""
 
     name, media_type = "completion", "text/event-stream"
 
     def read(self, body: dict[str, Any]) -> fields.Asked:
-        """What a body asks for."""
+        """Parse a body. Raises Refusal."""
         return fields.read(body, chat=False)
 
     def refused(self, why: Refusal) -> dict[str, Any]:
@@ -26,7 +26,7 @@ class Completions:
         return why.body
 
     def failed(self, why: Refusal) -> bytes:
-        """The last event of a stream that could not be finished."""
+        """The last event of a stream that ends with an error."""
         return event(why.body)
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
@@ -68,9 +68,9 @@ class Completions:
 
 
 class Around:
-    """Chunks that differ in their text alone: what is before and after it is made once a choice."""
+    """Makes chunks that differ only in their text; the JSON around the text is encoded once per choice."""
 
-    HERE = "51d0b9a2f8c64b0f9a0f"  # where the text belongs
+    HERE = "51d0b9a2f8c64b0f9a0f"  # placeholder of the text
 
     def __init__(self, make: Any) -> None:
         self.make = make
@@ -94,7 +94,7 @@ def _none(answer: Answer) -> Logprobs | None:
 
 
 def _of_prompt(answer: Answer, index: int) -> Logprobs | None:
-    """Those of a prompt that is echoed; nothing comes before its first token."""
+    """The log-probabilities of an echoed prompt; its first token has none."""
     found, echoed = _none(answer), answer.echoed[index]
     if found is None or echoed is None:
         return found
@@ -108,7 +108,7 @@ def _of_prompt(answer: Answer, index: int) -> Logprobs | None:
 
 
 def _logprobs(answer: Answer, index: int, piece: Piece) -> Logprobs | None:
-    """A piece's log-probabilities, that of the token which ended it among them: who asked for one token has one."""
+    """A piece's log-probabilities, including that of the stop token, so that max_tokens 1 always returns one."""
     found = _none(answer)
     for token, logprob, top, at in piece.logprobs if found is not None else ():
         text = answer.names.of(token)[0]
@@ -119,7 +119,7 @@ def _logprobs(answer: Answer, index: int, piece: Piece) -> Logprobs | None:
 
 
 def _likeliest(answer: Answer, text: str, logprob: float, top: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """A token's text and those of the likeliest; of several tokens with one text the likeliest's value."""
+    """Text -> log-probability of a token and its alternatives; the highest value if alternatives have the same text."""
     found = {text: logprob}
     for token, value in top:
         name = answer.names.of(token)[0]

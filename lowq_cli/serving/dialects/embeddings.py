@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings, and ollama's /api/embed: texts as vectors, the pooled hidden states of a model."""
+"""OpenAI's /v1/embeddings and ollama's /api/embed: a text's vector is the pooled hidden states of the model."""
 
 import base64
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from lowq_cli.serving.http.fields import boolean, inside, shown
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import POOLINGS
 
-MOST = 2048  # texts of one request, as OpenAI has it
+MOST = 2048  # max. texts of a request, as in OpenAI's API
 HARMLESS = ("user", "truncate", "options", "keep_alive", "truncate_prompt_tokens", "add_special_tokens", "priority")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a body asks for. texts: or their ids. pooling: None for the model's. size: numbers of a vector, None for all."""
+    """A parsed body. texts: strings or token ids. pooling: None for the model's. size: numbers of a vector, None for all."""
 
     texts: list[str | list[int]]
     pooling: str | None = None
@@ -29,7 +29,7 @@ class Wanted:
 
 
 def read(body: dict[str, Any]) -> Wanted:
-    """What a body asks for. Raises Refusal."""
+    """Parse a body. Raises Refusal."""
     fields.known("", body, {"model", "input", "encoding_format", "dimensions", "pooling", "normalize", *HARMLESS})
     if body.get("input") is None:
         raise wrong("input", "is needed")
@@ -48,7 +48,7 @@ def read(body: dict[str, Any]) -> Wanted:
 
 
 def vectors(found: Sequence[list[float]], wanted: Wanted) -> list[np.ndarray]:
-    """The vectors as they were asked for. Raises Refusal for more numbers than there are."""
+    """The vectors in fp32, truncated to `size` and normalized as requested. Raises Refusal if `size` exceeds the model's."""
     made = []
     for values in found:
         if wanted.size is not None and wanted.size > len(values):

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages, in which coding agents speak."""
+"""Anthropic's /v1/messages, which coding agents use."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,19 +13,19 @@ from lowq_cli.serving.http.refusal import Refusal, wrong
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 TYPES |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
-SAME = ("model", "stream", "temperature", "top_p", "top_k")  # fields that chats have under the same name
+SAME = ("model", "stream", "temperature", "top_p", "top_k")  # fields with the same name in OpenAI's chats
 HARMLESS = ("metadata", "service_tier", "container", "context_management", "inference_geo", "cache_control", "betas", "speed")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Messages:
-    """What it reads and writes."""
+    """The dialect of /v1/messages."""
 
     name, media_type = "messages", "text/event-stream"
 
     def read(self, body: dict[str, Any]) -> fields.Asked:
-        """What a body asks for, as a chat."""
+        """Parse a body into a chat. Raises Refusal."""
         chat: dict[str, Any] = {name: body[name] for name in SAME if name in body}
         known = {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "output_config"}
         chat["messages"] = _system(body.get("system"))
@@ -43,12 +43,12 @@ class Messages:
         return replace(fields.read(chat | rest, chat=True), dialect=body)
 
     def refused(self, why: Refusal) -> dict[str, Any]:
-        """As Anthropic says it."""
+        """The body of an error response in Anthropic's format."""
         kind = TYPES.get(why.status, "invalid_request_error" if why.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": why.message}}
 
     def failed(self, why: Refusal) -> bytes:
-        """The last event of a stream that could not be finished."""
+        """The last event of a stream that ends with an error."""
         return event(self.refused(why), "error")
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _system(given: Any) -> list[dict[str, Any]]:
 
 
 def _message(name: str, given: Any) -> list[dict[str, Any]]:
-    """One message of theirs as messages of a chat: results of tools stand in messages of their own there."""
+    """An Anthropic message as messages of a chat, in which each tool result is a separate message."""
     role, content = table(name, given).get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise wrong(f"{name}.role", f"must be user or assistant, not {shown(role)}")
@@ -120,7 +120,7 @@ def _message(name: str, given: Any) -> list[dict[str, Any]]:
 
 
 def _part(where: str, block: dict[str, Any]) -> dict[str, Any]:
-    """A block of text or a picture as a part of a chat's message."""
+    """A text or image block as a part of a chat message."""
     kind = block.get("type")
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
@@ -134,7 +134,7 @@ def _part(where: str, block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(where: str, content: Any) -> Any:
-    """What a tool gave, as a text."""
+    """The result of a tool as text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = items(f"{where}.content", content) if content else []
@@ -142,7 +142,7 @@ def _result(where: str, content: Any) -> Any:
 
 
 def _own(tool: Any) -> bool:
-    """Whether a tool is the client's to run: those of Anthropic's own servers are not here, so no model is told of them."""
+    """Whether the client runs this tool; tools of Anthropic's servers do not exist here and are not offered to the model."""
     return not isinstance(tool, dict) or tool.get("type", "custom") == "custom"
 
 
@@ -169,7 +169,7 @@ def _choice(given: Any) -> dict[str, Any]:
 
 
 def _thinking(given: Any, output: Any) -> dict[str, Any]:
-    """Whether and how much the model is to think; where a request does not say, as it likes."""
+    """The settings of thinking and of the output's form in a body; without them the model decides how much to think."""
     found: dict[str, Any] = {}
     if given is not None:
         kind = table("thinking", given).get("type")
@@ -193,7 +193,7 @@ def _head(answer: Answer) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A block that has just begun."""
+    """The content block of an event that begins a block."""
     if block.kind == "text":
         return {"type": "text", "text": ""}
     if block.kind == "thought":
@@ -220,7 +220,7 @@ def _ending(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """As Anthropic counts: what was found in the cache is not among the tokens that were read."""
+    """The usage in Anthropic's format, which counts tokens found in the cache separately from input tokens."""
     usage = answer.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     read = {

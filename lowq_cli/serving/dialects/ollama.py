@@ -1,4 +1,4 @@
-"""ollama's /api/chat and /api/generate, with what its clients ask besides: which models there are, and what they are."""
+"""ollama's /api/chat and /api/generate, and the entries of its lists of models."""
 
 import hashlib
 import json
@@ -14,19 +14,19 @@ from lowq_cli.serving.http.answers import Answer, encoded
 from lowq_cli.serving.http.fields import items, shown, table
 from lowq_cli.serving.http.refusal import Refusal, wrong
 
-VERSION = "0.13.0"  # of the interface: clients ask whether it is new enough
-LATEST = ":latest"  # a tag that ollama's clients put behind a name without one
+VERSION = "0.13.0"  # version of ollama's API; clients check that it is new enough
+LATEST = ":latest"  # the tag that ollama's clients append to a name without a tag
 OPTIONS = {
     "num_predict": "max_tokens",
     "repeat_last_n": None,
     "penalize_newline": None,
     "min_p": "min_p",
-}  # None: a default of theirs
-NOT_TAKEN = ("video", "videos", "audio", "audios", "files")  # fields of a message: other unknown ones are no contents
+}  # ollama's option -> our field; None: ignored
+NOT_TAKEN = ("video", "videos", "audio", "audios", "files")  # refused fields of a message; other unknown ones are ignored
 
 
 class Ollama:
-    """What it reads and writes. chat: /api/chat, else /api/generate."""
+    """The dialect of /api/chat, or of /api/generate if `chat` is false."""
 
     media_type = "application/x-ndjson"
 
@@ -34,7 +34,7 @@ class Ollama:
         self.chat, self.name = chat, "api/chat" if chat else "api/generate"
 
     def read(self, body: dict[str, Any]) -> fields.Asked:
-        """What a body asks for: a chat, or with `raw` a completion."""
+        """Parse a body into a chat, or with `raw` into a completion. Raises Refusal."""
         known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
         raw = not self.chat and bool(body.get("raw"))
         found: dict[str, Any] = {"stream": body.get("stream") is not False}
@@ -61,7 +61,7 @@ class Ollama:
             if own is not None and not (own == "max_tokens" and isinstance(value, int) and value < 0):
                 found[own] = value
         if raw:
-            found.setdefault("max_tokens", fields.INT64)  # to the end of the answer
+            found.setdefault("max_tokens", fields.INT64)  # no limit, as in ollama
         rest = {name: value for name, value in body.items() if name not in known}
         return replace(fields.read(found | rest, chat=not raw), dialect={"began": time.monotonic_ns()})
 
@@ -70,7 +70,7 @@ class Ollama:
         return {"error": why.message}
 
     def failed(self, why: Refusal) -> bytes:
-        """The last line of a stream that could not be finished."""
+        """The last line of a stream that ends with an error."""
         return encoded(self.refused(why)) + b"\n"
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Ollama:
         return self._said(answer, await whole_blocks(answer)) | _ending(answer)
 
     async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The answer as lines of JSON; a call comes when it is whole."""
+        """The answer as lines of JSON; a call is sent when it is complete."""
         async for block, change, more in blocks(answer):
             if block.kind == "call" and change == "ended":
                 yield encoded(self._said(answer, [block]) | {"done": False}) + b"\n"
@@ -103,7 +103,7 @@ class Ollama:
 
 
 def _message(name: str, given: Any) -> dict[str, Any]:
-    """One of their messages as one of a chat: there pictures are apart from the text, arguments objects, calls without ids."""
+    """An ollama message as a chat message; ollama has images in a separate field, arguments as objects, calls without ids."""
     message = table(name, given)
     found: dict[str, Any] = {"role": message.get("role"), "content": message.get("content")}
     for other in NOT_TAKEN:
@@ -146,7 +146,7 @@ def _think(given: Any) -> dict[str, Any]:
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
-    """How it ended, and how long that took, in nanoseconds."""
+    """The fields of the last line: the reason of the end, and durations in nanoseconds."""
     usage, now = answer.usage(), time.monotonic_ns()
     live, began = answer.live, answer.asked.dialect["began"]
     first = int(live.first * 1e9) or now
@@ -164,7 +164,7 @@ def _ending(answer: Answer) -> dict[str, Any]:
 
 
 def described(model: dict[str, Any]) -> dict[str, Any]:
-    """A model of /v1/models as /api/tags and /api/ps have it."""
+    """An entry of /v1/models in the format of /api/tags and /api/ps."""
     changed = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
     size = model.get("bytes") or 0
     details = {
@@ -181,7 +181,7 @@ def described(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown_model(model: dict[str, Any]) -> dict[str, Any]:
-    """A model of /v1/models as /api/show has it."""
+    """An entry of /v1/models in the format of /api/show."""
     features = model.get("features", [])
     can = {"completion": True, "tools": "tools" in features, "thinking": "thinking" in features, "vision": "images" in features}
     settings = "\n".join(f"{name} {value}" for name, value in (model.get("sampling") or {}).items())

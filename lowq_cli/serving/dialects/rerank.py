@@ -1,7 +1,7 @@
-"""/v1/rerank, as Cohere, Jina and vLLM have it: documents by how well they answer a query, in a model's own judgement.
+"""/v1/rerank in the format of Cohere, Jina and vLLM: orders documents by the model's judgement of how well they answer a query.
 
-The model is asked, in the words that Qwen's rerankers were trained on, to answer yes or no; a document's score is the share of
-"yes" in the probability of both.
+The prompt asks the model for yes or no, in the words that Qwen's rerankers were trained on. A document's score is
+p(yes) / (p(yes) + p(no)).
 """
 
 import math
@@ -14,7 +14,7 @@ from lowq_cli.serving.http.fields import boolean, inside, items, text
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import MOST_LOGPROBS, Likelihood
 
-MOST = 1000  # documents of one request
+MOST = 1000  # max. documents of a request
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -26,7 +26,7 @@ FIELDS = {"model", "query", "documents", "top_n", "return_documents", "instructi
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a body asks for."""
+    """A parsed body."""
 
     query: str
     documents: list[str]
@@ -35,14 +35,14 @@ class Wanted:
     whole: bool
 
     def chat(self, document: str) -> fields.Asked:
-        """The question of one document, as a chat."""
+        """The prompt for one document, as a chat."""
         said = f"<Instruct>: {self.instruction}\n<Query>: {self.query}\n<Document>: {document}"
         messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": said}]
         return fields.read({"messages": messages, "reasoning_effort": "none"}, chat=True)
 
 
 def read(body: dict[str, Any]) -> Wanted:
-    """What a body asks for. Raises Refusal."""
+    """Parse a body. Raises Refusal."""
     fields.known("", body, FIELDS)
     documents = []
     for i, given in enumerate(items("documents", body.get("documents"))):
@@ -61,7 +61,7 @@ def read(body: dict[str, Any]) -> Wanted:
 
 
 def score(first: Likelihood, spelled: Any) -> float:
-    """Of the likeliest first tokens of an answer: the share of "yes". spelled: a token's text."""
+    """p(yes) / (p(yes) + p(no)) from the likeliest first tokens of an answer. spelled: returns a token's text."""
     shares = {YES: 0.0, NO: 0.0}
     for token, logprob in first[1][:MOST_LOGPROBS]:
         word = spelled(token).strip().lower()
@@ -71,7 +71,7 @@ def score(first: Likelihood, spelled: Any) -> float:
 
 
 def whole(model: str, scores: list[float], wanted: Wanted, tokens: int) -> dict[str, Any]:
-    """The documents, best first."""
+    """The response with the documents, best first."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: wanted.top]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
     if wanted.whole:

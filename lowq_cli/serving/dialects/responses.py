@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses. What was said before can be named by the answer that it led to, as long as that is kept here."""
+"""OpenAI's /v1/responses. A request can continue a previous response by its id while the server keeps that conversation."""
 
 import json
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from lowq_cli.serving.http.answers import Answer, event
 from lowq_cli.serving.http.fields import items, maybe_items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 
-KEPT, KEPT_CHARACTERS = 1024, 64 << 20  # answers, and characters of all their conversations, that can be gone on from
+KEPT, KEPT_CHARACTERS = 1024, 64 << 20  # max. kept responses, and characters of their conversations
 SAME = ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "user", "metadata", "store")
 HINTS = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 HARMLESS = ("include", "truncation", "max_tool_calls", "background", "stream_options", "context_management")
@@ -32,7 +32,7 @@ Messages = list[dict[str, Any]]
 
 
 class Responses:
-    """What it reads and writes, and the conversations that its answers ended."""
+    """The dialect of /v1/responses, with the kept conversations."""
 
     name, media_type = "responses", "text/event-stream"
 
@@ -40,7 +40,7 @@ class Responses:
         self.kept: OrderedDict[str, tuple[Messages, int]] = OrderedDict()
 
     def read(self, body: dict[str, Any]) -> fields.Asked:
-        """What a body asks for, as a chat."""
+        """Parse a body into a chat. Raises Refusal."""
         for name in ("conversation", "prompt"):
             if body.get(name) is not None:
                 raise wrong(name, "is not kept here; send the messages as input")
@@ -68,7 +68,7 @@ class Responses:
         return why.body
 
     def failed(self, why: Refusal) -> bytes:
-        """The last event of a stream that could not be finished."""
+        """The last event of a stream that ends with an error."""
         return event({"type": "error", "code": why.code or why.type, "message": why.message, "param": why.param}, "error")
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Responses:
         yield said(whole["status"], response=whole)
 
     def _before(self, name: Any) -> Messages:
-        """The conversation that an answer ended. Raises Refusal."""
+        """The conversation up to and including the response with this id, [] for None. Raises Refusal."""
         if name is None:
             return []
         found = self.kept.get(text("previous_response_id", name))
@@ -126,7 +126,7 @@ class Responses:
         return list(found[0])
 
     def _keep(self, answer: Answer, found: list[Block]) -> None:
-        """So that a request can go on from here."""
+        """Keep the conversation so that a request can continue it, unless `store` is false."""
         if answer.asked.dialect.get("store") is False:
             return
         said: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in found if b.kind == "text") or None}
@@ -149,7 +149,7 @@ PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
 
 
 def _messages(given: Any) -> Messages:
-    """The items of an input as messages of a chat: calls belong to the message of the model that they follow."""
+    """The items of an input as messages of a chat; calls become part of the assistant message before them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: Messages = []
@@ -161,7 +161,7 @@ def _messages(given: Any) -> Messages:
             role = item.get("role")
             parts = _parts(f"{where}.content", content)
             if role == "assistant" and found and found[-1]["role"] == "assistant" and "content" not in found[-1]:
-                found[-1]["content"] = parts  # after its thoughts
+                found[-1]["content"] = parts  # the message began with its thoughts
             else:
                 found.append({"role": role, "content": parts})
         elif kind == "function_call_output":
@@ -184,7 +184,7 @@ def _messages(given: Any) -> Messages:
 
 
 def _parts(where: str, given: Any) -> Any:
-    """A text, or its parts as a chat has them."""
+    """A string, or parts in the format of chats."""
     if isinstance(given, str):
         return given
     return [_part(f"{where}[{i}]", p) for i, p in enumerate(maybe_items(where, given or []))]
@@ -204,7 +204,7 @@ def _call(id_: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def _own(tool: Any) -> bool:
-    """Whether a tool is the client's to run: those of OpenAI's servers are not here, so no model is told of them."""
+    """Whether the client runs this tool; tools of OpenAI's servers do not exist here and are not offered to the model."""
     return not isinstance(tool, dict) or tool.get("type") == "function"
 
 
@@ -225,7 +225,7 @@ def _choice(given: Any) -> Any:
 
 
 def _form(given: Any) -> dict[str, Any]:
-    """The form of the answer, as chats ask for it."""
+    """The form of the answer as a response_format of chats."""
     form = table("text", given or {}).get("format") or {"type": "text"}
     found: dict[str, Any] = {"verbosity": given["verbosity"]} if given and given.get("verbosity") else {}
     if table("text.format", form).get("type") == "json_schema":
@@ -255,7 +255,7 @@ def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
 
 
 def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") -> dict[str, Any]:
-    """The object that an answer is, finished unless `status` says otherwise."""
+    """The response object of an answer; `status` overrides the final states "completed" and "incomplete"."""
     body, cut = answer.asked.dialect, answer.finish_reasons[0] == "length"
     usage = answer.usage()
     said = {

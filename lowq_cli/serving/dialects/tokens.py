@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, under the names that vLLM and llama.cpp have for what they take and give."""
+"""/tokenize and /detokenize, with the field names of vLLM and llama.cpp."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lowq_cli.serving.http.served_model import ServedModel
 
 
 def to_tokenize(body: dict[str, Any]) -> fields.Asked | None:
-    """The conversation whose tokens are asked for; None for those of a text. Raises Refusal."""
+    """The conversation to tokenize; None if the body has a text instead. Raises Refusal."""
     if "messages" in body:
         own = ("messages", "tools", "chat_template_kwargs", "model", "reasoning_effort")
         return fields.read({name: body[name] for name in own if name in body}, chat=True)
@@ -20,15 +20,15 @@ def to_tokenize(body: dict[str, Any]) -> fields.Asked | None:
 
 
 def of_text(tokenizer: LoadedTokenizer, body: dict[str, Any]) -> list[int]:
-    """The tokens of a text, with those that the tokenizer adds to texts unless the body says otherwise."""
+    """The tokens of a text, with the special tokens that the tokenizer adds unless the body turns them off."""
     name = "prompt" if "prompt" in body else "content"
-    # llama.cpp's name for it, which is off where a client does not say
+    # llama.cpp's fields are `content` and `add_special`, which is off by default
     add = body.get("add_special_tokens", body.get("add_special", name == "prompt"))
     return list(tokenizer(text(name, body[name]), add_special_tokens=boolean("add_special_tokens", add))["input_ids"])
 
 
 def told(model: ServedModel, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
-    """What is said of tokens."""
+    """The response with the token ids, their count and the context's limit."""
     found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.limits.longest, "tokens": ids}
     if body.get("return_token_strs"):
         found["token_strs"] = [model.names.of(i)[0] for i in ids]
@@ -38,7 +38,7 @@ def told(model: ServedModel, ids: list[int], body: dict[str, Any]) -> dict[str, 
 
 
 def to_detokenize(body: dict[str, Any]) -> list[int]:
-    """The tokens whose text is asked for. Raises Refusal."""
+    """The token ids of a body. Raises Refusal."""
     given = body.get("tokens")
     if not isinstance(given, list):
         raise wrong("tokens", "must be an array of token ids")

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface in front of an engine: what a body may say, texts from tokens, answers whole and as a stream."""
+"""The HTTP server in front of an engine: it parses bodies, detokenizes answers, and sends them whole or as a stream."""

@@ -1,4 +1,4 @@
-"""The answer to one HTTP request: what its tokens say, told in the form that the client's dialect has for it."""
+"""The answer to one HTTP request, and the protocol of the dialects that write it."""
 
 import json
 import time
@@ -13,20 +13,20 @@ from lowq_cli.serving.http.text import Names, Piece, Writer
 from lowq_cli.serving.request import Likelihood
 
 UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
-JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `dumps` would make one for every token
+JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make an encoder for every token
 
 
 def encoded(value: object) -> bytes:
-    """JSON as bytes; half a surrogate pair, which a client may have sent, becomes a question mark."""
+    """JSON as bytes; half a surrogate pair, which may come from the client, becomes a question mark."""
     return JSON.encode(value).encode("utf-8", "replace")
 
 
-class Gone(Exception):  # no error: nobody is left to tell
+class Gone(Exception):  # not an error: there is no client to report it to
     """The client has left."""
 
 
 class Echoed(NamedTuple):
-    """A prompt's tokens, the characters before each, and how likely each but the first is."""
+    """A prompt's tokens, the number of characters before each, and the likelihoods of all but the first."""
 
     tokens: Sequence[int]
     places: Sequence[int]
@@ -34,17 +34,17 @@ class Echoed(NamedTuple):
 
 
 class Answer:
-    """The answer to one HTTP request: its choices, from the events of its requests.
+    """The answer to one HTTP request: its choices, made from the events of its engine requests.
 
     Args:
-        asked: the body.
-        live: its requests, in the order of the choices.
-        writers: one a choice.
-        prompt_tokens: of all prompts together.
-        names: of tokens. model: its name.
-        echoes: what a choice's text begins with, one a choice. echoed: and how likely its tokens are.
+        asked: the parsed body.
+        live: the engine requests, one per choice, in order.
+        writers: one per choice.
+        prompt_tokens: the number of tokens of all prompts together.
+        names: texts of single tokens. model: the model's name.
+        echoes: the echoed prompt at the start of each choice's text, or "". echoed: its tokens' likelihoods.
     Attributes:
-        id, created: of the answer, for whoever names it. finish_reasons: of the choices, "" for one that goes on.
+        id, created: as the response shows them. finish_reasons: one per choice, "" while it goes on.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Answer:
         self.finish_reasons = [""] * len(writers)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens in and out so far, as OpenAI has them."""
+        """The token counts so far in OpenAI's `usage` format."""
         made, cached = sum(w.tokens for w in self.writers), sum(w.cached for w in self.writers)
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
         right, wrong = (sum(w.drafted[i] for w in self.writers) for i in (0, 1))
@@ -77,9 +77,9 @@ class Answer:
         }
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(choice, piece) until all have ended. Raises Refusal where an answer could not be computed, Gone."""
+        """Yield (choice, piece) until all choices have ended. Raises Refusal if an answer could not be computed, Gone."""
         left = set(range(len(self.writers)))
-        if self.asked.max_tokens == 0:  # nothing was asked for but the prompt
+        if self.asked.max_tokens == 0:  # only the prompt was requested (echo)
             self.finish_reasons = ["length" for _ in left]
             for index in left:
                 yield index, Piece(finish_reason="length")
@@ -101,24 +101,24 @@ class Answer:
 
 
 def unanswered(finish_reason: str | None, message: str) -> None:
-    """Raise a Refusal for a request that was ended without an answer."""
+    """Raise a Refusal if the engine ended a request without an answer."""
     if finish_reason in UNANSWERED:
         status, kind = UNANSWERED[finish_reason]
         raise Refusal(status, message or "the server is stopping", kind)
 
 
 class Dialect(Protocol):
-    """An interface that clients speak. name: of a request in the log. media_type: of its streams."""
+    """An API that clients speak. name: names its requests in the log. media_type: of its streams."""
 
     name: str
     media_type: str
 
     def read(self, body: dict[str, Any]) -> Asked:
-        """What a body asks for. Raises Refusal."""
+        """Parse a body. Raises Refusal."""
         ...
 
     def refused(self, why: Refusal) -> dict[str, Any]:
-        """The body that says why there is no answer."""
+        """The body of an error response."""
         ...
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
@@ -126,11 +126,11 @@ class Dialect(Protocol):
         ...
 
     def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The answer as it comes. Raises what `Answer.pieces` does."""
+        """Yield the answer as a stream. Raises what `Answer.pieces` does."""
         ...
 
     def failed(self, why: Refusal) -> bytes:
-        """The last event of a stream that could not be finished."""
+        """The last event of a stream that ends with an error."""
         ...
 
 

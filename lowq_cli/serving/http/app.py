@@ -1,4 +1,4 @@
-"""The server's paths: what each does with a request, and what every request passes first."""
+"""The ASGI application: the server's paths and the handler of each, behind the checks that every request passes first."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -45,26 +45,26 @@ from lowq_cli.serving.http.text import Writer, places, stop_tokens
 from lowq_cli.serving.request import MOST_LOGPROBS, Done, Draw, Mask, Read, Request
 from lowq_packers.errors import LowqError
 
-COMPLETION_TOKENS = 16  # of /v1/completions where the request names no number, as OpenAI has it
-READ_AT_ONCE = 64  # prompts of one request that wait to be read: the queue is everybody's
-LONG = 16384  # characters from which a text is encoded beside the event loop, not in it
-PICTURE_BODY = 32 << 20  # bytes of the longest body where a model takes pictures: one of 20 MB is 27 as base64
+COMPLETION_TOKENS = 16  # max_tokens of /v1/completions if the request sets none, as in OpenAI's API
+READ_AT_ONCE = 64  # max. prompts of one request in the engine's queue at once, so that other requests get a share of it
+LONG = 16384  # more characters than this are tokenized in a thread instead of in the event loop
+PICTURE_BODY = 32 << 20  # max. bytes of a body if a model takes images: an image of 20 MB has 27 MB as base64
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 @dataclass
 class Served:
-    """What is served, and within which bounds.
+    """The models of a server, its limits and its callbacks.
 
     Args:
-        models: what can be asked for.
-        api_key: what clients must show, "" for nothing. hosts: names under which they may come, () for any.
-        body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
-        bodies_bytes: of all bodies that are held at once.
-        log: told one line a request. failed: told an exception that is a bug of ours.
-        recording: told how far the engine's start is. idle_s: without a request after which the server ends.
-        about: what commands of this user are told. stop: ends the server. strict: whether fields that nobody knows are refused.
+        models: the model pool.
+        api_key: the key that clients must send, "" for none. hosts: allowed values of the Host header, () for any.
+        body_bytes: max. bytes of a body. body_s, answer_s: max. seconds to read a body and to answer.
+        bodies_bytes: max. bytes of all bodies in memory together.
+        log: called with one line per request. failed: called with each unexpected exception (a bug in lowq).
+        recording: called with the progress of the engine's start. idle_s: seconds without a request until the server ends.
+        about: facts for lowq commands of the same user. stop: ends the server. strict: whether unknown fields are refused.
     """
 
     models: ModelPool
@@ -96,7 +96,7 @@ def make_app(served: Served) -> ASGIApp:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
             await served.models.start(served.recording)
-        except Exception as e:  # whatever it is: raised again where the server has ended, which uvicorn does with a number
+        except Exception as e:  # any error: `serve` raises it again, where uvicorn would only exit with a number
             served.unstarted = e
             raise
         yield
@@ -135,7 +135,7 @@ def make_app(served: Served) -> ASGIApp:
 
 
 async def _pictures(model: ServedModel, asked: fields.Asked) -> tuple[fields.Asked, tuple[Packed, ...]]:
-    """A request with places for its pictures, and those. Raises Refusal."""
+    """The request with a placeholder for each image, and the preprocessed images. Raises Refusal."""
     if not asked.chat:
         return asked, ()
     asked, given = take(asked)
@@ -157,7 +157,7 @@ async def _no_such_path(request: HttpRequest, why: Exception) -> Response:
 
 
 class Endpoints:
-    """What each path does."""
+    """The handlers of the paths."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -166,34 +166,34 @@ class Endpoints:
         self.of = {d.name: d for d in several}
 
     async def page(self, _: HttpRequest) -> Response:
-        """The chat in the browser."""
+        """/: the chat page for the browser."""
         html = resources.files("lowq_cli.serving.http").joinpath("page.html").read_bytes()
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, _: HttpRequest) -> Response:
-        """That the process is up, and how much there is to do."""
+        """/health: the process is up; how many requests run and wait."""
         s = self.served.models.stats()
         return answer_json({"status": "ok", "running": s.running, "waiting": s.waiting})
 
     async def ready(self, _: HttpRequest) -> Response:
-        """Whether requests are answered now."""
+        """/ready: whether requests are answered now."""
         why = self.served.models.not_ready()
         return answer_json({"status": why or "ready"}, 503 if why else 200)
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """For Prometheus."""
+        """/metrics: the numbers for Prometheus."""
         return Response(self.served.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: HttpRequest) -> Response:
-        """All that can be asked for."""
+        """/v1/models: all models."""
         return answer_json({"object": "list", "data": self.served.models.all_shown()})
 
     async def model(self, request: HttpRequest) -> Response:
-        """One of them, by its name."""
+        """/v1/models/NAME: one model."""
         return answer_json(await self.served.models.shown(request.path_params["name"]))
 
     def answers(self, dialect: str) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A path at which a model answers in a dialect."""
+        """The handler of a path at which a model answers in this dialect."""
 
         async def answered(request: HttpRequest) -> Response:
             return await self._answer(request, self.of[dialect])
@@ -205,7 +205,7 @@ class Endpoints:
         return answer_json({"models": [ollama.described(m) for m in self.served.models.all_shown()]})
 
     async def loaded(self, _: HttpRequest) -> Response:
-        """/api/ps: those that are loaded."""
+        """/api/ps: the loaded models, for ollama's clients."""
         return answer_json({"models": [ollama.described(m) for m in self.served.models.all_shown() if m["loaded"]]})
 
     async def version(self, _: HttpRequest) -> Response:
@@ -222,7 +222,7 @@ class Endpoints:
         return await self._reply(request, self.of["api/chat"], found)
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        """/tokenize: the tokens of a text, or of a conversation as it would be read."""
+        """/tokenize: the tokens of a text, or of a conversation in the model's chat template."""
 
         async def found(body: dict[str, Any]) -> dict[str, Any]:
             asked = tokens.to_tokenize(body)
@@ -286,7 +286,7 @@ class Endpoints:
         return await self._reply(request, self.of["completion"], found)
 
     async def count_tokens(self, request: HttpRequest) -> Response:
-        """/v1/messages/count_tokens: how many tokens a request to /v1/messages would be read as."""
+        """/v1/messages/count_tokens: the number of prompt tokens that a request to /v1/messages would have."""
         dialect = self.of["messages"]
 
         async def count(body: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class Endpoints:
     async def _reply(
         self, request: HttpRequest, dialect: Dialect, work: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
     ) -> Response:
-        """What is said at once, with no answer of a model in it."""
+        """The response to a request that needs no generated text; `work` maps the body to the response."""
         log = Log(self.served.metrics, self.served.log, dialect)
         try:
             async with self.bodies.of(request) as raw:
@@ -347,12 +347,12 @@ class Endpoints:
             return log.refused(refusal.bug(e))
 
     async def _begin(self, asked: fields.Asked, request: HttpRequest) -> Answer:
-        """Queue what a body asks for. Raises Refusal, LowqError."""
+        """Lease the model and queue the requests of a body. Raises Refusal, LowqError."""
         async with self.served.models.lease(asked.get("model"), request.receive) as model:
             return await self._queue(model, asked, request)
 
     async def _queue(self, model: ServedModel, asked: fields.Asked, request: HttpRequest) -> Answer:
-        """Queue what a body asks of a model. Raises Refusal, LowqError, ClientDisconnect."""
+        """Queue the requests of a body to a model. Raises Refusal, LowqError, ClientDisconnect."""
         limits, chat, client = model.engine.limits, asked.chat, request.client.host if request.client else ""
         adapter, name = model.adapter(asked.get("lora"), asked.get("model"))
         offered = tools.read(asked) if chat else tools.Tools()
@@ -371,7 +371,7 @@ class Endpoints:
         if rules is not None:
             mask = partial(model.grammars.mask, rules.recipe)
         settings = {"seed": randbits(62), **asked.drawn(model.draw), "logprobs": asked.logprobs}
-        reads = bool(offered.given) or place.ways.thinks  # else an answer is text and nothing else
+        reads = bool(offered.given) or place.ways.thinks  # otherwise an answer is plain text
         requests, writers, echoes = [], [], []
         for i in range(n):
             ids = tuple(prompts[i // asked.n])
@@ -395,7 +395,7 @@ class Endpoints:
 
     @staticmethod
     def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], param: str) -> None:
-        """Raise a Refusal for a prompt that leaves no room for a token, UsageError for tokens that the model has not."""
+        """Raise a Refusal for a prompt that leaves no room for one more token, UsageError for ids outside the vocabulary."""
         longest = model.engine.limits.longest
         for prompt in prompts:
             if len(prompt) >= longest:
@@ -406,7 +406,7 @@ class Endpoints:
             check_ids(prompt, model.engine.vocabulary)
 
     async def _read(self, model: ServedModel, requests: Sequence[Request], request: HttpRequest) -> list[Any]:
-        """What an engine tells of prompts themselves. Raises Refusal, LowqError, ClientDisconnect."""
+        """The results of requests that only read prompts (`Request.read`). Raises Refusal, LowqError, ClientDisconnect."""
         found: list[Any] = []
         async with asyncio.timeout(self.served.answer_s):
             for at in range(0, len(requests), READ_AT_ONCE):
@@ -433,18 +433,18 @@ class Endpoints:
     async def _form(
         self, model: ServedModel, asked: fields.Asked, offered: tools.Tools, place: tools.Place
     ) -> Callable[[], Mask] | None:
-        """What makes the masks under which an answer has the form asked for, if one was."""
+        """A function that makes the masks for the requested form of an answer; None if any text is allowed."""
         if asked.get("response_format") is None and not offered.forced:
             return None
-        # a second for the first, milliseconds to seconds for large schemas
+        # in a thread: the first call takes a second, later ones milliseconds, with large schemas up to seconds
         return await asyncio.to_thread(tools.form, asked, offered, place, model.grammars)
 
     async def _prompts(
         self, model: ServedModel, asked: fields.Asked, offered: tools.Tools
     ) -> tuple[list[list[int]], tools.Place, tuple[Packed, ...]]:
-        """Token ids of every prompt, where an answer to it begins, and the pictures.
+        """Token ids of every prompt, the place at which an answer begins, and the images.
 
-        Templates are rendered and long texts encoded in a thread: other answers go on.
+        Templates are rendered and long texts tokenized in a thread, so that other answers go on.
         """
         asked, pictures = await _pictures(model, asked)
         texts = [str(asked.get("messages"))] if asked.chat else [p for p in asked.get("prompt") if isinstance(p, str)]
@@ -469,10 +469,10 @@ class Endpoints:
 
 
 def _encoded(model: ServedModel, texts: Sequence[str | list[int]]) -> list[list[int]]:
-    """The token ids of each text, or those that were given."""
+    """The token ids of each text; token ids are returned unchanged."""
     return [encode(model.tokenizer, t) if isinstance(t, str) else t for t in texts]
 
 
 def _model(body: dict[str, Any]) -> str | None:
-    """The model that a body names. Raises Refusal."""
+    """The `model` field of a body. Raises Refusal."""
     return None if body.get("model") is None else fields.text("model", body["model"])

@@ -1,8 +1,8 @@
-"""A file of requests in the form of OpenAI's batches, answered by the server's application without a server.
+"""Answers a file of requests in OpenAI's batch format with the server's application, but without a server.
 
-Each line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}, for any path that is served;
-each answer is a line with its custom_id, a response of status_code, request_id and body, and an error. Answers are written as
-they come, so what was interrupted goes on with the lines that have none yet.
+Each line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}, for any path of the server.
+Each answer is a line with the custom_id, a response of status_code, request_id and body, and an error. Answers are written as
+they complete, so an interrupted batch continues with the lines that have no answer yet.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import read_regular
 
 FIELDS = {"custom_id", "method", "url", "body"}
-AGAIN = (429, 503)  # statuses of a request that may be answered later
+AGAIN = (429, 503)  # HTTP statuses after which a request is tried again
 TRIES = 5
-MOST_ANSWERS = 1 << 33  # bytes of a file of answers that is gone on with
+MOST_ANSWERS = 1 << 33  # max. bytes of an existing file of answers
 
 
 @dataclass(frozen=True)
 class Line:
-    """A request of the file."""
+    """One request of the file."""
 
     custom_id: str
     url: str
@@ -36,7 +36,7 @@ class Line:
 
 
 def read(text: str, where: str) -> list[Line]:
-    """The requests of a file. Raises UsageError with the number of a line that is none."""
+    """The requests of a file. Raises UsageError with the number of an invalid line."""
     found: dict[str, Line] = {}
     for number, row in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not row.strip():
@@ -62,10 +62,10 @@ def read(text: str, where: str) -> list[Line]:
 
 
 def answered(out: Path) -> set[str]:
-    """The custom_ids that need no other attempt: answered, or refused for good. What else a file of answers holds is taken out:
-    lines of what may be answered later, and a last one that is not whole.
+    """The custom_ids of final answers and refusals. Removes all other lines from the file: those of requests that can be tried
+    again, and an incomplete last line.
 
-    Raises UsageError for a file that is no such file.
+    Raises UsageError if the file does not hold answers of a batch.
     """
     if not out.exists():
         return set()
@@ -86,9 +86,9 @@ def answered(out: Path) -> set[str]:
 async def run(
     app: ASGIApp, lines: Sequence[Line], at_once: int, write: Callable[[bytes], object], ended: Callable[[], str]
 ) -> dict[str, int]:
-    """Answer requests, so many side by side; how many were answered, and how many refused.
+    """Answer requests, `at_once` at a time; return the numbers of answered and refused ones.
 
-    write: takes each line of an answer. ended: why no more can be answered, or "". Raises LowqError with that.
+    write: called with each line of answers. ended: returns why the engine ended, or "". Raises LowqError with that reason.
     """
     counts, left = {"answered": 0, "refused": 0}, iter(lines)
 
@@ -107,7 +107,7 @@ async def run(
 
 
 async def _ask_again(app: ASGIApp, line: Line, ended: Callable[[], str]) -> tuple[int, Any]:
-    """One request; where it may be answered later, a few times."""
+    """(status, body) of one request, which is tried up to TRIES times while its status is in AGAIN."""
     for attempt in range(TRIES):
         status, retry, raw = await _ask(app, line)
         if why := ended():
@@ -125,7 +125,7 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, float, bytes]:
     async def receive() -> Message:
         nonlocal asked
         if asked:
-            await asyncio.Event().wait()  # nobody leaves
+            await asyncio.Event().wait()  # the client never disconnects
         asked = True
         return {"type": "http.request", "body": raw, "more_body": False}
 
@@ -144,7 +144,7 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, float, bytes]:
 
 @dataclass
 class Head:
-    """The beginning of a response."""
+    """Status and Retry-After of a response."""
 
     status: int = 500
     retry: float = 1.0

@@ -1,4 +1,4 @@
-"""Bodies of requests, each of bounded size and time, and all of them together within one bound."""
+"""Reads request bodies with limits on the size and time of each, and on the bytes of all together."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,27 +8,27 @@ from starlette.requests import Request
 
 from lowq_cli.serving.http.refusal import Refusal
 
-LISTENS = 8  # times the longest body that is read of one too long, so that its sender comes to listen
+LISTENS = 8  # a body that is too long is read up to this multiple of the limit, so that its sender reads the refusal
 
 
 class Bodies:
-    """The bodies that are held now.
+    """The bodies in memory.
 
     Args:
-        longest: bytes of one. seconds: that reading one may take. together: bytes of all, from the first byte of each until its
-            request is queued. Where they are more, the largest that is not whole yet is refused, the oldest of equals:
-            an honest client sends megabytes in a moment, and a slow one's few bytes are in nobody's way.
+        longest: max. bytes of a body. seconds: max. seconds to read it. together: max. bytes of all bodies, each counted from
+            its first byte until its request is queued. Above it the largest incomplete body is refused, the oldest of equals:
+            a normal client sends megabytes in a moment, and the few bytes of a slow one do not matter.
     """
 
     def __init__(self, longest: int, seconds: float, together: int) -> None:
         self.longest, self.seconds, self.together = longest, seconds, together
         self.held = 0
-        self.reading: dict[asyncio.Timeout, int] = {}  # bytes so far, the oldest first
+        self.reading: dict[asyncio.Timeout, int] = {}  # -> bytes so far, the oldest first
         self.crowded_out: set[asyncio.Timeout] = set()
 
     @asynccontextmanager
     async def of(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, which counts until the block is left. Raises Refusal."""
+        """A request's body, counted until the block is left. Raises Refusal."""
         found = bytearray()
         try:
             yield await self._read(request, found)
@@ -63,7 +63,7 @@ class Bodies:
         return bytes(found)
 
     def _make_room(self, own: asyncio.Timeout) -> None:
-        """End the largest; raise Refusal where that is the one which asks."""
+        """Refuse the largest incomplete body; raises Refusal if that is the caller's."""
         largest = max(self.reading, key=self.reading.__getitem__, default=own)
         if largest is own:
             raise _crowded()

@@ -1,7 +1,7 @@
-"""What a connection may take: its place among a bounded number, and time without a whole request or without reading an answer.
+"""Limits of connections: their number, and the seconds without a whole request or without reading an answer.
 
-A client costs a file descriptor before it has said a word, and whoever holds all of them ends the service for everybody. So
-there are fewer places than descriptors, and one that asks for nothing gives its place to the next.
+Each connection takes a file descriptor before it sends anything, and a client that held all of them would block all others.
+The limit is therefore below the number of descriptors, and at the limit a new connection replaces the longest idle one.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ from lowq_cli.serving.http.refusal import Refusal
 
 try:
     import resource
-except ModuleNotFoundError:  # no such limit on this system
+except ModuleNotFoundError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
-MOST = 1024  # connections: twice the requests that wait at most
-SPARE = 128  # file descriptors that are none: those of the process itself, and those accepted before their places are counted
-ACCEPTS = 16  # connections that are accepted before the loop looks at those it has
-HEAD_S = 10.0  # from a connection to its first whole head
-IDLE_S = 60.0  # from an answer to the next whole head
-UNREAD_S = 60.0  # that an answer may lie unread with its buffers full
+MOST = 1024  # max. connections: twice the max. of waiting requests
+SPARE = 128  # file descriptors kept free of connections: for the process itself, and for connections not counted yet
+ACCEPTS = 16  # max. connections accepted at a time, before the loop serves the existing ones
+HEAD_S = 10.0  # max. seconds from a connection to its first whole request head
+IDLE_S = 60.0  # max. seconds from a response to the next whole request head
+UNREAD_S = 60.0  # max. seconds for which a client may not read while the send buffers are full
 
 
 def most_connections() -> int:
-    """The places there are, under the limit of file descriptors, which is raised if it may be."""
+    """The max. number of connections under the limit of file descriptors, after raising that limit if allowed."""
     if resource is None:
         return MOST
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -39,12 +39,12 @@ def most_connections() -> int:
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """Uvicorn's, within those bounds. `sweep` is called now and then."""
+    """uvicorn's protocol with these limits. `sweep` has to be called periodically."""
 
     most = MOST
 
     def connection_made(self, transport: Any) -> None:
-        """Take a place: a free one, that of the connection that has asked for nothing for longest, or none."""
+        """Take a free place, or that of the longest idle connection; without either the first request is refused."""
         super().connection_made(transport)
         self.due, self.unread, self.begun = self.loop.time() + HEAD_S, 0.0, False
         self.placed = True
@@ -61,7 +61,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         return self.cycle is not None and not self.cycle.response_complete
 
     def sweep(self, now: float) -> None:
-        """End the connection if its time is over. now: the loop's."""
+        """Close the connection if a time limit has passed. now: the loop's time."""
         if self.unread and now > self.unread + UNREAD_S:
             self.transport.abort()
         elif not self.busy and now > self.due and not self.transport.is_closing():
@@ -70,8 +70,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Something came."""
-        if not self.placed:  # told now: who is told before it has asked loses the line with the connection
+        """Handle received bytes."""
+        if not self.placed:  # only now: a client that has not sent its request yet would lose the response
             self._say(Refusal(503, f"{self.most} requests come at once; try again later", "server_error"))
             self.transport.close()
             return
@@ -79,23 +79,23 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        """An answer has been sent."""
+        """Start the time to the next request after a response was sent."""
         self.due, self.begun = self.loop.time() + IDLE_S, False
         super().on_response_complete()
 
     def eof_received(self) -> None:
-        """The client sends no more: it has left, or half of it has, which nobody can tell apart before an answer is written."""
+        """Handle a client that sends no more; before a response is written, a full and a half close look the same."""
         if self.busy and not self.cycle.response_started:
             self._say(Refusal(400, "the connection was closed on your side before the answer; keep it open until then"))
         super().eof_received()
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """Note the time at which the client stopped reading."""
         self.unread = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """The client reads."""
+        """Note that the client reads again."""
         self.unread = 0.0
         super().resume_writing()
 
@@ -106,7 +106,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
 
 def sweep(connections: set[Connection]) -> None:
-    """End all connections whose time is over."""
+    """Close all connections that have passed a time limit."""
     now = asyncio.get_running_loop().time()
     for connection in list(connections):
         connection.sweep(now)

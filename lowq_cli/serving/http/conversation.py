@@ -1,4 +1,4 @@
-"""The messages of a chat as token ids: checked, brought into the form that templates expect, rendered by the model's own."""
+"""Renders the messages of a chat: checks them, converts them to the form that chat templates expect, applies the template."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ from lowq_packers.errors import LowqError, UnsupportedError, is_no_refusal, one_
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 OURS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "conversations")
-NINE = re.compile(r"length\s*!=\s*9\b")  # of Mistral's templates, which refuse ids of calls that have not nine characters
+NINE = re.compile(r"length\s*!=\s*9\b")  # found in Mistral's templates, which refuse call ids that do not have nine characters
 
 
 def template_of(tokenizer: LoadedTokenizer, tools: bool) -> str:
-    """The model's chat template. Raises Refusal where it has none."""
+    """The model's chat template. Raises Refusal if it has none."""
     try:
         template = tokenizer.template(tools)
     except UnsupportedError as e:
@@ -28,13 +28,13 @@ def template_of(tokenizer: LoadedTokenizer, tools: bool) -> str:
 
 
 def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]], ways: Ways) -> str:
-    """The text up to where the answer starts. Raises Refusal for messages that are none, or that the template refuses."""
+    """The rendered prompt, up to the answer. Raises Refusal for messages that are invalid or refused by the template."""
     template = template_of(tokenizer, bool(tools))
     found = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
     if NINE.search(template):
         _shorten_ids(found)
     for message in found:
-        if "reasoning_content" in message:  # under the name that the template has for it
+        if "reasoning_content" in message:  # renamed as the template expects
             message |= {name: message["reasoning_content"] for name in ("reasoning", "thinking") if name in template}
     more = switches(template, asked.think, asked.effort) | _switches(template, asked.get("chat_template_kwargs", {}))
     if tools:
@@ -45,7 +45,7 @@ def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, 
         text = tokenizer.apply_chat_template(found, add_generation_prompt=True, tokenize=False, return_dict=False, **more)
     except LowqError as e:
         raise Refusal(400, one_line(e), param="messages") from e
-    except Exception as e:  # the template is a program from strangers, which raises what it wants: the client's messages
+    except Exception as e:  # templates are third-party code and may raise anything: blamed on the messages
         if is_no_refusal(e):
             raise
         why = f"the model's chat template refuses these messages: {one_line(e)}"
@@ -54,7 +54,7 @@ def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, 
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Nine letters and digits for every other id of a call, the same for the call and its result."""
+    """Replace call ids by ones of nine letters and digits, the same for a call and its result."""
     for named, key in [(m, "tool_call_id") for m in messages] + [(c, "id") for m in messages for c in m.get("tool_calls", ())]:
         given = named.get(key)
         if isinstance(given, str) and not (len(given) == 9 and given.isalnum()):
@@ -62,7 +62,7 @@ def _shorten_ids(messages: list[dict[str, Any]]) -> None:
 
 
 def _switches(template: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the request sets in the template, such as Qwen 3's enable_thinking; never what we set ourselves."""
+    """The request's variables for the template, such as Qwen 3's enable_thinking; without those that the server sets."""
     for name, value in given.items():
         if name in OURS or not re.search(rf"\b{re.escape(name)}\b", template):
             raise wrong("chat_template_kwargs", f"this model's chat template knows no switch {shown(name)}")
@@ -77,7 +77,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
     found = {k: v for k, v in message.items() if k in ("name", "tool_call_id", "reasoning_content") and v is not None}
-    if isinstance(message.get("reasoning"), str):  # OpenRouter's and vLLM's name for it
+    if isinstance(message.get("reasoning"), str):  # the name in OpenRouter and vLLM
         found.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
     if calls is not None:
@@ -89,7 +89,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
 
 
 def _content(name: str, content: Any) -> str | list[dict[str, str]]:
-    """A text; or parts, where there are places of pictures among them (`pictures.take`)."""
+    """The content as a string, or as parts if it has image placeholders (`pictures.take`)."""
     if not isinstance(content, list):
         return text(name, content)
     parts: list[dict[str, str]] = []
@@ -104,7 +104,7 @@ def _content(name: str, content: Any) -> str | list[dict[str, str]]:
 
 
 def _call(name: str, given: Any) -> dict[str, Any]:
-    """A call that the model made earlier, its arguments as an object: that is what templates write out."""
+    """An earlier call of the model with its arguments as an object, which is what templates expect."""
     function = table(f"{name}.function", table(name, given).get("function"))
     arguments = function.get("arguments", "")
     try:

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop and back: who asked for which number, and what has come for them."""
+"""Passes requests from the event loop to the engine's thread, and the engine's events back to their HTTP requests."""
 
 import asyncio
 import time
@@ -9,26 +9,26 @@ from lowq_cli.serving.request import Done, Engine, Event, Request
 
 
 def nothing(*_: object) -> None:
-    """What is told where nobody listens."""
+    """A callback that does nothing."""
 
 
 class Live:
-    """The requests of one HTTP request, while they are answered. All methods belong to the event loop.
+    """The engine requests of one HTTP request while they are answered. All methods must be called in the event loop.
 
-    began, first: when they were asked for, and when the first token came (time.monotonic); first is 0 before.
+    began: time of the submission (time.monotonic). first: time of the first token, 0 before it.
     """
 
     def __init__(self, hub: "Hub") -> None:
         self.hub = hub
         self.numbers: list[int] = []
-        self.open: dict[int, int] = {}  # number -> index
+        self.open: dict[int, int] = {}  # the engine's number -> index in this HTTP request
         self.came: dict[int, list[Event]] = {}  # index -> events not taken yet
-        self.waiting: asyncio.Future[None] | None = None  # who takes; an asyncio.Event costs 3 us a token more
+        self.waiting: asyncio.Future[None] | None = None  # pending `take`; an asyncio.Event takes 3 us more per token
         self.left = False
         self.began, self.first = time.monotonic(), 0.0
 
     async def take(self) -> dict[int, list[Event]]:
-        """What has come since, at least one event: several steps at once for a slow reader. {} once the client left."""
+        """All events since the last call, at least one: those of several steps for a slow reader. {} once the client left."""
         if not self.came and not self.left:
             self.waiting = asyncio.get_running_loop().create_future()
             await self.waiting
@@ -36,37 +36,37 @@ class Live:
         return {} if self.left else found
 
     def leave(self) -> None:
-        """The client has gone: wake who takes."""
+        """Record that the client has left, and wake the pending `take`."""
         self.left = True
         self.wake()
 
     def wake(self) -> None:
-        """Something has come for who takes, if somebody does."""
+        """Wake the pending `take`, if there is one."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
     def cancel(self, index: int) -> None:
-        """No more of this one is wanted."""
+        """Cancel one request."""
         number = self.numbers[index]
         if self.open.pop(number, None) is not None:
             self.hub.forget(number)
             self.hub.engine.cancel(number)
 
     def close(self) -> None:
-        """No more of any is wanted."""
+        """Cancel all requests that have not ended."""
         for index in list(self.open.values()):
             self.cancel(index)
 
 
 class Hub:
-    """The engine's sink, and the requests that wait for it.
+    """The receiver of an engine's events, which knows the open requests.
 
     Args:
-        engine: not started yet.
+        engine: an engine that is not started yet.
     Attributes:
-        to_first, between: told the seconds to a request's first token, and those between two of its tokens.
-        idle: called once nobody waits any more.
+        to_first, between: called with the seconds to a request's first token, and between two of its tokens.
+        idle: called when the last open request has ended.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -78,16 +78,16 @@ class Hub:
         self.latest: dict[int, float] = {}
 
     def start(self, loop: asyncio.AbstractEventLoop, done: Done = lambda n, of: None) -> None:
-        """Start the engine; its events come to `loop`. From any thread."""
+        """Start the engine; its events are handled in `loop`. May be called from any thread."""
 
         def sink(batch: list[tuple[int, Event]]) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody listens
+            with suppress(RuntimeError):  # the loop has ended, so the events are dropped
                 loop.call_soon_threadsafe(self._spread, batch)
 
         self.engine.start(sink, done)
 
     def submit(self, requests: Sequence[Request]) -> Live:
-        """Ask for all of them or for none. Raises what `Engine.submit` raises."""
+        """Queue all requests, or none if one is refused. Raises what `Engine.submit` raises."""
         live = Live(self)
         try:
             for index, request in enumerate(requests):
@@ -101,19 +101,19 @@ class Hub:
         return live
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this one any more."""
+        """Remove a request; its further events are dropped."""
         self.lives.pop(number, None)
         self.latest.pop(number, None)
         if not self.lives:
             self.idle()
 
     def cancel_all(self) -> None:
-        """The server stops: whoever waits is told."""
+        """Cancel all requests in the engine, which ends each with an event."""
         for number in list(self.lives):
             self.engine.cancel(number)
 
     def _spread(self, batch: list[tuple[int, Event]]) -> None:
-        """A step's events to those who wait for them."""
+        """Hand a step's events to the HTTP requests that they belong to."""
         now = time.monotonic()
         for number, event in batch:
             found = self.lives.get(number)

@@ -1,10 +1,10 @@
-"""What a body may say: each field of OpenAI's two endpoints with its check, and what unknown fields meet.
+"""The fields of OpenAI's chat and completion bodies with their checks, and the treatment of unknown fields.
 
-Fields of theirs that say nothing about the text (who asks, how it is billed or stored) are taken and do nothing; those that
-would change the text in a way that is not built are refused unless they hold their default. Extensions, under the names that
-vLLM and llama.cpp gave them: top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens,
-chat_template_kwargs, thinking_token_budget. Other servers' fields: `others`. A field that nobody knows is left out, and the log
-says so; with `lowq serve --strict` it is refused, as OpenAI does: one that is misspelt would silently do nothing.
+OpenAI's fields that do not affect the text (user, billing, storage) are accepted and ignored. Those that would change the text
+in a way that is not implemented are refused unless they hold their default. Extensions have the names of vLLM and llama.cpp:
+top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens, chat_template_kwargs,
+thinking_token_budget. Fields of other servers are in `foreign_fields`. An unknown field is ignored and named in the log;
+`lowq serve --strict` refuses it, as OpenAI does, because a misspelt field would otherwise have no effect without notice.
 """
 
 import difflib
@@ -21,9 +21,9 @@ from lowq_cli.serving.http.refusal import Refusal, of, wrong
 from lowq_cli.serving.request import BIAS, Draw
 from lowq_packers.errors import UsageError
 
-Check = Callable[[str, Any], Any]  # (field, value) -> the value, or a Refusal
+Check = Callable[[str, Any], Any]  # (field, value) -> the converted value; raises Refusal
 MOST_STOPS = 16
-MOST_CHOICES = 128  # of one request: prompts times n
+MOST_CHOICES = 128  # max. choices of a request: prompts times n
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -34,14 +34,14 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number that 64 bits hold."""
+    """An integer of 64 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not -INT64 - 1 <= value <= INT64:
         raise wrong(name, f"must be a whole number, not {shown(value)}")
     return value
 
 
 def inside(r: Range) -> Check:
-    """A number within a range."""
+    """A check for a number within a range."""
     kind: Check = whole if r.whole else number
 
     def check(name: str, value: Any) -> float:
@@ -63,7 +63,7 @@ def number(name: str, value: Any) -> float:
 
 
 def text(name: str, value: Any) -> str:
-    """A text without half characters."""
+    """A string without unpaired surrogates."""
     if not isinstance(value, str):
         raise wrong(name, f"must be a text, not {shown(value)}")
     try:
@@ -81,19 +81,19 @@ def table(name: str, value: Any) -> dict[str, Any]:
 
 
 def items(name: str, value: Any) -> list[Any]:
-    """A JSON array with something in it."""
+    """A JSON array that is not empty."""
     if not isinstance(value, list) or not value:
         raise wrong(name, f"must be an array that is not empty, not {shown(value)}")
     return value
 
 
 def maybe_items(name: str, value: Any) -> list[Any]:
-    """A JSON array: some clients send an empty one for nothing."""
+    """A JSON array, which may be empty: some clients send [] instead of leaving the field out."""
     return [] if value == [] else items(name, value)
 
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
-    """One text or several that end an answer."""
+    """One stop string or several."""
     found = tuple(text(name, v) for v in (value if isinstance(value, list) else [value]))
     if len(found) > MOST_STOPS or "" in found:
         raise wrong(name, f"must be up to {MOST_STOPS} texts, none of them empty")
@@ -101,7 +101,7 @@ def stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
-    """Token ids, as texts, and what is added to their logits."""
+    """The biases added to logits, by token id; JSON has the ids as strings."""
     found = {}
     for key, bias in table(name, value).items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 9:
@@ -116,7 +116,7 @@ def tokens(name: str, value: Any) -> tuple[int, ...]:
 
 
 def prompts(name: str, value: Any) -> list[str | list[int]]:
-    """A text, several, token ids, or several of those."""
+    """One or several prompts, each a string or a list of token ids."""
     if isinstance(value, str):
         return [text(name, value)]
     if all(isinstance(v, int) for v in items(name, value)):
@@ -125,13 +125,13 @@ def prompts(name: str, value: Any) -> list[str | list[int]]:
 
 
 def stream_options(name: str, value: Any) -> bool:
-    """Whether usage follows the last chunk."""
+    """Whether a chunk with the usage follows the last chunk."""
     known(name, table(name, value), {"include_usage", "include_obfuscation"})
     return boolean(f"{name}.include_usage", value.get("include_usage") or False)
 
 
 def only(*values: Any) -> Check:
-    """A field that can be sent, but only with what it means when it is not."""
+    """A check for a field that is accepted only with these values, which mean the same as its absence."""
 
     def check(name: str, value: Any) -> None:
         if value not in values:
@@ -141,13 +141,13 @@ def only(*values: Any) -> Check:
 
 
 def anything(name: str, value: Any) -> None:
-    """A field that changes nothing here."""
+    """Accept any value of a field that has no effect here."""
 
 
 COUNT = Range(1, INT64, whole=True)
 RANGES = ranges(Draw) | {
-    "temperature": Range(0, 2),  # as OpenAI has it; of the numbers between, `Draw` refuses the smallest
-    "top_k": Range(-1, INT64, off=0, whole=True),  # -1 is "off" in vLLM's words
+    "temperature": Range(0, 2),  # OpenAI's range; `Draw` refuses the smallest positive numbers
+    "top_k": Range(-1, INT64, off=0, whole=True),  # -1 means off in vLLM
     "seed": Range(-INT64 - 1, INT64, whole=True),
 }
 LOGPROBS = inside(RANGES.pop("logprobs"))
@@ -177,11 +177,11 @@ CHAT = COMMON | {
 
 @dataclass(frozen=True)
 class Asked:
-    """A body that was read, whatever dialect it came in: under the names that OpenAI's chat and completions have.
+    """A parsed body of any dialect, with the field names of OpenAI's chat and completions.
 
-    draw: the settings of `Draw` that it names. logprobs: alternatives a token, None for none. dialect: what another dialect has
-    to know of its body for the answer. think: whether the model is to think, None as it likes; effort: how much, in a word;
-    thinking: tokens of thoughts at most. left_out: fields that change nothing here; unknown: those that nobody knows.
+    draw: the settings of `Draw` that it sets. logprobs: alternatives per token, None for no log-probabilities. dialect: fields
+    of a different dialect's body that its answer needs. think: whether the model has to think, None for its default. effort: a
+    word for reasoning effort. thinking: max. thinking tokens. left_out: known fields without effect. unknown: unknown fields.
     """
 
     chat: bool
@@ -197,31 +197,31 @@ class Asked:
     unknown: tuple[str, ...] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field's value, or the default where it is missing or null."""
+        """A field's value, or the default if it is missing or null."""
         return self.given.get(name, default)
 
     def drawn(self, default: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of `Draw`: those that it leaves out are `default`'s."""
+        """The settings of `Draw`, with `default` for those that the body leaves out."""
         return {"temperature": 1.0, **default, **self.draw}
 
     @property
     def ignored(self) -> str:
-        """What the log says of fields that nothing comes of, "" for none."""
+        """The part of the log line that names fields without effect, "" for none."""
         names = [*self.left_out, *(f"{shown(name)}{_meant(name, CHAT if self.chat else COMPLETION)}" for name in self.unknown)]
         return f"; ignored {', '.join(names[:9])}" if names else ""
 
     def check_known(self) -> None:
-        """Raise a Refusal for a field that nobody knows."""
+        """Raise a Refusal for an unknown field."""
         known("", dict.fromkeys(self.unknown), set(CHAT if self.chat else COMPLETION))
 
     @property
     def n(self) -> int:
-        """Answers to each prompt."""
+        """The number of answers per prompt."""
         return self.get("n", 1)
 
 
 def read(body: dict[str, Any], chat: bool) -> Asked:
-    """The body of a request to one of the two endpoints. Raises Refusal."""
+    """Parse the body of a chat or completion request. Raises Refusal."""
     fields = CHAT if chat else COMPLETION
     body, left_out = foreign_fields.plain(body, set(fields))
     given = {name: fields[name](name, value) for name, value in body.items() if value is not None and name in fields}
@@ -247,7 +247,7 @@ def read(body: dict[str, Any], chat: bool) -> Asked:
 
 
 def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether and how much a model is to think, under the names that servers have given that."""
+    """The settings of thinking: whether, with which effort, and how many tokens, from the field names of several servers."""
     switches = given.get("chat_template_kwargs", {})
     effort = given.get("reasoning_effort")
     budget = given.get("thinking_token_budget")
@@ -257,7 +257,7 @@ def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known(where: str, body: dict[str, Any], names: set[str]) -> None:
-    """Raise a Refusal for a field that is not one of `names`; where: the field that holds these, "" for the body itself."""
+    """Raise a Refusal for a field that is not in `names`. where: the field that holds `body`, "" for the whole body."""
     for name in body:
         if name not in names:
             full = f"{where}.{name}" if where else name
@@ -266,7 +266,7 @@ def known(where: str, body: dict[str, Any], names: set[str]) -> None:
 
 
 def _meant(name: str, names: Iterable[str]) -> str:
-    """What a name was perhaps meant to be."""
+    """The part of a message that suggests a known name similar to `name`, "" if there is none."""
     near = difflib.get_close_matches(name[:64], names, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -291,7 +291,7 @@ def _no_number(word: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for an error's line: short, on one line."""
+    """A value for an error message: short, on one line."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
     found = json.dumps(value)

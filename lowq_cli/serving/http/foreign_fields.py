@@ -1,7 +1,7 @@
-"""Fields that clients of other servers send: what they mean here, if anything.
+"""Fields that clients of other servers send, and their meaning here.
 
-One that has a meaning is read under OpenAI's name or a name of ours; one that changes no answer is left out, and the log says
-so; one that would change the answer, in a way that is not built, is refused unless it holds what it means when it is not sent.
+A field with a counterpart is renamed to it. A field that changes no answer is ignored and named in the log. A field that would
+change the answer in a way that is not implemented is refused unless it holds its default.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ RENAMED = {
     "thinking_budget": "thinking_token_budget",  # Qwen's
     "thinking_budget_tokens": "thinking_token_budget",  # llama.cpp's
 }
-HARMLESS = frozenset(  # how a server keeps, schedules, bills or shows what it does, and hints that make it faster
+HARMLESS = frozenset(  # fields for storage, scheduling, billing and display, and performance hints
     (
         *("cache_prompt", "keep_alive", "id_slot", "slot_id", "n_keep", "n_cache_reuse", "t_max_predict_ms", "cache_salt"),
         *("return_tokens", "return_progress", "timings_per_token", "post_sampling_probs", "response_fields", "priority"),
@@ -26,7 +26,7 @@ HARMLESS = frozenset(  # how a server keeps, schedules, bills or shows what it d
         *("low_vram", "enable_prefix_caching", "disable_log_stats", "chat_template_content_format", "debug", "draft_options"),
     )
 )
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # a field -> what it may hold, as that changes nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
     "typical_p": (1,),
     "typical": (1,),
     "tfs_z": (1,),
@@ -55,7 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # a field -> what it may hold, as that 
     "input_prefix": ("",),
     "input_suffix": ("",),
 }
-WITH: dict[str, str] = {  # settings of what NEUTRAL turns off: they say nothing while it is off
+WITH: dict[str, str] = {  # setting -> the field of NEUTRAL that it belongs to: without effect while that is off
     **dict.fromkeys(("mirostat_tau", "mirostat_eta"), "mirostat"),
     "xtc_threshold": "xtc_probability",
     **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), "dry_multiplier"),
@@ -65,7 +65,7 @@ FORMS = ("guided_json", "guided_regex", "guided_choice", "json_schema", "structu
 
 
 def plain(body: dict[str, Any], own: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """(a body in fields of ours, the fields that were left out). own: fields that are known already. Raises Refusal."""
+    """(the body with our field names, the ignored fields). own: fields that are known already. Raises Refusal."""
     found, left_out = {}, []
     for name, value in body.items():
         if name in own:
@@ -86,7 +86,7 @@ def plain(body: dict[str, Any], own: set[str]) -> tuple[dict[str, Any], list[str
 
 
 def _form(name: str, value: Any) -> dict[str, Any]:
-    """A response_format that asks for the same. Raises Refusal."""
+    """The equivalent response_format. Raises Refusal."""
     if name == "structured_outputs":
         kinds = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
         asked = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}

@@ -1,8 +1,8 @@
-"""Answers in a form: JSON schemas and calls of tools as masks over the next token, by the llguidance library (an extra).
+"""Structured output: JSON schemas and tool calls as masks over the next token, with the llguidance library (an extra).
 
-A mask belongs to one request and is asked by the engine's thread. A form is tried before it is queued, for some tokens; the
-library can still give up in the midst of an answer, at a limit of its own (it keeps a step under 20 ms, for all others wait for
-it). That is an error of the request, as half an object which "stop" follows would pass for a whole one.
+A mask belongs to one request and is called by the engine's thread. A form is tested for a few tokens before its request is
+queued. The library can still give up inside an answer, at its own limit (20 ms per step, because all other requests wait for
+it). The request then fails with an error: half an object that ends with "stop" would look complete.
 """
 
 import json
@@ -22,20 +22,20 @@ from lowq_cli.serving.request import Mask, Words, allow
 from lowq_packers.errors import UsageError
 
 NO_TOKEN = "no token can follow"
-KEPT = 32  # grammars: one of 2,000 properties takes 0.1 s to read
-TRIED = 8  # tokens: a schema of 2,000 properties fails at the second, one that is itself at the first
-# as json.dumps writes it, which models have seen most; free blanks would let a small one write nothing else
+KEPT = 32  # max. parsed grammars in the cache; a schema of 2,000 properties takes 0.1 s to parse
+TRIED = 8  # tokens tested: a schema of 2,000 properties fails at the second, a schema that refers only to itself at the first
+# json.dumps' spacing, the most common in training data; with free whitespace a small model may write nothing else
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammar:
-    """The mask of one request; its recipe is the grammar as the library writes it."""
+    """The mask of one request; its recipe is the library's serialized grammar."""
 
     def __init__(self, matcher: Any, ends: Sequence[int], recipe: str) -> None:
         self.matcher, self.ends, self.recipe = matcher, ends, recipe
 
     def fill(self, words: Words) -> None:
-        """The tokens that the grammar allows; at its end those that end a text. Raises UsageError where the library gave up."""
+        """Write the tokens that the grammar allows, at its end the stop tokens. Raises UsageError if the library gave up."""
         self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self.matcher.is_error() or not (words.any() or self.matcher.is_accepting()):
             why = (self.matcher.get_error() or NO_TOKEN).partition("<state>")[0].replace("NoExtensionBias", NO_TOKEN)
@@ -51,10 +51,10 @@ class Grammar:
 
 
 class Grammars:
-    """Masks for a model.
+    """Makes masks for a model.
 
     Args:
-        tokenizer: the model's. stop_ids: tokens that end its texts. vocabulary: logits of a token.
+        tokenizer: of the model. stop_ids: tokens that end its answers. vocabulary: the number of logits.
     """
 
     def __init__(self, tokenizer: LoadedTokenizer, stop_ids: frozenset[int], vocabulary: int) -> None:
@@ -64,7 +64,7 @@ class Grammars:
 
     @cached_property
     def _library(self) -> tuple[Any, Any]:
-        """(llguidance's matcher, its view of this tokenizer). Raises Refusal where one of them cannot be had."""
+        """(llguidance's matcher, its wrapper of this tokenizer). Raises Refusal if one of them is not available."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
@@ -75,7 +75,7 @@ class Grammars:
         return LLMatcher, LLTokenizer(definition, n_vocab=self.vocabulary, eos_token=self.ends)
 
     def schema(self, schema: dict[str, Any], param: str) -> Callable[[], Mask]:
-        """What makes masks for a JSON schema. Raises Refusal for a schema that is none, or that the library does not know."""
+        """A function that makes masks for a JSON schema. Raises Refusal for a schema that is invalid or not supported."""
         with self.lock:
             matcher = self._library[0]
         try:
@@ -84,7 +84,7 @@ class Grammars:
             raise wrong(param, " ".join(str(e).split())[:200]) from None
 
     def lark(self, grammar: str, param: str) -> Callable[[], Mask]:
-        """The same for a grammar in Lark's form."""
+        """A function that makes masks for a grammar in Lark's format. Raises Refusal."""
         with self.lock:
             matcher = self._library[0]
         return self._grammar(matcher.grammar_from_lark(grammar), param)
@@ -97,7 +97,7 @@ class Grammars:
         return lambda: self.mask(grammar)
 
     def mask(self, recipe: str) -> Mask:
-        """A mask at its beginning. Raises UsageError for a grammar that the library does not take."""
+        """The mask at the start of an answer. Raises UsageError for a grammar that the library refuses."""
         if recipe.startswith(rules.PREFIX):
             return rules.Rules.of(recipe).mask(self.tokenizer, self.mask)
         first = self._first(recipe)
@@ -106,7 +106,7 @@ class Grammars:
         return Grammar(first.deep_copy(), self.ends, recipe)
 
     def _try(self, grammar: Mask) -> None:
-        """Write a few tokens, always the first that may come. Raises UsageError where none may."""
+        """Test a grammar with a few tokens, each the first allowed one. Raises UsageError if none is allowed."""
         words = np.zeros(-(-self.vocabulary // 32), np.int32)
         for _ in range(TRIED):
             grammar.fill(words)
@@ -119,7 +119,7 @@ class Grammars:
 
 
 class Form(NamedTuple):
-    """The form of an answer. rule: as Lark has it. schema: where it is one of JSON. param: the field that names it."""
+    """The form of an answer. rule: its Lark rule. schema: its JSON schema, if it has one. param: the field that sets it."""
 
     rule: str
     param: str
@@ -127,7 +127,7 @@ class Form(NamedTuple):
 
 
 def answer_form(asked: Asked) -> Form | None:
-    """The form that an answer has to keep to; None for any text. Raises Refusal."""
+    """The form that a request sets for its answer; None for any text. Raises Refusal."""
     given = asked.get("response_format")
     if given is None or given.get("type") == "text":
         return None
@@ -143,7 +143,7 @@ def answer_form(asked: Asked) -> Form | None:
     value = given.get(FORMS[kind])
     if kind == "json_schema":
         schema = table(name, value).get("schema")
-        if isinstance(schema, str):  # as vLLM takes it too
+        if isinstance(schema, str):  # vLLM accepts that, too
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What every request passes first: it came under a name of ours, from no foreign web page, with the key if there is one."""
+"""Checks every request first: its Host is allowed, it does not come from a foreign web page, and it has the API key, if set."""
 
 import hmac
 import re
@@ -12,22 +12,23 @@ from lowq_cli.serving.http.local import PREFIX, is_local
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json
 
-OPEN = ("/", "/health", "/ready")  # what who has no key may ask: the page, which holds nothing, and whether a server is there
+OPEN = ("/", "/health", "/ready")  # paths that need no key: the page, which holds no data, and the health checks
 HOST = re.compile(
     r"(?:\[(?P<address>[0-9a-f]*:[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]{1,5})?"
-)  # as a browser writes it, in lower case
+)  # a Host header in lower case
 
 
 class Guard:
-    """An application behind its gate.
+    """An ASGI application behind these checks.
 
-    A page of any web site can send requests to a port of its reader's machine, and, by a name that it owns, read the answers.
+    A page of any web site can send requests to a port of its visitor's machine and, through a host name that it controls (DNS
+    rebinding), read the answers.
 
     Args:
-        app: what is guarded.
-        api_key: what clients must show, "" for nothing.
-        hosts: names under which they may come, () for any.
-        log: told one line of each that may not.
+        app: the guarded application.
+        api_key: the key that clients must send, "" for none.
+        hosts: allowed values of the Host header, () for any.
+        log: called with one line per refused request.
     """
 
     def __init__(self, app: ASGIApp, api_key: str, hosts: tuple[str, ...], log: Callable[[str], None]) -> None:
@@ -35,7 +36,7 @@ class Guard:
         self.key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the lifespan."""
+        """Answer one request, or run the lifespan."""
         why = self._why_not(scope) if scope["type"] == "http" else None
         if why is None:
             await self.app(scope, receive, send)
@@ -58,7 +59,7 @@ class Guard:
             return Refusal(403, f"a page of {shown(origin)} may not ask this server")
         guarded = scope["path"] not in OPEN
         scheme, _, shown_key = headers.get(b"authorization", b"").partition(b" ")
-        given = shown_key.strip(b" \t") if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's
+        given = shown_key.strip(b" \t") if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's header
         known = hmac.compare_digest(given, self.key)
         if self.key and guarded and not known:
             return Refusal(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")

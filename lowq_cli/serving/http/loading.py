@@ -1,4 +1,4 @@
-"""Loading a model into a process of its own, for a server: what that process does, and how it is waited for."""
+"""Loads a model in a separate process for a server: the code of that process, and of the server's side."""
 
 import asyncio
 import json
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from lowq_cli.serving.http.served_model import Facts, ServedModel
     from lowq_packers.arch.parts import Images
 
-MODULES = (  # what a process that is to load a model imports before it is told which
+MODULES = (  # imported by a standby process before the model is known
     *("lowq_cli.engine.open_model", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
 )
-KEYED = ("kv", "act", "deterministic", "draft")  # that say what a cache holds of a text; names of its blocks say the adapter
-SHARE = 0.25  # of the memory for all models that the cache of one may take, where a server has several
+KEYED = ("kv", "act", "deterministic", "draft")  # options that change cache contents; block names hold the adapter
+SHARE = 0.25  # max. share of the memory of all models for the cache of one, in a server with several
 
 
 @dataclass
 class Loaded:
-    """What the engine's process tells of a model.
+    """The facts of a model that the engine's process reports.
 
-    device_bytes: all that its GPU has, None on a CPU. folder, images: where its processor is, and how it takes pictures; None
-    where it does not.
+    device_bytes: total memory of its GPU, None on a CPU. folder: the folder of its image processor. images: how it takes
+    images, None if it takes none.
     """
 
     tokenizer: "LoadedTokenizer"
@@ -48,10 +48,10 @@ class Loaded:
 
 
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
-    """In the engine's process: the model loaded, and its engine.
+    """Load the model and make its engine, in the engine's process.
 
-    how: what ContinuousEngine takes (`host` without its key); `act`, as `apply_act` has it; and `memory`: bytes for all models
-    of a server, 0 for all that the device has; of them the cache takes its SHARE. Without `memory` it takes what there is.
+    how: the arguments of ContinuousEngine (`host` without its key); `act`, as in `apply_act`; and `memory`: bytes for all
+    models of a server, 0 for the whole device; the cache takes SHARE of them. Without `memory` the cache takes what is free.
     """
     console.quiet = quiet
     hf.leave_out()
@@ -77,7 +77,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
 
             apply_act(loaded, tokenizer, how["act"], console.say)
         draw = checked(published(loaded))
-        share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
+        share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory for the measurement
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
         adapters = _adapted(loaded, how.get("lora") or {})
         images = _sees(loaded)
@@ -96,7 +96,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
 
 
 def _sees(loaded: Any) -> "Images | None":
-    """How a model takes pictures; None where it does not. On a GPU its tower is loaded, before the cache takes the memory."""
+    """How a model takes images; None if it takes none. On a GPU the tower is loaded before the cache takes the memory."""
     from lowq_cli.engine.plan import plan_of, why_not
 
     images: Images | None = plan_of(loaded).model.images if why_not(loaded) is None else None
@@ -112,7 +112,7 @@ def _sees(loaded: Any) -> "Images | None":
 
 
 def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
-    """Give a model its LoRA adapters; their names. Raises what reading them raises, UnsupportedError."""
+    """Add LoRA adapters to a model and return their names. Raises what reading them raises, UnsupportedError."""
     if not folders:
         return ()
     from lowq_cli.engine import plan as plans
@@ -127,7 +127,7 @@ def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _known(lent: Lent, model: str, folder: str, how: Mapping[str, Any]) -> Lent:
-    """Host memory with the key of this model as it is now; what another one has left there is of no use."""
+    """The host memory with a key of this model's files and options; blocks kept there under a different key are dropped."""
     files = (f for f in [Path(folder), *Path(folder).glob("*")] if folder and f.is_file())
     own = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns, f.stat().st_ino) for f in files)
     others = sorted((n, str(v)) for n, v in how.items() if n in KEYED)
@@ -136,8 +136,8 @@ def _known(lent: Lent, model: str, folder: str, how: Mapping[str, Any]) -> Lent:
 
 
 def pooling_of(model: str) -> str:
-    """How an embedding model's folder says that its texts become vectors (sentence-transformers' file); else by the last token,
-    as models that write are trained to."""
+    """The pooling that an embedding model's folder names (in sentence-transformers' file); otherwise "last", the last token's
+    hidden state, the usual choice for decoders."""
     path = state.user_path(model) / "1_Pooling" / "config.json"
     if not path.is_file():
         return "last"
@@ -147,7 +147,7 @@ def pooling_of(model: str) -> str:
 
 
 def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
-    """What the engine takes; `memory` as a bound of its cache, where it is given and the cache has no other."""
+    """The engine's arguments; `memory` becomes the limit of the cache if cache_tokens sets none."""
     found = {name: value for name, value in how.items() if name != "act"}
     memory = found.pop("memory", None)
     found.pop("lora", None)
@@ -157,10 +157,10 @@ def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
 
 
 class Loader:
-    """Begins to load models, one after another, in processes; between two of them the next process gets ready.
+    """Begins to load models, one after another, each in a process; a standby process is started ahead of the next one.
 
     Args:
-        device, how: as `load` takes them, for all models of the server. host: memory that is lent to their engines.
+        device, how: arguments of `load` for all models of the server. host: the host memory that engines borrow from.
     """
 
     def __init__(self, device: str, how: Mapping[str, Any], host: HostMemory | None = None) -> None:
@@ -168,7 +168,7 @@ class Loader:
         self.standby: Standby | None = None
 
     def begin(self, offer: Offer) -> "LoadingModel":
-        """Begin with a model."""
+        """Begin to load a model."""
         standby, self.standby = self.standby, None
         if standby is not None and not standby.process.is_alive():
             standby.stop()
@@ -176,21 +176,21 @@ class Loader:
         return LoadingModel(offer, self.device, self.how, True, standby, self.host)
 
     def prepare(self) -> None:
-        """Start the process of the next model, where there is none yet."""
+        """Start the standby process if there is none."""
         self.standby = self.standby or Standby(MODULES)
 
     def stop(self) -> None:
-        """End the process that waits."""
+        """End the standby process."""
         if self.standby is not None:
             self.standby.stop()
 
 
 class LoadingModel:
-    """A model on its way into a process of its own.
+    """A model that is being loaded in a separate process.
 
     Args:
-        offer: the model. device, how: as `load` takes them, for all models of the server; and `urls`: whether pictures that
-            requests link to are fetched.
+        offer: the model. device, how: arguments of `load` for all models of the server; and `urls`: whether images at http and
+            https URLs are fetched.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class LoadingModel:
         self.loaded: Loaded | None = None
 
     def made(self) -> "ServedModel":
-        """The model, its engine not started yet. Raises what loading raises."""
-        from lowq_cli.serving.http.pictures import PictureReader  # while the model is loaded
+        """The model with its engine not started yet. Raises what loading raises."""
+        from lowq_cli.serving.http.pictures import PictureReader  # imported while the process loads the model
         from lowq_cli.serving.http.served_model import ServedModel
 
         try:
@@ -224,7 +224,7 @@ class LoadingModel:
             raise
 
     def finish(self, loop: asyncio.AbstractEventLoop, done: Done) -> "ServedModel":
-        """The model once its engine has started. Raises what loading raises."""
+        """Start the engine and return the model. Raises what loading raises."""
         model = self.made()
         try:
             model.hub.start(loop, done)
@@ -234,7 +234,7 @@ class LoadingModel:
         return model
 
     def stop(self, keep: bool = False) -> None:
-        """End its process; keep: what its cache holds stays in host memory, as far as there is room."""
+        """End the process. keep: keep the cache's blocks in host memory, as far as there is room."""
         self.engine.stop(0, keep and self.lent is not None)
         if self.host is not None and self.lent is not None:
             self.host.take_back(self.offer.name, self.lent, self.engine.kept)

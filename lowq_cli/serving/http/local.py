@@ -1,7 +1,7 @@
-"""What lowq's own commands ask of a server of the same user, through its Unix socket: texts as they would make them themselves.
+"""Paths for lowq's own commands: they let a running server of the same user generate text, through its Unix socket.
 
-A text is asked for by where its model lies, and answered only by a model that is loaded, on the device and with the cache that
-the command would take. Lines of JSON go back: what is told before, pieces of text, the end.
+A request names the model by its path. Only a loaded model answers, on the same device and with the same cache format that the
+command would use. The response is lines of JSON: notes, pieces of text, the end.
 """
 
 import asyncio
@@ -36,23 +36,23 @@ PREFIX = "/lowq/"
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether a request came through the Unix socket, which only this user can reach."""
+    """Whether a request came through the Unix socket, which only this user can connect to."""
     host, port = scope.get("server") or ("", 0)
     return port is None and host.startswith("/")
 
 
 class Local:
-    """The paths.
+    """The handlers of the paths.
 
     Args:
-        models: of the server. about: what `info` tells besides. stop: ends the server.
+        models: the server's pool. about: further facts for `info`. stop: ends the server.
     """
 
     def __init__(self, models: ModelPool, about: dict[str, Any], stop: Callable[[], None]) -> None:
         self.models, self.about, self.stop = models, about, stop
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The routes for the application."""
         return [
             Route(f"{PREFIX}text", self.text, methods=["POST"]),
             Route(f"{PREFIX}info", self.info),
@@ -60,7 +60,7 @@ class Local:
         ]
 
     async def info(self, request: HttpRequest) -> Response:
-        """What this server is."""
+        """The facts of this server."""
         models = [{"name": m["id"], "state": m["state"], "bytes": m["bytes"]} for m in self.models.all_shown()]
         told = {"process": os.getpid(), **self.about, "models": models, "idle_s": round(self.models.idle_s(), 1)}
         return Response(encoded(told) + b"\n", media_type="application/x-ndjson")
@@ -71,7 +71,7 @@ class Local:
         return answer_json({})
 
     async def text(self, request: HttpRequest) -> Response:
-        """A text, line by line."""
+        """Stream a text as lines of JSON."""
         body = parsed(await request.body())
         place = self._place(body)
         try:
@@ -81,7 +81,7 @@ class Local:
             return Response(encoded({"error": str(e), "exit_code": e.exit_code}) + b"\n", media_type="application/x-ndjson")
 
     def _place(self, body: dict[str, Any]) -> Place:
-        """The loaded model that would make the text that the command would. Raises Refusal."""
+        """The loaded model that would generate the same text as the command. Raises Refusal."""
         for place in self.models.places.values():
             if place.state is State.READY and place.model is not None and model_path(place.offer.path) == body.get("path"):
                 if place.model.facts.kv != body.get("kv"):
@@ -94,7 +94,7 @@ class Local:
         raise Refusal(404, f"process {os.getpid()} has not loaded this model")
 
     async def _begin(self, model: ServedModel, body: dict[str, Any]) -> Response:
-        """Queue the text. Raises Refusal where this server cannot make it, LowqError where nobody can."""
+        """Queue the request. Raises Refusal if this server cannot answer it, LowqError if the command could not either."""
         drawn, origins = settled(model.facts.published, body["given"], DEFAULTS[body["default"]])
         Sampling(**drawn)
         stops, wanted, template = check(body["stop"]), body["max_new_tokens"], bool(model.tokenizer.chat_template)
@@ -127,7 +127,7 @@ class Local:
 
 
 class Lines(Response):
-    """A text as lines of JSON, as it comes."""
+    """A streamed response of JSON lines."""
 
     def __init__(self, live: Live, writer: TextWriter, told: dict[str, Any]) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache"}, "application/x-ndjson")

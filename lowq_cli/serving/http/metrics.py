@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus: counters of the engine, times that clients see, the share of the memory's speed."""
+"""The numbers of /metrics for Prometheus: engine counters, latencies that clients see, share of the memory bandwidth."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,19 +16,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Roofline:
-    """The share of the memory's speed that steps reach.
+    """The share of the memory bandwidth that steps reach.
 
-    speed: bytes per second; None where it is not known, or memory is not the limit. read: by powers of two of texts, the bytes
-    of weights that a step of so many reads.
+    speed: bytes per second; None if it is unknown or memory is not the limit. read: entry i is the bytes of weights that a step
+    of 2**i sequences reads.
 
-    Prompts are read in the same seconds and not counted as bytes, so a server that reads long ones shows a lower share.
+    Prefill takes part of the same seconds, but its bytes are not counted, so a server with long prompts shows a lower share.
     """
 
     speed: float | None = None
     read: tuple[int, ...] = (0,)
 
     def share(self, before: Stats, now: Stats) -> float | None:
-        """Of the steps between two moments; None where it is not known."""
+        """The share of the steps between two readings of the counters; None if it is unknown."""
         steps, seconds = now.steps - before.steps, now.busy_s - before.busy_s
         if self.speed is None or not steps or seconds <= 0:
             return None
@@ -40,8 +40,8 @@ class Roofline:
 
 
 def roofline(model: Any, most: int) -> Roofline:
-    """A model's, for steps of up to `most` texts. Memory's speed is measured now where it is not known (under a second)."""
-    from lowq_cli.engine import explain  # torch, which only the engine's process has
+    """The Roofline of a model for steps of up to `most` sequences. An unknown bandwidth is measured now (under a second)."""
+    from lowq_cli.engine import explain  # imports torch, which only the engine's process loads
     from lowq_cli.engine.decoders import decoder_of
 
     read = tuple(explain.bytes_per_token(model, decoder_of(model), 1 << i) for i in range(most.bit_length() + 1))
@@ -50,7 +50,7 @@ def roofline(model: Any, most: int) -> Roofline:
 
 @dataclass
 class Watched:
-    """A model's engine, None while it is not loaded; `past`: what its counters stood at when it was unloaded."""
+    """A model's engine, None while it is not loaded; `past`: the counters of its earlier engines."""
 
     engine: Engine | None
     roofline: Roofline
@@ -59,13 +59,13 @@ class Watched:
     loads: int = 0
 
     def now(self) -> Stats:
-        """Where the engine stands, with counters that only grow."""
+        """The engine's numbers now; counters include earlier engines and only grow."""
         s = Stats() if self.engine is None else self.engine.stats()
         return replace(s, **{name: getattr(s, name) + getattr(self.past, name) for name, _, _ in COUNTERS})
 
 
 class Metrics:
-    """The server's numbers, by model. host_bytes: of each, bytes of its cache in host memory."""
+    """The server's numbers by model. host_bytes: maps a model's name to the bytes of its cache in host memory."""
 
     def __init__(self, host_bytes: Callable[[str], int] = lambda name: 0) -> None:
         self.host_bytes = host_bytes
@@ -80,21 +80,21 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]
 
     def watch(self, name: str, engine: Engine, roofline: Roofline) -> None:
-        """A model was loaded."""
+        """Add the engine of a model that was loaded."""
         known = self.watched.get(name) or Watched(None, roofline, Stats())
         self.watched[name] = Watched(engine, roofline, engine.stats(), known.past, known.loads + 1)
 
     def leave(self, name: str) -> None:
-        """A model was unloaded."""
+        """Remove the engine of a model that was unloaded, and keep its counters."""
         known = self.watched[name]
         known.past, known.engine = known.now(), None
 
     def text(self) -> bytes:
-        """The page."""
+        """The response to /metrics."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engines' numbers now, for the registry."""
+        """The engines' current numbers; called by the registry."""
         rows = {name: w.now() for name, w in self.watched.items()}
         for field_, name, about in COUNTERS:
             counter = CounterMetricFamily(name, about, labels=["model"])
@@ -139,7 +139,7 @@ COUNTERS = (
     ("drafted", "lowq_draft_tokens", "Tokens that were guessed and checked"),
     ("accepted", "lowq_draft_tokens_accepted", "Of those, tokens that were right"),
     ("busy_s", "lowq_busy_seconds", "Seconds in which the engine computed"),
-)  # of Stats
+)  # (field of Stats, metric, help)
 GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("lowq_requests_running", "Requests being computed", lambda s: s.running),
     ("lowq_requests_waiting", "Requests in the queue", lambda s: s.waiting),
@@ -152,7 +152,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
 
 
 class Speed:
-    """Tokens per second since it was last asked. stats: where all engines together stand."""
+    """Tokens per second since the last call. stats: returns the sum of all engines' numbers."""
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self.stats, self.tokens, self.at = stats, 0, time.monotonic()

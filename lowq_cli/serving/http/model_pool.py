@@ -1,10 +1,10 @@
 """The models of a server: loaded when they are asked for, as many as fit, the least recently used one unloaded for the next.
 
-A model is absent, loading, ready, draining or failed. A request leases a model that is ready; of any other it waits, and is
-served in the order in which the models were first waited for. One model is loaded at a time. Where there is no room, models
-that nobody uses go first, the one unused for longest before the others, then busy ones: they take no more requests, and what is
-under way finishes. Whoever comes meanwhile waits until the model is loaded again, so every model that is waited for gets its
-turn. An engine that ends by itself fails its own model alone, which the next request loads again after a pause.
+A model is absent, loading, ready, draining or failed. A request leases a ready model at once and waits for a model in any other
+state. One model is loaded at a time, in the order in which requests first waited for them. If the memory is too small for the
+next model, idle models are unloaded first, starting with the least recently used, then busy ones: a draining model finishes its
+running requests and takes no new ones. A request that comes for a draining model waits until it is loaded again, so every
+requested model gets its turn. If an engine ends by itself, only its model fails; the next request after a pause loads it again.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from lowq_cli.serving.http.served_model import ServedModel
 from lowq_cli.serving.request import Done, Stats
 from lowq_packers.errors import one_line
 
-WAITING = 512  # requests that wait for models at most
-WAIT_S = 300.0  # that one may wait for its model
-REFRESH_S = 2.0  # between two looks at the disk for a name that is not known: whoever makes names up costs no more
-RETRY_S = 5  # after which a client may ask again that has waited, or found too many who do
-PAUSES = (1.0, 60.0)  # seconds from a failure to the next attempt: after the first, and at most
-SOUND_S = 60.0  # that a model must have been ready for its earlier failures to be forgotten
-PROCESS = 512 << 20  # bytes of an engine's process beside weights and cache: torch, recorded passes, libraries
+WAITING = 512  # max. requests waiting for models, all models together
+WAIT_S = 300.0  # max. seconds that a request waits for its model
+REFRESH_S = 2.0  # min. seconds between two scans of the disk for unknown names: bounds the cost of requests with made-up names
+RETRY_S = 5  # Retry-After seconds for a client that waited WAIT_S, or found WAITING requests ahead of it
+PAUSES = (1.0, 60.0)  # seconds from a failure to the next attempt: after the first failure, and the max. of the doubled ones
+SOUND_S = 60.0  # seconds for which a model must have been ready before its failures count from zero again
+PROCESS = 512 << 20  # estimated bytes of an engine's process besides weights and cache: torch, recorded passes, libraries
 
 
 class State(StrEnum):
-    """Where a model stands."""
+    """The state of a model."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -48,24 +48,24 @@ class State(StrEnum):
 
 
 class Loading(Protocol):
-    """A model that is being loaded, in a process of its own."""
+    """A model that is being loaded in a separate process."""
 
     def finish(self, loop: asyncio.AbstractEventLoop, done: Done) -> ServedModel:
-        """The model once its engine has started; blocks. Raises what loading raises."""
+        """Block until the engine has started and return the model. Raises what loading raises."""
         ...
 
     def stop(self) -> None:
-        """End it, whatever it does."""
+        """End the process, whatever its state."""
         ...
 
 
 @dataclass(eq=False)
 class Place:
-    """An offered model. All is of the event loop.
+    """An offered model and its state. All attributes belong to the event loop.
 
-    used: when a request last began or ended (time.monotonic). beginning: requests that hold it and are not queued yet. waiters:
-    requests that wait for it. failures, again: in a row, and when the next attempt may be. cost: bytes that it takes, as far as
-    that is known. gone: it is not offered any more.
+    used: time (time.monotonic) at which a request last began or ended. since: when it became ready. beginning: requests that
+    lease it and are not queued yet. waiters: requests that wait for it. failures: failures in a row. again: time of the next
+    attempt. cost: bytes that it takes, 0 if unknown. gone: whether it is not offered any more.
     """
 
     offer: Offer
@@ -81,22 +81,22 @@ class Place:
     cost: int = 0
     gone: bool = False
     known: dict[str, Any] = field(default_factory=dict)
-    task: asyncio.Task[None] | None = None  # that drains it
+    task: asyncio.Task[None] | None = None  # the task that drains it
     waiters: dict[asyncio.Future[ServedModel], None] = field(default_factory=dict)
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def busy(self) -> bool:
-        """Whether requests are under way."""
+        """Whether it has running or queued requests."""
         return self.beginning > 0 or (self.model is not None and bool(self.model.hub.lives))
 
     @property
     def closed(self) -> str:
-        """Why its engine takes no more, "" while it does."""
+        """Why its engine takes no more requests; "" while it does."""
         return self.model.engine.closed if self.state is State.READY and self.model is not None else ""
 
     def settled(self) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
         self.used = time.monotonic()
         if self.state is State.DRAINING and not self.busy:
             self.drained.set()
@@ -106,12 +106,12 @@ class ModelPool:
     """All models of a server.
 
     Args:
-        offers: by name. default: of requests that name none.
-        load: begins to load one, with so many bytes of cache at most (None: as the device allows); called in a thread.
-        memory: bytes that loaded models may take together; None: without a bound until `memory` is set.
+        offers: the models by name. default: the model of requests that name none.
+        load: begins to load a model; called in a thread.
+        memory: max. bytes of all loaded models together; None: no bound until `memory` is set.
         keep_alive: seconds without a request after which a model is unloaded.
-        only: it is a server of this one model: it is never unloaded, and where its engine ends the server does.
-        share: of `memory` that the cache of a model whose offer does not say may take.
+        only: the server has this one model: it is never unloaded, and the server ends when its engine ends.
+        waiting: max. requests that wait for models. wait_s: max. seconds that one waits.
     """
 
     def __init__(
@@ -128,21 +128,21 @@ class ModelPool:
         self.places = {name: Place(offer) for name, offer in offers.items()}
         self.default, self.load, self.memory, self.keep_alive, self.only = default, load, memory, keep_alive, only
         self.most_waiting, self.wait_s = waiting, wait_s
-        self.host: HostMemory | None = None  # for what caches have no room for
+        self.host: HostMemory | None = None  # holds cache blocks that the models' caches have no room for
         self.metrics = Metrics(self.host_bytes)
         self.created = int(time.time())
-        self.wanted: dict[Place, None] = {}  # in the order in which they were asked for
+        self.wanted: dict[Place, None] = {}  # models to load, in the order in which requests asked for them
         self.work = asyncio.Event()
         self.manager: asyncio.Task[None] | None = None
         self.stopping = ""
-        self.refresh: Callable[[], Mapping[str, Offer]] = lambda: {}  # called in a thread where a name is not known
+        self.refresh: Callable[[], Mapping[str, Offer]] = lambda: {}  # called in a thread when a name is unknown
         self.refreshed = -REFRESH_S
-        self.prepare: Callable[[], object] = lambda: None  # called in a thread after a load: for the next one
+        self.prepare: Callable[[], object] = lambda: None  # called in a thread after each load, to prepare the next
         self.say: Callable[[str], None] = lambda line: None
 
     @classmethod
     def of_one(cls, model: ServedModel, **how: Any) -> "ModelPool":
-        """Of a server with one model, which is loaded already."""
+        """The pool of a server with one model, which is loaded already."""
         pool = cls({model.name: Offer(model.name, model.name, pin=True)}, model.name, only=True, **how)
         pool.adopt(model)
         return pool
@@ -150,13 +150,13 @@ class ModelPool:
     # ---- the start and the end
 
     def adopt(self, model: ServedModel) -> None:
-        """A model that was loaded before the server runs; its engine is started with it."""
+        """Add a model that was loaded before the server runs; `start` starts its engine."""
         place = self.places[model.name]
         place.model, place.state = model, State.LOADING
         place.cost = _cost(model)
 
     async def start(self, done: Done) -> None:
-        """Start the engines of what was adopted, and load what is pinned. Raises what an engine's start raises."""
+        """Start the engines of adopted models and load the pinned ones. Raises what an engine's start raises."""
         loop = asyncio.get_running_loop()
         for place in self.places.values():
             if place.model is not None:
@@ -168,7 +168,7 @@ class ModelPool:
                 self._want(place)
 
     def close(self, why: str = "the server is stopping") -> None:
-        """Take no more requests; those that wait for models are told."""
+        """Take no more requests, and refuse those that wait for models."""
         self.stopping = self.stopping or why
         for place in self.places.values():
             self._tell(place, Refusal(503, self.stopping, "server_error"))
@@ -176,13 +176,13 @@ class ModelPool:
                 asyncio.get_running_loop().run_in_executor(None, place.loading.stop)
 
     def cancel_all(self) -> None:
-        """Whoever is being answered is told that the server stops."""
+        """Cancel all running and queued requests."""
         for place in self.places.values():
             if place.model is not None:
                 place.model.hub.cancel_all()
 
     def stop(self) -> None:
-        """End all engines; from any thread, once the event loop has ended."""
+        """End all engines. May be called from any thread once the event loop has ended."""
         from concurrent.futures import ThreadPoolExecutor
 
         ends: list[Callable[[], object]] = [partial(p.model.end, False) for p in self.places.values() if p.model is not None]
@@ -194,9 +194,9 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, name: str | None, receive: Receive | None = None) -> AsyncIterator[ServedModel]:
-        """The model called `name`, or the default, loaded; it stays so until the block is left and its requests have ended.
+        """The loaded model called `name`, or the default; it stays loaded until the block is left and its requests have ended.
 
-        receive: of the client, who may leave while it is loaded. Raises Refusal, ClientDisconnect.
+        receive: the client's ASGI receive; shows that it left while the model is loaded. Raises Refusal, ClientDisconnect.
         """
         place = await self._place(name)
         if place.closed and not self.only:
@@ -225,13 +225,13 @@ class ModelPool:
         return place
 
     def _named(self, name: str | None) -> Place | None:
-        """The model of a name, or that which has an alias or an adapter of it."""
+        """The model with this name, alias or adapter; None if there is none."""
         if (place := self.places.get(self.default if name is None else name)) is not None:
             return place
         return next((p for p in self.places.values() if name in p.offer.others and not p.gone), None)
 
     async def _wait(self, place: Place, receive: Receive | None) -> ServedModel:
-        """The model once it is ready, with its place in `beginning`."""
+        """Wait until the model is ready and return it, counted in `beginning`. Raises Refusal, ClientDisconnect."""
         if self.stopping:
             raise Refusal(503, self.stopping, "server_error")
         if place.state is State.FAILED and time.monotonic() < place.again:
@@ -269,7 +269,7 @@ class ModelPool:
         self.work.set()
 
     async def _manage(self) -> None:
-        """The task that loads what is wanted, one after another."""
+        """The task that loads the wanted models, one after another."""
         while True:
             await self.work.wait()
             self.work.clear()
@@ -279,7 +279,7 @@ class ModelPool:
                 if place.waiters or (place.offer.pin and place.state is State.ABSENT):
                     try:
                         await self._bring(place)
-                    except Exception as e:  # whatever it is: those who wait for this model are told, the others are served
+                    except Exception as e:  # any error fails this model and its waiting requests, not the other models
                         self._failed(place, one_line(e))
 
     async def _bring(self, place: Place) -> None:
@@ -318,7 +318,7 @@ class ModelPool:
         await asyncio.gather(*map(self._drain, victims))
 
     def _drain(self, place: Place) -> asyncio.Task[None]:
-        """Unload a model once what is under way has ended."""
+        """Begin to unload a model; its running requests finish first."""
         if place.task is None:
             place.state, place.task = State.DRAINING, asyncio.create_task(self._drained(place))
         return place.task
@@ -328,7 +328,7 @@ class ModelPool:
         assert model is not None
         while place.busy and not model.engine.closed:
             place.drained.clear()
-            with suppress(TimeoutError):  # an engine that died tells of no end
+            with suppress(TimeoutError):  # an engine that died reports no end of its requests
                 async with asyncio.timeout(1.0):
                     await place.drained.wait()
         place.model = None
@@ -355,7 +355,7 @@ class ModelPool:
         place.waiters.clear()
 
     def _failed(self, place: Place, why: str) -> None:
-        """A model that cannot be loaded, or whose engine ended by itself."""
+        """Mark a model as failed: it cannot be loaded, or its engine ended by itself."""
         if place.state is State.READY and time.monotonic() > place.since + SOUND_S:
             place.failures = 0
         model, place.model, place.loading = place.model, None, None
@@ -375,10 +375,10 @@ class ModelPool:
                 ready.set_exception(why)
         place.waiters.clear()
 
-    # ---- now and then
+    # ---- periodic work
 
     def look(self) -> str:
-        """Called now and then: what died is told, what nobody asks for goes. Why the server ends, or ""."""
+        """Mark models whose engine died as failed and unload idle ones; called periodically. Why the server ends, or ""."""
         if self.only:
             return self.one.engine.closed
         now = time.monotonic()
@@ -392,7 +392,7 @@ class ModelPool:
         return ""
 
     def update(self, offers: Mapping[str, Offer]) -> None:
-        """Offer these too, or anew: what has changed is loaded again when it is asked for."""
+        """Add these offers or replace those of the same name; a changed model is loaded again at its next request."""
         for name, offer in offers.items():
             place = self.places.get(name)
             if place is None:
@@ -403,7 +403,7 @@ class ModelPool:
                     self._drain(place)
 
     def replace_all(self, offers: Mapping[str, Offer], default: str) -> None:
-        """Offer these and nothing else: what is not among them is unloaded once what is under way has ended."""
+        """Offer exactly these models; the others are unloaded once their running requests have ended."""
         self.default = default
         for name, place in list(self.places.items()):
             place.gone = name not in offers
@@ -418,7 +418,7 @@ class ModelPool:
         if place.gone and place.state in (State.ABSENT, State.FAILED):
             self.places.pop(place.offer.name, None)
 
-    # ---- what is told
+    # ---- reports
 
     @property
     def one(self) -> ServedModel:
@@ -431,12 +431,12 @@ class ModelPool:
         return (name for name, place in self.places.items() if not place.gone)
 
     async def shown(self, name: str) -> dict[str, Any]:
-        """What /v1/models tells of one. Raises Refusal."""
+        """The entry of one model in /v1/models. Raises Refusal."""
         place = await self._place(name)
         return next(one for one in self._with_adapters(place) if one["id"] == name)
 
     def all_shown(self) -> list[dict[str, Any]]:
-        """What /v1/models tells of all, the default first."""
+        """The entries of all models in /v1/models, the default first."""
         names = sorted(self._offered(), key=lambda n: n != self.default)
         return [one for n in names for one in self._with_adapters(self.places[n])]
 
@@ -453,27 +453,27 @@ class ModelPool:
         return {**head, **known, **more} | ({"error": place.why} if place.why else {})
 
     def host_bytes(self, name: str) -> int:
-        """Bytes of a model's cache that are in host memory, whether it is loaded or not."""
+        """Bytes of a model's cache blocks in host memory, whether it is loaded or not."""
         place = self.places.get(name)
         if place is not None and place.model is not None:
             return place.model.engine.stats().host_bytes
         return 0 if self.host is None else self.host.kept_bytes(name)
 
     def stats(self) -> Stats:
-        """All engines together, with counters that only grow; `waiting`: those for a model too."""
+        """The sum of all engines' numbers; counters only grow; `waiting` includes requests that wait for a model."""
         found = [w.now() for w in self.metrics.watched.values()]
         names = [n for n, _, _ in COUNTERS] + ["running", "waiting", "blocks", "blocks_used"]
         total = Stats(**{n: sum(getattr(s, n) for s in found) for n in names})
         return replace(total, waiting=total.waiting + sum(len(p.waiters) for p in self.places.values()))
 
     def idle_s(self) -> float:
-        """Seconds since the last request ended; 0 while one is under way."""
+        """Seconds since the last request ended; 0 while one is running or waiting."""
         if any(p.busy or p.waiters for p in self.places.values()):
             return 0.0
         return time.monotonic() - max(p.used for p in self.places.values())
 
     def not_ready(self) -> str:
-        """Why requests are not answered now, or "": it stops, or a model that is always to be there is not, or says nothing."""
+        """Why requests are not answered now, or "": the server stops, a pinned model is not ready, or an engine is stalled."""
         if self.stopping:
             return self.stopping
         for name, place in self.places.items():
@@ -489,7 +489,7 @@ def _cost(model: ServedModel) -> int:
 
 
 def _need(place: Place) -> int:
-    """Bytes that a model takes; before its first load those of its files."""
+    """Bytes that a model takes; before its first load, an estimate from the size of its files."""
     return place.cost or place.offer.weight_bytes() + PROCESS
 
 
@@ -499,6 +499,6 @@ def _unloadable(place: Place) -> Refusal:
 
 
 async def _left(receive: Receive) -> None:
-    """Until a client has left."""
+    """Return once the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""From what a command names to a pool of models whose default one is loaded: for `serve`, and for `batch`."""
+"""Makes the model pool of `serve` and `batch` from their arguments, with the default model loaded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """Which models the command line names, and how many may be loaded; fields as `serve` has them."""
+    """The models and limits that the command line names; fields have the names of `serve`'s options."""
 
     ckpt: str | None
     models: tuple[str, ...]
@@ -32,11 +32,11 @@ class Asked:
 
     @property
     def one(self) -> bool:
-        """Whether it is a server of one model, which is loaded as long as it runs."""
+        """Whether the server has one model, which stays loaded as long as it runs."""
         return self.ckpt is not None and not (self.models or self.config)
 
     def read(self) -> "Offers":
-        """What is offered. Raises UsageError, NotFoundError."""
+        """The offered models. Raises UsageError, NotFoundError."""
         file = catalog.read_config(Path(self.config)) if self.config else catalog.Config()
         first = None
         if self.ckpt is not None:
@@ -60,7 +60,7 @@ class Asked:
         return Offers(found, default, memory, float("inf") if alive is None else alive, host)
 
     def _last(self, found: dict[str, Offer]) -> str:
-        """The checkpoint that commands take without a name, or else the first one there is."""
+        """The checkpoint that commands take by default, or the first one if there is no default."""
         here = {offer.folder.absolute(): name for name, offer in found.items()}
         known = [k for k in state.known() if k.checkpoint.absolute() in here]
         if not known or self.models or self.config:
@@ -71,8 +71,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Offers:
-    """Models by name, the default's, bytes of all loaded ones (None: what there is), seconds until an idle one is unloaded,
-    bytes of host memory for what caches have no room for (None: none)."""
+    """Models by name, the default's name, max. bytes of all loaded ones (None: all memory), seconds until an idle one is
+    unloaded, bytes of host memory for cache blocks (None: none)."""
 
     models: dict[str, Offer]
     default: str
@@ -82,10 +82,10 @@ class Offers:
 
 
 class Opening:
-    """The default model on its way, and the pool once it is there.
+    """The default model while it is loaded, then the pool.
 
     Args:
-        asked, found: what was named, and what that is. device, how: as `loading.load` takes them.
+        asked: the arguments. found: the models that they name. device, how: arguments of `loading.load`.
     """
 
     def __init__(self, asked: Asked, found: Offers, device: str, how: Mapping[str, Any]) -> None:
@@ -96,8 +96,8 @@ class Opening:
         self.first = LoadingModel(found.models[found.default], device, how, console.quiet, host=self.host)
 
     def pool(self, say: Callable[[str], None]) -> "ModelPool":
-        """The pool, its default model loaded and not started yet. Raises what loading raises."""
-        from lowq_cli.serving.http.model_pool import ModelPool  # while the model is loaded
+        """The pool with the default model loaded and its engine not started. Raises what loading raises."""
+        from lowq_cli.serving.http.model_pool import ModelPool  # imported while the process loads the model
 
         found, model = self.found, self.first.made()
         bound = None if self.asked.one else found.memory or _room(self.loaded, found.kv_host or 0)
@@ -110,12 +110,12 @@ class Opening:
 
     @property
     def loaded(self) -> Loaded:
-        """What is known of the default model, once `pool` has been made."""
+        """The facts of the default model, after `pool` was called."""
         assert self.first.loaded is not None
         return self.first.loaded
 
     def stop(self) -> None:
-        """End the processes that were begun here."""
+        """End the processes that this object started."""
         self.first.stop()
         self.loader.stop()
         if self.host is not None:
@@ -123,7 +123,7 @@ class Opening:
 
 
 def _host_memory(found: Offers) -> HostMemory | None:
-    """What `--kv-host` asks for. Raises UsageError for more than there is."""
+    """The host memory that `--kv-host` requests. Raises UsageError if that is more than is free."""
     if found.kv_host is None:
         return None
     free = memory.available_memory()
@@ -134,8 +134,8 @@ def _host_memory(found: Offers) -> HostMemory | None:
 
 
 def _room(loaded: Loaded, beside: int) -> int | None:
-    """Bytes that all models together may take where nobody says: most of what the device has, and on a CPU of what is left
-    beside so many bytes."""
+    """The default limit of bytes for all models together: most of the device's memory; on a CPU most of the free memory after
+    `beside` bytes are subtracted."""
     if loaded.device_bytes is not None:
         return int(0.95 * loaded.device_bytes)
     free = memory.available_memory()

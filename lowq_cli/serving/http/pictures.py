@@ -1,7 +1,7 @@
-"""Pictures of a request: found among its messages, fetched, and read by a process that may die of them.
+"""Images of a request: extracted from its messages, fetched, and decoded by a separate process, which may crash on them.
 
-A picture comes as a data URL. One of http or https is fetched only where the server was started with --allow-image-urls, from
-an address that anybody can reach, which is checked and then connected to; so is where it redirects to.
+An image comes as a data URL. An http or https URL is fetched only if the server was started with --allow-image-urls, and only
+from a public address: the resolved address is checked and then connected to, for redirects as well.
 """
 
 import asyncio
@@ -32,20 +32,20 @@ from lowq_cli.serving.http.refusal import wrong
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
-MOST = 16  # pictures of a request
+MOST = 16  # max. images per request
 DATA = re.compile(r"data:image(/[\w.+-]+)?;base64,", re.ASCII)
-READERS = 2  # processes that read pictures: one of 1,024 x 1,024 takes 60 ms
-READ_S = 30.0  # that a process may take for one
+READERS = 2  # processes that decode images; an image of 1,024 x 1,024 takes 60 ms
+READ_S = 30.0  # max. seconds that a process may take for one image
 FETCH_S, REDIRECTS = 10.0, 3
-KEPT_BYTES = 1 << 28  # of pictures that were read: those of a conversation come again with each turn
-MORE_MEMORY = 2 << 30  # bytes that a process may take for a picture beyond what it has once it can read
+KEPT_BYTES = 1 << 28  # max. bytes of the cache of preprocessed images: a conversation sends its images again with each turn
+MORE_MEMORY = 2 << 30  # max. bytes that a process may allocate for an image after its imports
 OTHERS = {"input_audio": "sound", "audio_url": "sound", "video_url": "videos", "video": "videos", "file": "files"}
 
 
 def take(asked: Asked) -> tuple[Asked, list[tuple[str, str]]]:
-    """The request with a place for each picture, and the pictures: field and URL. Raises Refusal.
+    """The request with a placeholder for each image, and the images as (field, URL). Raises Refusal.
 
-    A message that has pictures has parts {"type": "image"} and {"type": "text"} afterwards, others stay as they are.
+    A message with images has parts {"type": "image"} and {"type": "text"} afterwards; other messages are unchanged.
     """
     found: list[tuple[str, str]] = []
     messages = []
@@ -66,23 +66,23 @@ def _part(name: str, given: Any, found: list[tuple[str, str]]) -> Any:
     if kind in OTHERS:
         raise wrong(f"{name}.type", f"{shown(kind)} is not taken: this server takes texts and pictures, no {OTHERS[kind]}")
     if kind != "image_url":
-        if kind == "image":  # which is how we write the place of one
+        if kind == "image":  # "image" is our own placeholder
             raise wrong(f"{name}.type", '"image" is not supported; send a picture as "image_url"')
         return part
     inside = part.get("image_url")
     if not isinstance(inside, str):
         inside = table(f"{name}.image_url", inside)
-        known(f"{name}.image_url", inside, {"url", "detail"})  # how much of it is looked at is the processor's
+        known(f"{name}.image_url", inside, {"url", "detail"})  # detail is ignored: the model's processor sets the resolution
         inside = inside.get("url")
     found.append((f"{name}.image_url", text(f"{name}.image_url.url", inside)))
     return {"type": "image"}
 
 
 class PictureReader:
-    """What reads the pictures of a model's requests.
+    """Reads the images of requests to a model.
 
     Args:
-        folder, images: the model's. urls: whether those of http and https are fetched.
+        folder, images: of the model. urls: whether images with http and https URLs are fetched.
     """
 
     def __init__(self, folder: str, images: Images, urls: bool = False) -> None:
@@ -93,7 +93,7 @@ class PictureReader:
         self._kept = OrderedDict[bytes, Packed]()
 
     async def read(self, given: list[tuple[str, str]]) -> tuple[Packed, ...]:
-        """Pictures by field and URL. Raises Refusal, naming the field."""
+        """The preprocessed images of (field, URL) pairs. Raises Refusal, naming the field."""
         return tuple([await self._read(name, url) for name, url in given])
 
     async def _read(self, name: str, url: str) -> Packed:
@@ -128,7 +128,7 @@ class PictureReader:
             raise wrong(name, str(e)) from None
 
     def _ask(self, data: bytes) -> Packed:
-        """One of the processes reads it; one that ends of it, or takes too long, is replaced. Raises LowqError."""
+        """The image, read by one of the processes; a process that crashes or takes too long is replaced. Raises LowqError."""
         process = self._free.get()
         try:
             if process is None:
@@ -147,12 +147,12 @@ class PictureReader:
                 process.kill()
 
 
-class _Ended(Exception):  # no error of the model: the picture is refused
-    """The process that read a picture is no more."""
+class _Ended(Exception):  # not a server error: the image is refused
+    """The process that read an image has ended."""
 
 
 class _Process:
-    """A process that reads pictures, one after the other."""
+    """A process that reads images, one after another."""
 
     def __init__(self, folder: str, images: Images) -> None:
         context = multiprocessing.get_context("spawn")
@@ -162,7 +162,7 @@ class _Process:
         theirs.close()
 
     def ask(self, data: bytes) -> Packed:
-        """What it makes of a picture. Raises what that raises, and _Ended."""
+        """The preprocessed image. Raises the error that the process reports, and _Ended."""
         try:
             self.pipe.send_bytes(data)
             if not self.pipe.poll(READ_S):
@@ -178,18 +178,18 @@ class _Process:
         return found
 
     def kill(self) -> None:
-        """End it."""
+        """End the process."""
         self.process.kill()
         self.process.join()
 
 
 def _serve(pipe: Any, folder: str, images: Images) -> None:
-    """What the process does: a picture's bytes in, what the tower is given out."""
+    """The loop of the process: receive an image's bytes, send the vision tower's input."""
     from lowq_cli.files.picture_file import decode
     from lowq_cli.hf.pictures import Processor, packed
 
     processor: Processor | None = None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process handles Ctrl-C
     while True:
         try:
             data = pipe.recv_bytes()
@@ -204,14 +204,14 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
             found = e
         except MemoryError:
             found = UsageError("the picture does not fit into memory; make it smaller")
-        except Exception as e:  # a bug of ours, as a reader's errors are LowqErrors: the server answers it as one
+        except Exception as e:  # readers raise LowqErrors, so this is a bug in lowq: the server answers 500
             log_error("a picture cannot be read", e)
             found = RuntimeError(f"{type(e).__name__}: {one_line(e)}")
         pipe.send(found)
 
 
 def _bounded() -> None:
-    """Let the process take MORE_MEMORY beyond what it has, where the system can be told."""
+    """Limit this process to its current memory plus MORE_MEMORY, on systems that have such a limit."""
     try:
         import resource
 
@@ -223,7 +223,7 @@ def _bounded() -> None:
 
 
 def fetch(url: str) -> bytes:
-    """The bytes that a link leads to. Raises UsageError for a private address, too many bytes, seconds or redirects."""
+    """The bytes at a URL. Raises UsageError for a private address, too many bytes, seconds or redirects."""
     until = time.monotonic() + FETCH_S
     for _ in range(REDIRECTS + 1):
         parts = urlsplit(url)
@@ -237,7 +237,7 @@ def fetch(url: str) -> bytes:
 
 
 def _get(parts: Any, until: float) -> bytes | str:
-    """The answer's bytes, or where it redirects to."""
+    """The response's bytes, or the URL that it redirects to."""
     secure = parts.scheme == "https"
     try:
         port = parts.port or (443 if secure else 80)
@@ -262,7 +262,7 @@ def _get(parts: Any, until: float) -> bytes | str:
 
 
 def _bounded_body(answer: http.client.HTTPResponse, until: float) -> Iterator[bytes]:
-    """An answer's bytes. Raises UsageError where they are too many, or take too long."""
+    """A response's bytes. Raises UsageError if they exceed MOST_BYTES or come after `until`."""
     total = 0
     while piece := answer.read1(1 << 16):
         total += len(piece)
@@ -274,7 +274,7 @@ def _bounded_body(answer: http.client.HTTPResponse, until: float) -> Iterator[by
 
 
 def addresses(host: str, port: int) -> Iterator[str]:
-    """The addresses of a host, to be connected to as they are. Raises UsageError where one is not anybody's to reach."""
+    """The addresses of a host, to connect to without resolving it again. Raises UsageError if one is not public."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
@@ -286,7 +286,7 @@ def addresses(host: str, port: int) -> Iterator[str]:
 
 
 def _anybodys(address: str) -> bool:
-    """Whether an address is one of the public internet, also as an IPv4 address that IPv6 wraps."""
+    """Whether an address is on the public internet; for an IPv6 address that wraps an IPv4 one, whether that is."""
     own = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(own, ipaddress.IPv6Address):
         inner = own.ipv4_mapped or own.sixtofour or (own.teredo[1] if own.teredo else None)

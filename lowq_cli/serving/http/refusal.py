@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status, and a JSON object with our one line in it."""
+"""Errors in OpenAI's format: an HTTP status, and a JSON object with a one-line message."""
 
 import re
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from lowq_cli.serving.request import Busy
 from lowq_packers.errors import LowqError, UsageError, one_line
 
-RETRY_AFTER = 1  # seconds that a client is asked to wait when the queue is full
+RETRY_AFTER = 1  # seconds of Retry-After when the queue is full
 
 
-@dataclass(eq=False)  # not frozen: an exception is given its traceback, and not equal to another
+@dataclass(eq=False)  # not frozen: Python sets an exception's traceback; compared by identity
 class Refusal(Exception):
-    """Why a request is not answered. param: the field that is to blame; code: OpenAI's word for the kind, where it has one.
-    retry: seconds after which it may be answered, None where waiting does not help.
+    """Why a request is not answered. param: the field with the error. code: OpenAI's code of the error, if it has one.
+    retry: seconds after which a retry may succeed, None if waiting does not help.
     """
 
     status: int
@@ -24,7 +24,7 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """What the client reads."""
+        """The body of the response."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 
 def wrong(param: str, message: str) -> Refusal:
-    """A field that holds something else than it may."""
+    """The refusal of a field with a value that is not allowed."""
     return Refusal(400, f"{param}: {message}", param=param)
 
 
@@ -47,7 +47,7 @@ def bug(error: Exception) -> Refusal:
 
 
 def of(error: LowqError) -> Refusal:
-    """What the engine or a check of ours refuses. A line that begins with a field's name names the field."""
+    """The refusal for an error of the engine or a check. A message that begins with a field's name sets `param`."""
     line = " ".join(str(error).split())
     if isinstance(error, Busy):
         return Refusal(429, line, "rate_limit_error", code="rate_limit_exceeded")

@@ -1,4 +1,4 @@
-"""Sending an answer: whole or as it comes, watched for a client that leaves, with a line in the log."""
+"""Sends an answer, whole or as a stream, cancels it if the client leaves, and logs one line."""
 
 import asyncio
 import time
@@ -20,22 +20,22 @@ def answer_json(value: object, status: int = 200, headers: dict[str, str] | None
 
 
 class Log:
-    """One request's line, and its place in the counters."""
+    """Logs and counts one request."""
 
     def __init__(self, metrics: Metrics, say: Callable[[str], None], dialect: Dialect) -> None:
         self.metrics, self.say, self.dialect, self.began = metrics, say, dialect, time.monotonic()
 
     def answered(self, answer: Answer) -> None:
-        """It was answered in full."""
+        """Record a complete answer."""
         self.ended("ok", "+".join(sorted(set(answer.finish_reasons))), answer)
 
     def refused(self, why: Refusal) -> Response:
-        """It was not; the response that says so."""
+        """Record a refusal and return its response."""
         self.ended("refused" if why.status < 500 else "failed", f"{why.status} {why.message}")
         return answer_json(self.dialect.refused(why), why.status, why.headers)
 
     def ended(self, outcome: str, how: str, answer: Answer | None = None) -> None:
-        """The line: what was asked, tokens in and out, seconds, speed, how it ended."""
+        """Log the line: path, prompt and answer tokens, seconds, speed, how it ended."""
         seconds = time.monotonic() - self.began
         model = "" if answer is None else answer.model
         self.metrics.requests.labels(model, outcome).inc()
@@ -52,7 +52,7 @@ class Log:
 
 
 class following:
-    """Inside, a client that goes away wakes whoever waits for its tokens; afterwards nothing of it is left in the engine."""
+    """While the block runs, a client that leaves wakes the pending `take`; at its end all open requests are cancelled."""
 
     def __init__(self, live: Live, receive: Receive) -> None:
         self.live, self.receive = live, receive
@@ -71,7 +71,7 @@ class following:
 
 
 class EventStream(Response):
-    """An answer as it comes."""
+    """A streamed answer."""
 
     def __init__(self, answer: Answer, log: Log, seconds: float, failed: Callable[[Exception], None]) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, log.dialect.media_type)
@@ -79,7 +79,7 @@ class EventStream(Response):
         self.answer, self.log_, self.seconds, self.failed = answer, log, seconds, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; each chunk as soon as the client has taken the one before."""
+        """Send the stream, each chunk after the client has taken the previous one."""
         answer, dialect, how = self.answer, self.log_.dialect, "client left"
         with following(answer.live, receive), suppress(Gone):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -94,7 +94,7 @@ class EventStream(Response):
                 how = await self._error(send, refused)
             except Gone:
                 raise
-            except Exception as e:  # a bug of ours: the answer ends with it, and LOWQ_DEBUG shows its place
+            except Exception as e:  # a bug in lowq: it ends the answer; LOWQ_DEBUG shows the traceback
                 self.failed(e)
                 how = await self._error(send, bug(e))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -104,11 +104,11 @@ class EventStream(Response):
             self.log_.answered(answer)
 
     async def _error(self, send: Send, why: Refusal) -> str:
-        """The last event of an answer that could not be finished; its line."""
+        """Send the last event of an answer that ends with an error; return its message for the log."""
         await send({"type": "http.response.body", "body": self.log_.dialect.failed(why), "more_body": True})
         return why.message
 
 
 def too_late(seconds: float) -> Refusal:
-    """An answer that takes longer than any may."""
+    """The refusal of an answer that exceeds the time limit."""
     return Refusal(504, f"the answer took longer than {seconds:.0f} s", "timeout")

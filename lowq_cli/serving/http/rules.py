@@ -1,4 +1,4 @@
-"""Masks that follow an answer as it is written: no end before so many tokens, and no more thoughts than so many."""
+"""Token masks for min_tokens and for the budget of thinking tokens, which depend on the answer so far."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -12,16 +12,16 @@ from lowq_cli.output.parts import Offered
 from lowq_cli.output.read import Reader
 from lowq_cli.serving.request import Mask, Words, allow
 
-PREFIX = "rules "  # of the recipe of such a mask
+PREFIX = "rules "  # begins the recipe of such a mask
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What an answer has to keep to.
+    """The limits that an answer has to keep.
 
-    least: tokens before it may end. thinking: tokens of thoughts at most, None for any number. inside: whether it begins in the
-    midst of thoughts; tools: whether the conversation offers any, which may have a template of its own. form: the recipe of the
-    mask that it has besides, "" for none. ends: tokens that end it.
+    least: min. tokens before it may end. thinking: max. thinking tokens, None for no limit. inside: whether it begins inside
+    thoughts. tools: whether the request offers tools, for which a model may have a separate template. form: the recipe of an
+    additional mask, "" for none. ends: tokens that end the answer.
     """
 
     least: int = 0
@@ -32,27 +32,27 @@ class Rules:
     ends: Sequence[int] = ()
 
     def mask(self, tokenizer: LoadedTokenizer, inner: Callable[[str], Mask]) -> "Following":
-        """A mask at its beginning. inner: makes the mask of a form."""
+        """The mask at the start of an answer. inner: makes the mask of a form from its recipe."""
         return Following(self, tokenizer, inner(self.form) if self.form else None)
 
     @property
     def recipe(self) -> str:
-        """From which an engine in another process makes a mask like it."""
+        """A string from which an engine in another process makes the same mask."""
         return PREFIX + json.dumps(asdict(self))
 
     @classmethod
     def of(cls, recipe: str) -> "Rules":
-        """The rules that a recipe was made of."""
+        """The rules of a recipe."""
         return cls(**json.loads(recipe.removeprefix(PREFIX)))
 
 
 class Following:
-    """The mask of one request."""
+    """The mask of one request, which follows its tokens."""
 
     def __init__(self, rules: Rules, tokenizer: LoadedTokenizer, inner: Mask | None) -> None:
         self.rules, self.ends, self.inner, self.recipe = rules, rules.ends, inner, rules.recipe
         self.made = self.thought = 0
-        self.next: list[int] = []  # tokens that have to come, one after the other
+        self.next: list[int] = []  # forced next tokens, in order
         if rules.thinking is not None:
             ways = ways_of(tokenizer.template(rules.tools), tokenizer.added_tokens())
             self.reader = Reader(ways, Offered(), rules.inside)
@@ -60,7 +60,7 @@ class Following:
             self.close: list[int] = tokenizer(ways.end_of_thoughts, add_special_tokens=False)["input_ids"]
 
     def fill(self, words: Words) -> None:
-        """The tokens that may come next."""
+        """Write the allowed next tokens into `words`."""
         if self.next:
             allow(words, self.next[0])
             return
@@ -72,11 +72,11 @@ class Following:
             before = words.copy()
             for token in self.ends:
                 words[token // 32] &= ~(-(1 << 31) if token % 32 == 31 else 1 << token % 32)
-            if not words.any():  # a form that is written out
+            if not words.any():  # the form allows nothing but the end: min_tokens gives way
                 words[:] = before
 
     def accept(self, token: int) -> None:
-        """A token was drawn."""
+        """Advance by a token that was sampled."""
         self.made += 1
         if self.inner is not None:
             self.inner.accept(token)
@@ -91,7 +91,7 @@ class Following:
 
 
 def rules_of(asked: Any, inside: bool, tools: bool, ends: Iterable[int], mask: Callable[[], Mask] | None) -> Rules | None:
-    """The rules that a body names, if any; mask: makes that of its form."""
+    """The rules of a request, None if it sets none. mask: makes the mask of its form."""
     least, thinking = asked.get("min_tokens", 0), asked.thinking
     if not least and thinking is None:
         return None

@@ -1,4 +1,4 @@
-"""A model that is loaded, with what its answers are made with."""
+"""A loaded model with its engine, tokenizer and settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,17 +16,18 @@ from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names
 from lowq_cli.serving.request import Engine
 
-SHRINKS = 4  # times that normalizing may shorten a text, at most
+SHRINKS = 4  # max. factor by which a tokenizer's normalizer may shorten a text
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model that is loaded.
+    """Facts of a loaded model.
 
-    weight_bytes: held by it. device: where it computes. kv: what keys and values are held in. context: tokens of a text, as the
-    model's config says, None where it names no limit. published: how its generation_config.json has it drawn. pooling: how the
-    hidden states of a text become one vector, of POOLINGS. drafts: what guesses tokens, or why nothing does. adapters: names
-    of its LoRA adapters, in their order. act: what activations are rounded to, None for nothing.
+    weight_bytes: bytes of its weights. device: the device it computes on. kv: the format of keys and values in the cache.
+    context: max. tokens of a sequence by the model's config, None if it names no limit. published: the sampling settings of its
+    generation_config.json. pooling: how the hidden states of a text become one vector, one of POOLINGS. drafts: the source of
+    draft tokens, or why there are none. adapters: names of its LoRA adapters, in order. act: the format that activations are
+    rounded to, None for no rounding.
     """
 
     weight_bytes: int = 0
@@ -41,13 +42,13 @@ class Facts:
 
 
 class ServedModel:
-    """A model that requests can be put to.
+    """A model that answers requests.
 
     Args:
-        engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
-        draw: settings of `Draw` where a request leaves them out. roofline: what `Metrics` takes. facts: what more is known.
-        end: ends the engine; is told whether its cache stays in host memory.
-        pictures: what reads those of requests, None where it takes none.
+        engine: an engine that is not started yet. tokenizer, stop_ids: of the model. name: the name that clients use.
+        draw: settings of `Draw` for requests that leave them out. roofline: for `Metrics`. facts: further facts of the model.
+        end: ends the engine; its argument says whether the cache is kept in host memory.
+        pictures: reads the images of requests; None if the model takes none.
     """
 
     def __init__(
@@ -67,17 +68,17 @@ class ServedModel:
         self.hub, self.pictures = Hub(engine), pictures
         self.end: Callable[[bool], None] = end or (lambda keep: engine.stop(0))
         self.names, self.added = Names(tokenizer), tokenizer.added_tokens()
-        self.ways = lru_cache(lambda template: ways_of(template, self.added))  # how it writes, by the template in use
+        self.ways = lru_cache(lambda template: ways_of(template, self.added))  # template -> how the model writes calls
         self.grammars = Grammars(tokenizer, stop_ids, engine.vocabulary)
 
     @cached_property
     def most_characters(self) -> int:
-        """A longer text cannot be short enough, whatever its tokens are."""
+        """The number of characters above which a text exceeds the context for certain, whatever its tokens are."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return SHRINKS * longest * self.engine.limits.longest
 
     def adapter(self, asked: str | None, model: str | None) -> tuple[int, str]:
-        """(the number of the adapter that a request asks for, by its own field or as its model, 0 for none; its name).
+        """(number of the adapter that a request names in `lora` or `model`, 0 for none; the name of the adapter or model).
 
         Raises Refusal.
         """
@@ -89,7 +90,7 @@ class ServedModel:
         return (0, self.name) if name is None else (names.index(name) + 1, name)
 
     def shown(self) -> dict[str, Any]:
-        """What /v1/models tells of it."""
+        """The model's part of its entry in /v1/models."""
         template = str(self.tokenizer.chat_template or "")
         features = ["completions", *["chat"] * bool(template), *["tools"] * ("tools" in template)]
         ways = self.ways(template)

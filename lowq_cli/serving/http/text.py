@@ -1,4 +1,4 @@
-"""The text of one answer, from its tokens: never half a character, never a stop string or what may become one."""
+"""Detokenizes one answer: holds back incomplete characters, stop strings and possible beginnings of stop strings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from lowq_cli.serving.request import Event
 
 @dataclass
 class Piece:
-    """What a step adds to an answer: its parts, the tokens' log-probabilities if asked for, and how it ended, if it did.
+    """The output of a step for one answer: new parts, log-probabilities if requested, and the finish reason if it ended.
 
-    logprobs: of each token (id, log-probability, alternatives, characters of the answer before it), the token that ended the
-        answer among them if `ended`. error: the engine's line, with finish_reason "error".
+    logprobs: for each token (id, log-probability, alternatives, number of characters of the answer before it), including the
+        token that ended the answer if `ended`. error: the engine's message if finish_reason is "error".
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -35,17 +35,17 @@ class Piece:
 
 
 class Writer:
-    """Events of one answer in, its parts out.
+    """Turns the events of one answer into its parts.
 
     Args:
-        tokenizer, prompt: the model's, and the ids that the answer goes on from.
-        stops: texts that end it; they are no part of it.
-        stop_ids: tokens that end it; they have no text.
-        reader: of thoughts and calls; None where the answer is text and nothing else.
-        special: whether special tokens have a text, too.
+        tokenizer: of the model. prompt: the prompt's ids.
+        stops: strings that end the answer; they are left out of it.
+        stop_ids: tokens that end the answer; they add no text.
+        reader: parses thoughts and calls; None if the answer is plain text.
+        special: whether special tokens are written out.
     Attributes:
-        tokens, cached: of the answer so far, and of its prompt those that were in the cache. thinking: tokens of thoughts.
-        drafted: of its drafts, those that were right and wrong, once it has ended.
+        tokens: tokens of the answer so far. cached: prompt tokens found in the cache. thinking: thinking tokens.
+        drafted: (accepted, rejected) draft tokens, once the answer has ended.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Writer:
 
     @property
     def stopped(self) -> str:
-        """The text to stop at that ended the answer, "" for none."""
+        """The stop string that ended the answer, "" for none."""
         return self.stopper.met
 
     def push(self, events: list[Event]) -> Piece:
-        """What these events add. With finish_reason "stop" nothing more is wanted, whether the engine has ended or not."""
+        """The output for these events. After finish_reason "stop" the caller cancels the request, which may still run."""
         thinks = self.reader is not None and self.reader.thinks
         piece = Piece()
         for part in [events] if not (self.stopper.stops or thinks) and events[0].logprob is None else [[e] for e in events]:
@@ -84,7 +84,7 @@ class Writer:
             if last.logprob is not None and last.token is not None:
                 piece.logprobs.append((last.token, last.logprob, last.top, at))
             self._read(piece, text, made)
-            if cut:  # what came along with the token that completed a stop is no part of the answer
+            if cut:  # events after the token that completed a stop string are dropped
                 break
         piece.ended = piece.finish_reason == "stop" and last.token in self.stop_ids
         if piece.finish_reason == "stop" and self.reader is not None and self.reader.calls:
@@ -92,7 +92,7 @@ class Writer:
         return piece
 
     def _read(self, piece: Piece, text: str, tokens: int) -> None:
-        """What a text adds to the parts."""
+        """Add the parts of a new text to `piece`."""
         if self.reader is None:
             piece.parts += [Part("text", text)] if text else []
             return
@@ -102,7 +102,7 @@ class Writer:
         self.thinking += tokens if thinking or self.reader.thinking else 0
 
     def _text(self, events: list[Event]) -> tuple[str, bool]:
-        """What these events add to the text, and whether a stop has ended it."""
+        """(the text that these events add, whether a stop string has ended the answer)."""
         last = events[-1].finish_reason
         ids = [e.token for e in events if e.token is not None]
         shown = ids[:-1] if last == "stop" and ids and ids[-1] in self.stop_ids else ids
@@ -115,7 +115,7 @@ class Writer:
 
 
 def places(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[int]:
-    """The characters of a text before each of its tokens; before a part of a character, those before the character."""
+    """For each token the number of characters before it; for a token inside a character, the number before that character."""
     detokenizer, found, n = Detokenizer(tokenizer, []), list[int](), 0
     for token in ids:
         found.append(n)
@@ -124,7 +124,7 @@ def places(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[int]:
 
 
 def stop_tokens(stops: Iterable[str], added: Mapping[str, Added]) -> frozenset[int]:
-    """The special tokens among the texts to stop at. Raises Refusal for one that holds more: no answer ever shows it."""
+    """The special tokens among the stop strings. Raises Refusal for a longer string that contains one: no answer shows it."""
     special = {text: found.token for text, found in added.items() if found.special and text}
     for stop in stops:
         if stop not in special and (inner := next((text for text in special if text in stop), None)):
@@ -143,9 +143,9 @@ class Names:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
-        """(text, bytes) of a token; where it is no whole character, its bytes written out; None where they are not known."""
+        """(text, bytes) of a token; the text of an incomplete character is its bytes as \\xNN; bytes are None if unknown."""
         alone = self._decoded(token)
-        text = self._decoded(token, token).removeprefix(alone) or alone  # the first of a text loses its leading space in some
+        text = self._decoded(token, token).removeprefix(alone) or alone  # twice: some tokenizers strip a text's first space
         if UNFINISHED not in text:
             return text, list(text.encode())
         raw = self.tokenizer.token_bytes(token)

@@ -1,4 +1,4 @@
-"""Calls of tools: what a request offers, and how a model is made to call one, or to answer in a form."""
+"""Tool calls: the tools that a request offers, and the grammars that force a call or a form of the answer."""
 
 import json
 import re
@@ -30,19 +30,19 @@ class Tools:
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a call."""
         return self.choice not in ("none", "auto")
 
     @property
     def offered(self) -> Offered:
-        """For the reader of answers."""
+        """The offered functions for the reader of answers."""
         functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in self.given}
         named = [self.choice] if self.choice != "required" else list(functions)
         return Offered(functions, self.several, self.forced, named[0] if self.forced and len(named) == 1 else None)
 
 
 def read(asked: Asked) -> Tools:
-    """The tools of a body and which may be called. Raises Refusal."""
+    """The tools of a body and the choice among them. Raises Refusal."""
     given = [_tool(f"tools[{i}]", t) for i, t in enumerate(asked.get("tools", []))]
     choice = asked.get("tool_choice", "auto" if given else "none")
     if isinstance(choice, dict):
@@ -69,8 +69,8 @@ def _tool(name: str, given: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an answer begins. ways: how the model writes. inside: whether in the midst of thoughts; think: whether it may have
-    any. template: its own; added: tokens that were added to its vocabulary."""
+    """The state at which an answer begins. ways: the model's syntax. inside: whether it begins inside thoughts. think: whether
+    it may have thoughts. template: the chat template. added: tokens that were added to the vocabulary."""
 
     ways: Ways
     template: str
@@ -80,10 +80,10 @@ class Place:
 
 
 def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callable[[], Mask] | None:
-    """What makes masks under which the answer has the form that was asked for; None where it may be any text.
+    """A function that makes the masks for the requested form of an answer; None if any text is allowed.
 
-    A forced call is written as the model writes calls. Where calls are free and the rest has a form, both are open: a call, or
-    an answer in the form. Thoughts come before either. Raises Refusal for a form that a forced call cannot have.
+    A forced call has the model's own syntax. If calls are optional and the answer has a form, the grammar allows either a call
+    or an answer in the form. Thoughts may precede both. Raises Refusal for a form together with a forced call.
     """
     wanted = answer_form(asked)
     if tools.forced and wanted is not None:
@@ -112,7 +112,7 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
 
 
 def _thoughts(thoughts: Thoughts, place: Place) -> str:
-    """The rule for thoughts, up to where an answer begins."""
+    """The rule for thoughts, up to the start of the answer."""
     head = "" if place.inside else f"{_literal(thoughts.open, place.added)} "
     after = f" {json.dumps(thoughts.after)}?" if thoughts.after else ""
     if thoughts.close in place.added:
@@ -121,7 +121,7 @@ def _thoughts(thoughts: Thoughts, place: Place) -> str:
 
 
 def _literal(text: str, added: Mapping[str, Added]) -> str:
-    """A text of a form; the tokens that were added are never made of other text."""
+    """A literal of a rule; added tokens in it are written as tokens, because ordinary text never makes them."""
     found = next((t for t in added if t and text.startswith(t)), None) if text not in added else text
     if found is None:
         return json.dumps(text, ensure_ascii=False)
@@ -130,7 +130,7 @@ def _literal(text: str, added: Mapping[str, Added]) -> str:
 
 
 def _call(tools: Tools, place: Place) -> str:
-    """The rules for a call of one of the tools that may be called, as the model writes calls, or as JSON."""
+    """The rules for a call of one of the allowed tools, in the model's own syntax or as JSON."""
     functions = [t["function"] for t in tools.given if tools.choice in ("auto", "required", t["function"]["name"])]
     written = place.ways.calls.form if place.ways.calls else ()
     if not all(part in place.template or part in place.added for part in written if part.strip() and part[0] in "<["):
@@ -165,7 +165,7 @@ def _objects(functions: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that has become part of another, at a place there: what its references mean moves along."""
+    """A schema that is nested in a larger one at a given path: its references are rewritten to that path."""
     if isinstance(schema, list):
         return [_moved(s, place) for s in schema]
     if not isinstance(schema, dict):
