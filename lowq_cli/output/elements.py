@@ -10,7 +10,7 @@ from lowq_cli.output.source import Source, Wait, ignore
 
 @dataclass(frozen=True)
 class Elements:
-    """The tags. section: around all calls. call, name_end: around a function's name. key, key_ends: around a parameter."""
+    """The tags. section: around all calls. call, name_end: around a function's name. key, key_ends: around a key."""
 
     section: str
     section_end: str

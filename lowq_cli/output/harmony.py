@@ -19,7 +19,7 @@ class Harmony:
     form = (CHANNEL, "commentary to=functions.", NAME, " ", CONSTRAIN, "json", MESSAGE, ARGUMENTS)
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
-        """One message."""
+        """Read one message."""
         head: list[str] = []
         source.mark()
         yield from source.blanks()

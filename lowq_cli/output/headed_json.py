@@ -55,7 +55,7 @@ class Headed:
                 source.sure()
                 return
             source.sure()
-            yield from source.until(("{",), ignore)  # DeepSeek 3 puts the JSON into a Markdown fence
+            yield from source.until(("{",), ignore)  # DeepSeek puts the JSON into a Markdown fence
             source.held = "{" + source.held if not source.over else source.held
             yield from value(source, out.arguments)
             if self.end:
@@ -76,7 +76,7 @@ class Headed:
             return head.strip().removeprefix("functions.").rpartition(":")[0] or None, head.strip()
         if (
             head.strip() == "function" and head.strip() not in out.offered.functions
-        ):  # DeepSeek 3: the name comes after the kind
+        ):  # DeepSeek 3: the word "function", then the name
             head = (yield from source.word("\n")) or ""
         return head.partition("[CALL_ID]")[0].strip() or None, ""
 

@@ -311,7 +311,7 @@ class Endpoints:
             return log.refused(refusal.of(e))
         except Refusal as e:
             return log.refused(e)
-        except Exception as e:  # a bug of ours: answered as one, and its place in the code shown by LOWQ_DEBUG
+        except Exception as e:  # a bug in lowq: answered with 500; LOWQ_DEBUG shows the traceback
             self.served.failed(e)
             return log.refused(refusal.bug(e))
 
@@ -342,7 +342,7 @@ class Endpoints:
             return log.refused(refusal.of(e))
         except Refusal as e:
             return log.refused(e)
-        except Exception as e:  # a bug of ours: answered as one, and its place in the code shown by LOWQ_DEBUG
+        except Exception as e:  # a bug in lowq: answered with 500; LOWQ_DEBUG shows the traceback
             self.served.failed(e)
             return log.refused(refusal.bug(e))
 

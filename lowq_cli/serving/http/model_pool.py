@@ -1,4 +1,4 @@
-"""The models of a server: loaded when they are asked for, as many as fit, the least recently used one unloaded for the next.
+"""The models of a server: each is loaded at its first request; if memory is short, the least recently used one is unloaded.
 
 A model is absent, loading, ready, draining or failed. A request leases a ready model at once and waits for a model in any other
 state. One model is loaded at a time, in the order in which requests first waited for them. If the memory is too small for the
