@@ -1,4 +1,4 @@
-"""Decoding: prompt -> text as it comes. `stream` is the door; a decoder is one way to get the next token."""
+"""Decoding: from a prompt to text as it is generated. `stream` is the entry point; a decoder computes the next tokens."""
 
 from lowq_cli.engine.prompts import stream
 from lowq_cli.engine.stream import Decoder, Generation

@@ -1,4 +1,4 @@
-"""Which kernel each layer takes while decoding, how many bytes a token reads, and what share of the memory's speed that is."""
+"""Report each layer's kernel while decoding, the bytes read per step, and the share of the memory's bandwidth in use."""
 
 import re
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ from lowq_kernels.modules.dense import choice
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.dense_call import DenseCall
 
-DENSE = "torch"  # what an unquantized layer takes where no kernel of ours does
-EXPERT = re.compile(r"\bexperts\b")  # in the names of a mixture's experts
+DENSE = "torch"  # reported as the kernel of an unquantized layer that no kernel of lowq takes
+EXPERT = re.compile(r"\bexperts\b")  # matches the module names of a mixture's experts
 
 
 @dataclass(frozen=True)
 class LayerKernel:
-    """Layers of one pattern, shape and scheme: how many, the kernel and config they take and who chose it, who refused and why.
+    """The layers of one name pattern, shape and scheme: their number, kernel, config, and why other kernels refused them.
 
-    chosen: "tuned", "shipped", "rule" or "name" (`tuning.chosen_by`); "" where there was no choice.
+    chosen: the source of the choice, "tuned", "shipped", "rule" or "name" (`tuning.chosen_by`); "" without a choice.
     """
 
     layers: str
@@ -46,7 +46,7 @@ class LayerKernel:
 
 
 def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
-    """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
+    """One entry per distinct linear layer of `model`, in the model's order, for calls with M rows of `dtype`."""
     found: dict[tuple[Any, ...], int] = {}
     for name, count, what in _products(model, M, dtype):
         key = (_pattern(name), *what)
@@ -58,7 +58,7 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         if layout not in ("dense", "fp8") and forced not in kernels("experts"):
             call = after_rounding(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
             spec, config = select(call, forced)
-            config = {k: config[k] for k in spec.configs[0]}  # a table's file has its own order
+            config = {k: config[k] for k in spec.configs[0]}  # a tuning table's file may have another order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
         elif layout == "dense" and (own := choice(DenseCall(M, N, K, getattr(torch, scheme), device.type, capability(device)))):
             kernel, config = own[0].name, own[1]
@@ -68,12 +68,12 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
 
 
 def _pattern(name: str) -> str:
-    """A module's name with its numbers as "*": layers.*.qkv."""
+    """A module's name with "*" for its numbers, such as layers.*.qkv."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
-    """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
+    """(name, count, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear) and m.in_blocks:
             kernel = kernel_for(m.packed, m.act)
@@ -92,25 +92,26 @@ def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def called(model: CausalModel, decoder: Decoder) -> nn.Module:
-    """The module whose linear layers a decode step calls: the decoder's joined ones, or the model itself."""
+    """The module whose linear layers a decode step calls: the decoder's joined layers, or the model itself."""
     return cast(nn.Module, getattr(decoder, "linears", model))
 
 
 def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int:
     """Bytes of weights that one decode step of `batch` sequences reads.
 
-    Every weight once: quantized ones as packed in memory, embeddings one row per sequence (all of them where the head
-    is tied to them), experts of a mixture only the share that `batch` tokens can choose. The cache is not counted.
+    Every weight counts once: a quantized weight with its packed size in memory, an embedding with one row per sequence (all
+    rows where the head is tied to it), a mixture's experts with the share that `batch` tokens can choose. The KV cache is not
+    counted.
     """
     chosen = _chosen(model, batch)
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | QuantEmbedding)]  # Gemma 4 has one for its layers
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | QuantEmbedding)]  # Gemma 4 has two
     total, seen = 0.0, set()
     for name, m in (*called(model, decoder).named_modules(), *model.named_modules()):
         if m in embeddings:
             continue
         share = chosen if EXPERT.search(name) else 1.0
         for t in (t for held in _read(m).values() for t in held):
-            place = t.untyped_storage().data_ptr()  # parts of a joined weight are views of it
+            place = t.untyped_storage().data_ptr()  # the parts of a joined weight are views with one storage
             if place not in seen:
                 seen.add(place)
                 total += share * t.numel() * t.element_size()
@@ -137,26 +138,26 @@ def _chosen(model: CausalModel, batch: int) -> float:
 
     def of_a_layer(*names: str) -> float:
         found = next((v for n in names if (v := getattr(config, n, None))), 0)
-        return sum(found) / len(found) if isinstance(found, list) else found  # Hunyuan has a number for each layer
+        return sum(found) / len(found) if isinstance(found, list) else found  # Hunyuan has one number per layer
 
     experts = of_a_layer("num_local_experts", "num_experts")
     return min(1.0, batch * (of_a_layer("num_experts_per_tok") or 1) / experts) if experts else 1.0
 
 
 def _own(t: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that is spread over several."""
+    """This process's part of a tensor that is distributed over several processes."""
     return t.to_local() if hasattr(t, "to_local") else t  # a DTensor, whose class takes 0.6 s to import
 
 
 def _read(m: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """The tensors of one module, without its children, that its products read; "" is the module's own product."""
+    """The tensors of one module, without its children, that its products read, by product; "" is the module itself."""
     if not isinstance(m, QuantLinear | QuantExperts):
         own = [_own(p) for p in m.parameters(recurse=False)]
         return {"": own} if own else {}
     held: dict[str, Any] = {"": m.packed} if isinstance(m, QuantLinear) else {name: m.stack(name) for name in m.shapes}
     found = {}
     for leaf, p in held.items():
-        # torch's CPU kernel has the scales and zeros once more, in aux, and reads them there
+        # torch's CPU kernel has a second copy of scales and zeros in aux, and reads that one
         tensors = [p.words, p.aux] if p.layout == "cpu_int4" else [p.words, p.scales, p.zeros, p.aux]
         tensors += [m.bias] if isinstance(m, QuantLinear) else []
         found[leaf] = [t for t in tensors if t is not None]
@@ -164,7 +165,7 @@ def _read(m: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:
-    """(bytes per second that memory gives a step that reads n of them, or None; why not)."""
+    """(bytes per second of memory for a step that reads n bytes, or None; the reason for None)."""
     cache = bandwidth.last_level_cache(device)
     if cache is None:
         return None, "the size of this processor's last cache is not known"
@@ -177,7 +178,7 @@ def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:
 
 
 def roofline(model: CausalModel, decoder: Decoder, decode_tps: float, batch: int) -> tuple[float | None, str]:
-    """(percent of what reading the weights at this machine's measured bandwidth would allow, or None; how, or why not)."""
+    """(percent of the speed at which this machine's memory could deliver the weights, or None; the basis, or the reason)."""
     if not decode_tps:
         return None, "no token was decoded after the first"
     n = bytes_per_token(model, decoder, batch)

@@ -1,6 +1,6 @@
-"""Neighbours in a plan that one product computes: norms, residual sums and gates are done by the products around them.
+"""Fold neighbouring steps of a plan into one product: products then also compute norms, residual adds and gates next to them.
 
-Three rewrites of the list, where `fold.why_not` has nothing against a product for so many rows:
+Three rewrites of the list of steps, where `fold.why_not` allows a product for the number of rows:
     product, norm, product [, gate]   product_add, norm_product [norm_product_gate]
     product, gate                     product_gate
 """
@@ -20,7 +20,7 @@ SCALE, STREAM = "scale", "stream"
 
 @dataclass(frozen=True, eq=False)
 class ProductAdd(s.Step):
-    """x += layer(y), and what the next norm reads of it."""
+    """x += layer(y), together with the values of the new x that the next norm needs."""
 
     layer: Any
     role: str
@@ -42,7 +42,7 @@ class ProductAdd(s.Step):
 
 @dataclass(frozen=True, eq=False)
 class NormProduct(s.Step):
-    """y = layer(norm(x)), or the gate of it, from what a `ProductAdd` left."""
+    """y = layer(norm(x)), or with `act` the gate of that, from the values of the preceding `ProductAdd`."""
 
     layer: Any
     role: str
@@ -66,7 +66,7 @@ class NormProduct(s.Step):
 
 @dataclass(frozen=True, eq=False)
 class ProductGate(s.Step):
-    """y = act(gate) * up of layer(y)."""
+    """y = act(gate) * up, where layer(y) holds gate and up."""
 
     layer: Any
     role: str
@@ -89,7 +89,7 @@ def _facts(layer: Any) -> tuple[object, ...]:
 
 
 def blank(step: s.Step, ops: Ops, M: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What a folded step of M rows finds in its frame, zeros and ones."""
+    """Dummy values (zeros and ones) of the kept values that a folded step of M rows reads."""
     fold = ops.fold
     if fold is None or not isinstance(step, ProductAdd | NormProduct | ProductGate):
         return {}
@@ -100,11 +100,11 @@ def blank(step: s.Step, ops: Ops, M: int, dtype: torch.dtype, device: torch.devi
 
 
 def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.Step]:
-    """The steps for M rows; the same list where nothing is folded."""
+    """The steps for M rows with neighbours folded; the same list object where nothing is folded."""
     if ops.fold is None:
         return steps
     made, i = list[s.Step](), 0
-    entering = False  # whether the product at i reads what a ProductAdd left
+    entering = False  # whether the product at i follows a ProductAdd
     while i < len(steps):
         step, rest = steps[i], steps[i + 1 :][:3]
         gate = rest[0] if rest and isinstance(rest[0], s.Gate) and _folds_gate(rest[0], ops.fold) else None
@@ -134,7 +134,7 @@ def _folds_gate(gate: s.Gate, fold: FoldedProducts) -> bool:
 
 
 def _adds(step: s.Product, rest: Sequence[s.Step], fold: FoldedProducts, M: int, dtype: torch.dtype) -> bool:
-    """Whether a product, the norm behind it and the product behind that are a `ProductAdd` and a `NormProduct`."""
+    """Whether a product, the norm after it and the next product can become a `ProductAdd` and a `NormProduct`."""
     if len(rest) < 2 or not isinstance(rest[0], s.AddNorm) or not isinstance(rest[1], s.Product):
         return False
     norm = rest[0].norm

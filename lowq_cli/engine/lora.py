@@ -1,7 +1,7 @@
-"""LoRA adapters over a plan: every product that one of them changes adds its rows' own low-rank factors.
+"""LoRA adapters of a plan: every product that an adapter changes adds the low-rank factors of each row's adapter.
 
-The packed weights stay as they are, and one plan has any number of adapters: which a row takes is told with the rows
-(`Batch.adapters`), or for all of them (`Adapters.all`).
+The packed weights do not change, and a plan can have any number of adapters. `Batch.adapters` selects the adapter of each row,
+`Adapters.all` that of all rows.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from lowq_kernels.decode.low_rank import add_low_rank
 from lowq_packers.arch.parts import Linear
 from lowq_packers.errors import UnsupportedError
 
-LEAST_RANK = 16  # that factors are filled up to: what a tensor core multiplies
+LEAST_RANK = 16  # factors are zero-padded to this rank, the size that a tensor core multiplies
 
 
 @dataclass
 class Adapters:
-    """Those of a plan. names: in their order, the first is number 1. all: the number that rows take where none is told."""
+    """A plan's adapters. names: in order of their numbers, from 1 on. all: the adapter number of rows that do not state one."""
 
     names: list[str] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Adapters:
 
 @dataclass(frozen=True, eq=False)
 class LoraProduct(s.Step):
-    """y = layer(y) + what the rows' adapters add: A (S, R, K), B (S, N, R), number 0 nothing."""
+    """y = layer(y) + the low-rank term of each row's adapter: A (S, R, K), B (S, N, R); adapter 0 adds nothing."""
 
     layer: nn.Module
     role: str
@@ -46,7 +46,7 @@ class LoraProduct(s.Step):
 
     def run(self, f: s.Frame) -> None:
         x, rows, one = f.y, f.batch.adapters, self.adapters.all
-        y = self.layer.forward(x)  # without the hooks that a transformers model's own forward takes its adapter from
+        y = self.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
         if rows is not None:
             y = add_low_rank(y, x, self.A, self.B, rows)
         elif one:
@@ -55,7 +55,7 @@ class LoraProduct(s.Step):
 
 
 def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
-    """Give a plan its adapters. Raises UnsupportedError for one that changes what is no product of the plan."""
+    """Set a plan's adapters. Raises UnsupportedError for an adapter of a module that is not a product of the plan."""
     found = Adapters([a.name for a in given], [a.digest for a in given])
     used: list[set[str]] = [set() for _ in given]
 
@@ -77,7 +77,7 @@ def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
 def _stack(
     part: Linear, given: Sequence[Adapter], used: list[set[str]], plan: Plan
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """All adapters' factors of a product, those of its parts side by side; None where none changes it.
+    """The factors of all adapters for a product, with those of its parts concatenated; None where no adapter changes it.
 
     Raises UnsupportedError for factors of another shape.
     """
@@ -111,9 +111,9 @@ def _stack(
 
 
 def attach(model: Any, given: Sequence[Adapter]) -> None:
-    """Have a loaded model compute with an adapter, from `engine.stream` as from its own forward.
+    """Make a loaded model compute with an adapter, both in `engine.stream` and in its forward.
 
-    Raises UnsupportedError for a model that the native decoder does not take.
+    Raises UnsupportedError for a model that the native decoder cannot run.
     """
     from lowq_cli.engine import plan as plans
 

@@ -1,7 +1,7 @@
-"""The pictures of texts as a pass takes them: which rows they are, what stands there, where those rows are placed.
+"""Images in a pass of the model: their rows, the features of those rows, and the rows' positions.
 
-A picture comes to the engine as data: what the tower is given, and a name that two pictures share only where that is the same.
-Its tokens are all of one id, so what texts share is found by `names`, in which each token of a picture has a number of its own.
+The engine gets an image as data: the input of the vision tower, and a name that is unique to this input. All tokens of images
+have the same id. Shared prefixes are therefore found with `names`, where an image's tokens have numbers made from its name.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from lowq_cli.hf.pictures import Picture
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import DamagedError, UsageError
 
-Features = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # (n, H), and of each of the first layers (n, H)
+Features = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # (n, H), and (n, H) for each of the first layers
 
 
 class Shown:
-    """A text's pictures, in the order in which they stand there.
+    """The images of a prompt, in the order of their positions.
 
     Args:
-        images: how the model takes them. ids: the text's tokens, as many of `images.token` as the pictures have rows.
+        images: the model's conventions for images. ids: the prompt's tokens, with one `images.token` for each row of an image.
     Attributes:
-        names: ids, with a number below zero in place of a picture's tokens. at (n,): places of the rows in the text.
-        places (3, T), shift: what tokens turn by, and what is added to the place of those after the prompt; None and 0 where
-        they have one position. spans: first token and end of each picture.
-    Raises UsageError where tokens and pictures do not fit.
+        names: ids, with negative numbers instead of the images' tokens. at (n,): indices of the images' rows in the prompt.
+        places (3, T), shift: the tokens' three-part positions, and the offset added to the positions of tokens after the
+        prompt; None and 0 for a model with one-part positions. spans: (first token, end) of each image.
+    Raises UsageError where the number of tokens does not match the images.
     """
 
     def __init__(self, images: Images, ids: Sequence[int], pictures: Sequence[Picture]) -> None:
@@ -55,7 +55,8 @@ class Shown:
         self.features: Features | None = None
 
     def _places(self) -> tuple[torch.Tensor, int]:
-        """Of text all three parts count on; a picture is a grid, after which they go on from its longer side."""
+        """Three-part positions. For text all parts are equal and increase by 1; an image is a grid, and the text after it
+        continues from the grid's longer side."""
         found, following, end = list[torch.Tensor](), 0, 0
         for p, (first, last) in zip(self.pictures, self.spans, strict=True):
             found.append(torch.arange(first - end).expand(3, -1) + following)
@@ -67,7 +68,7 @@ class Shown:
         return torch.cat(found, 1), following - end
 
     def see(self, features: Sequence[Features], device: torch.device, dtype: torch.dtype) -> "Shown":
-        """Itself, with what the tower made of each of its pictures."""
+        """Set the features that the vision tower computed for each image; returns self."""
         rows = torch.cat([f for f, _ in features]).to(device, dtype)
         added = tuple(torch.cat(layer).to(device, dtype) for layer in zip(*(more for _, more in features), strict=True))
         fit = all(len(f) == p.rows for p, (f, _) in zip(self.pictures, features, strict=True))
@@ -77,14 +78,14 @@ class Shown:
         return self
 
     def part(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Of tokens first .. end: the rows of pictures, counted from `first`, and their features."""
+        """For tokens first .. end: the rows of images, counted from `first`, and their features."""
         a, b = torch.searchsorted(self.at, torch.tensor([first, end])).tolist()
         assert self.features is not None
         rows, added = self.features
         return self.at[a:b] - first, rows[a:b], tuple(layer[a:b] for layer in added)
 
     def turned(self, first: int, end: int) -> torch.Tensor:
-        """(3, end - first): what tokens first .. end turn by; those past the prompt as text."""
+        """Three-part positions (3, end - first) of tokens first .. end; tokens past the prompt are text."""
         n = len(self.ids)
         places = torch.arange(first, end).expand(3, -1) + self.shift
         if self.places is not None and first < n:
@@ -92,7 +93,7 @@ class Shown:
         return places
 
     def until(self, first: int, end: int) -> torch.Tensor:
-        """(end - first,): the last token that each of these sees in layers that see pictures whole."""
+        """(end - first,): the last token that each token attends to, in layers where an image's tokens attend to all of it."""
         seen = torch.arange(first, end)
         for a, b in self.runs:
             seen[max(a - first, 0) : max(min(b, end) - first, 0)] = b - 1
@@ -100,13 +101,13 @@ class Shown:
 
 
 def _runs(at: Sequence[int]) -> list[tuple[int, int]]:
-    """First and end of each run of numbers that follow one another."""
+    """(first, end) of each run of consecutive numbers."""
     starts = [i for i, place in enumerate(at) if i == 0 or at[i - 1] != place - 1]
     return [(at[a], at[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(at)], strict=True)]
 
 
 def end_of_pass(first: int, end: int, whole: Sequence[tuple[int, int]]) -> int:
-    """Where tokens from `first` on, up to `end`, have to be cut to leave all of `whole` in one piece."""
+    """The last cut at or before `end` of a pass that begins at `first`, such that each run of `whole` stays in one pass."""
     while inside := [a for a, b in whole if a < end < b and a >= first]:
         end = min(inside)
     return end
@@ -115,9 +116,9 @@ def end_of_pass(first: int, end: int, whole: Sequence[tuple[int, int]]) -> int:
 def in_pass(
     images: Images, pieces: Sequence[tuple[Shown | None, int, int]], device: torch.device, steps: torch.Tensor | None = None
 ) -> Pictures:
-    """What the pictures of some texts change in a pass over their tokens first .. end, one text after the other.
+    """The images in a pass over tokens first .. end of some sequences, sequence after sequence.
 
-    steps: (b,) of the rows that step before those the places they turn by; None where none does.
+    steps: (b,) positions of the step rows before these rows; None without step rows.
     """
     rows, features, added, places, until, M = list[Any](), list[Any](), list[Any](), list[Any](), list[Any](), 0
     if steps is not None:

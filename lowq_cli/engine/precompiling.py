@@ -1,8 +1,8 @@
-"""Compile what a generation will launch before its first token, several kernels at a time.
+"""Compile the kernels of a generation in parallel, before its first token.
 
-A kernel is compiled by launching it once, on zeros and in a thread of its own: NVRTC and most of Triton's compiler run
-without the interpreter's lock. Exactly the kernels of this decoder, batch and prompt are launched; where all of them are
-in the caches on disk, that takes some milliseconds and nothing is shown.
+A kernel is compiled by launching it once, on zeros, in a separate thread: NVRTC and most of Triton's compiler release the
+interpreter's lock. Only the kernels for this decoder, batch and prompt are launched; if all of them are in the caches on
+disk, that takes some milliseconds and no progress is shown.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules import dense
 from lowq_kernels.modules.linear import QuantLinear
 
-SLOTS = 64  # of caches that attention is compiled on; from LONG on it is another instance
+SLOTS = 64  # slots of the caches on which attention is compiled; from LONG slots on it is a different instance
 
 
 def warm(
@@ -37,10 +37,10 @@ def warm(
     sampling: Sampling,
     done: Callable[[int, int], None] = lambda n, of: None,
 ) -> int:
-    """Compile in parallel what this decoder has not met; returns how many launches that took, 0 on a CPU.
+    """Compile in parallel the kernels that this decoder has not launched yet; returns the number of launches, 0 on a CPU.
 
-    A generation asks for it before it reads its prompts, so that another batch size or length of prompt waits for the slowest
-    kernel, not for one after the other. `done(n, of)` is called where it is slow.
+    A generation calls it before it reads its prompts, so that a new batch size or prompt length waits for the slowest kernel
+    only, instead of for one kernel after another. `done(n, of)` reports progress where compiling is slow.
     """
     if model.device.type != "cuda" or not prompts:
         return 0
@@ -50,22 +50,22 @@ def warm(
 
 
 def warm_texts(model: Any, decoder: NativeDecoder, rows: int) -> int:
-    """Compile in parallel what the logits of whole texts, `rows` tokens at a time, take; as `warm`, told to nobody."""
+    """As `warm`, for the logits of whole sequences with `rows` tokens at a time, without reporting progress."""
     if model.device.type != "cuda":
         return 0
     work = [*products(decoder.linears, model.dtype, {rows}), *_steps(decoder.plan, decoder.plan.steps, rows, decoder.kv, True)]
     return launch_all(work, lambda n, of: None)
 
 
-_met: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()  # decoder -> rows of products and steps that it has launched
+_met: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()  # decoder -> row counts and steps launched for it
 
 
 def launches(
     model: Any, decoder: Any, batch: int, longest: int, sampling: Sampling, met: set[object] | None = None
 ) -> list[Callable[[], object]]:
-    """One launch of each kernel that `batch` prompts of up to `longest` tokens and what follows them will take.
+    """One launch of each kernel for `batch` prompts of up to `longest` tokens and for the steps after them.
 
-    What is in `met` is left out, and what is launched joins it.
+    met: row counts and steps that are already launched; they are left out, and the new ones are added.
     """
     met = set() if met is None else met
     rows = {batch} | {(some.stop - some.start) * (tokens.stop - tokens.start) for some, tokens in passes(batch, 0, longest)}
@@ -78,7 +78,7 @@ def launches(
 
 
 def products(linears: nn.Module, dtype: torch.dtype, rows: set[int]) -> Iterator[Callable[[], object]]:
-    """One launch for each distinct matmul and number of rows: a step has one for each sequence, a prompt one a token."""
+    """One launch for each distinct matmul and row count: a step has one row per sequence, a prompt one per token."""
     seen = set()
     for layer in linears.modules():
         if isinstance(layer, QuantLinear | nn.Linear):
@@ -100,7 +100,7 @@ def _multiply(layer: QuantLinear | nn.Linear, M: int, dtype: torch.dtype) -> Non
 
 
 def _between(decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampling) -> list[Callable[[], object]]:
-    """One launch for each kernel that a step has between its matmuls, and for a mixture's layer."""
+    """One launch for each kernel between the matmuls of a step, and for a mixture's layer."""
     plan, kind = decoder.plan, decoder.kv
 
     def choose(advance: int) -> None:
@@ -127,9 +127,9 @@ def _steps(
     asked: Callable[[s.Step], bool] = lambda step: True,
     slots: int = SLOTS,
 ) -> Iterator[Callable[[], object]]:
-    """One launch of each distinct step that is `asked` for, products left out: a step of M texts, or a prompt of M tokens.
+    """One launch of each distinct step for which `asked` is true, for M sequences, or with `prompt` for a prompt of M tokens.
 
-    Left out are mixtures of so many rows that the host chooses their kernels.
+    Products are left out, and mixtures with so many rows that the host chooses their kernels.
     """
     seen, width, route = set(), plan.model.hidden, None
     for step in steps:
@@ -145,7 +145,7 @@ def _steps(
 def _run(
     plan: Plan, step: s.Step, M: int, width: int, kind: str, prompt: bool, slots: int, route: tuple[s.Route, int] | None
 ) -> None:
-    """One step, on zeros; experts behind their router, whose y has rows of so many values."""
+    """Run one step on zeros; experts after their router. route: the router, and the width of its y."""
     make, texts = partial(torch.zeros, dtype=plan.dtype, device=plan.device), 1 if prompt else M
     ids, pos = (torch.zeros(M, dtype=d, device=plan.device) for d in (torch.int64, torch.int32))
     there = Rectangle(slice(0, 1), 0, M, [M], 1) if prompt else None

@@ -1,9 +1,9 @@
-"""Rotary angles from a config: transformers' frequencies bit for bit, without its modeling code; and how far they reach.
+"""Rotary angles from a config, bit for bit those of transformers, without its modeling code; and the context they allow.
 
-Two kinds know how long a text is: `dynamic` grows the base with it past max_position_embeddings, `longrope` has other factors
-past original_max_position_embeddings. A prompt is turned as its length says, a token after it as the text up to it; what the
-cache holds stays as it was turned. But for longrope's step from one set of factors to the other: there the text so far is
-read again (`rereads`), since keys turned by one are noise to queries turned by the other.
+Two kinds depend on the sequence's length: `dynamic` increases the base with the length past max_position_embeddings,
+`longrope` has other factors past original_max_position_embeddings. A prompt is rotated by the angles of its length, a later
+token by those of the sequence up to it; keys in the cache keep their rotation. The exception is longrope's change of factors:
+there the sequence is read again (`rereads`), since queries under one set of factors see keys under the other as noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tables: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # cos, sin (slots, R)
 
 
 def why_not(rope: Mapping[str, Any] | None) -> str | None:
-    """The reason the angles of a config's rope_parameters cannot be made here, or None; none are needed without positions."""
+    """The reason why lowq cannot compute the angles of a config's rope_parameters, or None; None without rope_parameters."""
     for r in by_kind(rope).values():
         if r and r.get("rope_type") not in ROPES:
             return f"rotary angles of the kind {r.get('rope_type')}"
@@ -35,10 +35,10 @@ def by_kind(rope: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
 
 
 def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -> int:
-    """Tokens of a text that the angles are meant for. limit: max_position_embeddings; said: a config's max_sequence_length.
+    """Max. tokens of a sequence for these angles. limit: max_position_embeddings; said: the config's max_sequence_length.
 
-    As vLLM counts, but for linear: with that, configs have the limit before (Vicuna, which says the other elsewhere) or after
-    it is stretched (DeepSeek Coder), and past the latter there is nothing but noise.
+    Computed as in vLLM, except for linear: there max_position_embeddings is the limit either before stretching (Vicuna, whose
+    max_sequence_length is the stretched one) or after it (DeepSeek Coder); beyond the stretched limit the output is noise.
     """
     if not rope or any(isinstance(r, Mapping) for r in rope.values()):
         return limit
@@ -49,7 +49,7 @@ def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -
 
 @dataclass(frozen=True)
 class Rotation:
-    """How one kind of layer turns its heads.
+    """The rotation of heads in one kind of layer.
 
     rope: rope_parameters, with rope_type and rope_theta. dims, of: as in `arch.parts.Rope`. limit: max_position_embeddings.
     """
@@ -61,7 +61,7 @@ class Rotation:
 
     @property
     def steady(self) -> float:
-        """Tokens up to which a text is turned alike however long it is."""
+        """Up to this many tokens the angles do not depend on the sequence's length."""
         known = {
             "dynamic": None if self.rope.get("alpha") else self.limit,
             "longrope": self.rope.get("original_max_position_embeddings"),
@@ -70,13 +70,13 @@ class Rotation:
 
     @property
     def rereads(self) -> bool:
-        """Whether a text that grows past `steady` has to be read again."""
+        """Whether a sequence that grows past `steady` has to be read again."""
         return self.rope["rope_type"] == "longrope"
 
     def tables(self, slots: int, device: torch.device, dtype: torch.dtype, length: int | None = None) -> Tables:
-        """cos, sin (slots, R), R = dims, or `of`. length: of the text; None: each slot's is its last.
+        """cos, sin (slots, R), R = dims, or `of` if set. length: of the sequence; None: each slot is the sequence's last token.
 
-        Raises DamagedError where the config gives none: torch's attention on a CPU makes zeros of queries that are NaN.
+        Raises DamagedError for angles that are missing or not finite, since torch's CPU attention turns NaN queries to zeros.
         """
         places = torch.arange(slots)[:, None]
         try:
@@ -91,20 +91,20 @@ class Rotation:
         return cos.to(dtype).contiguous(), sin.to(dtype).contiguous()
 
     def _frequencies(self, lengths: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Radians a position turns each pair by, (R // 2,) or (slots, R // 2) fp32, and what cos and sin are multiplied by.
+        """Radians per position for each pair, (R // 2,) or (slots, R // 2) fp32, and the attention factor of cos and sin.
 
-        lengths: () or (slots, 1) int64, of the text. Sources: linear: Chen et al. 2023 (arXiv:2306.15595); yarn: Peng et al.
-        2023 (arXiv:2309.00071); longrope: Ding et al. 2024 (arXiv:2402.13753); llama3: Llama 3.1's code; dynamic: there is no
-        paper, and transformers' code is what such models are run by.
+        lengths: () or (slots, 1) int64, of the sequence. Sources: linear: Chen et al. 2023 (arXiv:2306.15595); yarn: Peng et
+        al. 2023 (arXiv:2309.00071); longrope: Ding et al. 2024 (arXiv:2402.13753); llama3: Llama 3.1's code; dynamic: no paper,
+        so transformers' code.
         """
         rope = self.rope
         kind, base, R = rope["rope_type"], rope["rope_theta"], self.dims
-        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: stretched once and for all
+        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: the base is fixed, whatever the length
             kind, base = "default", base * rope["alpha"] ** (R / (R - 2))
         pairs = torch.arange(0, R, 2, dtype=torch.float) / (self.of or R)
         powers = base**pairs
         inverse = 1.0 / powers
-        if self.of:  # pairs are of all `of` values; those past the first `dims` are turned by nothing
+        if self.of:  # pairs over all `of` values; pairs past the first `dims` are not rotated
             return torch.cat([inverse / (rope.get("factor") or 1.0), torch.zeros((self.of - R) // 2)]), 1.0
         if kind == "linear":
             inverse /= rope["factor"]
@@ -129,7 +129,7 @@ class Rotation:
 
 
 def _llama3(inverse: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, those between interpolated."""
+    """Frequencies of long wavelengths divided by `factor`, of short ones unchanged, of those between interpolated."""
     low, high, was = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
     scaled = torch.where(wavelength > was / low, inverse / rope["factor"], inverse)
@@ -139,7 +139,7 @@ def _llama3(inverse: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, R: int, base: float, rope: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """Frequencies blended between kept and divided by `factor`, and the attention factor."""
+    """Frequencies blended between unchanged and divided by `factor`, and the attention factor."""
     was, factor, mscale, of_all = (
         rope.get(k) for k in ("original_max_position_embeddings", "factor", "mscale", "mscale_all_dim")
     )

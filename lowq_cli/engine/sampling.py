@@ -1,4 +1,4 @@
-"""Sampling: logits (B, V) -> the next token of each sequence, with no host synchronisation on a GPU after a prompt's."""
+"""Sampling: from logits (B, V) to each sequence's next token; on a GPU, only a prompt's first token waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowq_cli.engine.ranges import INT64, Range, check_ranges
 from lowq_packers.errors import DamagedError
 from lowq_packers.lazy import torch
 
-LEAST = 1e-16  # logits of 1e4 divided by it twice are still fp32 numbers; infinite ones would draw token 0
+LEAST = 1e-16  # min. setting: logits of 1e4 divided by it twice are still finite in fp32; infinite ones would draw token 0
 Temperature = Annotated[float, Range(LEAST, 1 / LEAST, apart=0, apart_is="greedy")]
 TopK = Annotated[int, Range(0, INT64, off=0, whole=True)]
 TopP = Annotated[float, Range(0, 1, off=1)]
@@ -20,8 +20,8 @@ Seed = Annotated[int, Range(0, INT64, whole=True)]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. temperature 0 is greedy; top_k 0, top_p 1 and repetition_penalty 1 are off; top_p 0
-    leaves the likeliest token alone.
+    """Sampling settings. temperature 0 is greedy; top_k 0, top_p 1 and repetition_penalty 1 are off; top_p 0 keeps only the
+    likeliest token.
 
     Raises UsageError for a value out of range.
     """
@@ -37,12 +37,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether no random number is drawn."""
+        """Whether sampling is deterministic, without random numbers."""
         return self.temperature == 0
 
 
 def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Divide positive and multiply negative logits of tokens already `seen` (B, V) bool, as Keskar et al. 2019 do."""
+    """Divide positive and multiply negative logits of the tokens `seen` (B, V) bool, as in Keskar et al. 2019."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -62,20 +62,20 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_p < 1:
         kept = found.masked_fill(found < floor, float("-inf"))
         p = kept.softmax(-1)
-        before = p.cumsum(-1) - p  # mass of everything likelier
+        before = p.cumsum(-1) - p  # total probability of all likelier tokens
         out = (before >= top_p) | (p == 0)
-        out[:, 0] = False  # whatever fp32 makes of top_p, and of the sum of all that is before
+        out[:, 0] = False  # the likeliest stays, however fp32 rounds top_p and the sum
         floor = kept.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     return logits.masked_fill(logits < floor, float("-inf"))
 
 
 def drawable(logits: torch.Tensor) -> torch.Tensor:
-    """(B,) bool of logits (B, V): whether a draw from them means anything, the largest of each being a finite number."""
+    """(B,) bool for logits (B, V): whether the largest logit of each row is finite, so that a draw is meaningful."""
     return logits.amax(-1).isfinite()
 
 
 def not_finite(dtype: torch.dtype) -> DamagedError:
-    """What to say where a model's logits, computed in a dtype, are not `drawable`."""
+    """The error message for logits that are not `drawable`, of a model that computes in `dtype`."""
     why = f"weights or activations overflow {str(dtype).removeprefix('torch.')}"
     return DamagedError(
         f"what the model computes is NaN or infinite: {why}; lowq quantize MODEL --dtype DTYPE takes another, or fetch it again"
@@ -83,21 +83,21 @@ def not_finite(dtype: torch.dtype) -> DamagedError:
 
 
 def check_finite(logits: torch.Tensor) -> None:
-    """Raise DamagedError where a row of logits (B, V) is not `drawable`: every draw of it is token 0. Waits for the device."""
+    """Raise DamagedError for a row of logits (B, V) that is not `drawable`: it always draws token 0. Waits for the device."""
     if not bool(drawable(logits).all()):
         raise not_finite(logits.dtype)
 
 
 class Sampler:
-    """What sampling B texts side by side keeps on the device, always in the same place: a CUDA graph may hold it.
+    """The sampling state of B sequences, on the device at fixed addresses, so that a CUDA graph can use it.
 
     Args:
         choose: the decode operation that draws (`lowq_kernels.decode.ops`).
-        V: logits of a token.
+        V: the number of logits per token.
     Attributes:
-        token: (B,) int64, the newest of each text; pos: (B,) int32, its position.
-        logits: (B, V), those that the newest tokens were drawn from, before any penalty.
-        seen: (B, V) bool, tokens that the repetition penalty knows of; made at the first penalty.
+        token: (B,) int64, the newest token of each sequence; pos: (B,) int32, its position.
+        logits: (B, V), from which the newest tokens were drawn, before any penalty.
+        seen: (B, V) bool, the tokens that the repetition penalty applies to; allocated at the first penalty.
     """
 
     def __init__(self, choose: Callable[..., None], B: int, V: int, device: torch.device) -> None:
@@ -110,11 +110,11 @@ class Sampler:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """What `choose` writes."""
+        """The tensors that `choose` writes."""
         return [self.token, self.pos, *([] if self.seen is None else [self.seen])]
 
     def start(self, sampling: Sampling, ids: torch.Tensor, real: torch.Tensor) -> None:
-        """Other texts: prompts `ids` (B, T) int64, padded where `real` (B, T) is False; both on the CPU."""
+        """Start new sequences with prompts `ids` (B, T) int64, padded where `real` (B, T) is False; both on the CPU."""
         self.sampling = sampling
         self.seed.fill_(sampling.seed)
         self.pos.copy_(real.sum(-1))
@@ -125,10 +125,10 @@ class Sampler:
             self.seen.zero_()[rows[real].to(self.device), ids[real].to(self.device)] = True
 
     def choose(self, logits: torch.Tensor, advance: int) -> None:
-        """Write `token` for logits (B, V) of any float dtype and move `pos` on by `advance`; the same seed draws the same.
+        """Draw `token` from logits (B, V) of any float dtype and add `advance` to `pos`; the same seed draws the same tokens.
 
-        Restrictions are torch operations, the draw itself is one of the decode ops. Raises DamagedError as `check_finite`: on a
-        GPU for a prompt's (`advance` 0) alone, where nothing is waited for otherwise.
+        top-k, top-p and the penalty are torch operations; the draw is a decode operation. Raises DamagedError as
+        `check_finite`; on a GPU only for a prompt's logits (`advance` 0), because the check waits for the device.
         """
         self.logits = logits
         if not advance or logits.device.type == "cpu":

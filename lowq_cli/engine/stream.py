@@ -102,7 +102,7 @@ class Generation:
 
     @property
     def names(self) -> list[list[int]]:
-        """The prompts' tokens, where each token of an image has a number of the image instead of the one id of all images."""
+        """The prompts' tokens, where the tokens of an image have numbers made from the image instead of the one image id."""
         shown = self.shown or [None] * len(self.prompts)
         return [p if s is None else s.names for p, s in zip(self.prompts, shown, strict=True)]
 

@@ -1,8 +1,8 @@
-"""What lowq asks of a model's tokenizer, in one form whoever read its files: lowq (tokenizer_file.py) or transformers.
+"""One interface to a model's tokenizer, whether lowq (tokenizer_file.py) or transformers read its files.
 
-Nearly every tokenizer is one of the tokenizers library, whose object alone is kept: it goes to another process as it is, and
-there transformers is imported only to render a chat template (those are programs from strangers, and its sandbox is the one
-that is kept safe). A class of transformers that does more than that object is kept whole.
+Nearly every tokenizer is a `Tokenizer` of the tokenizers library. Then only that object is kept: it can be pickled for another
+process, which imports transformers only to render a chat template (templates are untrusted programs, and transformers maintains
+a sandbox for them). If the class in transformers does more than that object, the whole transformers tokenizer is kept.
 """
 
 from abc import ABC, abstractmethod
@@ -13,19 +13,19 @@ from lowq_packers.errors import UnsupportedError, no_panic
 
 
 class Added(NamedTuple):
-    """A token that was added to a vocabulary. special: whether decoding leaves it out of a text."""
+    """A token that was added to a vocabulary. special: whether decoding skips it."""
 
     token: int
     special: bool
 
 
 class LoadedTokenizer(ABC):
-    """Ids of a text, the text of ids, a conversation's ids, the bytes of a token.
+    """A model's tokenizer: ids of a text or a conversation, text of ids, bytes of a token.
 
     Attributes:
         named: the special tokens that a chat template may write, such as bos_token.
-        chat_template: the template; or several by name, of which "tool_use" is for conversations with tools; or None.
-        bos_token_id, eos_token_id: or None.
+        chat_template: the template; or several by name, where "tool_use" is for conversations with tools; or None.
+        bos_token_id, eos_token_id: the ids, or None.
     """
 
     named: dict[str, str]
@@ -35,7 +35,7 @@ class LoadedTokenizer(ABC):
 
     @abstractmethod
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        """A table with input_ids: the text's."""
+        """A dict with the text's ids under "input_ids"."""
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]:
@@ -43,11 +43,11 @@ class LoadedTokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of these tokens, its spaces as the decoder leaves them."""
+        """The text of these tokens, with spaces as the decoder leaves them."""
 
     @abstractmethod
     def spelling(self, token: int) -> str | None:
-        """A token as the vocabulary has it; None where there is no such token."""
+        """A token's spelling in the vocabulary; None for an unknown id."""
 
     @abstractmethod
     def added_tokens(self) -> dict[str, Added]:
@@ -55,12 +55,12 @@ class LoadedTokenizer(ABC):
 
     @abstractmethod
     def definition(self) -> str | None:
-        """The tokenizer as a tokenizer.json, None where it is not one of the tokenizers library."""
+        """The tokenizer as the text of a tokenizer.json; None where it is not from the tokenizers library."""
 
     def template(self, with_tools: bool = False) -> str:
-        """The chat template of conversations with or without tools, "" if there is none, chosen as transformers does.
+        """The chat template for conversations with or without tools, chosen as in transformers; "" without one.
 
-        Raises UnsupportedError where there are several and none is the default.
+        Raises UnsupportedError for several templates without a default.
         """
         found = self.chat_template or ""
         if isinstance(found, str):
@@ -78,16 +78,16 @@ class LoadedTokenizer(ABC):
         return_dict: bool = False,
         **named: Any,
     ) -> Any:
-        """Token ids of a conversation, or its text, as the model's template writes it; `named`: what else that may read."""
+        """Token ids of a conversation, or its text, from the model's template; `named`: further variables of the template."""
         from lowq_cli.hf.chat_template import render
 
         template = self.template(with_tools=named.get("tools") is not None)
-        assert template  # `encode` and Conversation have asked
+        assert template  # `encode` and Conversation have checked it
         text = render(template, messages, add_generation_prompt, {**self.named, **named})
         return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
 
     def token_bytes(self, token: int) -> list[int] | None:
-        """The bytes of a token that is part of a character; None where its spelling does not say them."""
+        """The bytes of a token that is part of a character; None where its spelling does not determine them."""
         spelled = self.spelling(token)
         if spelled is None:
             return None
@@ -98,7 +98,7 @@ class LoadedTokenizer(ABC):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes with: printable ones stand for themselves, the others from 256 on."""
+    """Byte-level BPE's characters for bytes: a printable byte is itself, the other bytes are characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -108,7 +108,7 @@ BYTE_OF = _byte_alphabet()
 
 
 class FastTokenizer(LoadedTokenizer):
-    """One of the tokenizers library: `tokens` is its Tokenizer."""
+    """A tokenizer of the tokenizers library: `tokens` is its Tokenizer."""
 
     def __init__(
         self, tokens: Any, named: Mapping[str, str], chat_template: str | dict[str, str] | None, source: str = "tokenizer.json"
@@ -121,14 +121,14 @@ class FastTokenizer(LoadedTokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.tokens.encode_special_tokens = self.splits_special  # which pickling leaves out
+        self.tokens.encode_special_tokens = self.splits_special  # pickling loses this attribute
 
     def _id(self, name: str) -> int | None:
         return self.tokens.token_to_id(self.named[name]) if name in self.named else None
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        # as a batch, for which the library lets other threads run: a megabyte takes a second
-        with no_panic(self.source):  # a regular expression that its engine gives up
+        # encoding a batch releases the interpreter's lock; a megabyte of text takes a second
+        with no_panic(self.source):  # the library's regex engine may give up
             return {"input_ids": self.tokens.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids}
 
     def get_vocab(self) -> dict[str, int]:
@@ -149,7 +149,7 @@ class FastTokenizer(LoadedTokenizer):
 
 
 class WrappedTokenizer(LoadedTokenizer):
-    """One of transformers' whose class does more than its tokenizers.Tokenizer, or is written in Python."""
+    """A transformers tokenizer whose class does more than its tokenizers.Tokenizer, or is written in Python."""
 
     def __init__(self, found: Any) -> None:
         self.found, self.named, self.chat_template = found, found.special_tokens_map, found.chat_template

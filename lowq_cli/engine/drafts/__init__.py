@@ -1,9 +1,9 @@
-"""Drafts: tokens that something cheaper than the model supposes, which the model then checks several at a time.
+"""Drafts: tokens guessed by something cheaper than the model, several of which the model checks in one step.
 
-A step computes a text's newest token and up to MOST_DRAFTS drafts after it side by side (`verify`). After each of these rows
-the model draws its own token by the ordinary sampler, whose random numbers depend on the seed and the token's position alone,
-and a token goes out as long as the one before it was drafted right. So what goes out is always the model's own draw, whatever
-was drafted: drafts change how fast a text comes, not which text.
+A step computes the rows of a sequence's newest token and of up to MOST_DRAFTS drafts after it (`verify`). After each row the
+model draws a token with the ordinary sampler, whose random numbers depend only on the seed and the token's position. A drawn
+token is output if all drafts before it were right. So every output token is the model's draw: drafts change the speed of
+generation, not the text.
 """
 
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, DraftRows, Guess, HostDrafter

@@ -1,4 +1,4 @@
-"""How many drafts a step is worth: what they are expected to bring, over what their rows cost."""
+"""The number of drafts to check in a step: the expected tokens divided by the cost of the step's rows."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
 
-GAIN = 1.05  # times faster than plain steps that a step with drafts has to be
-ENOUGH = 4  # steps of a width whose times are believed: one alone may have waited for another process
-LAST = 9  # steps of a width whose times count
-AGAIN = 256  # plain steps after which every width may be tried once more
+GAIN = 1.05  # a step with drafts must yield this many times the tokens per second of plain steps
+ENOUGH = 4  # min. timed steps of a width before its median counts: a single one may have waited for another process
+LAST = 9  # the median is over this many last steps of a width
+AGAIN = 256  # plain steps after which every width may be tried again
 
 
 class Costs(Protocol):
-    """What a step of so many rows takes, in steps of one row."""
+    """The time of a step of `rows` rows, in steps of one row."""
 
     def __call__(self, rows: int) -> float: ...
 
 
 class TableCosts:
-    """By a table of rows -> cost, linear between its rows. It does not depend on what was timed: the same every time."""
+    """Costs from a table rows -> cost, interpolated linearly. They do not depend on timings, so every run has the same."""
 
     def __init__(self, table: dict[int, float]) -> None:
         self.table = sorted(table.items())
@@ -34,15 +34,15 @@ class TableCosts:
 
 
 class TimedCosts:
-    """By the median time of the last steps of each width: beside other processes a step with more rows may wait longer. Widths
-    of which little is known cost what `before` says, if that is less, beside those of which much is: so each is tried."""
+    """Costs from the median time of each width's last steps, since on a busy machine wider steps may wait longer. A width with
+    few timings costs what its neighbours, or at first `before`, suggest, or its median if that is less; so each is tried."""
 
     def __init__(self, before: Costs) -> None:
         self.before, self.times, self.tried = before, dict[int, deque[float]](), dict[int, int]()
         self.plain = 0
 
     def note(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long; the first of a width also prepares it, and does not count."""
+        """Record the time of a step of `rows` rows; the first step of a width also prepares it, so its time is dropped."""
         tried = self.tried[rows] = self.tried.get(rows, -1) + 1
         if tried:
             self.times.setdefault(rows, deque(maxlen=LAST)).append(seconds)
@@ -62,10 +62,10 @@ class TimedCosts:
 
 
 def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0) -> int:
-    """Drafts of a guess to check, 0 for a plain step: as many as bring the most tokens for what their step costs.
+    """The number of drafts to check, 0 for a plain step: the number with the most expected tokens per cost.
 
-    widths: rows that a step may have, ascending; where it has more than drafts, the rest fill up. apart: what a step with
-    drafts costs beside its rows, in plain steps.
+    widths: the row counts that a step may have, ascending; surplus rows are dummies. apart: the cost of a step with drafts in
+    addition to its rows, in plain steps.
     """
     best, drafts, tokens, sure, known = GAIN, 0, 1.0, 1.0, 0
     for rows in widths:

@@ -1,4 +1,4 @@
-"""What drafts: on the host from the tokens of one text, or on the device within the recorded step."""
+"""Interfaces of drafters: on the host, from the tokens of one sequence, or on the device, within the recorded step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,39 +8,39 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 
-Angles = Mapping[Any, Any]  # cos, sin of each kind of rotation, as `Plan.angles` makes them
+Angles = Mapping[Any, Any]  # cos, sin of each kind of rotation, from `Plan.angles`
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens that may come next. chances: of each, that it is right where all before it are."""
+    """Guessed next tokens. chances: the probability that each is right, given that all tokens before it are."""
 
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
 
 
 class HostDrafter(Protocol):
-    """Guesses on the host from the tokens of one text. name: for people."""
+    """Guesses on the host from the tokens of one sequence. name: shown to users."""
 
     name: str
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The text begins with these, at least one."""
+        """Start a sequence with the prompt's tokens, at least one."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The model goes on with these."""
+        """Append tokens that the model drew."""
         ...
 
     def guess(self, most: int) -> Guess:
-        """Up to `most` tokens that may come next."""
+        """Guess up to `most` next tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Where rows stand. pos (M,) int32: their positions. rows (M,) int64: the place of their sequence in a cache. per: rows of
-    each sequence, side by side; 0: any number."""
+    """The places of rows. pos (M,) int32: their positions. rows (M,) int64: their sequence's place in the cache. per: rows of
+    each sequence, which are next to each other; 0: any number."""
 
     pos: torch.Tensor
     rows: torch.Tensor
@@ -48,13 +48,14 @@ class DraftRows:
 
 
 class DeviceDrafter(Protocol):
-    """Drafts on the device, within the recorded step: heads and models, which have a cache of their own.
+    """Drafts on the device, within the recorded step: draft heads and draft models, which have a separate cache.
 
-    name: for people. most: drafts of a step at most. layers: residual streams of the model that it reads: that which enters
-    decoder layer i, after the last layer for i = number of layers, after the final norm for -1. plan: its operations.
+    name: shown to users. most: max. drafts per step. layers: the model's residual streams that the drafter reads: i is the
+    input of decoder layer i, the number of layers is the output of the last one, -1 is the state after the final norm. plan:
+    the drafter's operations.
 
-    A cache of keys and values needs no rewind: rows are told their positions, and what lies past them is written over before it
-    is read.
+    The KV cache needs no rewind after wrong drafts: rows have explicit positions, and later slots are overwritten before they
+    are read.
     """
 
     name: str
@@ -63,26 +64,26 @@ class DeviceDrafter(Protocol):
     plan: Any
 
     def make_room(self, batch: int, slots: int) -> None:
-        """A cache for `batch` sequences of up to `slots` tokens, which holds nothing yet."""
+        """Allocate an empty cache for `batch` sequences of up to `slots` tokens."""
         ...
 
     def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
-        """Rows of prompts: ids (M,) int64 are the tokens after them, hidden[i] (M, H) what the model's streams are there. Where
-        `layers` is empty, ids are the rows' own tokens."""
+        """Read rows of prompts. ids (M,) int64: the token after each row, or the row's own token where `layers` is empty.
+        hidden[i] (M, H): the model's stream i of `layers` at these rows."""
         ...
 
     def draft(
         self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
     ) -> torch.Tensor:
-        """Drafts (B, K) int64 after a step: ids are what was drawn after each row; last (B,) int64 each sequence's last row
-        that was right. Rows after it are of no use, and are written over."""
+        """Drafts (B, K) int64 after a step. ids: the token drawn after each row. last (B,) int64: each sequence's last row with
+        a right draft; the rows after it are ignored and overwritten."""
         ...
 
 
 class PagedDrafter(DeviceDrafter, Protocol):
-    """A drafter whose keys and values may also lie in blocks that tables name: the server's.
+    """A drafter whose keys and values may also be paged, as in the server.
 
-    reach: places behind a text's last row that its guesses write to, at most.
+    reach: max. slots after a sequence's last row that its guesses write to.
     """
 
     reach: int
@@ -90,8 +91,8 @@ class PagedDrafter(DeviceDrafter, Protocol):
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
     ) -> Sequence[torch.Tensor]:
-        """Keys and values of a batch's M rows; what `go_on` asks of each row (M, ...). ids: the tokens after the rows; where
-        `layers` is empty, those of the rows."""
+        """Write keys and values of a batch's M rows; returns the tensors (M, ...) that `go_on` needs. ids: the token after each
+        row, or the row's own token where `layers` is empty."""
         ...
 
     def go_on(
@@ -103,8 +104,8 @@ class PagedDrafter(DeviceDrafter, Protocol):
         angles: Angles,
         K: int,
     ) -> torch.Tensor:
-        """Drafts (B, K) int64 after rows at pos (B,) int32, of a sequence each, in the order of the tables of `held`.
+        """Drafts (B, K) int64 after rows at pos (B,) int32, one row per sequence, in the order of the block tables of `held`.
 
-        drawn (B,): the tokens after these rows. made: what `write` gave of them.
+        drawn (B,): the tokens after these rows. made: the result of `write` for these rows.
         """
         ...

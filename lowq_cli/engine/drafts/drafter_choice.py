@@ -1,4 +1,4 @@
-"""Which drafter a name means, and a decoder that takes it."""
+"""Load the drafter that a name stands for, and attach it to a decoder."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
 
 NAMES = ("auto", "ngram", "mtp", "none")
-# Devices on which "auto" is n-grams where no head was trained. On a GPU it is nothing: with base in 16 bits on an H100 they
-# took 0.9 to 0.97 of the speed where texts copy (2026-11-26), and what was changed after that has not run there.
+# Devices on which "auto" means n-grams if no head was trained. On a GPU "auto" then means no drafts: on an H100, with base in
+# 16 bits, n-grams gave 0.9 to 0.97 of the speed on texts that copy (2026-11-26); later changes have not been measured there.
 BY_NGRAMS = ("cpu",)
-OWN = "draft"  # the folder beside a checkpoint's files where `lowq draft train` writes its head
+OWN = "draft"  # the subfolder of a checkpoint where `lowq draft train` writes its head
 
 
 def check(draft: str) -> str:
-    """A way to draft, as it is. Raises UsageError where it is no known name, NotFoundError where no checkpoint is there."""
+    """Returns `draft`. Raises UsageError for an unknown name, NotFoundError for a folder without a checkpoint."""
     if draft not in (*NAMES, "demo") and "/" not in draft and not user_path(draft).exists():
         raise UsageError(f"--draft {draft}: it can be {', '.join(NAMES)}, or the folder of a draft head or model")
     if draft not in NAMES:
@@ -28,15 +28,15 @@ def check(draft: str) -> str:
 
 
 def settled(draft: str, device: str) -> str:
-    """What "auto" is on a kind of device where no head was trained: "ngram" or "none"; any other name as it is."""
+    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged."""
     return ("ngram" if device in BY_NGRAMS else "none") if draft == "auto" else draft
 
 
 def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter | None:
-    """What drafts for one text of a model, or None for nothing: guesses by n-grams; the head that was trained for the
-    checkpoint, with "auto" where it has one (else `settled`); its own MTP layer; a head's or a model's folder.
+    """The drafter for one sequence of a model, or None: n-grams; for "auto" the head trained for the checkpoint if it has one
+    (otherwise as `settled`); the checkpoint's MTP layer; or the head or model in a folder.
 
-    Raises UsageError for an unknown name, UnsupportedError and DamagedError for what does not fit the model.
+    Raises UsageError for an unknown name, UnsupportedError and DamagedError for a drafter that does not fit the model.
     """
     trained = Path(owned(model).tuned or "/nowhere") / OWN
     name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type)
@@ -46,15 +46,15 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
         return NGram()
     known = owned(model).drafters
     if name not in known:
-        known.clear()  # their memory goes with them
+        known.clear()  # frees the memory of earlier drafters
         known[name] = _loaded(name, model, tokenizer)
     found: DeviceDrafter = known[name]
     return found
 
 
 def served(draft: str, model: Any, tokenizer: Any) -> str | PagedDrafter:
-    """What `make` gives as the server's engine takes it: "none", "ngram", or a drafter on the device. On a GPU "auto" takes no
-    head: none has been measured in the server there."""
+    """The drafter of `make` for the server's engine: "none", "ngram", or a drafter on the device. On a GPU "auto" does not
+    choose a head, because heads have not been measured in the server there."""
     made: Any = make(draft if model.device.type in BY_NGRAMS else settled(draft, model.device.type), model, tokenizer)
     return "none" if made is None else made if hasattr(made, "go_on") else made.name
 
@@ -73,7 +73,7 @@ def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
 
 
 def attach(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[FromHost | OnDevice | None, str]:
-    """(how a decoder of so many texts is given drafts, or None; why not)."""
+    """(drafting of a decoder with a batch of `texts` sequences, or None; the reason for None)."""
     drafter, asked = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
     nothing = "as asked" if draft == "none" else f"auto drafts by n-grams on {', '.join(BY_NGRAMS)} alone; --draft ngram does"
     why = nothing if drafter is None else f"decoder {decoder.name} takes none" if asked is None else asked(texts)

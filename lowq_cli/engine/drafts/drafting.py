@@ -1,4 +1,4 @@
-"""One text that is decoded with drafts: how many its next step checks, and what came of it."""
+"""Decode one sequence with drafts: choose the number of drafts of each step, and count the results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,25 +7,25 @@ from lowq_cli.engine.drafts.draft_length import ENOUGH, Costs, TableCosts, Timed
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
 from lowq_packers.lazy import torch
 
-# rows of steps with drafts: each has a recording of its own, so on a GPU they are few
+# row counts of steps with drafts; few on a GPU, because each is recorded separately
 WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
-# what a step of so many rows takes, in steps of one. On a GPU it is not timed: which kernels take a row decides on its last
-# bits, and the same seed is to give the same text: an 8B's by 4 bits on an H100
+# Rows -> time of a step, in steps of one row. On a GPU these values, of an 8B model in 4 bits on an H100, are used instead of
+# timings: the number of rows selects the kernels, whose results differ in the last bits, and a seed must always give one text.
 COSTS = {"cuda": {1: 1.0, 2: 1.26, 4: 1.26, 8: 1.38, 16: 1.64}, "cpu": {1: 1.0, 2: 1.2, 16: 3.0}}
-GAP_S = 150e-6  # from a step's end until the next is launched, where its drafts depend on what came out
-READ = 2.5e12  # bytes of weights that a GPU reads in a second, about
-LAYER_S = 10e-6  # of a layer, beside reading its weights
-FADE = 0.95  # of a device drafter's counts at each step
-BEFORE, WEIGHT = 0.75, 4.0  # share of its guesses taken to be right before any was checked, and the guesses that it counts for
-AGAIN = 64  # plain steps after which a device drafter that was not worth it is tried again
+GAP_S = 150e-6  # seconds from the end of a step to the launch of a step whose drafts the host makes from its tokens
+READ = 2.5e12  # bytes of weights that a GPU reads per second, an estimate
+LAYER_S = 10e-6  # seconds of a layer in addition to reading its weights
+FADE = 0.95  # a device drafter's counts are multiplied by this at each step
+BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
+AGAIN = 64  # plain steps after which a device drafter that did not pay off is tried again
 
 
 class Drafting:
-    """Steps of a decoder's one text.
+    """The steps of a decoder's only sequence.
 
     Attributes:
-        drafted, accepted: tokens. steps: those with drafts. ahead: whether a step may be launched before the one before it is
-        read, as drafts are made on the device.
+        drafted, accepted: counts of tokens. steps: count of steps with drafts. ahead: whether a step may be launched before the
+        previous one is read, which needs drafts that are made on the device.
     """
 
     ahead = False
@@ -40,17 +40,17 @@ class Drafting:
         self.drafted = self.accepted = self.steps = self.rows = 0
 
     def about(self) -> str:
-        """What drafts, and what steps with drafts cost, for `--explain`."""
+        """The drafter's name and the costs of steps with drafts, for `--explain`."""
         costs = ", ".join(f"{w}: {self.costs(w):.2f}" for w in self.widths)
         return f"{self.drafter.name}; steps of so many rows cost, in plain steps, {costs}"
 
     def numbers(self, tokens: int, steps: int) -> dict[str, Any]:
-        """What came of it in so many tokens after the first, by so many steps of every kind."""
+        """The counts, given the number of tokens after the first and of all steps, with and without drafts."""
         counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
         return counts | {"tokens_per_step": round(tokens / max(steps, 1), 3)}
 
     def took(self, drafts: bool, seconds: float) -> None:
-        """The last step, with drafts or without, took so long until the next could begin."""
+        """Record the seconds from the start of the last step until the next could start. drafts: whether it had drafts."""
         if self.timed is not None:
             self.timed.note(self.rows if drafts else 1, seconds)
 
@@ -59,7 +59,7 @@ class Drafting:
 
 
 class FromHost(Drafting):
-    """Drafts that the host makes of the tokens: a step with drafts is launched once those before are read."""
+    """Drafts that the host makes from the tokens: a step with drafts is launched after all earlier steps are read."""
 
     def __init__(self, drafter: HostDrafter, decoder: Any) -> None:
         super().__init__(drafter, decoder)
@@ -67,19 +67,19 @@ class FromHost(Drafting):
         self.apart = GAP_S / step_s(decoder.plan) if decoder.ahead else 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The text begins with these."""
+        """Start a sequence with the prompt's tokens."""
         self.host.begin(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The model goes on with these."""
+        """Append tokens that the model drew."""
         self.host.extend(tokens)
 
     def wants(self, left: int) -> bool:
-        """Whether the next step, of a text that has room for so many tokens, would rather have drafts, as far as is known."""
+        """Whether, by the present estimates, the next step should have drafts. left: tokens that may still be generated."""
         return bool(self._worth(self.host.guess(min(self.widths[-1], left) - 1)))
 
     def step(self, left: int) -> list[int] | None:
-        """The text's next tokens by a step with drafts; None where a plain one is faster."""
+        """The next tokens from a step with drafts, or None where a plain step is faster."""
         guess = self.host.guess(min(self.widths[-1], left) - 1)
         n = self._worth(guess)
         if not n:
@@ -87,7 +87,7 @@ class FromHost(Drafting):
         self.rows = next(w for w in self.widths if w > n)
         accepted, *drawn = self.decoder.verify(guess.tokens[:n], self.rows).result.tolist()
         self._count(n, accepted)
-        tokens = drawn[: accepted + 1]  # what fills the rows up may be right, too
+        tokens = drawn[: accepted + 1]  # drafts in the dummy rows may be right too
         self.extend(tokens)
         return tokens
 
@@ -96,7 +96,7 @@ class FromHost(Drafting):
 
 
 class OnDevice(Drafting):
-    """Drafts that are made in the step before: the host launches a step before it has read the last one."""
+    """Drafts that the previous step makes on the device: the host launches a step before it reads the last one."""
 
     ahead = True
 
@@ -104,7 +104,7 @@ class OnDevice(Drafting):
         super().__init__(drafter, decoder)
         self.widths = tuple(w for w in self.widths if w <= drafter.most + 1)
         own = step_s(drafter.plan) / step_s(decoder.plan)
-        if self.timed is not None:  # of all texts: each that begins would else take plain steps first, to know what they take
+        if self.timed is not None:  # shared by all sequences: otherwise each would begin with plain steps to time them
             self.timed = decoder.timed.setdefault(drafter.name, self.timed)
         rows = self.timed or self.costs
         self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * own)
@@ -112,9 +112,9 @@ class OnDevice(Drafting):
         self.idle, self.trying, self.stale = 0, 0, False
 
     def launch(self) -> tuple["torch.Tensor", int, bool]:
-        """Launch a step: where it puts what it draws, its rows, and whether its drafts are guesses of the step right before.
+        """Launch a step; returns its output tensor, its rows, and whether its drafts were made by the step right before it.
 
-        One row is a plain step. After it the guesses are of no use, so who is tried again has two steps.
+        One row means a plain step. The guesses after a plain step are stale, so a retried drafter gets two steps.
         """
         chances = [r / t for r, t in zip(self.right, self.tried, strict=True)]
         drafts = worth(Guess([0] * len(chances), chances), self.costs, self.widths)
@@ -132,7 +132,7 @@ class OnDevice(Drafting):
         return self.decoder.verify((), rows).result, rows, not stale
 
     def read(self, found: list[int], rows: int, fresh: bool) -> list[int]:
-        """The text's next tokens, of what a step of so many rows has put there."""
+        """The next tokens, from the output `found` of a step of `rows` rows. fresh: whether its drafts were not stale."""
         self.rows = rows
         if rows == 1:
             return found
@@ -144,6 +144,6 @@ class OnDevice(Drafting):
 
 
 def step_s(plan: Any) -> float:
-    """Seconds of a step of a plan, about, from what does not change between two runs."""
+    """An estimate of the seconds of a plan's step, from facts that are the same in every run."""
     tensors = [*plan.linears.parameters(), *plan.linears.buffers()]
     return sum(t.nbytes for t in tensors) / READ + (len(plan.states) or 1) * LAYER_S

@@ -1,7 +1,7 @@
-"""Draft heads as drafters: a round of guesses from the hidden states that a step of the model leaves, on the device.
+"""Draft heads as drafters: on the device, a round of guesses from the hidden states of the model's last step.
 
-A head's row t pairs the token after t with the model's hidden states at t. What it wrote for guesses that went further is
-approximate, and is written over by the rows of the next round, which have the model's own hidden states.
+Row t of a head combines the token after t with the model's hidden states at t. The keys and values of guesses further on are
+approximate; the next round overwrites them with rows that have the model's hidden states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from lowq_kernels.decode.reference import MOST_DRAFTS, Packed
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.heads import is_head
 
-MOST = 7  # guesses of a round: a step of 8 rows costs 1.24 of one on an H100, and published heads are right for 3 to 5
+MOST = 7  # max. guesses per round: on an H100 a step of 8 rows takes 1.24 times one of 1 row; published heads get 3 to 5 right
 
 
 class HeadDrafter:
-    """A head as a `DeviceDrafter`; its cache is a static one of its own."""
+    """A head as a `DeviceDrafter` with a separate static cache."""
 
     most = reach = MOST
 
@@ -38,7 +38,7 @@ class HeadDrafter:
 
     def make_room(self, batch: int, slots: int) -> None:
         """As `DeviceDrafter.make_room`."""
-        self.state = []  # let go before there is another
+        self.state = []  # free the old state before the new one is allocated
         self.state = static_state(self.plan, batch, slots, PLAIN)
         self.angles = self.plan.angles(slots, self.plan.device)
 
@@ -48,7 +48,7 @@ class HeadDrafter:
         self.plan.guess(ids, self._entering(hidden), batch, held)
 
     def _prompt(self, ids: torch.Tensor, rows: DraftRows) -> tuple[Batch, list[KeyValues | States]]:
-        """Rows of prompts as a batch, and the state by their table."""
+        """Rows of prompts as a batch, and the state with the batch's block table."""
         M, per = len(ids), rows.per or 1
         tile = min(per, self.plan.tile)
         first = torch.arange(0, M, per, device=ids.device)[:, None] + torch.arange(0, per, tile, device=ids.device)
@@ -91,13 +91,13 @@ class HeadDrafter:
             return torch.cat((drafts[0][:, None], self._at_once(pos, held, angles, K - 1)), 1)
         while len(drafts) < K:
             pos = pos + 1
-            batch = Batch(plan.ops, drafts[-1], len(pos), pos, angles)  # a row of each sequence: one kernel attends
+            batch = Batch(plan.ops, drafts[-1], len(pos), pos, angles)  # one row per sequence: one attention kernel
             y, x = plan.guess(drafts[-1], x, batch, held)
             drafts.append(plan.ids(plan.logits(y).argmax(-1)))
         return torch.stack(drafts, 1)
 
     def _at_once(self, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles, K: int) -> torch.Tensor:
-        """K guesses (B, K) after rows at `pos` (B,), of rows whose tokens and hidden states are not known."""
+        """K guesses (B, K) in one pass, from rows after `pos` (B,) whose tokens and hidden states are not known yet."""
         plan, B = self.plan, len(pos)
         assert plan.unknown is not None
         there = (pos[:, None] + torch.arange(1, K + 1, dtype=torch.int32, device=pos.device)).flatten()
@@ -115,12 +115,12 @@ class HeadDrafter:
         return next(len(one.k) for one in self.state if isinstance(one, KeyValues))  # type: ignore[arg-type]
 
     def _at(self, table: torch.Tensor) -> list[KeyValues | States]:
-        """The state by rows of a table: each layer's place of a sequence is one block."""
+        """The state with a block table: a sequence's place in the static cache is one block."""
         return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
 
 
 class BlockDrafter(HeadDrafter):
-    """A head that guesses a block at once as a `DeviceDrafter`: of the text it holds keys and values of hidden states alone."""
+    """A head that guesses a block at once, as a `DeviceDrafter`; it caches keys and values of the model's hidden states."""
 
     plan: BlockPlan
 
@@ -149,7 +149,7 @@ class BlockDrafter(HeadDrafter):
         angles: Angles,
         K: int,
     ) -> torch.Tensor:
-        """As `PagedDrafter.go_on`. Fewer guesses take a whole block, too: its rows were learnt together."""
+        """As `PagedDrafter.go_on`. A whole block is computed for fewer guesses too, since it was trained as a whole."""
         plan, size, B = self.plan, self.plan.block.size, len(drawn)
         masks = torch.full((B, size - 1), plan.block.mask, dtype=torch.int64, device=drawn.device)
         there = pos[:, None] + 1 + torch.arange(size, dtype=torch.int32, device=drawn.device)
@@ -160,24 +160,24 @@ class BlockDrafter(HeadDrafter):
         return plan.guesses(drawn, batch, table, until)[:, :K]
 
     def make_room(self, batch: int, slots: int) -> None:
-        """As `DeviceDrafter.make_room`; a block may reach further past the text than its guesses."""
+        """As `DeviceDrafter.make_room`; a block may reach further past the sequence than its guesses."""
         more = max(0, self.plan.block.size - 1 - MOST_DRAFTS)
         super().make_room(batch, bucket(slots + more) if more else slots)
 
 
 def takes(config: Mapping[str, Any]) -> bool:
-    """Whether a folder's config.json is that of a draft head, not of a model."""
+    """Whether a config.json belongs to a draft head rather than a model."""
     return is_head(config)
 
 
 def load(folder: str, model: Any) -> HeadDrafter:
-    """The head of a folder. Raises as `heads.load`."""
+    """The head in a folder, as a drafter. Raises as `heads.load`."""
     plan = heads.load(folder, model)
     return BlockDrafter(plan) if isinstance(plan, BlockPlan) else HeadDrafter(plan)
 
 
 def inside(model: Any) -> HeadDrafter | None:
-    """The MTP layer of the checkpoint that a model was read from; None where it has none that is run."""
+    """The MTP layer of the checkpoint that a model was read from; None where it has none that lowq can run."""
     if not (folder := owned(model).tuned):
         return None
     with open_source(folder) as source:

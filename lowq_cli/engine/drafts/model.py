@@ -1,4 +1,4 @@
-"""A smaller model as a drafter: any checkpoint with the same tokenizer, which goes on with the text by its likeliest tokens."""
+"""A smaller model as a drafter: any checkpoint with the same tokenizer. It guesses its likeliest tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from lowq_kernels.decode.reference import Packed
 from lowq_packers.arch.parts import Pages
 from lowq_packers.errors import UnsupportedError, UsageError
 
-MOST = 7  # guesses of a round
+MOST = 7  # max. guesses per round
 
 
 class ModelDrafter:
-    """A model as a `DeviceDrafter`; its cache is a static one of its own. vocabulary: of the model that it guesses for."""
+    """A model as a `DeviceDrafter` with a separate static cache. vocabulary: size of the target model's vocabulary."""
 
     most = reach = MOST
     layers: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class ModelDrafter:
 
     def make_room(self, batch: int, slots: int) -> None:
         """As `DeviceDrafter.make_room`."""
-        self.state = []  # let go before there is another
+        self.state = []  # free the old state before the new one is allocated
         self.state = static_state(self.plan, batch, slots, PLAIN)
         self.angles = self.plan.angles(slots, self.plan.device)
 
@@ -49,7 +49,7 @@ class ModelDrafter:
     def draft(
         self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
     ) -> torch.Tensor:
-        """As `DeviceDrafter.draft`: each drawn token stands one place after its row."""
+        """As `DeviceDrafter.draft`; each drawn token is one position after its row."""
         places = rows.rows.int()[:, None]
         batch = Batch(self.plan.ops, ids, len(ids), rows.pos + 1, self.angles, drafted=True)
         y = self.plan.hidden(self.plan.embed(ids), batch, self._at(places)).index_select(0, last)
@@ -78,10 +78,10 @@ class ModelDrafter:
     def _likeliest(
         self, y: torch.Tensor, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles, K: int
     ) -> torch.Tensor:
-        """K tokens (B, K) after rows at `pos` that left y (B, H)."""
+        """K tokens (B, K) after rows at `pos`, whose normed hidden states are y (B, H)."""
         drafts = list[torch.Tensor]()
         while True:
-            logits = self.plan.logits(y)[:, : self.vocabulary]  # rows that fill a head up are no tokens
+            logits = self.plan.logits(y)[:, : self.vocabulary]  # padding rows of the head are not tokens
             drafts.append(logits.argmax(-1))
             if len(drafts) == K:
                 return torch.stack(drafts, 1)
@@ -96,13 +96,13 @@ class ModelDrafter:
         return next(len(one.k) for one in self.state if isinstance(one, KeyValues))  # type: ignore[arg-type]
 
     def _at(self, table: torch.Tensor) -> list[KeyValues | States]:
-        """The state by rows of a table: each layer's place of a sequence is one block."""
+        """The state with a block table: a sequence's place in the static cache is one block."""
         return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
 
 
 def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
-    """The draft model in a folder (or a hub id). Raises UsageError where its tokenizer is another, UnsupportedError where its
-    family has no plan."""
+    """The draft model in a folder or hub id. Raises UsageError for a different tokenizer, UnsupportedError for a family without
+    a plan."""
     from lowq_cli.engine.open_model import ready
 
     small, its = ready(folder, str(model.device))

@@ -1,8 +1,8 @@
-"""Drafts without a model: what followed the last tokens where they stood before, in the prompt or in what was drawn.
+"""Drafts without a model: the tokens that followed the last tokens where those occurred before, in prompt or answer.
 
-The last tokens are looked up in tables of runs of SIZES tokens, longest first; from there on the guess is followed for as long
-as it is right. How often guesses were right is counted by the length of what matched, also while nobody uses them: so it is
-known what a draft is worth before the first one is checked.
+The last tokens are looked up in tables of runs of SIZES tokens, longest first; the match is then followed as long as its
+guesses are right. The share of right guesses is counted per length of the match, also while drafts are not used: so the worth
+of a draft is known before the first one is checked.
 """
 
 from collections.abc import Sequence
@@ -10,42 +10,42 @@ from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
 
-SIZES = (16, 8, 4, 2)  # tokens of the runs that are looked up
-LONGEST = 64  # tokens of a match that are counted
-# share of right guesses before anything is known, by the number of bits of the match's length: 1, 2 to 3, 4 to 7, and so on
+SIZES = (16, 8, 4, 2)  # lengths in tokens of the runs that are looked up
+LONGEST = 64  # max. counted length of a match, in tokens
+# assumed share of right guesses before any was checked, by the number of bits of the match's length: 1, 2 to 3, 4 to 7, ...
 PRIOR = (0.0, 0.1, 0.3, 0.55, 0.75, 0.85, 0.92, 0.95)
-WEIGHT = 2.0  # guesses that this knowledge counts for
-FADE = 0.98  # of a count at each new guess of its kind: what was true some hundred tokens ago is forgotten
+WEIGHT = 2.0  # the assumed share counts as this many guesses
+FADE = 0.98  # a count is multiplied by this at each new guess of its length, which forgets guesses some hundred tokens ago
 
 
 class Past(Protocol):
-    """Other texts, whose tokens a text may go on with."""
+    """Other texts, from which guesses may be copied."""
 
     def find(self, run: tuple[int, ...]) -> tuple[Sequence[int], int] | None:
-        """A text and the place in it after these tokens, or None."""
+        """A text and the index in it after an occurrence of these tokens, or None."""
         ...
 
 
 class NGram:
-    """The text's own tokens; where they do not help, those of `past`."""
+    """Guesses from the sequence's own tokens, or from `past` where those have no match."""
 
     name = "ngram"
 
     def __init__(self, past: Past | None = None) -> None:
         self.tokens: list[int] = []
         self.past = past
-        self.places: dict[tuple[int, ...], int] = {}  # a run -> the place after its last occurrence
+        self.places: dict[tuple[int, ...], int] = {}  # run -> index after its last occurrence
         self.source: Sequence[int] = self.tokens
-        self.place = -1  # of the guess in the source; -1: none
-        self.length = 0  # tokens before it that are alike
+        self.place = -1  # index of the guess in the source; -1: no guess
+        self.length = 0  # length of the match before it
         self.right = [p * WEIGHT for p in PRIOR]
         self.tried = [WEIGHT] * len(PRIOR)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """As `HostDrafter.begin`; nothing is counted, for the model has not written it."""
+        """As `HostDrafter.begin`; guesses are not counted, since the model did not write the prompt."""
         *before, last = prompt
         self.tokens += before
-        for size in SIZES:  # by zip: of a prompt of 4,000 tokens this takes 3 ms, token by token 12
+        for size in SIZES:  # for 4,000 tokens: 3 ms with zip, 12 ms token by token
             runs = zip(*(self.tokens[i:] for i in range(size)), strict=False)
             self.places.update(zip(runs, range(size, len(self.tokens) + 1), strict=False))
         self._take(last)
@@ -62,13 +62,13 @@ class NGram:
         made, chances, place, own = list[int](), list[float](), self.place, self.source is self.tokens
         n = len(self.source)
         while len(made) < most and (place < n or own):
-            made.append(self.source[place] if place < n else made[place - n])  # past its own end a text repeats the guess
+            made.append(self.source[place] if place < n else made[place - n])  # past the end of the sequence: repeat the guess
             chances.append(self._chance(self.length + len(chances)))
             place += 1
         return Guess(made, chances)
 
     def after(self, tokens: Sequence[int], most: int) -> Guess:
-        """Up to `most` tokens that may come once the text has gone on with these, by what the text itself repeats."""
+        """Guess up to `most` tokens after appending `tokens`, from the sequence's own repetitions."""
         end = [*self.tokens[-LONGEST:], *tokens]
         place = next((p for size in SIZES if (p := self.places.get(tuple(end[-size:]), -1)) >= 0), -1) if most > 0 else -1
         if place < 0:
@@ -79,7 +79,7 @@ class NGram:
 
     @property
     def chance(self) -> float:
-        """That the next token of the guess is right; 0 without a guess."""
+        """The estimated probability that the guess's next token is right; 0 without a guess."""
         return self._chance(self.length) if self.place >= 0 else 0.0
 
     def _chance(self, length: int) -> float:
@@ -117,6 +117,6 @@ class NGram:
         return None if self.past is None else self.past.find(run)
 
     def _alike(self) -> int:
-        """Tokens before the guess that are those at the text's end."""
+        """The number of tokens before the guess that equal those at the sequence's end."""
         n, most = len(self.tokens), min(self.place, len(self.tokens), LONGEST)
         return next((i for i in range(most) if self.source[self.place - 1 - i] != self.tokens[n - 1 - i]), most)

@@ -1,4 +1,4 @@
-"""A device's drafter beside the static decoder of one text: what it is given of prompts and steps, and its guesses."""
+"""A device drafter attached to the static decoder of one sequence: its inputs from prompts and steps, and its guesses."""
 
 from collections.abc import Sequence
 
@@ -8,25 +8,25 @@ from lowq_cli.engine.drafts.drafter import DeviceDrafter, DraftRows
 from lowq_kernels.decode.reference import MOST_DRAFTS
 
 Hidden = dict[int, torch.Tensor]
-AHEAD = 3 * MOST_DRAFTS  # slots past a text's last token: of a step that runs ahead, its rows, and the guesses after them
+AHEAD = 3 * MOST_DRAFTS  # slots past the last token: for a step that runs ahead, its rows, and the guesses after them
 
 
 class Attached:
-    """A drafter and its guesses. guesses (MOST_DRAFTS,) int64: what the next step is to check, always in the same place."""
+    """A drafter and its guesses. guesses (MOST_DRAFTS,) int64: the next step's drafts, at a fixed address."""
 
     def __init__(self, drafter: DeviceDrafter, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
         self.taps = tuple(i for i in drafter.layers if i >= 0)
-        self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, models read the row's own
+        self.shifted = bool(drafter.layers)  # heads read the token after a row, models the row's own token
         self.guesses = torch.zeros(MOST_DRAFTS, dtype=torch.int64, device=device)
         self.last: Hidden = {}  # the hidden states (1, H) of a prompt's last token
 
     def hidden(self, y: torch.Tensor, taps: Sequence[torch.Tensor]) -> Hidden:
-        """What the model's pass noted, by layer."""
+        """The hidden states of a pass of the model, by layer; -1: its output y."""
         return dict(zip(self.taps, taps, strict=True)) | {-1: y}
 
     def read(self, ids: torch.Tensor, start: int, rows: int, hidden: Hidden) -> None:
-        """Rows start .. start + rows of a prompt ids (n,)."""
+        """Give the drafter rows start .. start + rows of a prompt ids (n,)."""
         n, end = ids.shape[0], start + rows
         known = min(end, n - 1) - start if self.shifted else rows
         if known > 0:
@@ -38,12 +38,12 @@ class Attached:
             self.last = {i: h[-1:].clone() for i, h in hidden.items()}
 
     def begin(self, token: torch.Tensor, pos: torch.Tensor) -> None:
-        """Guess for the first time: the prompt's last token is followed by `token` (1,), which stands at `pos` (1,)."""
+        """Make the first guesses, after the prompt's last token and the drawn `token` (1,) at `pos` (1,)."""
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.guess(token, self.last, pos - 1, first, self.drafter.most)
 
     def guess(self, drawn: torch.Tensor, hidden: Hidden, pos: torch.Tensor, last: torch.Tensor, K: int) -> None:
-        """Guess after a step's rows (T,) at `pos`: what was drawn after them, and which of them (1,) was the last right one."""
+        """Guess after a step's T rows at `pos`. drawn (T,): the tokens drawn after the rows. last (1,): the last right row."""
         T, K = drawn.shape[0], min(K, self.drafter.most)
         there = DraftRows(pos, torch.zeros(T, dtype=torch.int64, device=self.device), T)
         self.guesses[:K].copy_(self.drafter.draft(drawn, hidden, there, last, K)[0])

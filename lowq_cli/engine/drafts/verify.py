@@ -1,4 +1,4 @@
-"""A step of the static decoder with drafts: rows of one text, its newest token and what is supposed to come after it."""
+"""A step of the static decoder with drafts: its rows are a sequence's newest token and the drafts after it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from lowq_packers.errors import device_lost
 
 
 class Verification:
-    """Steps of `T` rows of a decoder's one text; kept with its cache.
+    """Steps of `T` rows of a decoder's only sequence; kept as long as the decoder's cache.
 
     Attributes:
-        drawn (T,) int64: what the model draws after each row. accepted (1,) int64: drafts that were right, so that
-        drawn[: accepted + 1] are the text's next tokens.
+        drawn (T,) int64: the token that the model draws after each row. accepted (1,) int64: the number of right drafts, so
+        that drawn[: accepted + 1] are the sequence's next tokens.
     """
 
     def __init__(self, decoder: Any, T: int) -> None:
@@ -27,21 +27,21 @@ class Verification:
         empty = torch.zeros(T, dtype=torch.int64, device=self.device)
         self.ids, self.offsets = empty, torch.arange(T, dtype=torch.int32, device=self.device)
         self.pos, self.rows = self.offsets.clone(), self.offsets.clone()
-        self.result = torch.zeros(T + 1, dtype=torch.int64, device=self.device)  # where the host reads both
+        self.result = torch.zeros(T + 1, dtype=torch.int64, device=self.device)  # `accepted` and `drawn`, for the host
         self.accepted, self.drawn, self.first = self.result[:1], self.result[1:], empty[:1].clone()
         self.given = torch.zeros(T - 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")  # drafts on the host
         self.count = torch.full((1,), T, dtype=torch.int64, device=self.device)
         self.state = [self._of_rows(one) for one in decoder.state]
-        slots = torch.arange(1, T + 1, device=self.device)  # of recurrent states: the text's, then those after each row
+        slots = torch.arange(1, T + 1, device=self.device)  # slots of recurrent states: the sequence's, then one per row
         self.chain = Chain(0, T, slots[:1], slots[1:])
-        self.after = torch.cat((slots[1:], slots[:1]))  # where the state after each row is
-        self.lazy = self.device.type == "cpu"  # whether what is known already decides on what is computed next
+        self.after = torch.cat((slots[1:], slots[:1]))  # the slot of the state after each row
+        self.lazy = self.device.type == "cpu"  # whether drawing stops at the first wrong draft
         self.repeated = Repeated(decoder.repeated) if self.lazy else None
         self.plain = not tensors_of(decoder.state)
         self.captured: dict[tuple[Sampling, bool], Captured] = {}
 
     def _of_rows(self, one: KeyValues | States) -> KeyValues | States:
-        """A layer's state with the table of the rows, all of them of the first place of a cache."""
+        """A layer's state with a block table row for each of the T rows, all of the first sequence."""
         if not isinstance(one, KeyValues):
             return one
         table = one.table[:1] if one.table is not None else torch.zeros(1, 1, dtype=torch.int32, device=self.device)
@@ -49,8 +49,8 @@ class Verification:
 
     @torch.inference_mode()
     def step(self, drafts: Sequence[int]) -> None:
-        """Check drafts, up to T - 1; fewer are filled up with the last one. With a drafter on the device none are given."""
-        if drafts:  # those of the step before have been sent: its result was read
+        """Check up to T - 1 drafts; missing ones repeat the last. `drafts` is empty with an attached device drafter."""
+        if drafts:  # safe to overwrite: the previous step's copy is done, as its result was read
             self.given.numpy()[:] = [*drafts, *[drafts[-1]] * (self.T - 1 - len(drafts))]
             self.ids[1:].copy_(self.given, non_blocking=True)
         d = self.decoder
@@ -62,7 +62,7 @@ class Verification:
             d.sampler.logits = run.logits
 
     def compute(self) -> None:
-        """The work itself, from and into tensors at fixed addresses."""
+        """Compute the step; all tensors that it reads and writes stay at fixed addresses."""
         d, sampler = self.decoder, self.decoder.sampler
         self.ids[:1].copy_(sampler.token)
         if d.attached is not None:
@@ -79,7 +79,7 @@ class Verification:
             d.attached.guess(self.drawn, self.hidden, self.pos, self.accepted, self.T - 1)
 
     def _one_by_one(self, logits: torch.Tensor) -> None:
-        """Draw after rows in order, as plain steps do, up to the first whose draft is wrong."""
+        """Draw after the rows in order, as plain steps do, until a drawn token differs from the next row's draft."""
         sampler, ids = self.decoder.sampler, self.ids.tolist()
         for i in range(self.T):
             sampler.choose(logits[i : i + 1], advance=1)
@@ -89,7 +89,7 @@ class Verification:
                 return
 
     def _at_once(self, logits: torch.Tensor) -> None:
-        """Draw after every row, and count those that were right: no shape depends on how many."""
+        """Draw after every row, then count the right drafts; all shapes are fixed, so the step can be recorded."""
         sampler, ops = self.decoder.sampler, self.decoder.ops
         self._draw(logits)
         ops.accept(self.drawn, self.ids, self.first, self.count, self.first, sampler.token, sampler.pos, self.accepted)
@@ -115,11 +115,11 @@ class Verification:
             return d.plan.logits(d.plan.hidden(x, batch, self.state))
         taps = list[torch.Tensor]()
         y = d.plan.hidden(x, batch, self.state, taps)
-        self.hidden = d.attached.hidden(y, taps)  # of the same tensors in every step that is made again
+        self.hidden = d.attached.hidden(y, taps)  # the same tensors in every replay
         return d.plan.logits(y)
 
     def _draw(self, logits: torch.Tensor) -> None:
-        """What comes after each row, as `Sampler.choose` would draw it of a text that ends there."""
+        """Draw a token after each row, as `Sampler.choose` would for a sequence that ends there."""
         sampler, s = self.decoder.sampler, self.decoder.sampler.sampling
         temperature = s.temperature
         if sampler.seen is not None and s.repetition_penalty != 1:
@@ -133,7 +133,7 @@ class Verification:
         self.decoder.ops.choose_rows(logits.contiguous(), self.rows, self.drawn, self.pos.clone(), seeds, how)
 
     def _graph(self) -> Captured | None:
-        """This step as a CUDA graph; None where it cannot be recorded."""
+        """The step as a CUDA graph; None, with the decoder's `reason` set, where it cannot be recorded."""
         d = self.decoder
         key = replace(d.sampler.sampling, seed=0), d.turns
         if key not in self.captured:
@@ -141,7 +141,7 @@ class Verification:
             back = keep([*d.sampler.state, *tensors_of(d.state), self.result, *guesses])
             try:
                 found = capture(self.compute)
-            except RuntimeError as e:  # the step waits for the device, or there is no room: `reason` says it
+            except RuntimeError as e:  # the step waits for the device, or memory is full
                 if device_lost(e):
                     raise
                 d.reason = f"no CUDA graph of steps with drafts: {str(e).splitlines()[0]}"
