@@ -1,7 +1,7 @@
-"""What every text has on the device, a row each, in tensors that never move: recorded passes read them there.
+"""The state of every sequence on the device, one row each, in tensors at fixed addresses, from which recorded passes read.
 
-The host keeps a copy and sends what it changed, places and values in one transfer, before a pass: it never waits for it. What
-the device moves on by itself, a row's position and newest token, the host only sets.
+The host keeps a copy and sends its changes (places and values) in one transfer before a pass, without waiting for it. A row's
+position and newest token are updated by the device; the host only sets them at the start.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ import torch
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device that is made when the device comes to it; the host goes on."""
+    """Return a copy on the device; the transfer is asynchronous."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 
 class BatchState:
-    """`count` rows and the null row, which is no text's: what only fills up a pass points there.
+    """`count` rows, and the null row, which belongs to no sequence and is used as padding.
 
     Attributes:
         token (R,) int64, pos (R,) int32, seed (R,) int64, temperature (R,) fp32: as `choose_rows` takes them.
-        target (R,) int32: the row itself where a step draws for it, else the null row.
-        order (R,) int32: the rows, those of the longest texts first.
-        slot (R,) int32: the slot of its text's recurrent state, 0 for none.
-        shift (R,) int32: what is added to the positions by which its text's steps turn, of one with pictures.
-        adapter (R,) int32: its text's LoRA adapter, 0 for none.
-        tables: of each page group (R, width) int32, the blocks of its text; block 0 wherever it has none.
+        target (R,) int32: the row itself where a step samples for it, else the null row.
+        order (R,) int32: the rows, those of the longest sequences first.
+        slot (R,) int32: the slot of its sequence's recurrent state, 0 for none.
+        shift (R,) int32: offset of the rotary positions of its sequence's steps; not 0 only with images.
+        adapter (R,) int32: its sequence's LoRA adapter, 0 for none.
+        tables: for each page group (R, width) int32, the blocks of its sequence; block 0 wherever it has none.
     """
 
     def __init__(self, count: int, widths: Sequence[int], device: torch.device) -> None:
@@ -50,7 +50,7 @@ class BatchState:
         self._note(3, 0, 2 * R)
 
     def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool, shift: int = 0) -> None:
-        """A text's place and way of drawing; `drawn`: whether steps draw for it."""
+        """Set a row's position and sampling settings; `drawn`: whether steps sample for it."""
         self._seeds[row], self._temperatures[row], self._pos[row], self._shifts[row] = seed, temperature, pos, shift
         self._targets[row] = row if drawn else self.null_row
         self._note(0, 2 * row, 2)
@@ -58,24 +58,24 @@ class BatchState:
             self._note(part, row, 1)
 
     def set_table(self, group: int, row: int, blocks: Sequence[int], first: int = 0) -> None:
-        """The blocks of a row from its `first` on, in the table of a page group."""
+        """Set the blocks of a row from place `first` on, in the table of a page group."""
         table = self._tables[group]
         table[row, first : first + len(blocks)] = blocks
         self._note(8 + group, row * table.shape[1] + first, len(blocks))
 
     def set_adapter(self, row: int, adapter: int) -> None:
-        """The LoRA adapter of a row's text."""
+        """Set the LoRA adapter of a row's sequence."""
         if self._adapters[row] != adapter:
             self._adapters[row] = adapter
             self._note(7, row, 1)
 
     def set_slot(self, row: int, slot: int) -> None:
-        """The slot of a row's recurrent state."""
+        """Set the slot of a row's recurrent state."""
         self._slots[row] = slot
         self._note(5, row, 1)
 
     def clear(self, row: int) -> None:
-        """No text's any more: what a pass still writes there goes to block 0, and to slot 0."""
+        """Take a row out of use: passes that still write to it then write to block 0 and slot 0."""
         for group, table in enumerate(self._tables):
             used = np.flatnonzero(table[row])
             table[row] = 0
@@ -85,16 +85,16 @@ class BatchState:
         self.place(row, 0, 0.0, 0, drawn=False)
 
     def shifted(self, n: int) -> bool:
-        """Whether a text of the first n rows turns by other positions than its slots."""
+        """Return whether a sequence in the first n rows has shifted rotary positions."""
         return bool(self._shifts[:n].any())
 
     def move(self, source: int, target: int) -> None:
-        """The newest token from one row to another; the rest is the caller's to place."""
+        """Copy the newest token from one row to another; the caller sets everything else."""
         self.token[target].copy_(self.token[source])
 
     def set_order(self, first: Sequence[int]) -> None:
-        """Rows that come before all others, which stay as they are numbered: for any n above all of `first`, the first n of
-        `order` are the rows below n."""
+        """Put these rows first in `order`, followed by all others in ascending order: for any n above all of `first`, the first
+        n entries of `order` are the rows below n."""
         rows = np.array(first, np.int32)
         order = np.concatenate([rows, np.delete(np.arange(self.null_row + 1, dtype=np.int32), rows)])
         changed = np.flatnonzero(order != self._order)
@@ -103,7 +103,7 @@ class BatchState:
             self._changed.append(self._starts[4] + changed)
 
     def flush(self) -> None:
-        """Send what has changed."""
+        """Send all changes to the device."""
         if not self._changed:
             return
         places = np.unique(np.concatenate(self._changed))

@@ -1,7 +1,7 @@
-"""The cache of an engine: as much of it as there is room for beside the largest pass, which is run to see what it takes.
+"""Allocate the cache of an engine: all memory that the largest pass leaves free, which is run to measure its memory.
 
-Layers that remember alike are a group: all tokens, the last tokens of a window, or a state of fixed size. Each group has blocks
-of its own number; a window's are as many as its texts can hold, however long they are.
+Layers that keep the same kind of state form a group: all tokens, the last tokens of a window, or a state of fixed size. Each
+group has a separate number of blocks; a group with a window has as many as its sequences can hold at any length.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +27,20 @@ from lowq_kernels.dispatch.precompile import launch_all
 from lowq_packers.arch.parts import Pages, Recurrent
 from lowq_packers.errors import DoesNotFitError
 
-NO_LIMIT = 32768  # tokens of a text whose model names no limit
-SHARE = {"cuda": 0.95, "cpu": 0.5}  # of the memory that is left
-BESIDE = 1 << 30  # bytes of a GPU: what recorded passes and libraries take besides
-LITTLE = 0.25  # of a GPU's free memory: a cache that takes no more leaves room for any pass, which then is not tried
-LEAST = 2  # blocks, the null block among them
-SNAPSHOTS = 2  # of recurrent states, for each text that runs at once: one of its prompt and one of its answer
-COPIES = 32  # of recurrent states, for rows of drafts: two texts' longest drafts in a pass
-PIECE = TOTALS[-1]  # tokens of one text that a pass computes at most
+NO_LIMIT = 32768  # max. tokens of a sequence if the model's config names no limit
+SHARE = {"cuda": 0.95, "cpu": 0.5}  # fraction of the free memory that the cache takes
+BESIDE = 1 << 30  # bytes of a GPU that are left for recorded passes and libraries
+LITTLE = 0.25  # a cache below this fraction of a GPU's free memory leaves room for any pass, so that no trial pass is run
+LEAST = 2  # min. blocks of a cache, including the null block
+SNAPSHOTS = 2  # snapshots of recurrent states per running sequence: one of its prompt and one of its answer
+COPIES = 32  # slots of recurrent states for rows of drafts: the longest drafts of two sequences in a pass
+PIECE = TOTALS[-1]  # max. tokens of one sequence in a pass
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model's layers keep: their groups, bytes of a block of each group with pages, bytes of a text's recurrent
-    state."""
+    """Sizes of the state that a model's layers keep: their groups, bytes of a block of each paged group, bytes of a sequence's
+    recurrent state."""
 
     groups: tuple[Group, ...]
     block_bytes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Sizes:
 
     @classmethod
     def of(cls, plan: Plan, kind: str, drafter: Plan | None = None) -> "Sizes":
-        """Of a model whose keys and values are held as `kind` says, and of its drafter's beside those of all tokens."""
+        """Return a model's sizes with keys and values in format `kind`; a drafter's are added to the group of all tokens."""
         pages = [spec for spec in plan.states if isinstance(spec, Pages)]
         windows = sorted({spec.window for spec in pages})
         of_window = [sum(block_bytes(spec, kind, plan.dtype) for spec in pages if spec.window == w) for w in windows]
@@ -59,16 +59,16 @@ class Sizes:
         return cls(tuple(groups), tuple(of_window), state)
 
     def blocks(self, n: int, most: int, longest: int) -> list[int]:
-        """Blocks of each group with pages where those that hold all tokens have n; `most` texts of up to `longest` tokens."""
+        """Return each paged group's blocks if groups of all tokens have n, for `most` sequences of up to `longest` tokens."""
         paged = [g for g in self.groups if not g.recurrent]
         return [min(n, 1 + most * g.blocks(longest, BLOCK, PIECE)) if g.window else n for g in paged]
 
     def bytes(self, blocks: Sequence[int]) -> int:
-        """Bytes of so many blocks of each group."""
+        """Return the bytes of these numbers of blocks of each group."""
         return sum(n * each for n, each in zip(blocks, self.block_bytes, strict=True))
 
     def most_blocks(self, room: int, wanted: int, most: int, longest: int) -> int:
-        """The largest n up to `wanted` whose `blocks` fit into so many bytes."""
+        """Return the largest n up to `wanted` whose `blocks` fit into `room` bytes."""
         low, high = 0, wanted
         while low < high:
             n = (low + high + 1) // 2
@@ -78,12 +78,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cache:
-    """What passes use.
+    """An allocated cache, and the passes over it.
 
-    blocks: of each page group, the null block among them. slots, snapshots, copies: of recurrent states. longest: tokens of a
-    text. tokens: that are held at most. bytes: of it all.
-    shares: the number of blocks of each page group, then of snapshots; the bytes of one of each. drafter: keys and values of
-    a drafter's layers.
+    blocks: number of blocks of each page group, including the null block. slots, snapshots, copies: numbers of slots of
+    recurrent states. longest: max. tokens of a sequence. tokens: max. tokens in the cache. bytes: of the whole cache.
+    shares: the number of blocks of each page group, then of snapshots; and the bytes of one of each. drafter: keys and values
+    of a drafter's layers.
     """
 
     passes: ModelRunner
@@ -113,11 +113,13 @@ def make_cache(
     beside: int = 0,
     drafter: Plan | None = None,
 ) -> Cache:
-    """A cache for `most` texts at once, of at most `tokens` tokens and `most_bytes`, held as `kind` says; of prompts of `reads`
-    in all. drafts: whether passes check drafts. beside: bytes of host memory that are somebody else's to fill.
-    drafter: a drafter's plan, whose keys and values lie beside those of layers that see all tokens.
+    """Allocate a cache in format `kind` for `most` sequences at once, of at most `tokens` tokens and `most_bytes` bytes.
 
-    Raises DoesNotFitError.
+    reads: total prompt tokens to come, if known. drafts: whether passes check drafts. beside: bytes of host memory that are
+    reserved for other uses. drafter: the plan of a drafter, whose keys and values are stored in blocks with the numbers of
+    those of layers that see all tokens.
+
+    Raises DoesNotFitError where the device has no room.
     """
     device, sizes, longest = plan.device, Sizes.of(plan, kind, drafter), context_limit(model) or NO_LIMIT
     slots, snapshots = (most, 0 if fixed else SNAPSHOTS * most) if sizes.state_bytes else (0, 0)
@@ -155,7 +157,7 @@ def make_cache(
 
 
 def _runner(plan: Plan, kind: str, most: int, longest: int, blocks: Sequence[int], slots: int, fixed: bool) -> ModelRunner:
-    width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to the null block
+    width = -(-longest // BLOCK) + 1  # one more column stays empty: a step past a sequence's end writes to the null block
     windows = sorted({spec.window for spec in plan.states if isinstance(spec, Pages)})
     rows, state = BatchState(most + READERS, [width] * len(windows), plan.device), list[KeyValues | States]()
     for spec in plan.states:
@@ -172,14 +174,14 @@ def _pages_of(plan: Plan) -> list[Pages]:
 
 
 def _held(plan: Plan, kind: str, blocks: int, spec: Pages) -> tuple[kv.Cache, kv.Cache | None]:
-    """So many blocks of one layer's keys, and of its values unless they are the first of the keys."""
+    """Return `blocks` blocks of one layer's keys, and of its values unless these are the first columns of the keys."""
     k = _pages(plan, kind, blocks, spec.heads, spec.k_dim)
     return k, _pages(plan, kind, blocks, spec.heads, spec.v_dim) if spec.v_dim else None
 
 
 def _pages(plan: Plan, kind: str, blocks: int, heads: int, D: int) -> kv.Cache:
     make = partial(kv.empty, kind, dtype=plan.dtype, device=plan.device)
-    # on a CPU blocks lie side by side in memory where they are so in number: attention then reads them as they are
+    # on a CPU, blocks with consecutive numbers are contiguous in memory: attention then reads them without a copy
     by_head = plan.device.type != "cuda"
     cache = make((heads, blocks, BLOCK, D)).transpose(0, 1) if by_head else make((blocks, heads, BLOCK, D))
     kv.part(cache, slice(0, 1)).zero_()
@@ -187,7 +189,7 @@ def _pages(plan: Plan, kind: str, blocks: int, heads: int, D: int) -> kv.Cache:
 
 
 def trial_runner(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> ModelRunner:
-    """Passes over two blocks, one of them the null block."""
+    """Return passes over a cache of two blocks, one of them the null block."""
     groups = len({spec.window for spec in plan.states if isinstance(spec, Pages)})
     passes = _runner(plan, kind, most, longest, [LEAST] * groups, 0, fixed)
     passes.rows.flush()
@@ -195,7 +197,7 @@ def trial_runner(plan: Plan, kind: str, most: int, longest: int, fixed: bool) ->
 
 
 def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], object]]:
-    """One launch of each kernel that passes of every size take; of those that read `reads` prompt tokens in all."""
+    """Return one launch of each kernel of the passes of every size, or of the sizes for `reads` prompt tokens in all."""
     largest = next((t for t in trial.totals if reads is not None and t >= reads + trial.riding(trial.most)), trial.totals[-1])
     rows = {*trial.sizes, *(t for t in trial.totals if t <= largest)}
     work = products(trial.plan.linears, trial.plan.dtype, rows)
@@ -203,13 +205,13 @@ def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], 
 
 
 def _room(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[int, TokenBudget]:
-    """Bytes that are left beside the largest pass, and how long passes take. Compiles the kernels of all passes on the way."""
+    """Return the bytes that the largest pass leaves free, and the times of passes; also compiles the kernels of all passes."""
     trial = trial_runner(plan, kind, most, longest, fixed)
     launch_all(launches(trial), lambda n, of: None)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    # the others once they are recorded, or by those nearest: 15 passes more would take a second
+    # other sizes are timed when recorded, or estimated from the nearest: timing 15 more passes would take a second
     for M in (t for t in trial.totals if t > trial.most_recorded and (t <= RECORDED or t % 1024 == 0)):
         trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
     peak = torch.cuda.max_memory_allocated() - before

@@ -1,11 +1,11 @@
-"""A head or a draft model beside the server's passes: what it keeps of every text, and its guesses of the next tokens.
+"""A drafter (head or draft model) that runs after the server's passes: its state of every sequence, and its guesses.
 
-Its keys and values lie in blocks of their own that have the numbers of the texts' blocks (those of layers that see all tokens):
-what begins like another text finds them where it finds the model's, and what moves to host memory takes them along. Every row
-of every pass is written there, whether drafts are wanted or not, so that no text has a gap when they are.
+Its keys and values are stored in separate blocks with the block numbers of the sequences (those of layers that see all tokens):
+a shared prefix is found together with the model's, and moves to host memory together with it. Every row of every pass is
+written there, even when no drafts are wanted, so that a sequence has no gap when drafts are wanted again.
 
-Of a beginning that two texts share the head's last row was paired with the token after it in the first: one row, and one of
-a block's at most. What is guessed decides on no token.
+At the end of a prefix that two sequences share, the head's last row was paired with the next token of the first sequence: this
+affects one row of a block at most. Guesses never change which tokens are generated, only how fast.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from lowq_packers.arch.parts import Pages
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one text in a pass.
+    """Rows of one sequence in a pass.
 
-    table: the row of its block table. first: the position of the first. at: where that stands among the pass's rows. tokens:
-    they themselves, as far as the host knows. after: the tokens after them, as far as it knows. row: of the text among those
-    that run, whose newest token is drawn by this pass; -1 where it draws none.
+    table: the row of its block table. first: the position of the first row. at: the index of the first row in the pass.
+    tokens: the rows' tokens, as far as the host knows them. after: the token after each row, as far as the host knows them.
+    row: the sequence's row among the running ones if this pass samples its newest token, else -1.
     """
 
     table: int
@@ -47,23 +47,24 @@ class DeviceDrafts:
     """A drafter over a paged cache.
 
     Args:
-        drafter: its layers keep keys and values of all tokens. rows: of the model's passes. state: of each of its layers, in
-            blocks that the tables of the first page group name. slots: positions that those reach.
+        drafter: a drafter whose layers keep keys and values of all tokens. rows: the state of the model's passes. state: keys
+            and values of each of its layers, in the blocks of the first page group's tables. slots: positions that these
+            tables cover.
     Attributes:
-        seconds: that the last guesses took, on a CPU.
+        seconds: the seconds of the last guesses, valid on a CPU.
     """
 
     def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
         self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
-        self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, models read the row's own
+        self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, draft models with the row's own token
         self.angles = drafter.plan.angles(slots + BLOCK, self.device)
         self.seconds = 0.0
 
     def checked(
         self, texts: Sequence[Rows], hidden: Mapping[int, torch.Tensor], result: torch.Tensor, K: int
     ) -> torch.Tensor | None:
-        """After a pass with drafts, whose `result` is that of `DraftPasses.run`: its rows are written, and (n, K) guesses made
-        of what comes after the newest tokens; None for K = 0."""
+        """Write the rows of a pass with drafts, whose `result` is that of `DraftPasses.run`, and return (n, K) guesses of the
+        tokens after the newest ones; None for K = 0."""
         M, half = sum(len(one.tokens) for one in texts), len(result) // 2
         firsts = self._upload([one.at for one in texts])
         last = firsts + result[half : half + len(texts)]
@@ -84,9 +85,9 @@ class DeviceDrafts:
         before: torch.Tensor | None,
         K: int,
     ) -> torch.Tensor | None:
-        """As `checked`, after a pass of steps, a row each, and pieces of prompts: guesses for those that drew, in order.
+        """Do the same as `checked` after a pass of steps, one row each, and pieces of prompts: guesses for those that sampled.
 
-        before (R,): the newest tokens as they were before the pass, where the drafter reads the rows' own.
+        before (R,): the newest tokens before the pass, required if the drafter reads the rows' own tokens.
         """
         both, b = [*steps, *pieces], len(steps)
         ends = np.cumsum([len(one.tokens) for one in both]).tolist()
@@ -133,7 +134,7 @@ class DeviceDrafts:
         return self.rows.token.index_select(0, self._upload([one.row for one in texts]))
 
     def _places(self, texts: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each row its block table, its position, and where it stands in the pass."""
+        """Return for each row its block table, its position, and its index in the pass."""
         n = [len(one.tokens) for one in texts]
         within = np.concatenate([np.arange(k) for k in n])
         made = (np.repeat(np.array([getattr(one, what) for one in texts]), n) for what in ("table", "first", "at"))
@@ -142,7 +143,7 @@ class DeviceDrafts:
         return upload(table.astype(np.int64), self.device), pos, upload((at + within).astype(np.int64), self.device)
 
     def _at(self, tables: torch.Tensor) -> list[KeyValues]:
-        """The state by the block tables of some rows."""
+        """Return the state with the block tables of some rows."""
         table = self.rows.tables[0].index_select(0, tables)
         return [KeyValues(one.k, one.v, table) for one in self.state]
 
@@ -151,7 +152,7 @@ class DeviceDrafts:
 
 
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:
-    """The reason a model's passes cannot take a drafter, or ""."""
+    """Return the reason why a model's passes cannot use a drafter, or ""."""
     if not any(isinstance(spec, Pages) and not spec.window for spec in plan.states):
         return "none of its layers keeps keys and values of all tokens, whose blocks a drafter's would lie beside"
     return "" if drafter.reach < BLOCK else f"it guesses {drafter.reach} tokens at once, {BLOCK - 1} at most are run"

@@ -1,7 +1,7 @@
-"""Passes with drafts: of each text its newest token and what is supposed to come after it, all rows side by side.
+"""Passes with drafts: the rows are the newest token of each sequence and the draft tokens after it.
 
-Every row draws, and how many drafts of each text were right is counted on the device, where the text's newest token and its
-position move on. The host knows all tokens when it launches such a pass. On a GPU they come in few sizes, recorded before.
+Every row samples a token. The device counts how many drafts of each sequence were right, and updates its newest token and its
+position. The host knows all tokens when it launches such a pass. On a GPU passes have few sizes, recorded at the start.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_kernels.products.cpu.team import Follower
 from lowq_packers.errors import device_lost, one_line
 
-MOST_ROWS = 256  # of a pass with drafts: past that products take as long as they have rows
+MOST_ROWS = 256  # max. rows of a pass with drafts: with more, the time of products grows in proportion to the rows
 SAME = "the same kernels are to compute every step"
-NUMBERS = 6  # of a row that are sent: its token, position and text; a text's first row, rows, and where it is drawn for
+NUMBERS = 6  # numbers sent per row: its token, position and sequence; a sequence's first row, number of rows, and target row
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A text's rows of a pass. row: of its tables. pos: the position of the newest token. target: the row that draws for it, or
-    the null row. tokens: the newest and its drafts. slot, copies: of its recurrent state, and for it after each row but the
-    last."""
+    """A sequence's rows of a pass. row: the row of its tables. pos: the position of the newest token. target: the row that
+    samples for it, or the null row. tokens: the newest token and its drafts. slot: the slot of its recurrent state. copies:
+    slots for this state after each row but the last."""
 
     row: int
     pos: int
@@ -44,8 +44,8 @@ class DraftPasses:
     """The passes with drafts of a model.
 
     Attributes:
-        sizes: rows that they may have, ascending. seconds: of those that are recorded, with little in the cache. reason: why
-        there are none, "" where there are.
+        sizes: possible numbers of rows, ascending. seconds: time by number of rows of recorded passes, with little in the
+        cache. reason: why there are no passes with drafts, or "".
     """
 
     def __init__(self, passes: ModelRunner) -> None:
@@ -61,15 +61,15 @@ class DraftPasses:
             self.reason = "its recurrent layers go through drafts text by text, which cannot be recorded"
 
     def shows(self) -> bool:
-        """Whether a pass may have texts that turn by places of pictures: recorded ones turn by positions."""
+        """Return whether a pass may have sequences with images: recorded passes support only plain rotary positions."""
         return not self.captured
 
     def size(self, rows: int) -> int:
-        """Rows of the pass that has room for so many."""
+        """Return the number of rows of the smallest pass that has room for `rows`."""
         return next(s for s in self.sizes if s >= rows)
 
     def run(self, texts: Sequence[Checked]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch a pass: (M + M,) what was drawn after each row, then each text's drafts that were right; logits (M, V)."""
+        """Launch a pass; return (M + M,) the token sampled after each row, then each sequence's right drafts; logits (M, V)."""
         M = self.size(sum(len(t.tokens) for t in texts))
         chunk = self._describe(M, texts)
         if M in self.captured:
@@ -96,7 +96,7 @@ class DraftPasses:
         return found.reshape(-1)
 
     def _chains(self, texts: Sequence[Checked]) -> list[Chain]:
-        """The rows by text, for recurrent layers."""
+        """Return the rows of each sequence, for recurrent layers."""
         if not self.passes.recurrent:
             return []
         found, first = [], 0
@@ -107,7 +107,7 @@ class DraftPasses:
         return found
 
     def forward(self, M: int, chunk: torch.Tensor, chains: Sequence[Chain] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """The work itself: from and into tensors at fixed addresses, `chunk` as `_describe` lays it out."""
+        """Compute a pass, from and into tensors at fixed addresses; `chunk` has the layout of `_describe`."""
         p, r = self.passes, self.passes.rows
         ids, pos, rows, first, count, target = chunk.view(NUMBERS, M)
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
@@ -135,7 +135,7 @@ class DraftPasses:
         return KeyValues(one.k, one.v, tables[id(one.table)]) if isinstance(one, KeyValues) else one
 
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
-        """Record and time a pass of each size. Nothing may be on its way, and no row be anybody's."""
+        """Record and time a pass of each size. No pass may be in flight, and no row may belong to a sequence."""
         self.result = torch.zeros(2 * self.sizes[-1], dtype=torch.int64, device=self.device)
         counters.reserve(len(self.sizes) * COUNTERS, self.device)
         for i, M in enumerate(self.sizes):
@@ -146,12 +146,12 @@ class DraftPasses:
                 self.result[: 2 * M].copy_(result)
                 made.append(logits)
 
-            step()  # its kernels are compiled; what is recorded is not run
+            step()  # compiles its kernels; recording does not run them
             try:
                 found = capture(step, self.passes.pool)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as e:  # the pass waits for the device: `reason` says it
+            except RuntimeError as e:  # such as a pass that waits for the device: `reason` says so
                 if device_lost(e):
                     raise
                 self.reason = f"passes with drafts are not recorded: {one_line(e)}"

@@ -1,11 +1,11 @@
-"""An engine in a process of its own, so that it has an interpreter to itself.
+"""Run an engine in a separate process, which has a Python interpreter to itself.
 
-Python runs one thread of a process at a time. With the event loop beside the engine's thread, 128 users of an 8B were given
-9,020 tokens/s over HTTP on an H200 where the engine alone makes 10,330, and 64 users 7,800 of 8,490: while answers were written
-as JSON, the next pass was launched late. So the process that was started answers HTTP, without torch, and starts another one
-that loads the model and computes. Through the pipe between them go requests, and once a step the tokens of all of them.
+Python runs one thread of a process at a time. With the event loop and the engine's thread in one process, an 8B on an H200
+served 128 users 9,020 tokens/s over HTTP instead of the engine's 10,330, and 64 users 7,800 instead of 8,490: while answers
+were written as JSON, the next pass was launched late. Therefore the main process answers HTTP, without torch, and starts
+another process that loads the model and computes. The pipe between them carries requests, and once a step all their tokens.
 
-If the engine's process dies, every open request ends with an error that says so. It ends itself when the other one is gone.
+If the engine's process dies, every open request ends with an error that says so. It ends itself when the main process is gone.
 """
 
 import os
@@ -27,20 +27,20 @@ from typing import Any, NamedTuple
 from lowq_cli.serving.request import Busy, Done, Engine, Event, Limits, Mask, Request, Sink, Stats, check, failed
 from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
 
-FRESH_S = 0.25  # so old Stats may become while no token comes
-BEAT_S = 1.0  # between two words of the process at most, while it can speak
-SILENT_S = 10.0  # without one: clients are told that it is stopped, or starved
+FRESH_S = 0.25  # max. age of Stats in seconds while no token comes
+BEAT_S = 1.0  # max. seconds between two messages of a working engine process
+SILENT_S = 10.0  # after so many seconds without a message, clients are told that the process is stopped or starved
 STUCK_S = (
-    60.0  # without a step while requests run: a device that hangs; reading a piece of a prompt on a slow CPU takes seconds
+    60.0  # max. seconds without a step while requests run: longer means a hung device; a piece of a prompt can take seconds
 )
-LOST_S = 60.0  # of either, after which open requests are ended
-ENDS_S = 10.0  # that the process is given to end by itself
-KEEPS_S = 30.0  # with what it is to leave in host memory
-OURS = {signal.SIGINT, signal.SIGTERM}  # the other process's to obey: they come to both from a terminal, or from systemd
+LOST_S = 60.0  # after so many seconds of either state, open requests end with an error
+ENDS_S = 10.0  # seconds that the process has to end by itself
+KEEPS_S = 30.0  # the same if it has to copy its cache to host memory first
+OURS = {signal.SIGINT, signal.SIGTERM}  # handled by the main process only: a terminal or systemd sends them to both processes
 
 
 class Made(NamedTuple):
-    """What `make` returns: an engine that is not started, what makes masks of recipes, and what the other process is told."""
+    """The result of `make`: an engine not started yet, a function from recipes to masks, and an object for the main process."""
 
     engine: Engine
     mask: Callable[[str], Mask]
@@ -48,10 +48,10 @@ class Made(NamedTuple):
 
 
 class Standby:
-    """A process that waits to be given what makes its engine, with `modules` imported: torch alone takes seconds."""
+    """A process that waits for its `make` function, with `modules` imported already: importing torch alone takes seconds."""
 
     def __init__(self, modules: tuple[str, ...] = ()) -> None:
-        context = get_context("spawn")  # not "fork": of a process with threads, or with a CUDA context, a fork is not whole
+        context = get_context("spawn")  # not "fork", which is unsafe in a process with threads or a CUDA context
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_compute, args=(theirs, modules), name="lowq-engine")
         with _held_back():
@@ -66,14 +66,14 @@ class Standby:
 
 
 class ApartEngine:
-    """The Engine that `make(*given)` makes in another process.
+    """An Engine that `make(*given)` creates in another process.
 
     Args:
-        make: a function of a module, given: its arguments; they are pickled, as is what it tells.
-        standby: the process to take, None for a new one.
-    Attributes beside Engine's:
-        kept: what the engine's `keep` told, where `stop` was to ask for it.
-        told: what `make` told. It and limits, vocabulary, name and reason are there once `made` has returned.
+        make: a module-level function, given: its arguments; both are pickled, and so is its `Made.told`.
+        standby: the process to use, None for a new one.
+    Attributes in addition to Engine's:
+        kept: the result of the engine's `keep`, if `stop` had to ask for it.
+        told: the `Made.told` of `make`. Like limits, vocabulary, name and reason, it is set once `made` has returned.
     """
 
     name: str
@@ -89,19 +89,19 @@ class ApartEngine:
         self._tell(make, given)
         threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
         self._changed = threading.Condition()
-        self._heard = self._moved = time.monotonic()  # when it spoke last, and when it last took a step or had none to take
+        self._heard = self._moved = time.monotonic()  # time of its last message, and of its last step or idle state
         self._open: set[int] = set()
         self.kept: Any = None
         self._stats, self._number, self.closed = Stats(), 0, "the server has not started yet"
         self._listener: threading.Thread | None = None
 
     def made(self) -> Any:
-        """What `make` told, once it has. Raises what it raised."""
+        """Wait for `make` and return its `Made.told`. Raises the error that `make` raised."""
         self.told, self.name, self.reason, self.limits, self.vocabulary = self._wait("made")
         return self.told
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
-        """Start the engine there. Raises what its `start` raises."""
+        """Start the engine in its process. Raises the errors of its `start`."""
         self._tell("start")
         (self.reason,) = self._wait("started", done)
         self._sink, self.closed = sink, ""
@@ -110,8 +110,8 @@ class ApartEngine:
         self._listener.start()
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its number."""
-        check(request, self.limits.longest, self.vocabulary, request.adapter)  # how many there are the engine knows
+        """Queue a request and return its number."""
+        check(request, self.limits.longest, self.vocabulary, request.adapter)  # the engine checks the number of the adapter
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)
@@ -127,21 +127,21 @@ class ApartEngine:
         return number
 
     def cancel(self, number: int) -> None:
-        """End a request before its next token."""
+        """Cancel a request before its next token."""
         if number in self._open:
             self._tell("cancel", number)
 
     def keep(self) -> Any:
-        """As Engine.keep, once `stop` has asked for it."""
+        """Return the result of Engine.keep, after `stop` has asked for it."""
         return self.kept
 
     def stats(self) -> Stats:
-        """Where it stood at its last step, or FRESH_S ago; what waits is counted here."""
+        """Return the engine's counts as of its last step, or FRESH_S ago; waiting requests are counted here."""
         waiting = max(0, len(self._open) - self._stats.running)
         return replace(self._stats, waiting=waiting, stalled=self._stalled())
 
     def _stalled(self, seconds: float = 0.0) -> str:
-        """Why nothing comes from the process, once that is certain and has lasted so long; "" while something does."""
+        """Return why the process sends no tokens, once that has lasted at least `seconds` and the limits above; else ""."""
         if self._listener is None or self.closed:
             return ""
         now = time.monotonic()
@@ -151,13 +151,13 @@ class ApartEngine:
         return f"the engine has computed nothing for {stuck:.0f} s" if stuck > max(STUCK_S, seconds) else ""
 
     def stop(self, seconds: float, keep: bool = False) -> None:
-        """Finish what there is within `seconds`, cancel the rest, end the process."""
+        """Wait up to `seconds` for open requests to finish, cancel the rest, and end the process."""
         until = time.monotonic() + seconds
         with self._changed:
             self.closed = self.closed or "the server is stopping"
             while self._open and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-        if self._listener is None:  # it may be loading yet
+        if self._listener is None:  # it may still be loading
             self._process.kill()
         else:
             stalled = self._stalled()
@@ -170,17 +170,17 @@ class ApartEngine:
         self._pipe.close()
 
     def _tell(self, *message: Any) -> None:
-        """Send a message soon: a process that does not read must not keep the event loop."""
+        """Queue a message to send: a process that does not read must not block the event loop."""
         self._outbox.put(bytes(ForkingPickler.dumps(message)))
 
     def _send(self) -> None:
-        """The thread that sends, until there is nothing to send any more."""
-        with suppress(OSError):  # it has ended: whoever listens is told
+        """Send queued messages until the end: the main function of the sending thread."""
+        with suppress(OSError):  # the process has ended: the listening thread reports it
             while message := self._outbox.get():
                 self._pipe.send_bytes(message)
 
     def _wait(self, wanted: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
-        """What the process answers; `done` is told how far it is."""
+        """Wait for the process's answer and return it; `done` is called with the progress on the way."""
         while True:
             try:
                 what, *rest = self._pipe.recv()
@@ -193,7 +193,7 @@ class ApartEngine:
             done(*rest)
 
     def _listen(self) -> None:
-        """The thread that takes events until the process has ended."""
+        """Receive events until the process has ended: the main function of the listening thread."""
         try:
             while True:
                 if self._pipe.poll(BEAT_S):
@@ -215,7 +215,7 @@ class ApartEngine:
             self._end_all(self.closed)
 
     def _end_all(self, why: str) -> None:
-        """End the requests that are open; what the process still says of them is nobody's."""
+        """End all open requests with an error; later events of the process for them are dropped."""
         self._told([(n, Event(finish_reason="error", message=why)) for n in sorted(self._open)])
 
     def _told(self, events: list[tuple[int, Event]]) -> None:
@@ -237,11 +237,11 @@ class ApartEngine:
 
 @contextmanager
 def _held_back() -> Iterator[None]:
-    """A process that is started in here never hears of OURS: it is told through the pipe."""
+    """Start a process in this context with the signals of OURS blocked: it is stopped through the pipe."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # multiprocessing's own process, whose start would let OURS through again
+    resource_tracker.ensure_running()  # start multiprocessing's tracker process first: its start would unblock OURS again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
     try:
         yield
@@ -250,17 +250,17 @@ def _held_back() -> Iterator[None]:
 
 
 def _compute(pipe: Connection, modules: tuple[str, ...]) -> None:
-    """The engine's process."""
+    """Run the engine: the main function of its process."""
     here = _Here(pipe)
     try:
         for name in modules:
             import_module(name)
         here.run(*pipe.recv())
-    except EOFError:  # it was not needed
+    except EOFError:  # a standby process that was not needed
         pass
-    except Exception as e:  # whatever it is: the other process raises it
+    except Exception as e:  # any error: the main process raises it
         here.fail(e)
-    os._exit(0)  # taking torch's modules and CUDA's context apart takes 1.3 to 1.8 s
+    os._exit(0)  # skips the teardown of torch's modules and CUDA's context, which takes 1.3 to 1.8 s
 
 
 class _Here:
@@ -268,12 +268,12 @@ class _Here:
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
-        self.lock = threading.Lock()  # of sending and of `numbers`: a request's first event may come before `submit` returns
-        self.numbers: dict[int, int] = {}  # the engine's -> the other process's
+        self.lock = threading.Lock()  # for sending and `numbers`: a request's first event may come before `submit` returns
+        self.numbers: dict[int, int] = {}  # the engine's request number -> the main process's
         self.shown, self.started, self.spoke = Stats(), False, time.monotonic()
 
     def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
-        """Make the engine, and do what the pipe says until it is closed."""
+        """Make the engine, and serve the messages of the pipe until it is closed."""
         self.engine, self.mask, told = make(*given)
         e = self.engine
         self.send("made", told, e.name, e.reason, e.limits, e.vocabulary)
@@ -290,7 +290,7 @@ class _Here:
                     if rest[0]:
                         try:
                             self.send(None, e.keep(), "")
-                        except Exception as why:  # there may be no memory to copy with: prompts are read again
+                        except Exception as why:  # such as too little memory for the copy: prompts are then prefilled again
                             log_error("blocks of the cache are not kept", why)
                     return
                 getattr(self, what)(*rest)
@@ -306,12 +306,12 @@ class _Here:
         self.started = True
 
     def submit(self, number: int, request: Request, recipe: str | None) -> None:
-        """As Engine.submit, but a refusal is an event."""
+        """Submit a request as Engine.submit does, but send a refusal as an event."""
         try:
             whole = request if recipe is None else replace(request, mask=self.mask(recipe))
             with self.lock:
                 self.numbers[self.engine.submit(whole)] = number
-        except Exception as e:  # of its grammar or its settings: this request alone ends, with this as its reason
+        except Exception as e:  # an error of its grammar or its settings: only this request ends with it
             self.tell([(number, failed(e))])
 
     def cancel(self, number: int) -> None:
@@ -322,12 +322,12 @@ class _Here:
             self.engine.cancel(own)
 
     def refresh(self, busy: bool) -> None:
-        """Tell where the engine stands if that is not known, and that somebody is here."""
+        """Send the engine's stats if they have changed, and a sign of life."""
         if time.monotonic() > self.spoke + BEAT_S or (not busy and self.engine.stats() != self.shown):
             self.tell([])
 
     def sink(self, batch: list[tuple[int, Event]]) -> None:
-        """The engine's."""
+        """Send the engine's events of one step, under the main process's request numbers: the engine's Sink."""
         with self.lock:
             named = [(self.numbers[n], e) for n, e in batch]
             for n, e in batch:
@@ -336,17 +336,17 @@ class _Here:
             self._tell(named)
 
     def tell(self, batch: list[tuple[int, Event]]) -> None:
-        """Events, under the other process's numbers."""
+        """Send events, under the main process's request numbers."""
         with self.lock:
             self._tell(batch)
 
     def _tell(self, batch: list[tuple[int, Event]]) -> None:
-        """Most events are a token and nothing else. With them goes where the engine stands."""
+        """Send events together with the engine's stats; most events are just a token and are sent in a shorter form."""
         self.shown, self.spoke = self.engine.stats(), time.monotonic()
         self._send([(n, e.token if _plain(e) else e) for n, e in batch], self.shown, self.engine.closed)
 
     def send(self, *message: Any) -> None:
-        """To the other process."""
+        """Send a message to the main process."""
         with self.lock:
             self._send(*message)
 
@@ -355,10 +355,10 @@ class _Here:
             self.pipe.send(message)
 
     def fail(self, why: Exception) -> None:
-        """Say why there is no engine, with the lines of code that LOWQ_DEBUG shows."""
+        """Send the error that prevented the engine, with the traceback that LOWQ_DEBUG shows."""
         try:
             pickle.loads(pickle.dumps(why))
-        except Exception as e:  # of the class of `why`, which says how it is pickled: its text alone goes to the other process
+        except Exception as e:  # the class of `why` decides how it is pickled, and failed: send only its text
             log_error("an error that cannot be pickled", e)
             why = LowqError(f"{type(why).__name__}: {one_line(why)}")
         why.add_note(traceback.format_exc())
@@ -366,5 +366,5 @@ class _Here:
 
 
 def _plain(e: Event) -> bool:
-    """Whether an event is its token and nothing else."""
+    """Return whether an event has a token and nothing else."""
     return e.finish_reason is None and e.logprob is None and not e.cached and e.read is None

@@ -1,7 +1,7 @@
-"""Which places of host memory hold which blocks that a cache had no room for: the host's record, without a tensor in it.
+"""Bookkeeping, without tensors, of the places in host memory that hold blocks evicted from the device.
 
-A block, or a snapshot of a recurrent state, whose place on the device is taken by another moves to host memory under its name,
-if there is room or something was used less recently. A text that begins like it has it copied back.
+An evicted block, or snapshot of a recurrent state, moves to host memory under its name if a place is free or another one was
+used less recently. For a sequence with the same prefix it is copied back.
 """
 
 from collections import OrderedDict, deque
@@ -14,7 +14,8 @@ from lowq_cli.serving.block_pool import Name
 class Swap:
     """A copy of one block between the device and host memory.
 
-    group: of pages, in order; that of recurrent states comes last. out: to host memory. block: on the device. place: there.
+    group: index of the page group; recurrent states come last. out: whether it is copied to host memory. block: its number on
+    the device. place: its place in host memory.
     """
 
     group: int
@@ -24,7 +25,7 @@ class Swap:
 
 
 class HostBlocks:
-    """The record of places 1 .. `places` for blocks of one group."""
+    """Bookkeeping of places 1 .. `places` for blocks of one group."""
 
     def __init__(self, places: int = 0) -> None:
         self.places = places
@@ -33,27 +34,27 @@ class HostBlocks:
 
     @property
     def used(self) -> int:
-        """Places that hold something."""
+        """Number of used places."""
         return len(self._named)
 
     def find(self, name: Name) -> int:
-        """The place of this name, or 0."""
+        """Return the place of this name, or 0."""
         return self._named.get(name, 0)
 
     def take(self, name: Name) -> int:
-        """The place of a name that is there: nothing else goes there until `give_back` or `keep`."""
+        """Return the place of a name that is there; the place is reserved until `give_back` or `keep`."""
         return self._named.pop(name)
 
     def give_back(self, place: int) -> None:
-        """What `take` gave is of no use any more."""
+        """Free a place from `take`."""
         self._free.append(place)
 
     def keep(self, name: Name, place: int) -> None:
-        """What `take` gave has its name again, as the most recently used one."""
+        """Give a place from `take` its name again, as the most recently used one."""
         self._named[name] = place
 
     def put(self, name: Name) -> int:
-        """A place to copy the block of this name to; 0 where it need not be, as it is there, or cannot be."""
+        """Return a place to copy the block of this name to; 0 where it is there already or no place is available."""
         if name in self._named:
             self._named.move_to_end(name)
             return 0
@@ -64,11 +65,11 @@ class HostBlocks:
         return place
 
     def record(self) -> list[tuple[Name, int]]:
-        """All names and places, the least recently used first."""
+        """Return all names and places, the least recently used first."""
         return list(self._named.items())
 
     def restore(self, record: list[tuple[Name, int]]) -> None:
-        """As it was when `record` was asked for."""
+        """Restore the state of an earlier `record`."""
         self._named = OrderedDict(record)
         taken = set(self._named.values())
         self._free = deque(p for p in range(1, self.places + 1) if p not in taken)

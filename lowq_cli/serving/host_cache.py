@@ -1,7 +1,7 @@
-"""The blocks of a cache that are in host memory: their bytes, and the copies between there and the device.
+"""The blocks of a cache in host memory: their bytes, and the copies between host and device.
 
-The memory is a file without a name, which the server's process holds open: what an engine leaves there is there for the next
-one of the same model.
+The memory is an anonymous file, which the server's process holds open, so that the next engine of the same model can use the
+blocks that an engine leaves there.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from lowq_cli.serving.host_blocks import Swap
 from lowq_kernels.decode.kv import Coded
 from lowq_packers.arch.parts import Pages
 
-AT_ONCE = 64  # blocks that are gathered for one copy: 512 MB of an 8B
+AT_ONCE = 64  # max. blocks gathered for one copy: 512 MB with an 8B
 
 
 def places(room: int, blocks: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Places of each group in so many bytes, in the proportion of its blocks on the device, whose sizes are given in bytes."""
+    """Return the places of each group in `room` bytes, in proportion to its blocks on the device; `sizes`: block bytes."""
     whole = sum(n * size for n, size in zip(blocks, sizes, strict=True))
     return [room * n // whole for n in blocks] if whole else [0] * len(blocks)
 
@@ -28,8 +28,8 @@ class HostCache:
     """Host memory for the blocks of an engine's cache.
 
     Args:
-        path: the file. plan, state: of the engine's passes. places: of each group of pages, in order, then of snapshots.
-        beside: what lies in blocks of the first group besides.
+        path: the file. plan, state: those of the engine's passes. places: number of places per page group, then of snapshots.
+        beside: further keys and values (a drafter's) in the blocks of the first group.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HostCache:
         self.block_bytes = [sum(t[0].numel() for t, _ in group) for group in self.groups]
 
     def bytes(self, held: Sequence[int]) -> int:
-        """Bytes of so many places of each group."""
+        """Return the bytes of these numbers of places of each group."""
         return sum(n * size for n, size in zip(held, self.block_bytes, strict=True))
 
     def run(self, swaps: Sequence[Swap]) -> None:
@@ -78,7 +78,7 @@ class HostCache:
 
 
 def _tensors(state: KeyValues | States) -> list[torch.Tensor]:
-    """All that one layer keeps, by block or slot."""
+    """Return all state tensors of one layer, indexed by block or slot."""
     if isinstance(state, States):
         return list(state.tensors.values())
     halves = [half for half in (state.k, state.v) if half is not None]
@@ -86,5 +86,5 @@ def _tensors(state: KeyValues | States) -> list[torch.Tensor]:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's own bytes, its first dimension as it is."""
+    """Return a tensor's bytes as a view with the same first dimension."""
     return t.view(torch.uint8) if t.dim() > 1 else t.view(-1, 1).view(torch.uint8)

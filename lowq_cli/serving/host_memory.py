@@ -1,8 +1,8 @@
-"""The host memory that a server lends its engines for blocks of their caches (`host_cache`), also while a model is unloaded.
+"""The host memory that a server lends its engines for cache blocks (`host_cache`); it is kept while a model is unloaded.
 
-Each model has a file without a name, in memory, which grows as blocks are copied to it up to a size that is counted from the
-start: all files together never hold more than the server was given. A model that is loaded for the first time takes room, if
-there is none left, from those that were unloaded, least recently first.
+Each model has an anonymous file in memory, which grows as blocks are copied to it up to a size that is reserved from the start:
+all files together never hold more than the server's limit. A model that is loaded for the first time takes room, if none is
+left, from unloaded models, least recently used first.
 """
 
 import os
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 from lowq_packers.errors import UnsupportedError
 
-SHARES = 4  # models among which the memory is divided at most, as all memory for models is
+SHARES = 4  # max. models among which the memory is divided; the memory for loaded models is divided in the same way
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an engine has left in its file, for the next one that is the same.
+    """The contents of an engine's file, for the next engine with the same settings.
 
-    key: what must be the same. places: of each group. records: names and places of each group. bytes: that they hold.
+    key: identifies these settings. places: number of places of each group. records: names and places of each group. bytes:
+    total bytes of the records.
     """
 
     key: bytes
@@ -29,7 +30,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Lent:
-    """The file that an engine may use, what is in it, its `room` in bytes, and the key of the engine that uses it."""
+    """The file that an engine may use, its contents, its `room` in bytes, and the key of the engine that uses it."""
 
     path: str
     kept: Kept | None
@@ -46,7 +47,7 @@ class _Region:
 
 
 class HostMemory:
-    """`bytes_` of host memory for `models` models; from any thread.
+    """Lends `bytes_` of host memory to `models` models; methods can be called from any thread.
 
     Raises UnsupportedError where the system has no such files.
     """
@@ -59,10 +60,10 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def lend(self, name: str) -> Lent | None:
-        """The file of a model that is to be loaded; None where those of loaded ones leave no room."""
+        """Return the file for a model about to be loaded; None where the files of loaded models leave no room."""
         with self._lock:
             region = self._regions.pop(name, None)
-            if region is not None and region.lent is not None:  # its engine died
+            if region is not None and region.lent is not None:  # its engine died without returning it
                 os.close(region.file)
                 region = None
             if region is None:
@@ -74,7 +75,7 @@ class HostMemory:
             return region.lent
 
     def take_back(self, name: str, lent: Lent, kept: Kept | None) -> None:
-        """A model has been unloaded, and this is what its file holds; None: nothing that is of use."""
+        """Record the contents of the file of a model that has been unloaded; None: nothing of use."""
         with self._lock:
             region = self._regions.get(name)
             if region is None or region.lent is not lent:
@@ -84,19 +85,19 @@ class HostMemory:
                 os.close(self._regions.pop(name).file)
 
     def kept_bytes(self, name: str) -> int:
-        """Bytes that wait for a model that is not loaded."""
+        """Bytes held for models that are not loaded."""
         with self._lock:
             region = self._regions.get(name)
             return 0 if region is None or region.lent is not None or region.kept is None else region.kept.bytes
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release all memory."""
         with self._lock:
             while self._regions:
                 os.close(self._regions.popitem()[1].file)
 
     def _new(self) -> _Region | None:
-        """Room for one model more."""
+        """Return the room for one more model."""
         for name in [n for n, r in self._regions.items() if r.lent is None]:
             if self._left() >= self._share:
                 break

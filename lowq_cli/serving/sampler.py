@@ -1,6 +1,6 @@
-"""The rows of a pass whose requests ask for more than a temperature: drawn apart, so that all others pay nothing for it.
+"""Sampling for requests that need more than a temperature: their rows are sampled separately, at no cost for other rows.
 
-The definition of each is `picking.Picker`; here a few rows are computed together, without waiting for the device.
+The definition is in sampler_reference.py; here a few rows are computed together, without waiting for the device.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from lowq_cli.serving.request import MOST_LOGPROBS, Draw, allow
 from lowq_cli.serving.sequence import Sequence
 from lowq_packers.errors import device_lost
 
-BITS = 32  # of a word of a mask
-Logs = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
+BITS = 32  # bits per word of a mask
+Logs = tuple[float, tuple[tuple[int, float], ...]]  # log-probability of the token; (id, log-probability) of the likeliest ones
 
 
 def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """`sampling.restrict` with settings (n, 1) by row, then min_p: scores (n, V) fp32 with what is outside at -inf."""
+    """Apply `sampling.restrict` with settings (n, 1) by row, then min_p: scores (n, V) fp32 with excluded tokens at -inf."""
     V = scores.shape[-1]
     found = torch.sort(scores, dim=-1, descending=True).values
     floor = found.gather(1, torch.where(top_k == 0, V, top_k).clamp(max=V) - 1)
@@ -36,27 +36,27 @@ def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 
 
 class Special:
-    """What such rows keep on the device.
+    """The sampler of these rows, and its state on the device.
 
     Args:
-        rows: the state of all rows. V: columns of the logits. choose_rows: the decode operation that draws.
+        rows: the state of all rows. V: columns of the logits. choose_rows: the decode operation that samples.
     """
 
     def __init__(self, rows: BatchState, V: int, choose_rows: Callable[..., None]) -> None:
         self.rows, self.V, self.choose_rows, self.device = rows, V, choose_rows, rows.device
-        self.counts: torch.Tensor | None = None  # (R, V) int16, of tokens drawn; made for the first penalty
+        self.counts: torch.Tensor | None = None  # (R, V) int16, counts of sampled tokens; created for the first penalty
         self.prompted: torch.Tensor | None = None  # (R, V) bool
         self.bits = torch.arange(BITS, dtype=torch.int32, device=self.device)
         self.biases: dict[int, torch.Tensor] = {}  # row -> (V,)
 
     def begin(self, text: Sequence) -> None:
-        """A text got its row."""
+        """Set up the state of a sequence that got its row."""
         self.biases.pop(text.row, None)
         try:
             self._begin(text.request.draw, text.row, text)
-        except Exception as e:  # no room for its penalties, say: the text ends, with this as its reason
+        except Exception as e:  # such as no memory for its penalties: the sequence ends with this error
             if device_lost(e):
-                raise  # no text can go on
+                raise  # no sequence can go on
             text.failed = e
 
     def _begin(self, d: Draw, row: int, text: Sequence) -> None:
@@ -77,7 +77,7 @@ class Special:
         self.counts[row].copy_(upload(counts, self.device))
 
     def move(self, source: int, target: int) -> None:
-        """A row's text goes to another row, where a text that has ended may have left its bias."""
+        """Move a row's state to another row, in which an ended sequence may have left its bias."""
         self.biases.pop(target, None)
         if source in self.biases:
             self.biases[target] = self.biases.pop(source)
@@ -86,13 +86,13 @@ class Special:
                 held[target].copy_(held[source])
 
     def draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
-        """Draw for texts whose logits are those rows of `logits`, into `rows`; the log-probabilities that they ask for.
+        """Sample for sequences, given with their rows of `logits`, into `rows`; return the log-probabilities they ask for.
 
-        Where that fails, each is drawn for alone, and one that fails again has `failed` set: the others go on.
+        If that fails, each sequence is sampled alone, and one that fails again has `failed` set while the others go on.
         """
         try:
             return self._draw(logits, places)
-        except Exception as e:  # of one text's settings, or no room for all at once: that text ends, with this as its reason
+        except Exception as e:  # an error of one sequence's settings, or no memory for all at once: that sequence ends with it
             if device_lost(e):
                 raise  # no text can go on
             if len(places) > 1:
@@ -101,7 +101,7 @@ class Special:
             return []
 
     def _draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
-        """Nothing that lasts is written before all that can fail has been computed: it may be done again."""
+        """Sample, and write lasting state only after everything that can fail: the call may be repeated."""
         texts = [t for _, t in places]
         draws = [t.request.draw for t in texts]
         index = upload(np.array([[i for i, _ in places], [t.row for t in texts]], np.int64), self.device)
@@ -140,17 +140,17 @@ class Special:
         return scores - p[:, 1:2] * (counts > 0) - p[:, 2:3] * counts
 
     def _allowed(self, texts: list[Sequence]) -> torch.Tensor:
-        """(n, V) bool, as the masks say; the host has seen every token before."""
+        """Return (n, V) bool, the tokens that the masks allow; the host has read every token before."""
         words = np.full((len(texts), -(-self.V // BITS)), -1, np.int32)
         for i, text in enumerate(texts):
             if text.request.mask is not None:
                 words[i] = 0
-                if text.repeated is not None:  # its grammar is past that
+                if text.repeated is not None:  # its grammar is already past this token
                     allow(words[i], text.repeated)
                     continue
                 try:
                     text.request.mask.fill(words[i])
-                except Exception as e:  # its own grammar's: the others are drawn for all the same
+                except Exception as e:  # an error of its own grammar: the others are sampled all the same
                     text.failed = e
                     words[i] = -1
         on_device = upload(words, self.device)
@@ -158,14 +158,14 @@ class Special:
 
 
 class LogProbs:
-    """Log-probabilities of some texts' newest tokens, on their way to the host."""
+    """Log-probabilities of some sequences' newest tokens, being copied to the host."""
 
     def __init__(self, asking: list[Sequence], texts: list[Sequence], chosen: torch.Tensor, best: Any) -> None:
         self.texts, self.asking = texts, set(map(id, asking))
         self._parts = [fetch(t) for t in (chosen, best.values, best.indices)]
 
     def read(self) -> dict[int, Logs]:
-        """number -> (the token's, the likeliest tokens and theirs); once the pass has ended."""
+        """Return number -> (log-probability of the token, likeliest tokens and theirs); call it once the pass has ended."""
         chosen, values, indices = (p.tolist() for p in self._parts)
         found = {}
         for i, text in enumerate(self.texts):
@@ -176,7 +176,7 @@ class LogProbs:
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, good once the device has come to it."""
+    """Return a copy on the host, valid once the device has made it."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""The engine for models that no other takes: one request after the other, on the decoder that `generate` uses."""
+"""The engine for models that ContinuousEngine cannot serve: one request after another, on the decoder of `generate`."""
 
 import threading
 import time
@@ -20,19 +20,19 @@ from lowq_cli.serving.sampler_reference import Picker
 from lowq_kernels.decode.kv import PLAIN, slot_bytes
 from lowq_packers.errors import UnsupportedError, device_lost, one_line
 
-FIRST_ROOM = 512  # tokens that a cache is made for beyond the prompt; an answer that outgrows it gets twice that, and so on
-NO_LIMIT = 32768  # tokens of a text whose model names no limit
-SHARE = 0.5  # of the free memory that one text's cache may take
+FIRST_ROOM = 512  # tokens that a new cache has room for in addition to the prompt; doubled whenever an answer outgrows it
+NO_LIMIT = 32768  # max. tokens of a sequence if the model's config names no limit
+SHARE = 0.5  # fraction of the free memory that one sequence's cache may take
 GREEDY = Sampling()
 
 
-class _Cancelled(Exception):  # no error: nobody is left to tell
-    """The request that is computed is not wanted any more."""
+class _Cancelled(Exception):  # control flow: no client is left to get an error
+    """The running request was cancelled."""
 
 
 @dataclass
 class _Queued:
-    """A request that waits, as `turns` has it; steps are tokens."""
+    """A waiting request, in the form that `fairness.Turns` takes; steps are tokens."""
 
     number: int
     request: Request
@@ -42,7 +42,7 @@ class _Queued:
 
 
 class SequentialEngine:
-    """One request at a time; the others wait for their turn."""
+    """An engine that computes one request at a time, while the others wait for their turn."""
 
     name = "one after another"
 
@@ -70,7 +70,7 @@ class SequentialEngine:
         self._thread.start()
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its number."""
+        """Queue a request and return its number."""
         check(request, self.limits.longest, self.vocabulary)
         if request.pictures:
             raise UnsupportedError(f"pictures need lowq's own decoder, which does not take this model: {self.reason}")
@@ -85,7 +85,7 @@ class SequentialEngine:
             return self._number
 
     def cancel(self, number: int) -> None:
-        """End a request before its next token."""
+        """Cancel a request before its next token."""
         with self._changed:
             waiting = next((queued for queued in self._queue if queued.number == number), None)
             if waiting is not None:
@@ -95,14 +95,14 @@ class SequentialEngine:
                 self._cancelled.add(number)
 
     def stats(self) -> Stats:
-        """Where it stands now."""
+        """Return the engine's current counts."""
         return Stats(running=int(self._running is not None), waiting=len(self._queue), busy_s=self._busy_s, **self._stats)
 
     def keep(self) -> None:
         """Nothing."""
 
     def stop(self, seconds: float) -> None:
-        """Finish what there is within `seconds`, cancel the rest."""
+        """Wait up to `seconds` for open requests to finish, then cancel the rest and stop the thread."""
         until = time.monotonic() + seconds
         with self._changed:
             self.closed = self.closed or "the server is stopping"
@@ -117,7 +117,7 @@ class SequentialEngine:
             self._thread.join(timeout=30)
 
     def _work(self) -> None:
-        """The thread: requests until there are none and none may come."""
+        """Compute requests until the engine is stopped: the main function of its thread."""
         while True:
             with self._changed:
                 while not self._queue and not self.closed:
@@ -132,7 +132,7 @@ class SequentialEngine:
                 self._answer(self._running, request)
             except _Cancelled:
                 self._sink([(self._running, Event(finish_reason="cancelled"))])
-            except Exception as e:  # one request's, whatever it is: the others are answered all the same
+            except Exception as e:  # any error of one request: the others are answered all the same
                 self._sink([(self._running, failed(e))])
                 if device_lost(e):
                     self._end(f"the engine has stopped: {one_line(e)}")
@@ -143,7 +143,7 @@ class SequentialEngine:
                 self._changed.notify_all()
 
     def _end(self, why: str) -> None:
-        """Take no more requests, and refuse those that wait."""
+        """Take no more requests, and end the waiting ones with an error."""
         with self._changed:
             self.closed, numbers = why, [queued.number for queued in self._queue]
             self._queue.clear()
@@ -151,7 +151,7 @@ class SequentialEngine:
 
     @torch.inference_mode()
     def _answer(self, number: int, request: Request) -> None:
-        """Compute one request, an event a token."""
+        """Compute one request, with one event per token."""
         if request.read is not None:
             self._sink([(number, Event(finish_reason="stop", read=self._reader(request.prompt, request.read)))])
             self._reader.release()
@@ -184,13 +184,13 @@ class SequentialEngine:
             self._sink([(number, Event(tokens[-1], logprob, top, finish))])
 
     def _go_on(self, number: int) -> None:
-        """Raise _Cancelled if nobody wants the rest."""
+        """Raise _Cancelled if the request was cancelled."""
         if number in self._cancelled:
             raise _Cancelled
 
 
 def _limits(model: Any, waiting: int, kv: str, cache_bytes: int | None) -> Limits:
-    """The longest text: as the model says, and as memory and `cache_bytes` allow."""
+    """Return the engine's limits; the longest sequence follows from the model, free memory and `cache_bytes`."""
     config = vars(model.config.get_text_config())
     longest = context_limit(model) or NO_LIMIT
     queries = config.get("num_attention_heads") or 1

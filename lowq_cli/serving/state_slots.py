@@ -1,8 +1,8 @@
-"""Which slots of the recurrent layers' state belong to which texts, and which hold snapshots of a state for later texts.
+"""Slots of the recurrent layers' state: which belong to which sequences, and which hold snapshots for later sequences.
 
-All recurrent layers have the same slots: 0 is the null slot, which no text has; then come those of texts, one each; then
-those of snapshots. A snapshot has the name of the last block of tokens before it, as blocks of pages have, and is kept until
-its place is needed, least recently used first.
+All recurrent layers have the same slots: 0 is the null slot, which no sequence has; then come those of sequences, one each;
+then those of snapshots. A snapshot has the name of the last block of tokens before it, like blocks of pages, and is kept until
+its slot is needed, least recently used first.
 """
 
 from collections import OrderedDict, deque
@@ -12,12 +12,12 @@ from lowq_cli.serving.block_pool import Name
 
 
 class StateSlots:
-    """The host's record of slots 1 .. `texts` for texts, `snapshots` slots more for snapshots, and `copies` more for states
-    after rows of drafts, so that these take no snapshot's place.
+    """The host's bookkeeping of slots 1 .. `texts` for sequences, of `snapshots` more slots for snapshots, and of `copies` more
+    for states after rows of drafts, so that these evict no snapshot.
 
     Attributes:
-        evicted: told the name and the slot of a snapshot that gives up its place, before anything is written there; not of one
-            that was retired.
+        evicted: called with the name and the slot of a snapshot that is evicted, before anything is written to its slot; not
+            called for a retired snapshot.
     """
 
     def __init__(self, texts: int, snapshots: int, copies: int = 0) -> None:
@@ -31,34 +31,34 @@ class StateSlots:
 
     @property
     def free(self) -> int:
-        """Slots that `take` could give."""
+        """Number of slots that `take` could return."""
         return len(self._free)
 
     def take(self) -> int:
-        """A slot for a text; what it holds is of no use."""
+        """Return a slot for a sequence; its contents are undefined."""
         return self._free.popleft()
 
     def give_back(self, slot: int) -> None:
-        """A text has no use for its slot any more."""
+        """Free a sequence's slot."""
         self._free.append(slot)
 
     def find(self, name: Name) -> int:
-        """The snapshot of this name, or 0."""
+        """Return the slot of the snapshot of this name, or 0."""
         return self._named.get(name, 0)
 
     def use(self, name: Name) -> None:
-        """A snapshot becomes the most recently used one."""
+        """Make a snapshot the most recently used one."""
         self._named.move_to_end(name)
         self._retired.discard(name)
 
     def retire(self, name: Name) -> None:
-        """A snapshot, if it is still there, becomes the next to be replaced."""
+        """Make a snapshot, if it is still there, the next to be replaced."""
         if name in self._named:
             self._named.move_to_end(name, last=False)
             self._retired.add(name)
 
     def reserve(self) -> int:
-        """A slot to write a snapshot to, without a name yet; 0 where all are reserved."""
+        """Return a slot to write a snapshot to, without a name yet; 0 where all are reserved."""
         if self._blank:
             return self._blank.popleft()
         if not self._named:
@@ -70,24 +70,24 @@ class StateSlots:
         return slot
 
     def unretired(self) -> list[tuple[Name, int]]:
-        """Names and slots of snapshots that were not retired, the least recently used first."""
+        """Return names and slots of snapshots that were not retired, the least recently used first."""
         return [(name, slot) for name, slot in self._named.items() if name not in self._retired]
 
     @property
     def free_copies(self) -> int:
-        """Slots that `copy` could give without taking a snapshot's place."""
+        """Number of slots that `copy` could return without evicting a snapshot."""
         return len(self._spare)
 
     def copy(self) -> int:
-        """A slot for the state after a row of a draft: a spare one, else one for snapshots; 0 where there is none."""
+        """Return a slot for the state after a row of a draft: a spare one, else one for snapshots; 0 where there is none."""
         return self._spare.popleft() if self._spare else self.reserve()
 
     def drop_copy(self, slot: int) -> None:
-        """A state after a row of a draft is of no use any more."""
+        """Free the slot of a state after a row of a draft."""
         (self._spare if len(self._spare) < self.copies else self._blank).append(slot)
 
     def keep_copy(self, slot: int) -> bool:
-        """Whether a slot of a draft's row can stay, as a reserved snapshot: another one takes its place among the spare."""
+        """Turn the slot of a draft's row into a reserved snapshot, and another slot into a spare; False if there is none."""
         if len(self._spare) < self.copies:
             other = self.reserve()
             if not other:
@@ -96,7 +96,7 @@ class StateSlots:
         return True
 
     def name(self, snapshot: int, name: Name) -> None:
-        """Name a reserved snapshot. Where another one has this state already, that one keeps the name."""
+        """Name a reserved snapshot. If another one has this name already, that one keeps it and this one is freed."""
         if name in self._named:
             self.drop(snapshot)
             self.use(name)
@@ -104,5 +104,5 @@ class StateSlots:
             self._named[name] = snapshot
 
     def drop(self, snapshot: int) -> None:
-        """A reserved snapshot that will have no name is free."""
+        """Free a reserved snapshot that will get no name."""
         self._blank.append(snapshot)
