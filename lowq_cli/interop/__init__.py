@@ -1,1 +1,1 @@
-"""Checkpoints of other tools read and written, and what serves them."""
+"""Read and write checkpoints of other tools, and serve checkpoints with vLLM."""

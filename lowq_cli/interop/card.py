@@ -1,4 +1,4 @@
-"""The model card of a checkpoint, from what its report says: nothing in it is typed by hand."""
+"""Generate the model card of a checkpoint from its report."""
 
 import re
 from collections import Counter
@@ -11,13 +11,13 @@ from lowq_cli.files.front_matter import LICENSE
 from lowq_cli.interop.export_checks import commands
 
 CARD = "README.md"
-FEW = 4  # values of a list that a line of the card holds
+FEW = 4  # max. values of a list that the card spells out
 
 
 def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: Mapping[str, Any] | None = None) -> str:
-    """Markdown with the metadata that huggingface.co reads in front.
+    """The card's Markdown, with the front matter that huggingface.co reads.
 
-    base: the model it was made from; by default what the report says, where that is a hub id.
+    base: the original model; by default the report's source if that is a hub id.
     measured: `perplexity.Report`'s fields, of an evaluation against `base`.
     """
     report = found.report
@@ -79,7 +79,7 @@ def _recipe(report: Mapping[str, Any]) -> list[str]:
 
 
 def _counted(values: list[Any]) -> str:
-    """A list as a reader takes it in: whole where it is short; of many overrides, how many names have each width."""
+    """A short list in full; for many overrides, the number of names per width."""
     if len(values) <= FEW:
         return " ".join(map(str, values))
     widths = Counter(str(v).rpartition("=")[2] for v in values if "=" in str(v))
@@ -89,7 +89,7 @@ def _counted(values: list[Any]) -> str:
 
 
 def _plain(text: object) -> str:
-    """Text of a report within a line of a card: no new line, no markup, no cell."""
+    """A report's text made safe for a line of the card: without newlines, markup or table cells."""
     return re.sub(r"([\\`\[\]<>|])", r"\\\1", " ".join(visible(str(text)).split()))
 
 

@@ -1,6 +1,6 @@
-"""What `export` would refuse, asked without writing: by it before it begins, by `inspect`, by model cards and by hints.
+"""Check what `export` would refuse, without writing: used by `export` itself, `inspect`, model cards and hints.
 
-A promise and the command that is to keep it ask the same: `check_all`.
+All of them call `check_all`, so that suggested commands work.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lowq_packers.formats import EXPORTED, Format
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
-TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
+TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N), which no other tool packs
 
 
 def as_held(found: Checkpoint, fmt: Format) -> Checkpoint:
-    """The checkpoint without the heads that predict further tokens, where the format's readers have no place for them."""
+    """The checkpoint, without heads that predict further tokens if the format's readers do not support them."""
     prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(found.config, found.source.headers)
     return replace(found, tensors=tuple(t for t in found.tensors if not t.name.startswith(prefixes))) if prefixes else found
 
 
 def check(found: Checkpoint, fmt: Format) -> None:
-    """Raise UnsupportedError, naming the first weight and how many more, unless `fmt` can hold every one."""
+    """Raise UnsupportedError, with the first weight and the number of others, unless `fmt` can hold every weight."""
     family = str(found.config.get("model_type"))
     if family in TRANSPOSED:
         raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
@@ -54,9 +54,9 @@ def check(found: Checkpoint, fmt: Format) -> None:
 
 
 def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
-    """Name -> the experts' matrices, in order, of each stack that `fmt` makes of them.
+    """Name of each stack that `fmt` makes of experts -> the experts' matrices, in order.
 
-    Raises UnsupportedError unless all experts of a stack are there and share a scheme.
+    Raises UnsupportedError unless a stack has all its experts and they share a scheme.
     """
     family, members = str(found.config.get("model_type")), dict[str, dict[int, CheckpointTensor]]()
     for t in found.tensors:
@@ -79,9 +79,9 @@ Modules = dict[str, tuple[str, list[CheckpointTensor]]]
 
 
 def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
-    """First matrix -> name and matrices of each packed module of an export, and what config.json says of them.
+    """First matrix -> name and matrices of each packed module of an export, and the config.json fields for them.
 
-    Raises UnsupportedError for schemes that the format's config cannot tell apart.
+    Raises UnsupportedError for schemes that the format's config cannot distinguish.
     """
     if fmt.config is None:
         return {}, {}
@@ -90,12 +90,12 @@ def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
     stacked = stacks(found, fmt)
     inside = {t.name for experts in stacked.values() for t in experts}
     modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
-    modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
+    modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # at its first expert's position
     return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, kept)
 
 
 def check_schemes(found: Checkpoint, fmt: Format) -> Checkpoint:
-    """`as_held`. Raises what `export` refuses with by names, shapes, schemes and the config; reads no values."""
+    """`as_held`, after the checks of `export` that need only names, shapes, schemes and the config; raises its errors."""
     found = as_held(found, fmt)
     check(found, fmt)
     described(found, fmt)
@@ -107,7 +107,7 @@ def check_schemes(found: Checkpoint, fmt: Format) -> Checkpoint:
 
 
 def check_all(found: Checkpoint, fmt: Format, rounding: bool = False) -> None:
-    """Raise what `export` refuses with, before anything is written; scales and zeros are read where they decide."""
+    """Raise the errors of `export` before anything is written; scales and zeros are read only if they matter."""
     for t in check_schemes(found, fmt).tensors:
         if t.scheme and fmt.check_values:
             try:
@@ -117,7 +117,7 @@ def check_all(found: Checkpoint, fmt: Format, rounding: bool = False) -> None:
 
 
 def refusal(found: Checkpoint, to: str, rounding: bool = False) -> str | None:
-    """Why `export` does not write a checkpoint in the format `to`; None where it does."""
+    """The reason why `export` refuses to write a checkpoint in the format `to`; None if it does not."""
     try:
         check_all(found, formats.get(to), rounding)
     except LowqError as e:
@@ -126,11 +126,11 @@ def refusal(found: Checkpoint, to: str, rounding: bool = False) -> str | None:
 
 
 def commands(found: Checkpoint) -> dict[str, str]:
-    """Format -> what `lowq export` must be given for it, "--to mlx --round", of those that it writes a checkpoint in.
+    """Format -> options of `lowq export` ("--to mlx --round"), for the formats that can hold a checkpoint.
 
-    As `check_all` decides, with the scales and zeros of a matrix read once for all formats.
+    The checks are those of `check_all`, but read the scales and zeros of a matrix only once for all formats.
     """
-    ways: dict[tuple[str, bool], set[str]] = {}  # (format, rounding) -> the matrices whose values decide
+    ways: dict[tuple[str, bool], set[str]] = {}  # (format, rounding) -> the matrices whose values have to be checked
     for to in EXPORTED:
         fmt = formats.get(to)
         with suppress(LowqError):
@@ -141,13 +141,13 @@ def commands(found: Checkpoint) -> dict[str, str]:
             for way in _refusing(found, t, asking):
                 del ways[way]
     least: dict[str, bool] = {}
-    for to, rounding in ways:  # of each format the way without rounding comes first
+    for to, rounding in ways:  # for each format, the way without rounding comes first
         least.setdefault(to, rounding)
     return {to: f"--to {to}{' --round' if rounding else ''}" for to, rounding in least.items()}
 
 
 def _refusing(found: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Those of the ways, (format, rounding), in which the values of a matrix cannot be written."""
+    """The ways, (format, rounding), that cannot hold the values of a matrix."""
     try:
         held = found.read_companions(t)
     except LowqError:
@@ -164,12 +164,12 @@ def _refusing(found: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool
 
 
 def exportable(found: Checkpoint) -> list[str]:
-    """The formats that `export` writes a checkpoint in as it is."""
+    """The formats that `export` can write a checkpoint in without changing it."""
     return [to for to, command in commands(found).items() if "--round" not in command]
 
 
 def reachable(found: Checkpoint, to: str) -> bool:
-    """Whether the same model, quantized for the format `to` by what `quantize --export` takes by default, could be exported."""
+    """Whether the same model could be exported to `to` after quantizing with the defaults of `quantize --export`."""
     target, fmt = next(t for t in targets.ENGINES.values() if t.export == to), formats.get(to)
 
     def wanted(t: CheckpointTensor) -> CheckpointTensor:
@@ -188,7 +188,7 @@ def reachable(found: Checkpoint, to: str) -> bool:
 
 
 def first_that_holds(found: Checkpoint) -> str:
-    """The first format that holds every weight as it is."""
+    """The first format that holds every weight unchanged."""
     fitting = next((to for to in EXPORTED if refusal(found, to) is None), None)
     if fitting is None:
         raise UnsupportedError(f"no format holds {found.folder} as it is (lowq and transformers run it; --to NAME says why)")
@@ -197,7 +197,7 @@ def first_that_holds(found: Checkpoint) -> str:
 
 @contextmanager
 def way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
-    """Inside, a refusal ends with the command that makes a checkpoint of the same model which `to` holds, if that is known."""
+    """Add to a refusal inside the block the command that quantizes the same model for the format `to`, if it is known."""
     try:
         yield
     except UnsupportedError as e:

@@ -1,4 +1,4 @@
-"""What every writer of another tool's format shares: its result, the name of its run, and that it reads back the same."""
+"""Shared by all writers of other tools' formats: the result, the name of a run, and the check by reading back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `engines` serve it; `bytes` are those of its weight files. already_done: the same export was there."""
+    """The result. `engines` can serve it; `bytes`: of its weight files. already_done: the same export already existed."""
 
     out: str
     format: str
@@ -28,15 +28,15 @@ class Exported:
 
 
 def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
-    """What names an export: two share it only if they write the same bytes."""
+    """The hash that names an export: two exports share it only if they write the same bytes."""
     return " ".join((version("lowq"), found.source.identity, to, "round" if rounding else "exact"))
 
 
 def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:
-    """Raise AssertionError unless `back` stands for the weights (N, K) of `q`: equal, or within half a step if `rounding`."""
+    """Raise AssertionError unless `back` represents the weights (N, K) of `q`: equal, or within half a step if `rounding`."""
     if isinstance(back, torch.Tensor) or back.shape != q.shape:
         raise AssertionError(f"{name} ({q.scheme}) does not read back as a quantized matrix")
-    if _same_parts(back, q):  # as of most formats: the values, which take three times as long, need not be made
+    if _same_parts(back, q):  # true for most formats; dequantizing to compare values takes three times as long
         return
     for (_, theirs), (_, ours) in zip(slabs(back), slabs(q), strict=True):
         a, b = theirs.dequantize(), ours.dequantize()
@@ -45,14 +45,14 @@ def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: s
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes, of any dtype: torch compares no 8-bit floats."""
+    """Whether two tensors of any dtype hold the same bytes; torch cannot compare 8-bit floats."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def _same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether codes, scales, zeros and table are the same, and so the weights."""
+    """Whether codes, scales, zeros and table are the same, which implies the same weights."""
     pairs = [(a.W_q, b.W_q), (a.scales, b.scales)]
     both = [(a.zeros, b.zeros), (a.table, b.table)]
     pairs += [(x, y) for x, y in both if x is not None and y is not None]

@@ -1,9 +1,9 @@
-"""A lowq checkpoint -> the same weights in another tool's format: bit for bit, or refused before anything is written.
+"""Export a lowq checkpoint to another tool's format: the weights are the same bit for bit, or the export is refused first.
 
-A few matrices are in memory at a time, and the few output files of at most `SHARD` that are being written. Every matrix is
-read back from the tensors made for it and compared before they are written; where a format's words are lowq's, they are taken
-as they are and only the first and last rows are compared (`ENDS`). All goes into a folder beside the target, which gets its
-name when it is whole; after a kill the same call goes on behind the last file that was finished.
+Only a few matrices and a few output files of at most `SHARD` bytes are in memory at a time. Every matrix is
+read back from its encoded tensors and compared before they are written; if a format has the same words as lowq, they are copied
+and only the first and last rows are compared (`ENDS`). The output is written to a folder next to the target and
+renamed when it is complete; after a kill, the same call continues after the last finished file.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.tables import rows_of
 
-WORKERS = 8  # matrices encoded at once
-ENDS = 128  # rows of a matrix at either end; whole words where zeros are packed along N
-ENCODING = 24  # bytes a weight of a matrix, at most, while it is encoded, read back and compared
+WORKERS = 8  # max. matrices encoded at once
+ENDS = 128  # rows compared at either end of a matrix: a multiple of the words of zeros packed along N
+ENCODING = 24  # max. bytes per weight of a matrix that is encoded, read back and compared
 
 
 def export(
@@ -52,15 +52,15 @@ def export(
     """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
 
     Args:
-        checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first; with `kind` any model.
-        to: one of EXPORTED; None takes the first that holds the checkpoint.
-        check_tp: refuse what this many tensor-parallel ranks could not share.
+        checkpoint: a folder written by lowq or another tool (imported into the cache first); with `kind`, any model.
+        to: one of EXPORTED; None selects the first format that holds the checkpoint.
+        check_tp: refuse a checkpoint that this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
         progress: called with (percent done, name).
-        kind: quantize to this mixture of GGUF's types, such as Q4_K_M; weights that are quantized already are rounded again.
+        kind: quantize to this mixture of GGUF's types, such as Q4_K_M; already quantized weights are rounded again.
     Raises:
-        UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
-        nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
+        UsageError: unknown format, or `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
+        nearest scheme that it holds. NotFoundError, DamagedError: as `open_checkpoint`.
     """
     if to is not None and to not in EXPORTED:
         raise UsageError(f"--to {to} does not exist; use one of {', '.join(EXPORTED)}")
@@ -93,7 +93,7 @@ def export(
                 with new_folder(target, run) as folder:
                     _write(found, fmt, folder, rounding, progress)
                     config, read = _as_read(folder)
-                    remember_export(target, run, folder)  # before it has its name: a kill between is no other export
+                    remember_export(target, run, folder)  # before the rename, so that a kill in between is harmless
         engines, notes = fmt.engines(config, read), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes) or _factor_problems(found)):
             engines = [e for e in engines if not e.startswith("vLLM")]
@@ -104,7 +104,7 @@ def export(
 
 
 def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
-    """A lowq checkpoint, or any model whose weights can be read dense. Raises as `open_checkpoint`, `open_decoded`."""
+    """Open a lowq checkpoint, or any model whose weights can be decoded. Raises as `open_checkpoint`, `open_decoded`."""
     if is_checkpoint(user_path(model)):
         return open_checkpoint(model)
     source = open_decoded(model)
@@ -116,7 +116,7 @@ def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
 def _quantized_gguf(
     model: str | os.PathLike[str], kind: str, out: str | os.PathLike[str] | None, progress: Progress | None
 ) -> Exported:
-    """Any model as a GGUF file of a mixture of types."""
+    """Export any model as a GGUF file with a mixture of types."""
     from lowq_cli.interop.gguf_export import export_gguf
 
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
@@ -137,7 +137,7 @@ def _quantized_gguf(
 
 
 def _factor_problems(found: Checkpoint) -> list[str]:
-    """A line for each set of weights that engines fuse but whose scales have factors of their own: vLLM takes one for all."""
+    """A line for each set of weights that engines fuse but whose scales have different factors; vLLM uses one for all."""
     factors: dict[str, dict[str, float]] = {}
     for t in found.tensors:
         if t.scheme and t.scheme.scale == "e4m3" and (fused := fused_name(t.name)):
@@ -165,14 +165,14 @@ def _check_tp(found: Checkpoint, ranks: int) -> None:
 
 
 def _as_read(folder: Path) -> tuple[dict[str, Any], list[formats.Matrix]]:
-    """The config of an export, and how the format's reader sees its weights."""
+    """The config of an export, and the tensors that the format's reader will find."""
     with open_foreign(folder) as source:
         read = foreign_matrices(source)
         return source.config, [] if read is None else read[1]
 
 
 def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None) -> None:
-    """Weights, index, companions and config of one export."""
+    """Write weights, index, companions and config of one export."""
     (modules, section), export = described(found, fmt), WRITTEN[fmt.name]
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
     config = export.whole(config, not any(t.name.startswith("lm_head") for t in found.tensors))
@@ -189,7 +189,7 @@ def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progres
         SafetensorsWriter(folder, export.library) as shards,
         in_order(found.tensors, made, _workers(found), ahead=1) as results,
     ):
-        plain = {t.name for t in found.tensors if not t.scheme}  # a bias that is done says nothing of its matrix
+        plain = {t.name for t in found.tensors if not t.scheme}  # a finished bias does not mean that its matrix is finished
         finished = {name.rpartition(".")[0] for name in shards.done - plain}
         for t, tensors in results:
             if tensors:
@@ -206,19 +206,19 @@ def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progres
 
 
 def _workers(found: Checkpoint) -> int:
-    """How many matrices are encoded at once: as many as there are threads for, and memory if all were the largest."""
+    """The number of matrices encoded at once, limited by threads, and by memory if all were as large as the largest."""
     room = available_memory() or 0
     largest = max(t.params for t in found.tensors)
     return max(1, min(threads(), WORKERS, room // (ENCODING * largest)))
 
 
 def _stacked(parts: list[Tensors]) -> Tensors:
-    """The tensors of all experts as one each."""
+    """Stack each of the experts' tensors."""
     return {n: torch.stack([p[n].view(torch.uint8) for p in parts]).view(t.dtype) for n, t in parts[0].items()}
 
 
 def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) -> Tensors:
-    """The tensors of one matrix, read back and compared. Raises UnsupportedError if the format does not hold its values."""
+    """The encoded tensors of one matrix, read back and compared. Raises UnsupportedError if the format cannot hold them."""
     assert fmt.write
     if fmt.write_words is None or p.layout != DISK or p.N <= 2 * ENDS:
         return _encoded(fmt, name, unpack(p), config)
@@ -227,13 +227,13 @@ def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) 
         zeros, table = None if p.zeros is None else p.zeros[first:last], rows_of(p.table, p.N, first, last)
         part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first, table=table)
         for n, t in _encoded(fmt, name, unpack(part), config).items():
-            if t.dim() == 2 and not same_bytes(t, tensors[n][-len(t) :] if first else tensors[n][: len(t)]):  # else the shape
+            if t.dim() == 2 and not same_bytes(t, tensors[n][-len(t) :] if first else tensors[n][: len(t)]):  # 1-D: shape
                 raise AssertionError(f"{n} ({p.scheme}) is not what its codes are encoded as")
     return tensors
 
 
 def _held(write: Callable[[str, Any, Config], Tensors], name: str, weight: object, config: Config) -> Tensors:
-    """The tensors that a format's `write` makes. Raises UnsupportedError if it does not hold the values."""
+    """The tensors made by a format's `write`. Raises UnsupportedError if the format cannot hold the values."""
     try:
         return {n: t.contiguous() for n, t in write(name, weight, config).items()}
     except LowqError as e:
@@ -241,7 +241,7 @@ def _held(write: Callable[[str, Any, Config], Tensors], name: str, weight: objec
 
 
 def _encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> Tensors:
-    """The tensors of one matrix from its codes, all of them read back and compared."""
+    """The tensors of one matrix encoded from its codes, read back and compared in full."""
     assert fmt.write
     tensors = _held(fmt.write, name, q, config)
     headers = {n: TensorHeader(tuple(t.shape), name_of(t)) for n, t in tensors.items()}

@@ -1,7 +1,7 @@
-"""Checkpoints of other tools, opened as a model source whose weights are dense: decoded as they are read, one at a time.
+"""Open other tools' checkpoints as a model source with dense weights, which are decoded as they are read, one at a time.
 
-`open_decoded` is `open_source` for whoever wants plain weights: checkpoints of every format in packers/formats, HQQ's qmodel.pt
-and GGUF files come with the names, shapes and dtypes of the model they stand for.
+`open_decoded` is `open_source` with dense weights: checkpoints of every format in packers/formats, HQQ's qmodel.pt
+and GGUF files get the names, shapes and dtypes of the model that they represent.
 """
 
 import os
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from lowq_packers.formats import Fetch, Format, Matrix
     from lowq_packers.qtensor import QuantizedTensor
 
-SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # of config.json, once the weights are plain
+SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # removed from config.json of dense weights
 QMODEL = "qmodel.pt"
-SLAB = 1 << 22  # weights dequantized at a time
+SLAB = 1 << 22  # max. weights dequantized at a time
 
 
 def fetcher(source: Source) -> "Fetch":
-    """A function from a full tensor name (and a place in its first dimension) to the tensor as stored, in fresh memory.
+    """A function from a full tensor name (and an index of its first dimension) to the stored tensor, in new memory.
 
-    U32 words come as int32. torch is imported by the first call: most formats are told from headers.
+    U32 words are returned as int32. The first call imports torch: most formats are recognised from headers alone.
     """
 
     def fetch(name: str, index: int | None = None, /) -> "torch.Tensor":
@@ -51,7 +51,7 @@ def fetcher(source: Source) -> "Fetch":
 
 
 def by_first_part(matrices: "Iterable[Matrix]") -> "dict[str, list[Matrix]]":
-    """The matrices that stand where their first tensor is: one, or the experts of a stack."""
+    """First tensor -> the matrices that begin there: one, or the experts of a stack."""
     at: dict[str, list[Matrix]] = {}
     for m in matrices:
         at.setdefault(m.parts[0], []).append(m)
@@ -59,9 +59,9 @@ def by_first_part(matrices: "Iterable[Matrix]") -> "dict[str, list[Matrix]]":
 
 
 def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
-    """The format of a source and its quantized weights; None where they are plain, or lowq's own.
+    """The format of a source and its quantized weights; None if they are dense, or in lowq's format.
 
-    Raises UnsupportedError for a format that lowq does not read, DamagedError for one at odds with itself.
+    Raises UnsupportedError for a format that lowq does not read, DamagedError for contradictory tensors.
     """
     said = source.config.get("quantization_config")
     if isinstance(said, Mapping) and said.get("quant_method") == METHOD:
@@ -93,7 +93,7 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
 
 
 def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
-    """`open_source`, with the weights of foreign quantized checkpoints dense. Raises as it does, and as the formats do."""
+    """`open_source`, with the weights of other tools' checkpoints decoded. Raises as `open_source` and the formats do."""
     raw = open_foreign(model, headers_only)
     try:
         found = foreign_matrices(raw)
@@ -104,7 +104,7 @@ def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> S
 
 
 def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
-    """`open_source`, for what it does not open too: a GGUF file, a folder with HQQ's qmodel.pt."""
+    """`open_source`, which also opens a GGUF file and a folder with HQQ's qmodel.pt."""
     folder = user_path(model)
     if folder.suffix == ".gguf" and folder.is_file():
         from lowq_cli.interop.gguf_source import open_gguf
@@ -118,7 +118,7 @@ def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> S
 
 
 def _decoded(raw: Source, form: "Format", matrices: "list[Matrix]") -> "DecodedSource":
-    """A source in which every matrix is a dense tensor, where its first part was."""
+    """A source in which every matrix is a dense tensor, at the position of its first part."""
     at = by_first_part(matrices)
     parts = {p for m in matrices for p in m.parts}
     headers, where, dense = {}, {}, {}
@@ -134,7 +134,7 @@ def _decoded(raw: Source, form: "Format", matrices: "list[Matrix]") -> "DecodedS
 
 @dataclass
 class DecodedSource(Source):
-    """A source whose `dense` tensors are decoded from those of `raw`. The last one decoded stays in memory."""
+    """A source whose `dense` tensors are decoded from the tensors of `raw`. The last decoded tensor stays in memory."""
 
     raw: Source = field(kw_only=True)
     dense: "dict[str, Matrix]" = field(kw_only=True)
@@ -142,12 +142,12 @@ class DecodedSource(Source):
 
     @property
     def identity(self) -> str:  # type: ignore[override]
-        """The stored checkpoint's: it names the bytes that are decoded."""
+        """The identity of the stored checkpoint, whose bytes are decoded."""
         return self.raw.identity
 
     @property
     def held_bytes(self) -> int:
-        """The largest decoded tensor, and beside it the codes that it is made from."""
+        """The bytes of the largest decoded tensor and its codes."""
         return max((self.headers[n].nbytes + self.headers[n].numel for n in self.dense), default=0)
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
@@ -173,13 +173,13 @@ class DecodedSource(Source):
 
     def _tensor(self, name: str) -> "torch.Tensor":
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is made: two large ones are never held
+            self._last = None  # freed first, so that two large tensors are never in memory together
             self._last = name, dense(self.dense[name], fetcher(self.raw))
         return self._last[1]
 
 
 def dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
-    """(N, K) in the dtype that `m` promises. Raises DamagedError if it holds NaN or infinite values."""
+    """The matrix (N, K) in the dtype of `m`. Raises DamagedError if it holds NaN or infinite values."""
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[m.dtype])
@@ -197,7 +197,7 @@ def dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
 
 
 def slabs(q: "QuantizedTensor") -> "Iterator[tuple[slice, QuantizedTensor]]":
-    """A quantized matrix in runs of rows, few enough that their fp32 copies stay small."""
+    """Split a quantized matrix into runs of rows whose fp32 copies stay small."""
     step = max(1, SLAB // q.shape[1])
     for i in range(0, q.shape[0], step):
         last = min(i + step, q.shape[0])
@@ -223,7 +223,7 @@ class TensorSource(Source):
 
 
 def _open_qmodel(name: str, folder: Path) -> TensorSource:
-    """A folder that the hqq library saved. Nothing but tensors and numbers is unpickled. Raises as `open_source` does."""
+    """Open a folder saved by the hqq library. Only tensors and numbers are unpickled. Raises as `open_source` does."""
     import torch
 
     from lowq_packers.formats.hqq import flatten
@@ -231,7 +231,7 @@ def _open_qmodel(name: str, folder: Path) -> TensorSource:
     config = read_json(folder / "config.json")
     path = folder / QMODEL
     refused = library_errors(UnsupportedError, f"{path} is no plain HQQ checkpoint, and lowq runs no pickled code")
-    with refused, opened(path) as name_of_open:  # a truncated zip, a class that is not on torch's list, ...
+    with refused, opened(path) as name_of_open:  # e.g. a truncated zip, or a class not on torch's list
         loaded = torch.load(name_of_open, map_location="cpu", weights_only=True, mmap=True)
     tensors = flatten(loaded) if isinstance(loaded, Mapping) else {}
     names = {getattr(torch, t): s for s, t in DTYPES.items()}

@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are made of, and their bytes: a checkpoint's codes as they are, or weights quantized anew."""
+"""The bytes of a GGUF file's tensors: a checkpoint's codes re-encoded unchanged, or weights quantized to GGUF's types."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from lowq_packers.qtensor import QuantizedTensor, check_fits
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a file: its row of the table, and what of a checkpoint's tensor it is.
+    """A tensor of a file: its row of the tensor table, and the part of a checkpoint's tensor that it holds.
 
-    rows: first and end; None: all. frame: of the two that a kernel of patches has. heads: of which rows are written in pairs.
+    rows: first and end; None: all. frame: index into a patch kernel's two frames. heads: of the rows to permute into pairs.
     """
 
     row: GgufTensor
@@ -33,9 +33,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class File:
-    """A file that is to be written. Pieces of one row follow one another. anew: weights are quantized to their rows' types.
+    """A file to write. Pieces of one row are consecutive. anew: weights are quantized to the types of their rows.
 
-    factors: Llama 3's divisors of the rotary frequencies, the last tensor.
+    factors: Llama 3's divisors of the rotary frequencies, written as the last tensor.
     """
 
     path: Path
@@ -46,12 +46,12 @@ class File:
 
 
 def chosen(row: GgufTensor) -> bool:
-    """Whether a mixture says the type of a tensor."""
+    """Whether a mixture determines the type of a tensor."""
     return len(row.shape) > 1 and row.kind != "F32" and row.name.endswith(".weight")
 
 
 def stored(found: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Iterator[torch.Tensor]:
-    """What is written for a tensor, or for a part of it; rows permuted where they belong to heads."""
+    """The data to write for a tensor or a part of it, with the rows of heads permuted."""
 
     def permuted(rows: torch.Tensor) -> torch.Tensor:
         return rows if piece.heads is None else gguf.permute_heads(rows, piece.heads).contiguous()
@@ -82,7 +82,7 @@ def stored(found: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Itera
 
 
 def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
-    """The bytes of a weight (N, K) in a type, some rows at a time, each read back and compared."""
+    """The bytes of a weight (N, K) in a GGUF type, some rows at a time, read back and compared."""
     step = max(1, gguf.ROWS // W.shape[1])
     for i in range(0, len(W), step):
         try:
@@ -92,7 +92,7 @@ def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
 
 
 def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
-    """The bytes of rows (R, K) in a type."""
+    """The bytes of rows (R, K) in a GGUF type."""
     R, K = W.shape
     if kind in BLOCK_KINDS:
         blocks = quantize_blocks(W, kind)

@@ -1,9 +1,9 @@
-"""A lowq checkpoint of the Llama or Qwen families as one GGUF file, which llama.cpp, Ollama and LM Studio run.
+"""Export a lowq checkpoint of the Llama or Qwen families as a GGUF file, which llama.cpp, Ollama and LM Studio run.
 
-Names and metadata are llama.cpp's. Its Llama graph rotates adjacent pairs where Hugging Face's rotates halves, so rows of q
+Names and metadata are llama.cpp's. Its Llama graph rotates adjacent pairs, Hugging Face's model rotates halves, so rows of q
 and k are permuted for it (whole rows: codes, scales and zeros move together). Norms and biases are written in fp32.
-The tower of a model that takes pictures goes into a second file beside it (`gguf_mmproj.py`), as llama.cpp takes it.
-With `mixture` (`--type Q4_K_M`) the weights are quantized here, in blocks that lowq's own checkpoints do not hold.
+The vision tower of a multimodal model goes into a second file next to it (`gguf_mmproj.py`), as llama.cpp expects.
+With `mixture` (`--type Q4_K_M`) the weights are quantized here, in blocks that lowq checkpoints cannot hold.
 """
 
 import math
@@ -35,21 +35,21 @@ from lowq_packers.formats import gguf
 
 ENGINES = ("llama.cpp", "Ollama", "LM Studio")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
+STACKS = {  # an expert's matrix -> the tensor of all experts, (E, N, K)
     **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
     **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
     **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
 }
 
 
-Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor table, and what it is made of
+Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor table, and the checkpoint tensors in it
 
 
 def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tuple[str, list[tuple[str, Value]], Entries]:
-    """The architecture, metadata and tensors of a file. Raises UnsupportedError, NotFoundError where there can be none."""
+    """The architecture, metadata and tensors of a file. Raises UnsupportedError or NotFoundError if it cannot be written."""
     raw, kind = found.config, found.config.get("model_type")
     inside = raw.get("text_config") or raw
-    if kind == "mistral3":  # whose language model is any of Mistral's
+    if kind == "mistral3":  # its language model can be any of Mistral's
         kind = inside.get("model_type", "mistral")
     arch = ARCHITECTURES.get(str(kind))
     if arch is None:
@@ -60,7 +60,7 @@ def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tu
     text, beside = parts_of(found, model)
     entries = _entries(text, model, mixture is not None)
     if beside:
-        mmproj(found, beside, _embedding(text))  # which may refuse
+        mmproj(found, beside, _embedding(text))  # raises if the tower is not supported
     if mixture:
         facts.append(("general.file_type", u32(mixture.number)))
         entries = _typed(entries, mixture, _facts(found, config, model))
@@ -68,7 +68,7 @@ def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tu
 
 
 def parts_of(found: Checkpoint, model: Model) -> tuple[list[tuple[str, CheckpointTensor]], list[CheckpointTensor]]:
-    """Tensors of the text model with the names that they have in one without a tower, and those of tower and projector."""
+    """The text model's tensors, under their names in a text-only model, and the tensors of tower and projector."""
     named = Named.of_files(model, found.source.headers)
     (prefix, head), text, beside = named.place, list[tuple[str, CheckpointTensor]](), list[CheckpointTensor]()
     for t in found.tensors:
@@ -86,7 +86,7 @@ def _embedding(text: list[tuple[str, CheckpointTensor]]) -> CheckpointTensor:
 
 
 def _facts(found: Checkpoint, config: Any, model: Model) -> Facts:
-    """What a mixture of types is chosen by."""
+    """The facts from which a mixture assigns types."""
     experts = next((part.experts for part in walk(model.layers) if isinstance(part, Router)), 0)
     tied = not any("lm_head" in t.name for t in found.tensors)
     return Facts(config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads, experts, tied)
@@ -99,7 +99,7 @@ def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
 
 
 def totals(found: Checkpoint, mixture: Mixture) -> list[tuple[str, int, int, int]]:
-    """(type, tensors, weights, bytes) of what `export_gguf` would write, the largest first. Raises as `prepared`."""
+    """(type, tensors, weights, bytes) of the file that `export_gguf` would write, largest first. Raises as `prepared`."""
     rows: dict[str, list[GgufTensor]] = {}
     for row, _ in prepared(found, "", mixture)[2]:
         rows.setdefault(row.kind, []).append(row)
@@ -108,7 +108,7 @@ def totals(found: Checkpoint, mixture: Mixture) -> list[tuple[str, int, int, int
 
 
 def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
-    """The config with its family's defaults, and what it computes. Raises UnsupportedError where lowq cannot tell that."""
+    """The config with its family's defaults, and the model that it describes. Raises UnsupportedError for unknown families."""
     try:
         read, model, _ = read_config(config)
     except NotPlain as e:
@@ -119,11 +119,11 @@ def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
 def export_gguf(
     found: Checkpoint, out: Path, rounding: bool, progress: Progress | None, mixture: Mixture | None = None
 ) -> Exported:
-    """Write `found` to the file `out`, and its tower, where it has one, to mmproj-NAME beside it.
+    """Write `found` to the file `out`, and its vision tower, if any, to mmproj-NAME next to it.
 
-    rounding: accept scales and offsets rounded to fp16 where they do not fit it. mixture: quantize the text model to its types.
-    Raises UnsupportedError for a family, tokenizer or scheme that GGUF (as lowq writes it) does not hold, UsageError if `out`
-    is there already.
+    rounding: accept scales and offsets rounded to fp16 if they do not fit. mixture: quantize the text model to its types.
+    Raises UnsupportedError for a family, tokenizer or scheme that lowq cannot write as GGUF, UsageError if `out`
+    exists.
     """
     arch, metadata, entries = prepared(found, out.stem, mixture)
     config, model = _described(found.config)
@@ -144,7 +144,7 @@ def export_gguf(
 
 
 def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Progress | None) -> bool:
-    """Write one file; whether it was there already, by the same run."""
+    """Write one file; returns whether it already existed, from the same run."""
     members: dict[GgufTensor, list[Piece]] = {}
     for piece in file.pieces:
         members.setdefault(piece.row, []).append(piece)
@@ -180,7 +180,7 @@ BIASED = {
 
 
 def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
-    """Raise UnsupportedError for what llama.cpp's graphs of these families do otherwise."""
+    """Raise UnsupportedError if llama.cpp's graph of the family computes something different."""
     for part in walk(model.layers):
         if isinstance(part, Attention) and part.window:
             raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
@@ -195,9 +195,9 @@ def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
 
 
 def _entries(text: list[tuple[str, CheckpointTensor]], model: Model, anew: bool) -> Entries:
-    """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order.
+    """Rows of the tensor table, each with its checkpoint tensors: one, or a layer's experts in order.
 
-    anew: they are quantized here, so that experts need not have one scheme.
+    anew: the weights are quantized here, so experts may have different schemes.
     """
     entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
     for own, t in text:
@@ -222,7 +222,7 @@ def _entries(text: list[tuple[str, CheckpointTensor]], model: Model, anew: bool)
 
 
 def _tensor(own: str, t: CheckpointTensor) -> GgufTensor:
-    """The row of the tensor table of a tensor that a text model has as `own`."""
+    """The row of the tensor table for a tensor whose name in a text model is `own`."""
     stem, leaf = (own, "weight") if t.scheme else (own.rpartition(".")[0], own.rpartition(".")[2])
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     inside = LAYER | ROUTERS
@@ -243,7 +243,7 @@ def _int(raw: Mapping[str, Any], name: str) -> int:
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    """Rotary settings. Raises UnsupportedError for a kind that is not written."""
+    """Metadata of the rotary embedding. Raises UnsupportedError for a type that lowq does not write."""
     rope: Mapping[str, Any] = config.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
         raise UnsupportedError(f"rotary embedding {rope['rope_type']!r} is not one that lowq writes as GGUF")
@@ -278,7 +278,7 @@ def _model_metadata(raw: Mapping[str, Any], config: Any, model: Model, arch: str
 
 
 def _mixture_metadata(config: Any, model: Model) -> dict[str, Value]:
-    """How experts are chosen. Raises UnsupportedError for a choice that llama.cpp's graph of the family does not make."""
+    """Metadata of the routing. Raises UnsupportedError for a routing that llama.cpp's graph of the family does not support."""
     routers = [part for part in walk(model.layers) if isinstance(part, Router)]
     if not routers:
         return {}
@@ -293,7 +293,7 @@ def _mixture_metadata(config: Any, model: Model) -> dict[str, Value]:
 
 
 def _rope_factors(config: Any) -> torch.Tensor | None:
-    """Llama 3's divisors of the rotary frequencies, (head_dim / 2,) fp32; None where there are none."""
+    """Llama 3's divisors of the rotary frequencies, (head_dim / 2,) fp32; None for other types."""
     rope, dim = _rope(config), config.head_dim
     if rope["rope_type"] != "llama3":
         return None

@@ -1,6 +1,6 @@
 """The GGUF container: magic, version 3, metadata, tensor table, then each tensor at a multiple of 32 bytes.
 
-A tensor's dimensions are written fastest first, so an (N, K) matrix is [K, N]; offsets count from the first tensor's.
+A tensor's dimensions are written fastest first, so an (N, K) matrix is [K, N]; offsets are relative to the first tensor.
 """
 
 import struct
@@ -27,14 +27,14 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data, without the padding behind it."""
+        """Bytes of its data, without the padding after it."""
         block = TYPES[self.kind]
         return prod(self.shape) // block.elements * block.nbytes
 
 
 @dataclass(frozen=True)
 class Value:
-    """A metadata value and its type; an array where `of` is set."""
+    """A metadata value and its type; an array if `of` is set."""
 
     kind: int
     value: Any
@@ -45,7 +45,7 @@ u32, f32, flag, text, array = (partial(Value, kind) for kind in (UINT32, FLOAT32
 
 
 def head(metadata: Iterable[tuple[str, Value]], tensors: Sequence[GgufTensor]) -> bytes:
-    """Everything before the first tensor's bytes, padded to where they start."""
+    """All bytes before the first tensor's data, padded to its offset."""
     pairs = list(metadata)
     out = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(pairs))]
     for key, v in pairs:

@@ -1,7 +1,7 @@
-"""The tower of a model that takes pictures, as the second file that llama.cpp takes beside the model's: mmproj-NAME.gguf.
+"""Export a multimodal model's vision tower as mmproj-NAME.gguf, the second file that llama.cpp loads.
 
-Names of tensors and metadata are those of llama.cpp's clip; a row of `FORMS` says how a kind of tower is written. What its
-graph of a tower computes otherwise is refused.
+Names of tensors and metadata are those of llama.cpp's clip; an entry of `FORMS` describes one kind of tower. A tower that
+llama.cpp's graph computes differently is refused.
 """
 
 import re
@@ -20,16 +20,16 @@ from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 from lowq_packers.formats import gguf
 
 WINDOW = 112  # pixels of a window's side in llama.cpp's graph of Qwen2.5-VL
-EPS = {"pixtral": 1e-5}  # of the norms of towers whose configs do not say it, as transformers' classes have it; else 1e-6
+EPS = {"pixtral": 1e-5}  # eps of towers' norms that configs omit, from transformers' classes; others 1e-6
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a kind of tower is written.
+    """The description of one kind of tower.
 
-    projector: llama.cpp's name of it. names: (regular expression of a module's name below its prefix, name of a tensor; of
-    several ones, its rows in equal parts). permuted: tensors whose rows llama.cpp wants in pairs. facts: metadata of its own,
-    by the config.json, behind "clip."; raises UnsupportedError. token: one whose embedding is written, too, and its name.
+    projector: llama.cpp's name. names: (regular expression of a module's name below its prefix, name of the tensor; several
+    names split its rows equally). permuted: tensors whose rows llama.cpp expects in pairs. facts: returns additional metadata
+    (after "clip.") from config.json; raises UnsupportedError. token: a token whose embedding is also written, and its name.
     """
 
     projector: str
@@ -41,7 +41,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Mmproj:
-    """A file that is to be written."""
+    """The contents of a file to write."""
 
     metadata: list[tuple[str, Value]]
     pieces: list[Piece]
@@ -77,7 +77,7 @@ QWEN_3 = (
 
 
 def _only(vision: Mapping[str, Any], name: str, *known: Any) -> Any:
-    """A field of vision_config that llama.cpp's graph has one of these values of; left out, the first."""
+    """A field of vision_config (default: `known[0]`). Raises UnsupportedError unless llama.cpp's graph supports its value."""
     found = vision.get(name, known[0])
     if found not in known:
         raise UnsupportedError(f"its tower's {name} is {found}, llama.cpp's graph of it has {' or '.join(map(str, known))}")
@@ -130,9 +130,9 @@ FORMS = {  # by model_type
 
 
 def mmproj(found: Checkpoint, beside: list[CheckpointTensor], embedding: CheckpointTensor) -> Mmproj:
-    """What is written of a checkpoint's tower and projector, its tensors `beside`.
+    """The metadata and pieces of a checkpoint's tower and projector, whose tensors are `beside`.
 
-    embedding: the text model's, of which a row may be needed. Raises UnsupportedError, NotFoundError, DamagedError.
+    embedding: the text model's; one of its rows may be needed. Raises UnsupportedError, NotFoundError, DamagedError.
     """
     form = FORMS.get(str(found.config.get("model_type")))
     if form is None:
@@ -156,7 +156,7 @@ def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
             raise DamagedError(f"vision_config of config.json lacks {names[0]}")
         return value
 
-    narrow = "embed_dim" if form.projector.startswith("qwen2vl") else "hidden_size"  # Qwen2-VL calls the text's hidden_size
+    narrow = "embed_dim" if form.projector.startswith("qwen2vl") else "hidden_size"  # Qwen2-VL's hidden_size is the text's
     width, patch = number(narrow), number("patch_size")
     inner = width * vision.get("mlp_ratio", 4) if narrow == "embed_dim" else number("intermediate_size")
     side = vision.get("image_size") or int(vision.get("num_position_embeddings", 1600) ** 0.5 * patch)
@@ -175,7 +175,7 @@ def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
 
 
 def _pixels(found: Checkpoint) -> dict[str, Value]:
-    """How its processor prepares pictures."""
+    """Metadata of the image processor."""
     named = [found.folder / name for name in PROCESSORS if (found.folder / name).is_file()]
     if not named:
         raise NotFoundError(f"{found.folder} has no {PROCESSORS[0]}, which says how pictures are prepared; copy the original's")
@@ -186,12 +186,12 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
     size = said.get("size") or {}
     limits = {"image_min_pixels": said.get("min_pixels") or size.get("shortest_edge"),
               "image_max_pixels": said.get("max_pixels") or size.get("longest_edge")}  # fmt: skip
-    areas = {k: u32(int(v)) for k, v in limits.items() if v} if "merge_size" in said else {}  # Qwen's edges are areas
+    areas = {k: u32(int(v)) for k, v in limits.items() if v} if "merge_size" in said else {}  # Qwen's "edges" are areas
     return {f"vision.{k}": v for k, v in {**values, **areas}.items()}
 
 
 def _pieces(found: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
-    """The tensors that one of the checkpoint's is written as."""
+    """The pieces as which one tensor of the checkpoint is written."""
     own = t.name.removeprefix("model.")
     stem, leaf = (own, "weight") if t.scheme else (own.rpartition(".")[0], own.rpartition(".")[2])
     found_at = next(((place, target) for pattern, target in form.names if (place := re.fullmatch(pattern, stem))), None)
@@ -202,7 +202,7 @@ def _pieces(found: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
     deep = vision.get("deepstack_visual_indexes", (8, 16, 24))
     more = {"deep": deep[int(place[1])]} if "{deep}" in target else {}
     names = [n.format(*place.groups(), **more) for n in ((target,) if isinstance(target, str) else target)]
-    if len(t.shape) == 5:  # two pictures of a film, which are one here
+    if len(t.shape) == 5:  # kernels of two video frames; for an image, both frames are the same
         N, C, frames, *sides = t.shape
         shape, kind = (N, C, *sides), "F16" if t.dtype == "F16" else "F32"
         ends = ("weight", "weight.1") if frames == 2 else ()
@@ -225,7 +225,7 @@ def _row(t: CheckpointTensor, name: str, shape: tuple[int, ...]) -> GgufTensor:
 
 
 def _number_of(found: Checkpoint, word: str) -> int:
-    """The id of a token of its own."""
+    """The id of a special token."""
     path: Path = found.folder / "tokenizer.json"
     added = read_json(path).get("added_tokens") if path.is_file() else None
     number = next((t["id"] for t in added or () if t.get("content") == word), None)

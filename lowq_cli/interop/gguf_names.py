@@ -1,10 +1,10 @@
-"""What llama.cpp calls the families that lowq writes, and their tensors."""
+"""llama.cpp's names of the families that lowq writes, and of their tensors."""
 
 from lowq_packers.arch import families
 
 ARCHITECTURES = {name: family.gguf for name, family in families().items() if family.gguf}  # written
 CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # read: architecture -> class
-PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
+PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp expects in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {
     **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"},

@@ -1,7 +1,7 @@
-"""A GGUF file of the Llama or Qwen families as a model source: Hugging Face's names, order of rows, and config.
+"""Open a GGUF file of the Llama or Qwen families as a model source with Hugging Face's names, row order and config.
 
-Tensors of the types in `formats.gguf.TYPES` are read; the first that is another is named. A config.json beside the file is
-believed; without one, config is made from the metadata. The file is checked before it is: counts, strings and spans of tensors.
+Tensors of the types in `formats.gguf.TYPES` are supported; an error names the first other one. A config.json next to the file
+is used; without one, the metadata give the config. Counts, strings and tensor spans of the file are checked first.
 """
 
 import os
@@ -26,11 +26,11 @@ from lowq_packers.formats.gguf import PLAIN, TYPES
 from lowq_packers.regular import open_regular
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-MAX_HEAD = 1 << 28  # bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
+MAX_HEAD = 1 << 28  # max. bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
 MAX_COUNT = 1 << 22
-MAX_NAME = 64  # characters of a tensor's name, as ggml holds them
+MAX_NAME = 64  # max. characters of a tensor's name; ggml's limit
 KNOWN = {t.number: t.name for t in TYPES.values()}
-FIELDS = {  # config.json <- metadata, without the architecture in front
+FIELDS = {  # field of config.json -> metadata key, without the architecture's prefix
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -41,7 +41,7 @@ FIELDS = {  # config.json <- metadata, without the architecture in front
 }
 
 
-ARCH_KEYS = (  # metadata of an architecture that `_config` reads, or that is the same in every model of it
+ARCH_KEYS = (  # an architecture's metadata keys that `_config` reads, or that have one value in all its models
     *(*FIELDS.values(), "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"),
     *("rope.scaling.type", "vocab_size", "tensor_data_layout", "attention.causal"),
 )
@@ -62,7 +62,7 @@ class Entry:
 
 
 class _Reader:
-    """Values from the front of a file, each checked against what is left of it."""
+    """Read values from the start of a file; each is checked against the number of remaining bytes."""
 
     def __init__(self, raw: bytes, where: str) -> None:
         self.raw, self.where, self.at = raw, where, 0
@@ -153,9 +153,9 @@ def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
 
 
 def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
-    """The source of a GGUF file; its `folder` is where its tokenizer is, which is written there unless `headers_only`.
+    """The source of a GGUF file. Its `folder` holds the tokenizer, which is written there unless `headers_only`.
 
-    Raises as `read_gguf`, and UnsupportedError for architectures that it does not know.
+    Raises as `read_gguf`, and UnsupportedError for unknown architectures.
     """
     metadata, tensors, crc = read_gguf(path)
     arch = str(metadata.get("general.architecture"))
@@ -191,7 +191,7 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
 
 
 def _heads(config: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """Heads of the projections whose rows llama.cpp orders by them. Left out, there are as many for keys as for queries."""
+    """The numbers of heads for projections that llama.cpp permutes by head. Keys have as many as queries by default."""
     q = whole(config, "num_attention_heads")
     if not q:
         raise DamagedError(
@@ -201,7 +201,7 @@ def _heads(config: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 
 def _check_beside(config: Mapping[str, Any], arch: str, metadata: Mapping[str, Any], path: Path) -> None:
-    """Raise DamagedError where the config.json beside a GGUF file says other numbers than the file."""
+    """Raise DamagedError if the config.json next to a GGUF file contradicts the file's metadata."""
     said = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items() if field != "max_position_embeddings"}
     rope = config.get("rope_parameters") or {}
     ours = {**config, "rope_theta": config.get("rope_theta", rope.get("rope_theta") if isinstance(rope, Mapping) else None)}
@@ -216,7 +216,7 @@ def _check_beside(config: Mapping[str, Any], arch: str, metadata: Mapping[str, A
 
 
 def _name(theirs: str) -> str | None:
-    """Hugging Face's name of a tensor; None for one that it does not have."""
+    """Hugging Face's name of a tensor; None if it has no such tensor."""
     stem, _, leaf = theirs.rpartition(".")
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit():
@@ -227,7 +227,7 @@ def _name(theirs: str) -> str | None:
 
 
 def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
-    """A config.json from metadata. Raises UnsupportedError where it would be a guess."""
+    """Make a config.json from metadata. Raises UnsupportedError if the metadata are not sufficient."""
     if "rope_freqs.weight" in tensors or metadata.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json beside it")
     for key, value in metadata.items():

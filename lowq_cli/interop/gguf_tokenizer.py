@@ -1,7 +1,7 @@
-"""A tokenizer.json as the metadata of a GGUF file, and back: byte-level BPE, split as llama.cpp names it.
+"""Convert a tokenizer.json to the metadata of a GGUF file, and back: byte-level BPE with llama.cpp's named splitting rules.
 
-What llama.cpp and tokenizers do alike is written and read, the rest refused or left: SentencePiece, and rules for splitting a
-text that have no name here.
+Only features with the same behaviour in llama.cpp and tokenizers are converted. SentencePiece and splitting rules without a
+name here are refused when writing and left out when reading.
 """
 
 import json
@@ -16,10 +16,10 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
-LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")  # names of one rule
+PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name
+LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")  # all names of one rule
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
-STOPS = ("eos", "eot", "eom")  # the metadata's tokens that end a text, for llama.cpp all alike
+STOPS = ("eos", "eot", "eom")  # metadata's end tokens, which llama.cpp treats alike
 
 
 def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> list[tuple[str, Value]]:
@@ -65,13 +65,13 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
 
 
 def _text_of(token: object) -> str:
-    """A special token's text as tokenizer_config.json has it: the text, or a table with it; "" for neither."""
+    """A special token's text from tokenizer_config.json, which holds the text or a table with it; "" for neither."""
     found = token.get("content") if isinstance(token, Mapping) else token
     return found if isinstance(found, str) else ""
 
 
 def _stops(folder: Path, config: Mapping[str, Any], own: int | None) -> list[int]:
-    """The tokens that end a text, the tokenizer's `own` first. Raises UnsupportedError for more than GGUF has names for."""
+    """The end tokens, the tokenizer's `own` first. Raises UnsupportedError for more tokens than GGUF has keys."""
     path = folder / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     found = config.get("eos_token_id") if found is None else found
@@ -87,7 +87,7 @@ def _stops(folder: Path, config: Mapping[str, Any], own: int | None) -> list[int
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, Value]]:
-    """The chat template, and others by name."""
+    """The chat template, and additional templates by name."""
     found = chat_templates(folder, settings)
     named = {"default": found} if isinstance(found, str) else dict(found or {})
     values = [("tokenizer.chat_template", text(named.pop("default")))] if "default" in named else []
@@ -107,7 +107,7 @@ def _walk(node: object, visit: Callable[[Mapping[str, Any]], None]) -> None:
 
 
 def _pre_tokenizer(content: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how text is split before merging. Raises UnsupportedError for a rule that it does not have."""
+    """llama.cpp's name of the pre-tokenizer's splitting rule. Raises UnsupportedError for a rule that it does not have."""
     patterns: list[str] = []
     byte_level: list[bool] = []
     spaced: list[bool] = []
@@ -136,9 +136,9 @@ def _pre_tokenizer(content: Mapping[str, Any]) -> str:
 
 
 def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], name: str) -> bool:
-    """Whether a text gets the token in front that begins texts ("bos"), or at its end the one that ends them ("eos").
+    """Whether the tokenizer adds the begin token ("bos") in front of a text, or the end token ("eos") after it.
 
-    Raises UnsupportedError where it gets another one there, which GGUF does not say.
+    Raises UnsupportedError if it adds another token there, which GGUF cannot express.
     """
     said = settings.get(f"add_{name}_token")
     if isinstance(said, bool):
@@ -157,7 +157,7 @@ def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mappi
 
 
 def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """File name -> content of the tokenizer that a GGUF file's metadata stands for; {} where it is not one that lowq knows."""
+    """File name -> content of the tokenizer described by a GGUF file's metadata; {} for a tokenizer that lowq does not know."""
     said = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}
     tokens, kinds, merges, pre = (said.get(k) for k in ("tokens", "token_type", "merges", "pre"))
     rule = next((r for r, name in PRE_TOKENIZERS.items() if name == ("llama-bpe" if pre in LLAMA_3 else pre)), None)
@@ -183,20 +183,20 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "added_tokens": [
             {"id": i, "content": t, **plain, "special": kind == CONTROL} for i, t, kind in numbered if kind in (CONTROL, USER)
         ],
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,  # as Qwen's own; GGUF does not say
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,  # as in Qwen's tokenizer.json; not in GGUF
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, byte_level]},
         "post_processor": _puts_beside(bos, eos, {t: tokens.index(t) for t in (bos, eos) if t}),
         "decoder": byte_level,
         "model": {
             "type": "BPE", "ignore_merges": pre in LLAMA_3, "merges": merges,
-            "vocab": {t: i for i, t, kind in numbered if kind != UNUSED},  # added tokens too: elsewhere they lose their numbers
+            "vocab": {t: i for i, t, kind in numbered if kind != UNUSED},  # with added tokens, which would otherwise change ids
         },
     }  # fmt: skip
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
 
 def _made_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]]:
-    """The chat template as tokenizer_config.json has it, or several by name; "" for none."""
+    """The chat template as in tokenizer_config.json, or several by name; "" for none."""
     default, prefix = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
     named = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix) and isinstance(v, str)}
     if not isinstance(default, str) or not named:
@@ -205,7 +205,7 @@ def _made_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]]:
 
 
 def _puts_beside(bos: str | None, eos: str | None, numbers: Mapping[str, int]) -> dict[str, Any] | None:
-    """A post-processor that begins every text with `bos`, and ends it with `eos`; None where there is neither."""
+    """A post-processor that begins every text with `bos` and ends it with `eos`; None if there is neither."""
     if not numbers:
         return None
 
@@ -219,9 +219,9 @@ def _puts_beside(bos: str | None, eos: str | None, numbers: Mapping[str, int]) -
 
 
 def tokenizer_folder(path: Path, metadata: Mapping[str, Any], cache: Path) -> Path:
-    """Where the tokenizer of a GGUF file is: beside it if there is one, else a folder made of its metadata in `cache`.
+    """The folder of a GGUF file's tokenizer: the file's folder if it holds one, else a folder in `cache` made from metadata.
 
-    The file's own folder where the metadata stand for none that lowq knows, or `cache` cannot be written.
+    Falls back to the file's folder if lowq does not know the metadata's tokenizer or cannot write `cache`.
     """
     if any((path.parent / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return path.parent

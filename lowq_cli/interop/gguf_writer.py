@@ -1,7 +1,7 @@
-"""A GGUF file while it is written: in a folder of its own until it is whole, and gone on with after a kill.
+"""Write a GGUF file in a temporary folder until it is complete; after a kill, writing resumes.
 
 NAME.id.partial/file       the file's first bytes, in order
-NAME.id.partial/note.json  how many tensors are whole and on disk, every SHARD bytes
+NAME.id.partial/note.json  the number of complete tensors on disk, updated every SHARD bytes
 """
 
 import json
@@ -22,10 +22,10 @@ from lowq_packers.regular import read_text
 
 @contextmanager
 def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
-    """A writer of the file `out`, which is there when the block has ended well.
+    """A writer of the file `out`, which exists once the block has ended without an error.
 
-    Kept after a kill, Ctrl-C, or where memory or disk were too small, for the next call of the same `run`.
-    Raises UsageError if `out` is there, cannot be written, or another process writes it; DoesNotFitError if the disk is full.
+    After a kill, Ctrl-C, or a lack of memory or disk space, the partial file is kept for the next call of the same `run`.
+    Raises UsageError if `out` exists, cannot be written, or another process writes it; DoesNotFitError if the disk is full.
     """
     with unfinished(out, run) as folder:
         path = folder / "file"
@@ -35,7 +35,7 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
             with writing(out):
                 file.flush()
                 os.fsync(file.fileno())
-                remember_export(out, run, path)  # before it has its name: a kill between is no other export
+                remember_export(out, run, path)  # before the rename, so that a kill in between is harmless
                 try:
                     publish(path, out)
                 except FileExistsError:
@@ -43,7 +43,7 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
 
 
 class GgufWriter:
-    """Appends to `file`; `finished` are the tensors that an earlier run left in it."""
+    """Appends to `file`; `finished` is the number of tensors in it from an earlier run."""
 
     def __init__(self, path: Path, file: BinaryIO, head: bytes) -> None:
         self.path, self.note, self.file = path, path.with_name("note.json"), file
@@ -56,7 +56,7 @@ class GgufWriter:
         self.synced = file.tell()
 
     def _left(self, head: bytes) -> tuple[int, int]:
-        """(tensors, bytes) that an earlier run left; (0, 0) where there is nothing that fits."""
+        """(tensors, bytes) of an earlier run's partial file; (0, 0) if there is none that fits."""
         try:
             note = json.loads(read_text(self.note))
             finished, at = int(note["tensors"]), int(note["bytes"])

@@ -1,7 +1,7 @@
-"""A foreign quantized checkpoint as a lowq one, so that `generate` and `eval` can run it: the same codes, scales and zeros.
+"""Import another tool's quantized checkpoint as a lowq one, with the same codes, scales and zeros, so that commands can run it.
 
-It is written once into the user's cache folder and found there the next time. What lowq has no scheme for (8-bit floats,
-permuted groups) is written dense.
+It is written once into the user's cache folder and reused from there. Weights without a lowq scheme (8-bit floats,
+permuted groups) are written dense.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.regular import read_regular
 
-# quantization steps: 4-bit zeros are rounded by 0.03 at most, which adds 0.1% to a group's error; 8-bit ones by 0.5, 27%
+# In quantization steps. bfloat16 rounds 4-bit zeros by at most 0.03, adding 0.1% to a group's error; 8-bit zeros by 0.5, 27%.
 NOTE_ZERO_ERROR = 0.1
 
 
 def runnable(model: str | os.PathLike[str]) -> str:
-    """`model` itself, or the lowq folder in the cache that a foreign quantized checkpoint was imported into.
+    """`model` itself, or for another tool's quantized checkpoint the lowq folder in the cache that it was imported into.
 
-    An import is announced in one line on stderr, and in another that its zeros will be rounded where this matters. Raises as
+    Prints a line about the import to stderr, and another if rounding of its zeros matters. Raises as
     `open_foreign` and the formats do.
     """
     name = os.fspath(model)
@@ -67,7 +67,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
 
 
 def _runs_in_fp8(source: Source) -> bool:
-    """Whether fp8 kernels run it as it is; of families that are not known transformers is asked."""
+    """Whether fp8 kernels can run it directly; for unknown families, transformers decides."""
     if source.folder is None or fp8_tensors.why_not(source.config, source.headers):
         return False
     with suppress(NotPlain):
@@ -78,7 +78,7 @@ def _runs_in_fp8(source: Source) -> bool:
 
 
 def cached(source: Source, kind: str = "imports") -> Path:
-    """Where what is made from a checkpoint is kept: one folder for each checkpoint and version of lowq."""
+    """The cache folder for files made from a checkpoint, one for each checkpoint and version of lowq."""
     stem = re.sub(r"[^\w.-]+", "-", Path(source.name).name) or "model"
     return home.cache_dir() / kind / f"{stem}-{source.identity}-{version('lowq')}"
 
@@ -86,7 +86,7 @@ def cached(source: Source, kind: str = "imports") -> Path:
 def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> float:
     """Write `source` as a lowq checkpoint into the folder `target`, one matrix in memory at a time.
 
-    How many steps bfloat16 moves a zero at most.
+    Returns the max. number of quantization steps by which bfloat16 rounds a zero.
     """
     at = by_first_part(matrices)
     parts = {p for m in matrices for p in m.parts}
@@ -113,31 +113,31 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
                     (folder / name).write_bytes(raw)
                 (folder / "config.json").write_bytes(to_json(config))
     except UsageError:
-        if not _is_whole(target):  # else another process was quicker
+        if not _is_whole(target):  # otherwise another process has finished it
             raise
     return off
 
 
 def copy_new(source: Source, target: Path) -> None:
-    """Tokenizer files that are new beside the model, or have changed, since it was imported into `target` or exported there.
+    """Copy tokenizer files that were added to the model's folder or changed since the import or export into `target`.
 
-    What a process left that was killed around giving `target` its name is removed.
+    Remains of a process that was killed while renaming `target` are removed.
     """
     sweep(target)
     with writing(target):
         for name, raw in source.companion_files().items():
             if not (target / name).exists() or read_regular(target / name) != raw:
-                with replacing(target / name) as made:  # whole before others see it
+                with replacing(target / name) as made:  # complete before other processes see it
                     made.write_bytes(raw)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether an import has finished: config.json is there, lowq's or (where nothing is packed) a plain one."""
+    """Whether an import has finished: it has a config.json, lowq's or (if nothing is packed) a plain one."""
     return (folder / "config.json").is_file()
 
 
 def _imported(m: Matrix, fetch: Fetch) -> dict[str, torch.Tensor]:
-    """The tensors of one matrix in a lowq checkpoint. Scales and zeros share a dtype: fp32 where the zeros need it."""
+    """The tensors of one matrix in a lowq checkpoint. Scales and zeros have the same dtype: fp32 if the zeros need it."""
     if m.scheme is None:
         return {f"{m.name}.weight": dense(m, fetch)}
     q = m.read(fetch)

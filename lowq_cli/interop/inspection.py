@@ -1,6 +1,6 @@
-"""What a model folder holds, from config.json, safetensors headers and lowq_report.json: no codes, no dense weights are read.
+"""Describe a model folder from config.json, safetensors headers and lowq_report.json, without reading codes or dense weights.
 
-Scales, zeros and other small tensors are, where the headers do not tell what another format means, or what an export can hold.
+Scales, zeros and other small tensors are read only to interpret another tool's format or to check possible exports.
 """
 
 import re
@@ -21,8 +21,8 @@ from lowq_kernels.dispatch import tuning_file
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import DISK
 
-SHOWN = 3  # traps of one kind spelled out
-KINDS = (  # by name alone, so that folders of families that transformers lacks can be looked at too
+SHOWN = 3  # max. notes of one kind that are printed
+KINDS = (  # kinds by tensor name alone, so that families unknown to transformers can be inspected
     ("embedding", r"embed|(^|\.)wte$|(^|\.)wpe$"),
     ("head", r"lm_head|(^|\.)output$"),
     ("norm", r"norm|(^|[._])ln(_|\.|$|\d)"),
@@ -37,7 +37,7 @@ KINDS = (  # by name alone, so that folders of families that transformers lacks 
 class Row:
     """One weight: a quantized matrix with all its tensors, or one tensor kept as it is.
 
-    bits: width of one code, or of one element. scheme: in words, or the dtype. rel_error: ||W - dequantized|| / ||W||.
+    bits: width of one code, or of one element. scheme: a description, or the dtype. rel_error: ||W - dequantized|| / ||W||.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a folder holds. `bytes` are those of all tensors; `notes` are traps and oddities worth a line."""
+    """The contents of a folder. `bytes`: of all tensors; `notes`: problems and unusual facts, one per line."""
 
     path: str
     format: str
@@ -79,13 +79,13 @@ class Inspection:
 
     @property
     def quantized_bpw(self) -> float | None:
-        """Bits per weight over the quantized weights, scales and zeros included; None where there are none."""
+        """Bits per weight over the quantized weights, scales and zeros included; None without quantized weights."""
         some = [r for r in self.rows if r.quantized]
         return _bpw(some) if some else None
 
     @property
     def histogram(self) -> dict[int, int]:
-        """Weights by the width of their codes, narrow first."""
+        """Number of weights by the width of their codes, narrowest first."""
         counts: Counter[int] = Counter()
         for r in self.rows:
             counts[r.bits] += r.params
@@ -129,14 +129,14 @@ def _bpw(rows: Iterable[Row]) -> float:
 
 
 def kind_of(name: str) -> str:
-    """The class of weights that a tensor's name says it belongs to."""
+    """The kind of a tensor, by its name."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
 def inspect_model(model: str) -> Inspection:
-    """What is in a folder, a hub id (its headers alone are fetched: notes that need its scales are left out) or "demo".
+    """Inspect a folder, a hub id (only headers are downloaded, so notes that need scales are omitted) or "demo".
 
-    Raises NotFoundError, DamagedError (headers, index or config at odds with each other), UnsupportedError (pickles).
+    Raises NotFoundError, DamagedError (headers, index or config contradict each other), UnsupportedError (pickles).
     """
     folder = user_path(model)
     if is_checkpoint(folder):
@@ -146,7 +146,7 @@ def inspect_model(model: str) -> Inspection:
 
 
 def _lowq(folder: Path, name: str) -> Inspection:
-    """A lowq checkpoint, its files held against each other."""
+    """Inspect a lowq checkpoint; its files are checked against each other."""
     found = open_checkpoint(folder)
     known = {t["name"]: t for t in found.report.get("tensors", ())}
     rows = []
@@ -172,13 +172,13 @@ def _lowq(folder: Path, name: str) -> Inspection:
 
 
 def _foreign_or_dense(source: Source) -> Inspection:
-    """A checkpoint of another tool, or plain floats."""
+    """Inspect a checkpoint of another tool, or plain floats."""
     found = foreign_matrices(source)
     if found is None:
         rows = [_kept(n, h) for n, h in source.headers.items()]
         return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
     fmt, matrices = found
-    used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share theirs
+    used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share tensors
     rows = []
     for m in matrices:
         size = sum(source.headers[p].nbytes // used[p] for p in m.parts)
@@ -195,7 +195,7 @@ def _foreign_or_dense(source: Source) -> Inspection:
 
 
 def _hybrid_experts(source: Source) -> list[str]:
-    """A note where packed experts are one by one and their scales stacked, as transformers 5 may save them."""
+    """A note if packed experts are stored individually but their scales stacked, as transformers 5 may save them."""
     stacked = [n for n in source.headers if re.search(r"experts\.(gate_up|down)_proj_(scale|zero)", n)]
     single = any(re.search(r"experts\.\d+\.", n) for n in source.headers)
     return (
@@ -224,7 +224,7 @@ def _family(source: Source) -> str:
 
 
 def _tuned(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """GPUs that the checkpoint's tuning table has entries for; a note where its file is damaged, as runs of it say too."""
+    """GPUs with entries in the checkpoint's tuning table; a note if the table's file is damaged, as runs print it too."""
     if not (folder / tuning_file.FILE).is_file():
         return (), ()
     try:

@@ -1,4 +1,4 @@
-"""All that is odd about a model folder: what lowq passes over, and what another program might not. Every weight is read."""
+"""List oddities of a model folder: content that lowq ignores but other programs may use. Every weight is read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ CODE = ("*.py", "*.so", "*.sh", "*.exe")
 
 
 def oddities(model: str) -> list[str]:
-    """A line for each odd thing about a folder; [] where there is none. Raises where it does not open at all."""
+    """A line for each oddity of a folder; [] without any. Raises if the folder cannot be opened."""
     folder = user_path(model)
     found = [line for path in sorted(folder.iterdir()) for line in _of_path(path)] if folder.is_dir() else []
     if is_checkpoint(folder):
@@ -37,7 +37,7 @@ def oddities(model: str) -> list[str]:
 
 
 def _of_path(path: Path) -> Iterator[str]:
-    """What is odd about one entry of a folder."""
+    """The oddities of one entry of a folder."""
     if visible(path.name) != path.name:
         yield f"{path.name} has a name that a terminal would obey"
     if path.is_symlink() and not is_own(path):
@@ -61,7 +61,7 @@ def _of_path(path: Path) -> Iterator[str]:
 
 
 def _of_model(source: Source, folder: Path) -> list[str]:
-    """Weight files that are none of the model's, and names of tensors that say more than a name."""
+    """Weight files that do not belong to the model, and tensor names with unsafe characters."""
     used = {header.path.name for header in source.files.values()}
     strays = (p.name for kind in ("*.safetensors", "*.gguf") for p in folder.glob(kind) if p.name not in used)
     names = (n for n in source.headers if visible(n) != n)
@@ -71,7 +71,7 @@ def _of_model(source: Source, folder: Path) -> list[str]:
 
 
 def _of_values(source: Source) -> Iterator[str]:
-    """Weights that cannot be read, or are not finite."""
+    """Weights that cannot be read or are not finite."""
     import torch
 
     for name, header in source.headers.items():

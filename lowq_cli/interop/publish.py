@@ -1,4 +1,4 @@
-"""Sending a checkpoint to the hub: its files, and the card that `card.model_card` writes."""
+"""Upload a checkpoint to the hub: its files, and the card made by `card.model_card`."""
 
 import glob
 import os
@@ -15,7 +15,7 @@ from lowq_cli.interop.card import CARD, model_card
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError, is_no_refusal
 
-REPO = re.compile(r"(?!.{97})(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
+REPO = re.compile(r"(?!.{97})(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # ids that the hub accepts
 
 
 def publish(
@@ -26,11 +26,11 @@ def publish(
     dry_run: bool = False,
     measure: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Upload a checkpoint's files and card to `repo`: {url, files, card}. dry_run: send nothing, url is None.
+    """Upload a checkpoint's files and card to `repo`: {url, files, card}. dry_run: upload nothing, url is None.
 
-    measure: `perplexity.Report`'s fields of a folder held against the model `against`, for the card.
+    measure: returns `perplexity.Report`'s fields of a folder compared with the model `against`, for the card.
 
-    Raises UsageError for a name that is no repository, NotFoundError where the hub refuses or is not reached.
+    Raises UsageError for an invalid repository name, NotFoundError if the hub refuses or cannot be reached.
     """
     if not REPO.fullmatch(repo):
         raise UsageError(f"{repo!r} is no repository; write it as name/model")
@@ -44,9 +44,9 @@ def publish(
 
 
 def _files(found: Checkpoint) -> list[str]:
-    """What is sent: what the report lists, or without such a list what a checkpoint is made of; and the tuning table.
+    """The files to upload: those listed in the report (without a list: the files of a checkpoint), and the tuning table.
 
-    Raises DamagedError for a listed file that is missing, or lies elsewhere.
+    Raises DamagedError for a listed file that is missing or outside the folder.
     """
     made = {CONFIG, *found.source.files, *(p.name for p in found.source.companions())}
     optional = {n for n in (REPORT, INDEX, tuning.FILE) if (found.folder / n).is_file()}
@@ -60,7 +60,7 @@ def _files(found: Checkpoint) -> list[str]:
 
 
 def _check_logged_in() -> None:
-    """Raise NotFoundError now where the hub would refuse after all was measured."""
+    """Raise NotFoundError before the measurement if the hub would refuse the upload."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -68,7 +68,7 @@ def _check_logged_in() -> None:
 
 
 def _send(folder: Path, files: list[str], repo: str, private: bool, card: str) -> str:
-    """Create the repository if it is not there and upload; its address."""
+    """Create the repository if it does not exist, and upload; returns its URL."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -79,7 +79,7 @@ def _send(folder: Path, files: list[str], repo: str, private: bool, card: str) -
         api.upload_file(
             path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=repo, commit_message="Model card from the report"
         )
-    except Exception as e:  # every refusal of the hub is its own type: said in its first line
+    except Exception as e:  # the hub's client has a type per refusal; the first line has the reason
         if is_no_refusal(e):
             raise
         reason = str(e).strip().splitlines()

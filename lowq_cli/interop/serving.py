@@ -1,7 +1,7 @@
-"""What `lowq serve --engine vllm` runs: vLLM, with the kernels that are faster for a checkpoint.
+"""`lowq serve --engine vllm`: run vLLM with the faster kernels for a checkpoint.
 
-These are lowq's, through `vllm_plugin`, on the checkpoint as it is; or vLLM's own, on an export in the cache, in a format that
-it has kernels for. docs/serving.md has what was measured.
+These are lowq's kernels, through `vllm_plugin`, on the checkpoint itself; or vLLM's kernels on an export in the cache, in a
+format that they support. docs/serving.md has the measurements.
 """
 
 from contextlib import suppress
@@ -21,13 +21,13 @@ from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK
 
-VLLM_FORMATS = ("compressed-tensors", "awq")  # in the order of vLLM's kernels for them
+VLLM_FORMATS = ("compressed-tensors", "awq")  # formats that vLLM has kernels for, in the order of preference
 NATIVE = "lowq"
 TESTED = ("0.24", "0.33")  # versions of vLLM whose models and loaders ran with the plugin; 0.24 on a GPU
 
 
 class Kernels(NamedTuple):
-    """Whose kernels serve a checkpoint: the format that vLLM reads, NATIVE or an export's, and why."""
+    """The kernels that serve a checkpoint: the format that vLLM reads (NATIVE, or an export's), and the reason."""
 
     format: str
     why: str
@@ -42,10 +42,10 @@ def command(
     native: bool | None = None,
     stages: int = 1,
 ) -> list[str]:
-    """The `vllm serve` command line for a checkpoint of ours, or for a model that vLLM reads as it is.
+    """The `vllm serve` command line for a lowq checkpoint, or for a model that vLLM reads directly.
 
-    write: export what must be exported; False only says where it would be. native: lowq's kernels, or vLLM's on an export; None
-    takes the faster. ranks, stages: GPUs that share each layer, and parts of the layers one after another.
+    write: make the export if one is needed; False only returns its path. native: lowq's kernels, or vLLM's on an export; None
+    selects the faster. ranks: GPUs that share each layer; stages: pipeline stages.
     Raises UnsupportedError for weights that vLLM fuses but that differ, or that `ranks` ranks cannot share.
     """
     for flag, value in (("--tp", ranks), ("--pp", stages)):
@@ -56,7 +56,7 @@ def command(
     folder = DEMO if model == "demo" else user_path(model)
     name = folder.resolve().name if folder.is_dir() else model
     served = str(folder) if model == "demo" else model
-    if served.startswith("-"):  # vLLM would take it for an option, as it would the name without its =
+    if served.startswith("-"):  # vLLM would parse it as an option, even without the =
         if not folder.is_dir():
             raise UsageError(f"{model} is no model: it begins with a dash")
         served = str(folder.absolute())
@@ -73,7 +73,7 @@ def command(
 
 
 def prepare(folder: Path, ranks: int = 1, native: bool | None = None, write: bool = True) -> tuple[Path, Kernels]:
-    """The folder that vLLM reads for a checkpoint, exported where it must be (unless `write` is False), and whose kernels."""
+    """The folder that vLLM reads for a checkpoint, exported if needed (unless `write` is False), and the kernels."""
     with (found := open_checkpoint(folder)).source:
         kernels = choose(found, ranks, native)
         if kernels.format == NATIVE:
@@ -88,7 +88,7 @@ def prepare(folder: Path, ranks: int = 1, native: bool | None = None, write: boo
 
 
 def installed() -> str:
-    """Which vLLM is beside lowq, and whether lowq was tested with it."""
+    """A sentence about the installed version of vLLM, and whether lowq was tested with it."""
     try:
         found = version("vllm")
     except PackageNotFoundError:
@@ -98,7 +98,7 @@ def installed() -> str:
 
 
 def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels:
-    """Whose kernels serve a checkpoint. Raises UnsupportedError where those asked for, or any, cannot."""
+    """The kernels that serve a checkpoint. Raises UnsupportedError if the requested kernels, or all, cannot."""
     where = f"vLLM cannot serve {found.folder} on {ranks} GPU(s)"
     if fused := fusion_problems(found.schemes):
         raise UnsupportedError(f"{where}: {fused[0]}")
@@ -114,13 +114,13 @@ def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels
         return Kernels(NATIVE, "vLLM has none for these schemes")
     if problem:
         return Kernels(exported, f"the plugin cannot: {problem}")
-    mixture = any(".experts." in name for name in found.schemes)  # Qwen3-30B-A3B's: 1.24, 1.24, 1.21 at 1, 16, 64
+    mixture = any(".experts." in name for name in found.schemes)  # Qwen3-30B-A3B: 1.24, 1.24, 1.21 times as fast at 1, 16, 64
     why = "measured faster" + (" on mixtures of up to 64 sequences" if mixture else "")
     return Kernels(exported, slower) if slower else Kernels(NATIVE, why)
 
 
 def _exported(found: Checkpoint, ranks: int) -> str | None:
-    """The first format that vLLM has kernels for and that holds the checkpoint for so many ranks."""
+    """The first format that vLLM has kernels for and that can hold the checkpoint on `ranks` ranks."""
     for to in VLLM_FORMATS:
         if to == "compressed-tensors" and not _has_kernels(found):
             continue
@@ -132,7 +132,7 @@ def _exported(found: Checkpoint, ranks: int) -> str | None:
 
 
 def _plugin_problem(found: Checkpoint, ranks: int) -> str | None:
-    """Why lowq's plugin cannot serve the checkpoint on so many ranks."""
+    """The reason why lowq's plugin cannot serve the checkpoint on `ranks` ranks; None if it can."""
     if problems := shard_problems(found.config, found.schemes, found.shapes, ranks, packed_zeros=False):
         return problems[0]
     if other := next((t for t in found.tensors if t.scheme and t.layout != DISK), None):
@@ -144,7 +144,7 @@ def _plugin_problem(found: Checkpoint, ranks: int) -> str | None:
 
 
 def _slower(found: Checkpoint) -> str | None:
-    """Why vLLM's own kernels are taken though lowq's could be."""
+    """The reason to prefer vLLM's kernels although lowq's would work, or None."""
     if any(s.table for s in found.schemes.values()):
         return "lowq's were not timed in vLLM on tables (--native takes them)"
     import torch

@@ -1,9 +1,9 @@
-"""How fast vLLM serves a folder: one engine in a process of its own, which writes a JSON object of tokens per second.
+"""Measure how fast vLLM serves a folder: a separate process runs one engine and writes tokens per second as a JSON object.
 
     python -m lowq_cli.interop.vllm_speed FOLDER OUT.json --batches 1,16,64
 
-Prompts are random token ids, answers greedy and of a fixed length, so that two engines do the same work. Times hold the reading
-of the prompts. The kernels are those that vLLM takes for the folder: its own for an export, lowq's for a checkpoint of ours.
+Prompts are random token ids; answers are greedy and of fixed length, so that engines do the same work. Times include prefill.
+vLLM uses its own kernels for an export and lowq's kernels for a lowq checkpoint.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from lowq_packers.errors import UnsupportedError
 
 BATCHES, PROMPT, NEW = (1, 16, 64, 256), 128, 256
 REPEATS = 3
-ENGINE = {  # the environment of an engine: in this process, nothing fetched, nothing told
+ENGINE = {  # an engine's environment: in this process, no downloads, no telemetry
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,7 +36,7 @@ ENGINE = {  # the environment of an engine: in this process, nothing fetched, no
 
 
 def start(folder: Path | str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """A vLLM engine, and what its start took: seconds; GB of all ranks' weights, by its own count and by its tensors."""
+    """A vLLM engine, its start-up time in seconds, and GB of all ranks' weights: as vLLM reports, and by its tensors."""
     for key, value in ENGINE.items():
         os.environ.setdefault(key, value)
     began = time.perf_counter()
@@ -64,7 +64,7 @@ def prompts(llm: Any, count: int, tokens: int, rng: random.Random) -> list[dict[
 
 
 def timed(llm: Any, count: int, tokens: int, new: int, repeats: int = REPEATS) -> list[float]:
-    """Seconds of `count` prompts and their answers of `new` tokens, ascending; the first time, which warms up, left out."""
+    """Sorted seconds for `count` prompts with answers of `new` tokens, without the first run, which warms up."""
     from vllm import SamplingParams  # type: ignore[import-not-found]
 
     greedy, rng, seconds = (
@@ -82,7 +82,7 @@ def timed(llm: Any, count: int, tokens: int, new: int, repeats: int = REPEATS) -
 
 
 def measure(llm: Any, batches: Sequence[int] = BATCHES, prompt: int = PROMPT, new: int = NEW) -> list[dict[str, Any]]:
-    """A row a batch: tokens per second of all its sequences, in the median of `REPEATS` times."""
+    """One row per batch size: tokens per second over all its sequences, from the median of `REPEATS` runs."""
     rows = []
     for batch in batches:
         times = timed(llm, batch, prompt, new)
@@ -92,7 +92,7 @@ def measure(llm: Any, batches: Sequence[int] = BATCHES, prompt: int = PROMPT, ne
 
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
-    """What this module writes for a folder, from a process of its own. Raises UnsupportedError where vLLM fails."""
+    """Run this module for a folder in a separate process and return its output. Raises UnsupportedError if vLLM fails."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "rows.json")
         line = [sys.executable, "-m", __name__, str(folder), str(out), *arguments]
@@ -105,7 +105,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> list[dict[str, Any]]:
-    """A row a batch: tokens per second of a checkpoint with vLLM's own kernels, None where it has none, and with lowq's."""
+    """One row per batch size: a checkpoint's tokens per second with vLLM's kernels (None if it has none), and with lowq's."""
     from lowq_cli.interop.serving import NATIVE, prepare
     from lowq_cli.state import user_path
 
@@ -130,7 +130,7 @@ def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> lis
 
 
 def main() -> None:
-    """Start, measure, write."""
+    """Start the engine, measure, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)

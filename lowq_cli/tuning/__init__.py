@@ -1,1 +1,1 @@
-"""`lowq tune` and `lowq bench` without their printing."""
+"""The measurements of `lowq tune` and `lowq bench`, without their output."""

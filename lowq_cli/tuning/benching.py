@@ -1,4 +1,4 @@
-"""`lowq bench` without its printing: rows of measured products, and the plot of them."""
+"""The measurements of `lowq bench`: rows of timed operations, and their plot."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ SPEEDUP_TICKS = (0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Row:
-    """One measured product. gbs counts the stored weight, x and y once; roofline_pct is as `Roofline.percent`."""
+    """One timed operation. gbs counts the bytes of the stored weight, x and y once; roofline_pct is as `Roofline.percent`."""
 
     N: int
     K: int
@@ -34,11 +34,11 @@ class Row:
     gbs: float
     tflops: float
     roofline_pct: float | None
-    cublas_us: float  # the dense product in 16 bits: cuBLAS on a GPU, the CPU library's on a CPU
+    cublas_us: float  # the dense 16-bit matmul: cuBLAS on a GPU, torch's library on a CPU
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """The (N, K) that "4096x14336" names. Raises UsageError."""
+    """Parse "4096x14336" as (N, K). Raises UsageError."""
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise UsageError(f"--shape {text!r} is not NxK, out by in features, such as 4096x14336")
@@ -46,7 +46,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def shape_for(text: str, bits: int, group: str, dtype: torch.dtype) -> Shape:
-    """A shape from the flags. Raises UsageError for one that no group divides."""
+    """The shape given by the flags. Raises UsageError if the group size does not divide K."""
     N, K = parse_shape(text)
     if group != "channel" and not group.isdecimal():
         raise UsageError(f"--group {group!r} is neither a number nor channel")
@@ -64,10 +64,10 @@ def measure(
     op: Op = "product",
     kv: str = PLAIN,
 ) -> Iterator[Row]:
-    """Rows in order: per shape and M, the kernel that dispatch takes; `kernel` names one of any operation, or "all" of `op`.
+    """Yield rows: per shape and M, dispatch's kernel; `kernel` names a kernel of any operation, or "all" kernels of `op`.
 
-    kv: what attention's caches are held in (its rows' bits). Raises UsageError where it is no kind, or nothing attends, and
-    UnsupportedError where the named kernel cannot take one of them.
+    kv: the KV cache's format (the rows' bits). Raises UsageError for an unknown format or without attention, and
+    UnsupportedError if the named kernel does not support a shape.
     """
     check(kv)
     names = list(kernels(op)) if kernel == "all" else [kernel]
@@ -102,9 +102,9 @@ def measure(
 
 
 def plot(rows: Sequence[Row], ceiling: Roofline, path: Path) -> None:
-    """Two panels: speed-up over the dense 16-bit product against M, and the roofline with every row on it.
+    """Plot two panels: speed-up over the dense 16-bit matmul against M, and the roofline with every row.
 
-    Raises what `drawing.save` raises.
+    Raises as `drawing.save`.
     """
     figure = drawing.figure(13, 5.2, layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""A call of each operation on drawn operands, for `lowq bench` to time. What a shape NxK means there is said with each."""
+"""Example calls of each operation on random operands, for `lowq bench`. Each docstring explains the meaning of NxK."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ from lowq_kernels.products.dense_call import DenseCall
 from lowq_packers import fp8
 from lowq_packers.errors import UsageError
 
-HEAD, QUERIES = 128, 4  # of attention: dims of a head, queries a key head
-EXPERTS, TOP_K = 8, 2  # of a mixture
+HEAD, QUERIES = 128, 4  # attention: dims per head, query heads per key head
+EXPERTS, TOP_K = 8, 2  # mixture: experts, and experts per token
 
 
 @dataclass(frozen=True)
 class Example:
-    """A call, and the operands of launches that do it on distinct weights, more than a cache holds; the same in 16 bits."""
+    """A call, with operands for launches on distinct weights that exceed the cache, and its dense 16-bit counterpart."""
 
     call: AnyCall
     operands: list[tuple[Any, ...]]
     dense: list[Callable[[], object]]
-    nbytes: float  # that one launch must move
+    nbytes: float  # bytes that one launch must move
     flops: float
     layout: str = ""
 
 
 def product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
-    """x (M, K) times a packed weight (N, K), activations as the kernel that is asked for takes them."""
+    """x (M, K) times a packed weight (N, K), with activations in the form that the requested kernel expects."""
     layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device, kernel=asked.name if asked else None)
     act: Act = asked.acts[0] if asked else "none"
     x = torch.randn(M, shape.K, device=device).to(shape.dtype)
@@ -49,7 +49,7 @@ def product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None
 
 
 def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
-    """x (M, K) by a weight (N, K) in e4m3, scales by 128x128; x in e4m3 too, 1x128, where the kernel takes that."""
+    """x (M, K) times an e4m3 weight (N, K) with 128x128 scales; x is also e4m3, with 1x128 scales, if the kernel expects it."""
     x, w = torch.randn(M, shape.K, device=device).to(shape.dtype), torch.randn(shape.N, shape.K, device=device)
     weight, rounded = fp8.quantize(w, (128, 128)), fp8.quantize(x, (1, 128))
     call = Fp8Call.of(rounded, weight, shape.dtype)
@@ -65,16 +65,16 @@ def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | 
 
 
 def dense(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
-    """x (M, K) by a weight (N, K) that is not packed."""
+    """x (M, K) times a weight (N, K) that is not packed."""
     x, weights = torch.randn(M, shape.K, device=device).to(shape.dtype), _weights(shape, device)
     operands, moved = [(x, w, None) for w in weights], call_bytes(M, shape.N, shape.K, 16)
     return Example(DenseCall.of(M, weights[0]), operands, _linear(x, weights), moved, 2.0 * M * shape.N * shape.K)
 
 
 def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None, kind: str = kv.PLAIN) -> Example:
-    """A token of each of M sequences: heads of 128 that make N features of queries, 4 a key head; caches of K slots, full.
+    """One token of each of M sequences: heads of 128 dims, N query features, 4 query heads per key head, K full cache slots.
 
-    kind: what they are held in (`kv.KINDS`); the dense call's are in 16 bits.
+    kind: the caches' format (`kv.KINDS`); the dense call's caches are in 16 bits.
     """
     HQ, S = shape.N // HEAD, shape.K
     if shape.N % (HEAD * QUERIES):
@@ -93,7 +93,7 @@ def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None,
 
 
 def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
-    """A mixture's layer for M tokens: 2 of 8 experts each, gate and up (N, K) side by side, down (K, N / 2)."""
+    """A mixture's layer for M tokens: 2 of 8 experts per token, gate and up joined (N, K), down (K, N / 2)."""
     up = _stack(shape, device)
     down = _stack(Shape(shape.K, shape.N // 2, shape.scheme, shape.dtype), device)
     x = torch.randn(M, shape.K, device=device).to(shape.dtype)
@@ -119,7 +119,7 @@ def _weights(shape: Shape, device: torch.device) -> list[torch.Tensor]:
 
 
 def _linear(x: torch.Tensor, weights: list[torch.Tensor]) -> list[Callable[[], object]]:
-    """The dense product in x's dtype."""
+    """The dense matmul in x's dtype."""
     return [partial(torch.nn.functional.linear, x, w) for w in weights]
 
 

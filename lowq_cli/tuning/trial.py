@@ -1,8 +1,8 @@
-"""Whether measured kernels are faster where it counts: whole decode steps on a CPU, with the table and without, by turns.
+"""Check that tuned kernels speed up whole decode steps on a CPU: time steps with and without the tuning table, alternating.
 
-A machine with other work delays a timing now and then by milliseconds; entries of such timings once made a checkpoint decode
-1.8 tokens/s in place of 103. Both models are loaded from views of the checkpoint's folder: the layout of each weight is chosen
-when it is loaded.
+On a busy machine some timings are delayed by milliseconds; entries from such timings once made a checkpoint decode
+1.8 tokens/s instead of 103. Both models are loaded, from views of the checkpoint's folder, because the layout of each weight
+is chosen at load time.
 """
 
 import tempfile
@@ -21,16 +21,16 @@ from lowq_kernels.dispatch import tuning, tuning_file
 from lowq_kernels.dispatch.tuning_file import Entry, Machine
 from lowq_packers.atomic import scratch
 
-ROUNDS, STEPS = 6, 8  # of each model, by turns; steps in a round
-DOUBT = 4  # times as many rounds where the table seems to lose: beside other work the least of few is not the least
-SECONDS = 20.0  # after which no further round begins
-SLOWER = 1.1  # times a step without the table: from here on the table is not worth having
-MODELS = 2.5  # times the files' bytes that two models take in memory
+ROUNDS, STEPS = 6, 8  # rounds of each model, alternating; steps per round
+DOUBT = 4  # factor of rounds if the table seems slower: on a busy machine, the minimum of a few rounds is not reliable
+SECONDS = 20.0  # seconds after which no further round begins
+SLOWER = 1.1  # the table is dropped if a step takes this many times as long as without it
+MODELS = 2.5  # memory of two models, relative to the bytes of the files
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Least microseconds of a step without the table and with it, for one batch size."""
+    """Min. microseconds of a step without and with the table, for one batch size."""
 
     M: int
     plain_us: float
@@ -43,21 +43,21 @@ class Trial:
 
 
 def fits(nbytes: int) -> bool:
-    """Whether two models of a checkpoint of so many bytes find room."""
+    """Whether two models of a checkpoint of `nbytes` bytes fit into memory."""
     room = available_memory()
     return room is None or MODELS * nbytes < room
 
 
 def kept(entries: Sequence[Entry], found: Sequence[Trial]) -> list[Entry]:
-    """The entries worth writing, by what whole steps took: all of them, or none where any batch size is slower with them.
+    """The entries to write, by the times of whole steps: all, or none if any batch size is slower with them.
 
-    Asked when a table is made: at first use it would take a second model in memory, and far more time than a first token.
+    This is checked when a table is made: at first use it would need a second model in memory and far more time than a token.
     """
     return [] if any(t.lost for t in found) else list(entries)
 
 
 def race(folder: Path, device: torch.device, entries: Sequence[Entry], batches: Sequence[int]) -> list[Trial]:
-    """Steps of the checkpoint by dispatch's own choices and by `entries`, for the least and the largest of `batches`."""
+    """Time steps with dispatch's own choices and with `entries`, for the smallest and the largest of `batches`."""
     with ExitStack() as stack:
         plain, tuned = (stack.enter_context(_view(folder)) for _ in range(2))
         tuning_file.write_file(tuned / tuning_file.FILE, Machine.here(device), entries)
@@ -69,9 +69,9 @@ def race(folder: Path, device: torch.device, entries: Sequence[Entry], batches: 
 
 @contextmanager
 def _view(folder: Path) -> Any:
-    """A folder with all files of the checkpoint but its tuning table."""
+    """A folder with all files of the checkpoint except its tuning table."""
     with scratch(Path(tempfile.gettempdir()), "lowq-tune") as held:
-        view = held / folder.resolve().name  # `held` is locked, and who writes a table locks its folder
+        view = held / folder.resolve().name  # not `held` itself, which is locked, because writing a table locks its folder
         view.mkdir()
         for path in folder.resolve().iterdir():
             if path.name != tuning_file.FILE and path.is_file():

@@ -1,4 +1,4 @@
-"""`lowq tune` without its printing: shapes -> compiled candidates -> measured entries -> lowq_tune.json in the checkpoint."""
+"""The work of `lowq tune`: shapes -> compiled candidates -> measured entries -> lowq_tune.json in the checkpoint."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,14 @@ from lowq_kernels.dispatch.tuning_file import Entry, Machine
 from lowq_packers.errors import UsageError, disk_full
 from lowq_packers.scheme import Scheme
 
-CLOSE = 1.12  # times the winner's time alone: slower ones do not win in a step either
-MEASURING = 0.5  # of the budget, compiling included, for kernels alone: the rest is for whole steps
-LEAST = 0.25  # ... but that of what compiling has left: a budget that it nearly fills measures something
-IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
+CLOSE = 1.12  # candidates slower than this many times the fastest in isolation are not timed in whole steps
+MEASURING = 0.5  # fraction of the budget for compiling and for timing kernels in isolation; the rest is for whole steps
+LEAST = 0.25  # min. fraction of the time left after compiling, so that a nearly used budget still measures something
+IN_PLACE_TOKENS = 64  # tokens of the prompt that steps are timed after, and of the room after it
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """The dtype that this checkpoint's activations will have: bf16 on a CPU, the config's on a GPU (hf/load.py says so too)."""
+    """The dtype of this checkpoint's activations: bf16 on a CPU, the config's on a GPU, as in hf/load.py."""
     if device.type == "cpu":
         return torch.bfloat16
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -35,7 +35,7 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """The batch sizes that "1,2,8" names, ascending. Raises UsageError."""
+    """Parse "1,2,8" as ascending batch sizes. Raises UsageError."""
     try:
         found = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
@@ -48,7 +48,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
 def compile_candidates(
     shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, exhaustive: bool, done: Callable[[int, int], None]
 ) -> int:
-    """Compile what will be timed, in parallel; on a CPU there is nothing to compile. Returns how many kernels."""
+    """Compile the candidates in parallel; nothing to do on a CPU. Returns the number of kernels."""
     if device.type != "cuda":
         return 0
     work = []
@@ -62,7 +62,7 @@ def compile_candidates(
 
 
 def _same_binary(work: Sequence[Work]) -> list[Work]:
-    """One item for each binary: Triton specializes on sizes only as far as 16 divides them and steps of k tile K."""
+    """One item per binary: Triton specializes on sizes only by whether 16 divides them and whether steps of k tile K."""
     found: dict[object, Work] = {}
     for w in work:
         key = (w.kernel, w.config, w.scheme, w.layout, w.dtype, w.M, w.N % 16 == 0, w.K % 4096 == 0 or w.K)
@@ -71,21 +71,21 @@ def _same_binary(work: Sequence[Work]) -> list[Work]:
 
 
 def for_kernels(budget: Budget) -> Budget:
-    """What kernels alone may take, now that they are compiled."""
+    """The time budget for kernels in isolation, after compiling."""
     return Budget(max(MEASURING * budget.seconds - budget.spent, LEAST * (budget.seconds - budget.spent)))
 
 
 def measure_all(
     shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, budget: Budget, exhaustive: bool
 ) -> Iterator[tuple[Shape, Entry]]:
-    """Entries as they are found, the shapes with most weights first, until the budget ends."""
+    """Yield entries as they are measured, shapes with the most weights first, until the budget ends."""
     for shape in shapes:
         for entry in measure.measure(shape, batches, device, budget, exhaustive):
             yield shape, entry
 
 
 def check_folder(folder: Path) -> None:
-    """Raise now, before minutes of measuring, the UsageError that `save` would raise for a folder of somebody else's."""
+    """Raise, before minutes of measuring, the UsageError that `save` would raise for a folder that is not writable."""
     if not os.access(folder, os.W_OK):
         raise _refused(folder / tuning_file.FILE, "you may not write there")
 
@@ -95,8 +95,8 @@ def _refused(path: Path, why: str | None) -> UsageError:
 
 
 def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
-    """Write entries into the folder's tuning file and let them decide at once. Raises UsageError where it cannot be
-    written, DoesNotFitError where the disk is full."""
+    """Write entries into the folder's tuning file and activate them. Raises UsageError if the file cannot be
+    written, DoesNotFitError if the disk is full."""
     path = folder / tuning_file.FILE
     try:
         tuning_file.write_file(path, Machine.here(device), entries)
@@ -109,12 +109,12 @@ def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
 
 
 class Steps:
-    """Whole decode steps of a checkpoint: what finally decides among kernels.
+    """Time whole decode steps of a checkpoint, which decide among the finalist kernels.
 
-    Alone the best kernel fills a GPU; in a step the next one wants to start early. So dispatch's own choice races the kernels
-    that were fastest alone, in the loaded model, and what comes out is never slower than no table.
+    In isolation the fastest kernel fills a GPU; in a step, the next kernel should start early. So dispatch's own choice is
+    compared with the kernels fastest in isolation, in the loaded model; the resulting table is never slower than no table.
 
-    reason: why steps cannot be raced here, or "".
+    reason: why steps cannot be compared here, or "".
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -123,14 +123,14 @@ class Steps:
         from lowq_cli.engine.open_model import ready
 
         model, _ = ready(str(folder), device.type, lambda text: None)
-        tuning.forget()  # an older table of this folder: what is to be beaten is dispatch without one
-        self.decoder: Any = decoder_of(model)  # a NativeDecoder where there is no reason against it
+        tuning.forget()  # drop this folder's older table: the baseline is dispatch without a table
+        self.decoder: Any = decoder_of(model)  # a NativeDecoder unless it has a reason
         self.dtype = model.dtype
         recorded = isinstance(self.decoder, NativeDecoder) and self.decoder.graphs
         self.reason = "" if recorded else self.decoder.reason or "its steps are not recorded"
 
     def race(self, M: int, entries: Sequence[Entry], left: Callable[[], bool]) -> tuple[list[Entry], float, float]:
-        """(entries for M sequences, their winners chosen in place; microseconds of a step before and after)."""
+        """(entries for M sequences with winners chosen in whole steps; microseconds of a step before and after)."""
         from lowq_cli.engine import search
         from lowq_cli.engine.sampling import Sampling
 
@@ -145,12 +145,12 @@ class Steps:
 
 
 def _close(e: Entry) -> list[Named]:
-    """The finalists of an entry that a step may yet bring to the front."""
+    """The finalists of an entry that may still win in a whole step."""
     return [(e.kernel, e.config), *((r["kernel"], r["config"]) for r in e.runners_up if r["us"] <= CLOSE * e.us)]
 
 
 def _reordered(e: Entry, winner: Named) -> Entry:
-    """The entry with another of its finalists in front."""
+    """The entry with another of its finalists as winner."""
     own = {"kernel": e.kernel, "config": e.config, "us": e.us}
     best = next((r for r in e.runners_up if (r["kernel"], r["config"]) == winner), None)
     if best is None:
@@ -161,7 +161,7 @@ def _reordered(e: Entry, winner: Named) -> Entry:
 
 
 def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """The entries of the layout that each shape will have, and a line for each layout that lost."""
+    """The entries of each shape's fastest layout, and a line for each layout that lost."""
     table, kept, behind = tuning.Table(entries), list[Entry](), dict[str, list[float]]()
     us = {(*e.place, e.M): e.us for e in entries}
     layouts = list(dict.fromkeys(e.layout for e in entries))
@@ -181,7 +181,7 @@ def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
 
 
 def crossovers(entries: Sequence[Entry]) -> list[str]:
-    """Where another layout becomes the faster one as M grows, one line a shape that has such a point."""
+    """A line for each change of a shape's fastest layout as M grows, with the kernels below and above that M."""
     places: dict[tuple[object, ...], dict[int, list[Entry]]] = {}
     for e in entries:
         key = (e.bits, e.group, e.zero, e.dtype, e.N, e.K, e.act)

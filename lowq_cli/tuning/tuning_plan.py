@@ -1,4 +1,4 @@
-"""What `lowq tune` has to measure: the distinct weight shapes of a checkpoint, as its decoder will multiply them."""
+"""The shapes that `lowq tune` measures: the distinct weight shapes of a checkpoint as its decoder multiplies them."""
 
 import torch
 
@@ -9,12 +9,12 @@ from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
-# The native decoder multiplies these side by side, as one weight (engine/folding.py); prefill may use them one by one.
+# The native decoder joins these into one weight (engine/folding.py); prefill may use them one by one.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def open_packed(name: str) -> Checkpoint:
-    """The checkpoint whose packed weights can be timed. Raises UsageError where they are fp8."""
+    """Open a checkpoint whose packed weights can be timed. Raises UsageError for fp8 weights."""
     folder = runnable(name)
     with open_source(folder) as source:
         method = (source.config.get("quantization_config") or {}).get("quant_method")
@@ -24,9 +24,9 @@ def open_packed(name: str) -> Checkpoint:
 
 
 def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shape]:
-    """Every (N, K, scheme) of the packed matrices, those with most weights first; joined ones in place of their parts.
+    """Every (N, K, scheme) of the packed matrices, those with the most weights first; joined matrices replace their parts.
 
-    A part that only occurs joined is left out when its whole is there: a decode step never multiplies it alone.
+    A part that occurs only in joined matrices is omitted, because a decode step never multiplies it alone.
     """
     sizes = {t.name: (t.shape[0], t.shape[1], t.scheme) for t in checkpoint.tensors if t.scheme is not None}
     counts: dict[tuple[int, int, Scheme], int] = {}
