@@ -1,4 +1,4 @@
-"""How fast this machine's memory can be read: measured once (under a second), then kept in the user's cache folder."""
+"""The read bandwidth of this machine's memory: measured once (under a second), then kept in the user's cache folder."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ FILE = "bandwidth.json"
 
 
 def measured(device: torch.device) -> float:
-    """Bytes per second that a plain read of a large buffer reaches on `device`, from the cache folder if known there."""
+    """Bytes per second of a plain read of a large buffer on `device`; read from the cache folder if it is there."""
     key, known = _name(device), memo.recall(FILE)
     if not (isinstance(known.get(key), int | float) and known[key] > 0):
         known[key] = timing.read_gbs(device) * 1e9
@@ -21,12 +21,12 @@ def measured(device: torch.device) -> float:
 
 
 def last_level_cache(device: torch.device) -> int | None:
-    """Bytes of the last cache before memory; None where the system does not tell."""
+    """Bytes of the last-level cache; None where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     try:
         return next((n for level in ("3", "2") if (n := os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE")) > 0), None)
-    except (ValueError, OSError, AttributeError):  # a system without this name, or without os.sysconf
+    except (ValueError, OSError, AttributeError):  # the system lacks this name, or os.sysconf
         return None
 
 

@@ -1,4 +1,4 @@
-"""The turns of a conversation as token ids, each prompt an extension of the text before it wherever the template allows."""
+"""The turns of a conversation as token ids; where the template allows, each prompt extends the previous sequence."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """What was said so far. Models without a chat template simply continue the text.
+    """The messages so far. A model without a chat template simply continues the text.
 
     Args:
         template: whether the model has a chat template.
-        system: said to the model before the first turn; "" for nothing.
-        said: messages of users and of the model that were said before.
+        system: the system message; "" for none.
+        said: earlier messages of the user and the model.
     """
 
     def __init__(self, template: bool, system: str = "", said: Sequence[dict[str, Any]] = ()) -> None:
@@ -27,7 +27,7 @@ class Turns:
             self.add(before["content"], answer["content"])
 
     def asked(self, said: str) -> list[dict[str, Any]] | str:
-        """The messages up to `said`, or without a template the text. Raises UsageError if it is no text."""
+        """The messages up to `said`, or without a template the text. Raises UsageError if `said` is not text."""
         check_characters(said)
         return [*self.messages, self._message(said)] if self.template else self.text + said
 
@@ -37,7 +37,7 @@ class Turns:
         self.text += said + answer + "\n"
 
     def think_of(self, thoughts: str) -> None:
-        """Note what the model thought before its last answer: templates that want it find it there."""
+        """Add the model's thoughts before its last answer to that message, for templates that use them."""
         if thoughts:
             self.messages[-1]["reasoning_content"] = thoughts
 
@@ -46,13 +46,13 @@ class Turns:
 
 
 class Conversation(Turns):
-    """Turns whose prompts are encoded here.
+    """A conversation that encodes the prompts of its turns.
 
     Args:
-        tokenizer: its chat template, if it has one, writes the turns.
-        model: what pictures are shown to. think: False has it answer at once.
+        tokenizer: its chat template, if it has one, formats the turns.
+        model: the model that gets the images. think: False makes it answer without thinking first.
     Attributes:
-        pictures: those of all turns, the next one's last.
+        pictures: the images of all turns, the next turn's last.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Conversation(Turns):
     ) -> None:
         self.tokenizer, self.model, self.think = tokenizer, model, think
         self.pictures: list[Any] = []
-        self._new = 0  # pictures of the next turn
+        self._new = 0  # number of images of the next turn
         super().__init__(bool(getattr(tokenizer, "chat_template", None)), system, said)
 
     def show(self, image: Any) -> None:
-        """A picture that goes with what is said next. Raises as `Sight.picture`."""
+        """Add an image to the next message. Raises as `Sight.picture`."""
         from lowq_cli.engine.vision import sight_of
 
         self.pictures.append(sight_of(self.model).picture(image))
         self._new += 1
 
     def prompt(self, said: str) -> list[int]:
-        """Token ids of the conversation up to where the model's answer to `said` starts. Raises UsageError if it is no text."""
+        """Token ids of the conversation up to the model's answer to `said`. Raises UsageError if `said` is not text."""
         asked = self.asked(said)
         if not isinstance(asked, str):
             return encode_messages(self.tokenizer, asked, (self.model, self.pictures), self.think)
@@ -92,9 +92,9 @@ class Conversation(Turns):
         return {"role": "user", "content": [{"type": "image"}] * self._new + [{"type": "text", "text": said}]}
 
     def answered(self, said: str, answer: "Generation", text: str | None = None) -> None:
-        """Note the turn, and tell the decoder which tokens its cache holds, so that the next turn reads only what is new.
+        """Add the turn, and record the tokens that the decoder's cache holds, so that the next turn reads only new tokens.
 
-        text: the answer without the thoughts before it.
+        text: the answer, without the thoughts before it.
         """
         self.add(said, answer.text if text is None else text)
         self._new = 0

@@ -1,4 +1,4 @@
-"""Which decoder takes a model: the fastest that can, with the reason why the ones before it could not."""
+"""Choose the decoder of a model: the fastest that can run it, with the reason why faster ones cannot."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from lowq_packers.errors import UnsupportedError
 
 
 def decoder_of(model: CausalModel, kv: str = PLAIN) -> Decoder:
-    """The decoder for this model on its device, in its dtype; kept with the model, and with it its cache and its graphs.
+    """The decoder for a model on its device, in its dtype; kept with the model, together with its cache and graphs.
 
-    kv: what keys and values are held in (`decode.kv.KINDS`). Raises UsageError where it is none of them, UnsupportedError where
-    the model has no native decoder and so holds them in 16 bits.
+    kv: the format of cached keys and values (`decode.kv.KINDS`). Raises UsageError for an unknown format, and UnsupportedError
+    for one other than 16 bits if the model has no native decoder.
     """
     own = owned(model)
     kept: Any = own.decoder
     if kept is None or (kept.device, getattr(kept, "dtype", model.dtype), kept.kv) != (model.device, model.dtype, check(kv)):
-        if (getattr(model, "_tp_size", None) or 1) > 1:  # the processes meet in every layer, in transformers' forward
+        if (getattr(model, "_tp_size", None) or 1) > 1:  # processes synchronise in every layer, inside transformers' forward
             reason: str | None = "its weights are spread over processes"
         else:
             reason = why_not(model)

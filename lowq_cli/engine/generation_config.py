@@ -1,4 +1,4 @@
-"""How a model's publisher has it sampled: its generation_config.json, which flags override and which overrides a default."""
+"""The publisher's sampling settings, from generation_config.json: flags override them, and they override the defaults."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,16 @@ FILE = "generation_config.json"
 DRAWING = ("temperature", "top_p", "top_k")
 NAMES = (*DRAWING, "repetition_penalty")
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
-CONVERSATION: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95}  # the likeliest tokens alone make small models repeat
-DEFAULTS = {"greedy": GREEDY, "conversation": CONVERSATION}  # by what commands call them
+CONVERSATION: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95}  # greedy decoding makes small models repeat themselves
+DEFAULTS = {"greedy": GREEDY, "conversation": CONVERSATION}  # by their names in the commands
 FLAG, DEFAULT = "given", "default"
 
 
 def published(model: Any) -> dict[str, Any]:
-    """The settings of `Sampling` that the model's generation_config.json names; empty where it names none.
+    """The settings of `Sampling` in the model's generation_config.json; empty without any.
 
-    A file that says do_sample, or any of temperature, top_p and top_k, asks for sampling, at temperature 1 where it names
-    no other; do_sample false asks for the likeliest token. top_k -1 is "off" in vLLM's words.
+    A file with do_sample, or with temperature, top_p or top_k, asks for sampling, at temperature 1 unless it has another one;
+    do_sample false asks for greedy decoding. top_k -1 means off, as in vLLM.
     """
     config = getattr(model, "generation_config", None)
     found = {n: value for n in NAMES if (value := getattr(config, n, None)) is not None}
@@ -34,7 +34,7 @@ def published(model: Any) -> dict[str, Any]:
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as they are. Raises DamagedError for one out of its range, which generation_config.json names."""
+    """Returns the settings. Raises DamagedError for a setting of generation_config.json that is out of range."""
     try:
         Sampling(**settings)
     except UsageError as e:
@@ -43,10 +43,10 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settle(model: Any, given: Mapping[str, Any], default: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(settings of `Sampling`, where each came from): `given` ones that are not None, else the publisher's, else the default.
+    """(settings of `Sampling`, origin of each): those `given` that are not None, else the publisher's, else the defaults.
 
-    A default counts as a whole: where the file says how to draw, none of it is taken. `given` was checked before.
-    Raises DamagedError where the file names a value out of range that is not `given`.
+    The defaults are used only if the file has no sampling settings at all. `given` has been checked before.
+    Raises DamagedError for a value in the file that is out of range and not `given`.
     """
     return settled(published(model), given, default)
 
@@ -54,7 +54,7 @@ def settle(model: Any, given: Mapping[str, Any], default: Mapping[str, float]) -
 def settled(
     file: Mapping[str, Any], given: Mapping[str, Any], default: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `settle`, from what is published."""
+    """As `settle`, from the publisher's settings."""
     flags = {n: value for n, value in given.items() if value is not None}
     below = file if any(n in file for n in DRAWING) else {**default, **file}
     origins = {n: FILE if n in file else DEFAULT for n in below} | dict.fromkeys(flags, FLAG)
@@ -62,6 +62,6 @@ def settled(
 
 
 def described(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Settings that draw, with where they came from: "temperature 0.6, top_p 0.9 (generation_config.json)"."""
+    """Sampling settings with their origins, such as "temperature 0.6, top_p 0.9 (generation_config.json)"."""
     groups = {o: [f"{n} {settings[n]:g}" for n in settings if origins.get(n) == o] for o in (FLAG, FILE, DEFAULT)}
     return ", ".join(f"{', '.join(names)} ({origin})" for origin, names in groups.items() if names)

@@ -1,4 +1,4 @@
-"""A step as a CUDA graph: recorded once, replayed with one launch."""
+"""A decode step as a CUDA graph: recorded once, then replayed with one launch."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,11 +9,11 @@ import torch
 from lowq_kernels import workspaces
 
 SMALLEST_BUCKET = 512
-WARM_UP = 1  # kernels compile and libraries take their workspaces before anything is recorded
+WARM_UP = 1  # runs before recording, in which kernels compile and libraries allocate workspaces
 
 
 class Captured:
-    """A recorded step. Its inputs and outputs are the tensors that the step used; logits, noted: those of the step."""
+    """A recorded step. It reads and writes the tensors that the step used; `logits` and `noted` are some of its outputs."""
 
     logits: torch.Tensor
     noted: dict[int, torch.Tensor] | None = None
@@ -27,7 +27,7 @@ class Captured:
 
 
 def bucket(length: int) -> int:
-    """Slots of a cache that holds `length` tokens: few different numbers, so that what was recorded serves other texts."""
+    """Slots of a cache for `length` tokens: one of few numbers, so that recorded steps can be used for other sequences."""
     slots = SMALLEST_BUCKET
     while slots < length:
         slots *= 2
@@ -35,7 +35,7 @@ def bucket(length: int) -> int:
 
 
 def keep(state: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Copy tensors; the function that writes them back. Recording a step runs it, and so moves what the step moves."""
+    """Copy tensors; returns a function that restores them. Needed because recording runs the step, which changes its state."""
     before = [t.clone() for t in state]
 
     def back() -> None:
@@ -48,11 +48,11 @@ def keep(state: Sequence[torch.Tensor]) -> Callable[[], None]:
 def capture(step: Callable[[], object], pool: Any = None) -> Captured:
     """Record `step`, after running it WARM_UP times. Raises RuntimeError where it cannot be recorded.
 
-    pool: of an earlier graph, whose memory this one may use too, as long as the two never run at once. Nothing is given back to
-    the device then, as torch does before each recording, and nothing is run before: who records many steps has launched their
-    kernels. Of the 59 recordings of a server on an H200 the one is 2 s, the other 1.
+    pool: the memory pool of an earlier graph, which this graph shares; the two must never run at once. With a pool, torch's
+    release of cached memory before each recording is skipped, and so are the warm-up runs: the caller has launched the kernels
+    already. For the 59 recordings of a server on an H200 the release takes 2 s and the runs 1 s.
 
-    A step that waits for the device, or whose shapes depend on values, cannot be.
+    A step that waits for the device, or whose shapes depend on values, cannot be recorded.
     """
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -78,5 +78,5 @@ def capture(step: Callable[[], object], pool: Any = None) -> Captured:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The one that steps are recorded on: what their first runs leave in torch's cache of memory, the next ones take."""
+    """The stream for recording: all recordings share it, so that each reuses the memory that torch cached for earlier ones."""
     return torch.cuda.Stream(device)

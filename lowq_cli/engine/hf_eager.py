@@ -1,8 +1,8 @@
-"""The decoder that works for every causal model transformers loads: its own forward, once per token, with its own cache.
+"""The decoder for any causal model that transformers loads: the model's forward, once per token, with transformers' cache.
 
-What `model.generate` does besides (a mask and position ids per token, a copy of the logits, logits processors, a growing
-tensor of ids, stopping criteria) is left out. Cached families are called with the new token only; a family without a
-cache is called with the whole text each time.
+It leaves out the rest of `model.generate` (a mask and position ids per token, a copy of the logits, logits processors, a
+growing tensor of ids, stopping criteria). A family with a cache is called with only the new token; a family without one is
+called with the whole sequence each time.
 """
 
 import inspect
@@ -18,26 +18,26 @@ from lowq_cli.models import CausalModel
 from lowq_kernels.decode import ops
 from lowq_kernels.decode.kv import PLAIN
 
-CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the memory of activations
-CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
+CHUNK = 2048  # max. prompt tokens per forward, over all sequences; bounds the memory of activations
+CACHE_NAMES = ("past_key_values", "cache_params")  # of attention families and of state-space families
 
 
 def piece(model: CausalModel, batch: int) -> int:
-    """Prompt tokens of each of `batch` texts per forward; on a CPU, where they take long, fewer: between two a reading can end.
+    """Prompt tokens per forward for each of `batch` sequences; fewer on a CPU, so that a long prompt can be interrupted.
 
-    All of them where transformers calls the family stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or a
-    part of it, between two forwards of more than a token (FalconMamba: logits off by 18%).
+    All of them for a family that transformers calls stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or part
+    of it, between two forwards of more than one token (FalconMamba: logits off by 18%).
     """
     most = sys.maxsize if getattr(model, "_is_stateful", False) else CHUNK
     return max(1, (most if model.device.type == "cuda" else most // 4) // batch)
 
 
 class HfEagerDecoder:
-    """transformers' forward per token. `start` reads the prompts, `step` gives the next token of each sequence.
+    """Calls transformers' forward once per token. `start` reads the prompts, `step` returns each sequence's next token.
 
     Args:
         model: a transformers causal model, on one device.
-        reason: why no faster decoder was taken, for `--explain`.
+        reason: why no faster decoder was chosen, for `--explain`.
     """
 
     name, kv = "hf_eager", PLAIN
@@ -45,14 +45,14 @@ class HfEagerDecoder:
     def __init__(self, model: CausalModel, reason: str = "") -> None:
         self.model, self.reason = model, reason
         self.device = model.device
-        self.ahead = self.device.type == "cuda"  # launches return early there: the host may run one step behind
+        self.ahead = self.device.type == "cuda"  # launches are asynchronous, so the host may run one step behind
         self.accepts = set(inspect.signature(model.forward).parameters)
 
     @torch.inference_mode()
     def start(
         self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
     ) -> torch.Tensor:
-        """Read the prompts (left-padded to one length); the first new token of each, (B,) int64 on the device."""
+        """Read the prompts, left-padded to one length; returns the first new token of each, (B,) int64 on the device."""
         longest = max(map(len, prompts))
         padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
@@ -69,7 +69,7 @@ class HfEagerDecoder:
         for i in range(0, longest, step):
             between()
             logits = self._forward(ids[:, i : i + step], i)
-            if self.cache is None and self.cache_name is None:  # no cache: the one forward below must see everything
+            if self.cache is None and self.cache_name is None:  # no cache: this forward reads the whole prompt
                 logits = self._forward(ids, 0)
                 break
         self.sampler = Sampler(ops(self.device.type).choose, logits.shape[0], logits.shape[1], self.device)
@@ -79,7 +79,7 @@ class HfEagerDecoder:
 
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
-        """One forward; the next token of each sequence, (B,) int64 on the device."""
+        """Run one forward; returns the next token of each sequence, (B,) int64 on the device."""
         token = self.sampler.token[:, None]
         if self.mask is not None and self.position is not None:
             self.mask = torch.cat([self.mask, torch.ones_like(token)], 1)
@@ -94,11 +94,11 @@ class HfEagerDecoder:
 
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits (B, T, V) at every place of whole texts (B, T)."""
+        """Logits (B, T, V) at every position of sequences (B, T)."""
         return self.model(input_ids=ids, use_cache=False).logits
 
     def _forward(self, ids: torch.Tensor, offset: int | None) -> torch.Tensor:
-        """Logits (B, V) at the last position of `ids`, which start at `offset` in the prompt (None while decoding)."""
+        """Logits (B, V) at the last position of `ids`, which begin at `offset` in the prompt (None while decoding)."""
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.mask is not None:
             end = None if offset is None else offset + ids.shape[1]

@@ -1,4 +1,4 @@
-"""What lowq keeps with a model, its own or transformers': its plan, its decoder, whose tuning table it is computed by."""
+"""The record that lowq keeps with a model, its own or transformers': plan, decoder, drafters, tuning table."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,11 +8,11 @@ ATTRIBUTE = "_lowq"
 
 @dataclass
 class Owned:
-    """plan: an `engine.plan.Plan`. decoder: an `engine.stream.Decoder`. Both know this module, so it does not know them.
+    """The record. plan: an `engine.plan.Plan`. decoder: an `engine.stream.Decoder`. Their modules import this one.
 
-    drafters: heads and models that draft for it, by the name that asked for them.
-    tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder.
-    sight: an `engine.vision.Sight`, of a model that has been shown a picture. folder: where it was read from.
+    drafters: draft heads and models for this model, by their --draft name.
+    tuned: the folder whose lowq_tune.json selects kernels while this model computes; "" without one.
+    sight: an `engine.vision.Sight`, once the model has been given an image. folder: the folder that the model was read from.
     """
 
     plan: Any = None
@@ -24,15 +24,15 @@ class Owned:
 
 
 def owned(model: Any) -> Owned:
-    """What belongs to this model; made empty at the first question."""
+    """The record of a model, created empty at the first call."""
     if getattr(model, ATTRIBUTE, None) is None:
-        object.__setattr__(model, ATTRIBUTE, Owned())  # not a submodule of the model
+        object.__setattr__(model, ATTRIBUTE, Owned())  # object's method: nn.Module's might register it as a submodule
     found: Owned = getattr(model, ATTRIBUTE)
     return found
 
 
 def tuned_by(model: Any, folder: str) -> None:
-    """Let the table of this folder choose among kernels while the model computes, and no other's."""
+    """Use only the tuning table of this folder to select kernels while the model computes."""
     own = owned(model)
     own.tuned = folder
     if own.plan is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint ready to decode: its tuning table in force, its model loaded, threads set."""
+"""Open a checkpoint for decoding: use its tuning table, load its model, set the number of threads."""
 
 import os
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from lowq_cli.files.source import Source
 from lowq_cli.models import CausalModel
 from lowq_packers.arch.config import NotPlain
 
-STEPS = 100  # of a progress bar
+STEPS = 100  # steps of a progress bar
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def ready(
     folder: str | os.PathLike[str], device: str = "auto", notice: Callable[[str], None] = console.warn
 ) -> tuple[CausalModel, LoadedTokenizer]:
-    """(model, tokenizer) of a folder, hub id or "demo": `light.read`'s where that takes it, else transformers'.
+    """(model, tokenizer) of a folder, hub id or "demo", loaded by `light.read` if it can, otherwise by transformers.
 
-    Raises what `lowq_cli.loading.load` raises.
+    Raises as `lowq_cli.loading.load`.
     """
     from lowq_cli.devices import pick_device
     from lowq_cli.engine import native_loader
@@ -34,12 +34,12 @@ def ready(
     chosen = pick_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads())
-        # 2 MB pages for weights, from torch's first allocation on: a token of a 1B model by 4 bits 36 ms instead of 39
+        # set before torch's first allocation: with 2 MB pages a token of a 1B model in 4 bits takes 36 ms instead of 39
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         build_kernels(notice)
     with open_source(runnable(folder)) as source:
         if source.folder is not None:
-            tuning.use(source.folder, chosen, notice)  # before loading: it also says which layout each shape is best held in
+            tuning.use(source.folder, chosen, notice)  # before loading: the table also selects the layout of each shape
         try:
             if ranks.world() > 1:
                 raise NotPlain("several processes share it")
@@ -55,7 +55,7 @@ def ready(
 
 
 def build_kernels(notice: Callable[[str], None] = console.warn) -> None:
-    """Have the CPU kernels compiled where they have to be, with progress; say why where they are not in use."""
+    """Compile the CPU kernels if necessary, with progress; print the reason if they cannot be used."""
     from lowq_kernels.products.cpu import native
 
     if why := native.why_built():
@@ -68,7 +68,7 @@ def build_kernels(notice: Callable[[str], None] = console.warn) -> None:
 
 
 def tokenizer(source: Source) -> LoadedTokenizer:
-    """The tokenizer beside a model. Raises what `hf.tokenizer.load_tokenizer` raises."""
+    """The tokenizer of a model's checkpoint. Raises as `hf.tokenizer.load_tokenizer`."""
     try:
         if source.folder is None:
             raise NotPlain("no folder")
@@ -84,9 +84,9 @@ def tokenizer(source: Source) -> LoadedTokenizer:
 
 
 def threads() -> int:
-    """Threads to compute with: torch's own number, but not more than this process may use at once.
+    """The number of threads to compute with: torch's default, but at most the CPUs that this process may use at once.
 
-    In a container the processors one sees are often more than the share one has; threads beyond it only wait for each other.
+    A container often sees more processors than its CPU quota allows; threads beyond the quota only wait for each other.
     """
     allowed = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
@@ -96,5 +96,5 @@ def threads() -> int:
     try:
         quota, period = CGROUP_QUOTA.read_text().split()
         return max(1, min(allowed, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such file, or "max": no limit
+    except (OSError, ValueError):  # the file is missing or says "max": no quota
         return max(1, allowed)

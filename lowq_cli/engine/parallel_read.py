@@ -1,8 +1,8 @@
-"""Tensors of a source on a device, read by several threads: files that are in the page cache come at the speed of memory.
+"""Read a source's tensors onto a device with several threads; files in the page cache are read at the speed of memory.
 
-To a GPU bytes go through two pinned buffers a thread, one filled while the other is copied, on the default stream: what is
-launched after sees them. Nothing is read twice. On a CPU what lies in a file as it is computed with is mapped: 1.1 GB took
-2.5 s of fresh pages, and other processes share it.
+For a GPU, bytes go through two pinned buffers per thread, where one is filled while the other is copied. The copies are on the
+default stream, so kernels launched later see them. Nothing is read twice. On a CPU, tensors that a file holds in the dtype of
+computation are memory-mapped: allocating fresh pages for 1.1 GB took 2.5 s, and other processes share the mapping.
 """
 
 import threading
@@ -18,8 +18,8 @@ from lowq_packers.arch.config import NotPlain
 from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
-GPU_THREADS = 8  # one copies 5 to 10 GB/s out of the page cache; the bus takes 50
-CHUNK = 16 << 20  # bytes of a pinned buffer
+GPU_THREADS = 8  # one thread copies 5 to 10 GB/s from the page cache; the bus to the GPU takes 50 GB/s
+CHUNK = 16 << 20  # bytes per pinned buffer
 
 
 class Reader:
@@ -29,7 +29,7 @@ class Reader:
         self.source, self.device = source, device
         self.host_threads = torch.get_num_threads()
         self.threads = GPU_THREADS if device.type == "cuda" else self.host_threads
-        load_kernels(device.type)  # here: those threads would find the list half made
+        load_kernels(device.type)  # before the threads start: they must not see a partly filled registry
         self._own = threading.local()
         self._good: list[torch.Tensor] = []
 
@@ -40,15 +40,15 @@ class Reader:
         torch.set_num_threads(self.host_threads)
 
     def enter_thread(self) -> None:
-        """Called once by each thread: parallel already, its operations are not cut up further."""
+        """Initialise a thread: torch operations in it use one thread, since the reader's threads already run in parallel."""
         torch.set_num_threads(1)
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor, in the files' dtype or another."""
+        """One tensor, in the files' dtype or in `dtype`."""
         return self.join([name], dtype)
 
     def join(self, names: Sequence[str], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Tensors one behind the other along dim 0, in the files' dtype or another."""
+        """Tensors concatenated along dim 0, in the files' dtype or in `dtype`."""
         headers = [self.source.headers[n] for n in names]
         if len({h.dtype for h in headers}) > 1:
             return torch.cat([self.read(n, dtype) for n in names])
@@ -66,18 +66,18 @@ class Reader:
         return found
 
     def companion(self, names: Sequence[str], dtype: torch.dtype | None, scheme: Scheme, role: str) -> torch.Tensor:
-        """The "scale", "zero" or "table" (the role) of matrices of a scheme, noted for `check`."""
+        """The scales, zeros or tables (`role`) of a scheme's matrices, recorded for `check`."""
         found = self.join(names, dtype)
         self._good.append(plausible(found, scheme, role))
         return found
 
     def check(self) -> None:
-        """Raise NotPlain if scales or zeros were read that no quantizer writes: transformers' way says which."""
+        """Raise NotPlain for scales or zeros that no quantizer writes; loading with transformers then reports which."""
         if self._good and not bool(torch.stack(self._good).all()):
             raise NotPlain("scales or zeros that are not finite or out of range")
 
     def _fill(self, out: torch.Tensor, name: str, first: int, kept: torch.dtype) -> None:
-        """Elements of a tensor from `first` on into `out`, at most a CHUNK of them; `kept` is the files' dtype."""
+        """Read a tensor's elements from `first` on into `out`, at most one CHUNK; `kept` is the files' dtype."""
         at, nbytes = first * kept.itemsize, out.numel() * kept.itemsize
         if out.dtype == kept and not out.is_cuda:
             self.source.read_into(name, at, out.view(torch.uint8).numpy().data)
@@ -95,7 +95,7 @@ class Reader:
         copied.record(torch.cuda.current_stream(out.device))
 
     def _buffer(self) -> tuple[torch.Tensor, Any]:
-        """One of this thread's two buffers, pinned for a GPU, with the event of its last copy; they take turns."""
+        """The next of this thread's two buffers, which alternate; pinned for a GPU, with the event of its last copy."""
         if not hasattr(self._own, "buffers"):
             to_gpu = self.device.type == "cuda"
             made = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=to_gpu) for _ in range(2)]
@@ -105,10 +105,10 @@ class Reader:
 
 
 class Blank(Reader):
-    """Tensors of a source's shapes that hold what the memory held: for a model whose kernels are to be compiled."""
+    """A reader that returns uninitialised tensors of a source's shapes, for a model that is only to compile its kernels."""
 
     def _fill(self, out: torch.Tensor, name: str, first: int, kept: torch.dtype) -> None:
-        """Nothing."""
+        """Do nothing: `out` stays uninitialised."""
 
     def check(self) -> None:
-        """Nothing is wrong with values that nobody reads."""
+        """Do nothing: the values are not used."""

@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler: what each part of a step takes, and a timeline that Perfetto (ui.perfetto.dev) shows."""
+"""Run a few steps under torch's profiler: the time of each part, and a timeline for Perfetto (ui.perfetto.dev)."""
 
 import os
 import time
@@ -16,19 +16,20 @@ from lowq_cli.engine.timeline import StepPart
 from lowq_packers.atomic import scratch
 from lowq_packers.errors import UsageError
 
-STEPS = 8  # profiled, after as many to warm up
+STEPS = 8  # profiled steps, after as many warm-up steps
 WHOLE, BETWEEN = "(a step)", "(between operators)"
-QUIET = "99"  # the profiler's library tells of its starts and stops on stderr up to level 5
+QUIET = "99"  # above level 5, the profiler's library does not log its starts and stops to stderr
 
 
 def profile_steps(
     decoder: Decoder, prompts: list[list[int]], sampling: Sampling, timeline: Path, products: Sequence[str] = ()
 ) -> list[StepPart]:
-    """What a step consists of; the last row is the whole of it. The timeline is written to `timeline`.
+    """The parts of a step with their times; the last entry is the whole step. The timeline is written to `timeline`.
 
-    Reads the prompts again and decodes a few tokens. On a GPU the rows are a step's work in its order, as `timeline.parts`
-    gives it for these `products`, and add up to the step. On the CPU they are torch's operators and what lies between them,
-    mostly Python, the most first; the whole is by the clock. Raises UsageError where the timeline cannot be written.
+    It reads the prompts again and decodes a few tokens. On a GPU the entries are the step's work in order, from
+    `timeline.parts` for these `products`, and add up to the step. On the CPU they are torch's operators and the time between
+    them, mostly Python, the longest first; the whole is measured by the clock. Raises UsageError if the timeline cannot be
+    written.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -56,7 +57,7 @@ def profile_steps(
 
 
 def _write(found: Any, timeline: Path) -> None:
-    """The profiler's timeline, whole or not at all: on a full disk its library leaves a part of it and says nothing."""
+    """Write the profiler's timeline completely or not at all: on a full disk the library silently writes only a part."""
     with ExitStack() as made:
         try:
             timeline.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The range of a setting, said once, in its type: what draws tokens, the server's fields and the flags of commands ask it.
+"""The range of a setting, stated once, in its type: sampling, the server's fields and the commands' flags all check it.
 
 TopP = Annotated[float, Range(0, 1, off=1)]
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from lowq_packers.errors import UsageError
 
-INT64 = (1 << 63) - 1  # the largest number that a tensor of whole numbers holds
+INT64 = (1 << 63) - 1  # the largest int64
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Range:
     """The values that a setting may have.
 
     Args:
-        least, most: both belong to it. apart: one more value, outside. whole: whole numbers alone.
-        off: the value that changes nothing; apart_is: what the value outside means. Both are for the error's line.
+        least, most: the bounds, inclusive. apart: one more allowed value outside the bounds. whole: only whole numbers.
+        off: the value that turns the setting off; apart_is: the meaning of `apart`. Both are for the error message.
     """
 
     least: float
@@ -29,7 +29,7 @@ class Range:
     whole: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raise UsageError for a value outside, and for what is no number, NaN among them."""
+        """Raise UsageError for a value outside the range, and for one that is not a number or is NaN."""
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
         if not number or (value != self.apart and not self.least <= value <= self.most):
             raise UsageError(f"{name}={value} must be {self}")
@@ -55,7 +55,7 @@ def ranges(settings: type) -> dict[str, Range]:
 
 
 def check_ranges(settings: Any) -> None:
-    """Raise UsageError for the first field of a dataclass that is outside its range; None is inside every one."""
+    """Raise UsageError for the first field of a dataclass that is outside its range; None is always allowed."""
     for name, r in ranges(type(settings)).items():  # type: ignore[arg-type]  # a type is hashable
         if (value := getattr(settings, name)) is not None:
             r.check(name, value)

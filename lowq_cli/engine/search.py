@@ -1,7 +1,7 @@
-"""Choose among kernels by the time of a whole decode step.
+"""Select kernels by the time of a whole decode step.
 
-Alone, the fastest kernel is the one that fills every register of a GPU; in a step it leaves no room for the kernel after it
-to start early. So the few best of each shape are tried in place, the shapes with most weights first.
+Timed alone, the fastest kernel is one that uses every register of a GPU; within a step it keeps the next kernel from starting
+early. So the few best kernels of each shape are timed within a step, beginning with the shapes with the most weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,13 @@ from lowq_kernels.gpu import capability
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import LowqError, device_lost, log_error
 
-REPLAYS = 30  # of a recorded step that is timed
-WORTH = 0.998  # of the best time so far: a gain that is not the clock's
+REPLAYS = 30  # timed replays of a recorded step
+WORTH = 0.998  # a trial wins if its time is below this share of the best so far; a smaller gain may be timing noise
 _trial: dict[Call, Named] = {}
 
 
 def calls_of(decoder: StepDecoder, batch: int, dtype: torch.dtype) -> dict[Call, Named]:
-    """The products of a step of `batch` sequences, and what dispatch takes for each now; those with most weights first."""
+    """Each product of a step of `batch` sequences and dispatch's present choice for it; those with the most weights first."""
     found: dict[Call, int] = {}
     for m in decoder.linears.modules():
         if isinstance(m, QuantLinear):
@@ -36,7 +36,7 @@ def calls_of(decoder: StepDecoder, batch: int, dtype: torch.dtype) -> dict[Call,
 
 @torch.inference_mode()
 def step_us(decoder: StepDecoder) -> float:
-    """Microseconds of one recorded step at a started decoder's position, which stays; kernels are chosen anew."""
+    """Microseconds of one recorded step of a started decoder, without advancing it; kernels are selected anew."""
     registry.forget_choices()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     at, token = decoder.pos.clone(), decoder.token.clone()
@@ -58,15 +58,15 @@ def search(
     candidates: Mapping[Call, Sequence[Named]],
     left: Callable[[], bool] = lambda: True,
 ) -> tuple[dict[Call, Named], float, float]:
-    """(kernel and config for each call, microseconds of a step with `now`, and with these), tried one call after the other.
+    """(kernel and config for each call, microseconds of a step with `now`, and with the result); calls are tried in turn.
 
     Args:
-        decoder: started, with room for the position to stand still.
-        now: what each call takes at present.
-        candidates: what else it may take.
-        left: whether there is time for another trial.
+        decoder: a started decoder with room for the steps of a trial.
+        now: the present kernel and config of each call.
+        candidates: other kernels and configs for each call.
+        left: returns whether there is time for another trial.
 
-    Raises what loses the GPU; another error of a trial only keeps its kernels from being chosen.
+    Raises an error after which the GPU is lost; after any other error in a trial, its kernels are not selected.
     """
     if _trial.get not in registry.TABLES:
         registry.TABLES.insert(0, _trial.get)
@@ -76,9 +76,9 @@ def search(
         _trial.update(trial)
         try:
             return step_us(decoder)
-        except (RuntimeError, LowqError) as e:  # it cannot be launched or recorded: never chosen
+        except (RuntimeError, LowqError) as e:  # it cannot be launched or recorded, so it is never selected
             if device_lost(e):
-                raise  # each later trial would count as slow
+                raise  # otherwise each later trial would count as slow
             log_error("a trial of kernels within a step", e)
             return float("inf")
 

@@ -1,4 +1,4 @@
-"""What a model remembers of its texts, by what each layer says it needs (`arch.parts`): keys and values, a window of them,
+"""The state that a model keeps of its sequences, per layer (`arch.parts`): keys and values, a window of them, or recurrent
 states."""
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from lowq_cli.engine.plan import Plan
 from lowq_kernels.decode.kv import Cache, slot_bytes, zeros
 from lowq_packers.arch.parts import Pages, Recurrent
 
-BLOCK = 64  # slots of a paged cache's blocks: what attention reads at once
-PIECE = 1024  # prompt tokens of a text between two of which the keys behind a window are forgotten
+BLOCK = 64  # slots per block of a paged cache: attention reads that many at once
+PIECE = 1024  # max. prompt tokens per pass with ring caches, which hold a window and this many tokens
 
 
 def static_state(plan: Plan, batch: int, slots: int, kind: str, copies: int = 0) -> list[KeyValues | States]:
-    """The state of `batch` texts of up to `slots` tokens, keys and values held as `kind` says (`decode.kv.KINDS`).
+    """The state of `batch` sequences of up to `slots` tokens, with keys and values in the format `kind` (`decode.kv.KINDS`).
 
-    Each text has a place of its own. A layer with a window has a ring of blocks where that is smaller: block j of a text lies
-    where block j - n lay. Recurrent states lie from slot 1 on, and behind them is room for so many `copies`.
+    Each sequence has a separate place. A layer with a window has a ring of n blocks per sequence where that is smaller: block j
+    takes the place of block j - n. Recurrent states begin at slot 1; `copies` more slots follow them.
     """
     tables: dict[int, torch.Tensor] = {}
     return [state_of_layer(plan, i, batch, slots, kind, tables, copies) for i in range(len(plan.states))]
@@ -33,7 +33,7 @@ def state_of_layer(
     tables: dict[int, torch.Tensor] | None = None,
     copies: int = 0,
 ) -> KeyValues | States:
-    """One of `static_state`. tables: those of rings, by blocks, which layers share."""
+    """The state of one layer, as in `static_state`. tables: number of blocks -> ring table, which layers share."""
     spec, tables = plan.states[index], {} if tables is None else tables
     if isinstance(spec, Recurrent):
         return recurrent(spec, batch + 1 + copies, plan.dtype, plan.device)
@@ -46,12 +46,12 @@ def state_of_layer(
 
 
 def ring(window: int) -> int:
-    """Blocks that hold a window and a piece of a prompt behind it."""
+    """The number of blocks for a window and a piece of a prompt after it."""
     return -(-(window + PIECE) // BLOCK) + 1
 
 
 def _ring_table(batch: int, n: int, width: int) -> torch.Tensor:
-    """Tables (batch + 1, width) int32 of rings of n blocks; the last row is that of rows that belong to no text, in block 0."""
+    """Block tables (batch + 1, width) int32 of rings of n blocks; the last row is for dummies, which use block 0."""
     rows = 1 + torch.arange(batch)[:, None] * n + torch.arange(width) % n
     return torch.cat([rows, torch.zeros(1, width, dtype=torch.int64)]).int()
 
@@ -63,7 +63,7 @@ def _pair(spec: Pages, shape: tuple[int, int, int], kind: str, plan: Plan, table
 
 
 def recurrent(spec: Recurrent, slots: int, dtype: torch.dtype, device: torch.device) -> States:
-    """The states of `slots` texts, zeroed."""
+    """Zeroed recurrent states with `slots` slots."""
     return States(
         {
             name: torch.zeros(slots, *shape, dtype=torch.float32 if name in spec.fp32 else dtype, device=device)
@@ -73,16 +73,16 @@ def recurrent(spec: Recurrent, slots: int, dtype: torch.dtype, device: torch.dev
 
 
 def block_bytes(spec: Pages, kind: str, dtype: torch.dtype) -> int:
-    """Bytes of a block of one layer."""
+    """Bytes per block of one layer."""
     return BLOCK * spec.heads * sum(slot_bytes(kind, d, dtype) for d in (spec.k_dim, spec.v_dim) if d)
 
 
 def state_bytes(spec: Recurrent, dtype: torch.dtype) -> int:
-    """Bytes of one text's state in one layer."""
+    """Bytes of one sequence's state in one layer."""
     sizes = ((torch.Size(shape).numel(), 4 if name in spec.fp32 else dtype.itemsize) for name, shape in spec.shapes)
     return sum(n * size for n, size in sizes)
 
 
 def tensors_of(state: Sequence[KeyValues | States]) -> list[torch.Tensor]:
-    """The tensors of recurrent layers: what a pass that is run for trial would spoil."""
+    """The tensors of recurrent layers; a trial run of a pass changes them."""
     return [t for one in state if isinstance(one, States) for t in one.tensors.values()]

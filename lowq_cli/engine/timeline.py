@@ -1,7 +1,7 @@
-"""Where the microseconds of a GPU's step go: the profiler's timeline, read as one kernel after the other.
+"""Split the time of a GPU's step over its kernels, from the profiler's timeline.
 
-Kernels overlap (dependent launch), so their own times add up to half as much again as the step. What a kernel adds is the time
-from when everything before it has ended to its own end; that, and the time in which nothing ran, adds up to the step.
+Kernels overlap (dependent launch), so their durations add up to 1.5 times the step. The time that a kernel adds is measured
+from the end of all earlier kernels to its own end; these times and the idle time add up to the step.
 """
 
 import json
@@ -13,12 +13,12 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the timeline
 IDLE, EMBEDDING, CHOICE, OTHER = "(nothing running)", "embedding", "choice of a token", "other"
 KINDS = {"attend": "attention", "_add_norm": "norms", "_gated": "activation", "route": "router"}
 KINDS |= {"_best_kernel": CHOICE, "_choose_kernel": CHOICE}
-SMALL = ("at::native", "Memset", "Memcpy", "splitKreduce")  # what torch and cuBLAS add
+SMALL = ("at::native", "Memset", "Memcpy", "splitKreduce")  # launches that torch and cuBLAS add
 
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel (or copy) on the device, from start to end, in microseconds."""
+    """A kernel or copy on the device, with its start and end in microseconds."""
 
     name: str
     start: float
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StepPart:
-    """What one kind of work adds to a step: microseconds, in how many launches."""
+    """The time that one kind of work adds to a step: microseconds and number of launches."""
 
     what: str
     us: float
@@ -35,24 +35,24 @@ class StepPart:
 
 
 def spans(timeline: Path) -> list[Span]:
-    """What ran on the device, in the order it started, from a file in the profiler's format."""
+    """The kernels and copies on the device, in order of their starts, from a file in the profiler's format."""
     events = json.loads(timeline.read_text())["traceEvents"]
     found = [Span(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ON_DEVICE]
     return sorted(found, key=lambda s: s.start)
 
 
 def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> list[StepPart]:
-    """What a step consists of, in the order of its first launches, idle time last. Parts add up to the time of a step.
+    """The parts of a step in the order of their first launches, idle time last. They add up to the time of a step.
 
     Args:
-        found: `steps` steps, one after the other.
-        products: names of a layer's weights in the order of their products, then the head's. Where the kernels of a step fit
-            these, parts are named by what is done; else by kernel.
+        found: the kernels of `steps` consecutive steps.
+        products: names of a layer's weights in the order of their products, then the head's. Where a step's kernels match
+            these, parts are named by their work; otherwise by kernel.
     """
     per_step, rest = divmod(len(found), steps)
     names = [s.name for s in found]
     first = 0
-    if not rest and steps > 1:  # the first step's beginning has nothing before it
+    if not rest and steps > 1:  # leave out the first step: no kernel ran before it
         first = per_step
         names = (roles(names[:per_step], products) or names[:per_step]) * steps
         steps -= 1
@@ -68,9 +68,9 @@ def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> li
 
 
 def roles(names: Sequence[str], products: Sequence[str]) -> list[str] | None:
-    """What each kernel of a step does, for a model of layers: attention, and between two of them one product a weight.
+    """The work of each kernel of a step, for a model whose layers have attention and, between two attentions, all products.
 
-    None where the kernels are not so.
+    None where the kernels do not match that.
     """
     *body, head = products or ("",)
     kinds = [next((kind for part, kind in KINDS.items() if part in name), None) for name in names]

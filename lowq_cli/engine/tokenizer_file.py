@@ -1,7 +1,7 @@
 """A folder's tokenizer.json through the tokenizers library, with the ids that transformers' AutoTokenizer gives.
 
-Taken are folders for which transformers uses the file as it is, and Qwen 2's, of which it keeps vocabulary and merges and
-builds the rest, where the file says the same. Others raise NotPlain.
+It loads folders for which transformers uses the file unchanged. It also loads Qwen 2's, where transformers takes only the
+vocabulary and merges from the file and builds the rest, if the file's rest is the same. Other folders raise NotPlain.
 """
 
 import json
@@ -17,10 +17,10 @@ from lowq_packers.errors import LowqError, no_panic
 from lowq_packers.regular import MAX_CONFIG, read_text
 
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers does not believe
+ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers ignores
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-QWEN_PATTERN = (  # as transformers' Qwen2Tokenizer has it
+QWEN_PATTERN = (  # the pattern of transformers' Qwen2Tokenizer
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_PRE = {
@@ -33,7 +33,7 @@ QWEN_PRE = {
 
 
 def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
-    """The tokenizer of a folder. Raises NotPlain where transformers may make something else of it, and as `check_growth`."""
+    """The tokenizer of a folder. Raises NotPlain where transformers may build a different one, and as `check_growth`."""
     from tokenizers import Tokenizer
 
     file, facts = folder / "tokenizer.json", _json(folder / "tokenizer_config.json")
@@ -43,7 +43,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
         text = read_text(file)
         with no_panic(str(file)):
             tokens = Tokenizer.from_str(text)
-    except (LowqError, ValueError) as e:  # transformers reads it, or says what is wrong with it
+    except (LowqError, ValueError) as e:  # transformers reads it, or reports what is wrong with it
         raise NotPlain(f"tokenizer.json: {e}") from e
     check_growth(tokens, file)
     head = _without_vocabulary(text)
@@ -66,7 +66,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _without_vocabulary(text: str) -> dict[str, Any]:
-    """tokenizer.json but for its vocabulary and merges, which need not be Python objects."""
+    """tokenizer.json without its vocabulary and merges, which are not needed as Python objects."""
     head, found, model = text.partition('"model"')
     if not found or '"vocab"' in head:
         return json.loads(text)
@@ -74,12 +74,12 @@ def _without_vocabulary(text: str) -> dict[str, Any]:
         parsed: dict[str, Any] = json.loads(head.rstrip().rstrip(",") + "}")
         facts = model.partition('"vocab"')[0].strip().lstrip(":").rstrip().rstrip(",")
         return parsed | {"model": json.loads(facts + "}")}
-    except ValueError:  # sections in another order
+    except ValueError:  # the sections have another order
         return json.loads(text)
 
 
 def _check_class(facts: Mapping[str, Any], model_type: str, head: Mapping[str, Any]) -> None:
-    """Raise NotPlain unless transformers makes of the file what the file says."""
+    """Raise NotPlain unless transformers builds the tokenizer that the file describes."""
     named = facts.get("tokenizer_class")
     if facts.get("auto_map") or not isinstance(named, str):
         raise NotPlain("a tokenizer of no known class")
@@ -97,7 +97,7 @@ def _check_class(facts: Mapping[str, Any], model_type: str, head: Mapping[str, A
 
 
 def _check_special(folder: Path, facts: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise NotPlain unless every special token that is named anywhere is in the file already, with the same flags."""
+    """Raise NotPlain unless tokenizer.json has every special token of the other files, with the same flags."""
     added = {t["id"]: {k: t.get(k, False) for k in FLAGS} for t in head.get("added_tokens", ())}
     special = {t["content"] for t in added.values() if t["special"]}
     decoder = facts.get("added_tokens_decoder")
@@ -115,5 +115,5 @@ def _check_special(folder: Path, facts: Mapping[str, Any], head: Mapping[str, An
 
 
 def _spelled(token: Any) -> str:
-    """A token's text, which configs write as it is or with its flags."""
+    """A token's text; configs write it either as a string or as a dict with flags."""
     return str(token.get("content")) if isinstance(token, dict) else str(token)

@@ -1,4 +1,4 @@
-"""How a loaded model is shown pictures: its processor, its tower and the features of the last pictures, by their names."""
+"""Images for a loaded model: its processor, its vision tower, and a cache of the last images' features by name."""
 
 import threading
 from collections import OrderedDict
@@ -21,14 +21,14 @@ from lowq_packers.errors import UnsupportedError
 if TYPE_CHECKING:
     from lowq_cli.hf.tower import Tower
 
-KEPT_BYTES = 1 << 28  # of features: 256 MB, 30 pictures of 1,024 rows of an 8B with three deepstack layers
+KEPT_BYTES = 1 << 28  # max. bytes of cached features: 256 MB, 30 images of 1,024 rows for an 8B with three deepstack layers
 
 
 class Sight:
-    """Pictures in, features out.
+    """Computes the features of images.
 
     Args:
-        folder: of the checkpoint. images: how the model takes pictures. device, dtype: of what the tower computes.
+        folder: the checkpoint's. images: the model's conventions for images. device, dtype: of the features.
     """
 
     def __init__(self, folder: Path, images: Images, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,10 +37,10 @@ class Sight:
         self._tower: Tower | None = None
         self._lock = threading.Lock()
         self._kept = OrderedDict[bytes, Features]()
-        self.computed = 0  # pictures that the tower has been given
+        self.computed = 0  # number of images that the tower has computed
 
     def picture(self, given: Any) -> Picture:
-        """A picture as the tower is given it: a path, a file's bytes, a PIL image, or one that is ready. Raises UsageError."""
+        """An image preprocessed for the tower, given a path, a file's bytes, a PIL or preprocessed image. Raises UsageError."""
         if isinstance(given, Picture):
             return given
         if isinstance(given, bytes):
@@ -52,7 +52,7 @@ class Sight:
         return self._processor(given)
 
     def load(self) -> "Tower":
-        """The tower, loaded for the first picture, or before."""
+        """The tower; loaded at the first call."""
         if self._tower is None:
             from lowq_cli.hf.tower import load_tower
 
@@ -61,7 +61,7 @@ class Sight:
         return self._tower
 
     def features(self, picture: Picture) -> Features:
-        """What the tower makes of a picture, kept for the next time."""
+        """The tower's features of an image, cached."""
         found = self._kept.pop(picture.name, None)
         if found is None:
             found = self.load()(picture.inputs)
@@ -72,13 +72,13 @@ class Sight:
         return found
 
     def written(self, text: str, pictures: Sequence[Picture], spelled: Callable[[int], str | None]) -> str:
-        """A text with its pictures at their places; one without places has them at its beginning."""
+        """A text with the tokens of its images at their placeholders, or at its beginning if it has none."""
         if pictures and (own := framed(self.images, spelled)) not in text:
             text = own * len(pictures) + text
         return expanded(text, pictures, self.images, spelled)
 
     def shown(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Shown:
-        """The pictures of a text, with their features."""
+        """The images of a prompt, with their features."""
         seen = Shown(self.images, ids, pictures)
         return seen.see([self.features(p) for p in pictures], self.device, self.dtype)
 
@@ -89,7 +89,7 @@ def _bytes(features: Features) -> int:
 
 
 def sight_of(model: Any) -> Sight:
-    """The sight of a loaded model, kept with it. Raises UnsupportedError for one that takes no pictures."""
+    """The `Sight` of a loaded model, kept with the model. Raises UnsupportedError for a model that does not take images."""
     own = owned(model)
     if own.sight is None:
         if reason := why_not(model):
@@ -103,6 +103,6 @@ def sight_of(model: Any) -> Sight:
 
 
 def check_decoder(decoder: Any) -> None:
-    """Raise UnsupportedError for a decoder that takes no pictures."""
+    """Raise UnsupportedError for a decoder that does not take images."""
     if not isinstance(decoder, NativeDecoder):
         raise UnsupportedError(f"pictures need lowq's own decoder, and this one is {decoder.name}: {decoder.reason}")

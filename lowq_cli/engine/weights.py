@@ -1,7 +1,7 @@
-"""The tensors of a transformers model by the names of its description, layers that are one product joined in place.
+"""The tensors of a transformers model by the names of its description; layers that form one product are joined in place.
 
-Its modules become views into the joined weights, so nothing is held twice and the model keeps working. `native_loader` reads
-the same tensors straight from files.
+The model's modules become views into the joined weights, so memory holds nothing twice and the model keeps working.
+`native_loader` reads the same tensors directly from files.
 """
 
 from copy import copy
@@ -23,7 +23,7 @@ from lowq_packers.errors import is_no_refusal
 
 
 class ModelWeights:
-    """The tensors of a transformers model. Raises AttributeError where it has no module of a name."""
+    """The tensors of a transformers model. Raises AttributeError for a name without a module."""
 
     def __init__(self, model: Any, described: Model) -> None:
         self.model, self.described = model, described
@@ -56,7 +56,7 @@ class ModelWeights:
         found = self.text.get_submodule(part.module)
         if isinstance(found, QuantExperts):
             return found
-        own = copy(found)  # which gives its parameters away, so that the model's module keeps its own
+        own = copy(found)  # QuantExperts takes the parameters out of the copy; the model's module keeps them
         own._parameters = dict(found._parameters)
         return QuantExperts(own, {}, self.model.dtype, top_k=part.router.top_k)
 
@@ -72,8 +72,8 @@ class ModelWeights:
 
 
 def describe(config: Any) -> tuple[Model, Family]:
-    """The description of a config, and its family. Raises NotDescribed."""
-    kind = getattr(type(config), "model_type", "") or config.model_type  # Ministral's may be called mistral
+    """The description of a config's model, and its family. Raises NotDescribed."""
+    kind = getattr(type(config), "model_type", "") or config.model_type  # Ministral's config may say "mistral"
     if (family := families().get(kind)) is None:
         raise NotDescribed(f"{kind} is not one of the families that are described ({', '.join(families())})")
     text = config.get_text_config()
@@ -85,7 +85,7 @@ def describe(config: Any) -> tuple[Model, Family]:
 
 
 def why_not(model: Any) -> str | None:
-    """The reason a transformers model cannot be run by its description, or None."""
+    """The reason why a transformers model cannot be run by its description, or None."""
     try:
         described, _ = describe(model.config)
     except NotDescribed as e:
@@ -96,7 +96,7 @@ def why_not(model: Any) -> str | None:
         scale = embed_scale(weights.embed) if isinstance(weights.embed, nn.Embedding) else 1.0
         weights.vector(f"{described.norm.name}.weight")
         assert weights.head is not None
-    except AttributeError as e:  # torch's, of a module that is not there
+    except AttributeError as e:  # torch raises it for a missing module
         if is_no_refusal(e):
             raise
         return f"{type(model).__name__} is not built like the causal models of its family"
