@@ -1,7 +1,7 @@
-"""The only place that imports transformers: reading model structure, loading lowq checkpoints.
+"""The only package that imports transformers: it reads model structure and loads lowq checkpoints.
 
-`register` makes transformers know the quant_method "lowq" without importing it: `import lowq` takes no torch and no
-transformers (1 ms instead of several seconds), and the quantizer is there as soon as transformers is.
+`register` adds the quant_method "lowq" to transformers without importing it: `import lowq` imports neither torch nor
+transformers (1 ms instead of several seconds), and the quantizer is registered once something imports transformers.
 """
 
 import importlib
@@ -12,21 +12,21 @@ from types import ModuleType
 
 UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
 QUANTIZERS = "transformers.quantizers.auto"  # the module that holds transformers' table of quantizers
-AFTER = {  # a module of theirs -> ours that registers lowq there
+AFTER = {  # module of transformers or PEFT -> lowq's module that registers there
     QUANTIZERS: "lowq_cli.hf.quantizer",
-    "transformers.modeling_utils": "lowq_cli.hf.quantizer",  # comes after; for a `register` called while QUANTIZERS runs
+    "transformers.modeling_utils": "lowq_cli.hf.quantizer",  # imported later; for a `register` called while QUANTIZERS runs
     "peft.tuners.lora.model": "lowq_cli.hf.lora",
 }
 
 
 def _ready(name: str) -> bool:
-    """Whether a module has been imported to its end."""
+    """Whether a module is imported completely."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
-class _AfterImport:  # not a MetaPathFinder: importlib.abc alone would double the time that `import lowq` takes
-    """Lets the real finders find the modules of AFTER, and has ours imported once they have run."""
+class _AfterImport:  # not a MetaPathFinder: importlib.abc would double the time of `import lowq`
+    """Leaves finding the modules of AFTER to the other finders, and imports lowq's module after each has run."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in AFTER:
@@ -48,10 +48,10 @@ class _AfterImport:  # not a MetaPathFinder: importlib.abc alone would double th
 
 
 def register() -> None:
-    """Make transformers load lowq checkpoints and PEFT adapt them: at once where imported, otherwise when they are. Idempotent.
+    """Make transformers load lowq checkpoints and PEFT adapt them: now if imported, otherwise on import. Idempotent.
 
-    Also the entry point that torch calls while it is imported (its group torch.backends), so that a process which never
-    imports lowq reads checkpoints, too.
+    It is also an entry point of the group torch.backends, which torch calls while it is imported, so that processes that do not
+    import lowq can load its checkpoints, too.
     """
     if not any(isinstance(f, _AfterImport) for f in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())  # type: ignore[arg-type]
@@ -61,6 +61,6 @@ def register() -> None:
 
 
 def leave_out() -> None:
-    """Have transformers go on without UNUSED, as if they were not installed: for processes of the command line."""
+    """Hide UNUSED from transformers, as if they were not installed: for processes of the command line."""
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

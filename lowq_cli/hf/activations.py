@@ -1,4 +1,4 @@
-"""How the linear layers of a loaded model take their activations."""
+"""The precision in which the linear layers of a loaded model take their activations."""
 
 from typing import TypeVar
 
@@ -12,15 +12,15 @@ AnyModel = TypeVar("AnyModel", bound=CausalModel)
 
 
 def quantized_linears(model: CausalModel) -> list[QuantLinear]:
-    """The packed and fp8 linear layers, but for the output head, whose rounding every logit would see."""
+    """The packed and fp8 linear layers without the output head, whose rounding would change every logit."""
     head = model.get_output_embeddings()
     return [m for m in model.modules() if isinstance(m, QuantLinear) and m is not head and not isinstance(m, TiedHead)]
 
 
 def set_activations(model: AnyModel, act: Act) -> AnyModel:
-    """The model, its quantized linears rounding activations as `act` says.
+    """Make the model's quantized linears round activations to `act`, and return the model.
 
-    Raises UsageError where there are none, UnsupportedError for int8 against fp8 weights.
+    Raises UsageError if there are no quantized linears, UnsupportedError for int8 activations with fp8 weights.
     """
     layers = quantized_linears(model)
     if not layers and act != "none":
@@ -31,7 +31,7 @@ def set_activations(model: AnyModel, act: Act) -> AnyModel:
 
 
 def modes(model: CausalModel) -> list[Act]:
-    """The modes that the model's layers take; just "none" where nothing is quantized."""
+    """The modes that the model's layers support; only "none" if nothing is quantized."""
     layers = quantized_linears(model)
     if not layers:
         return ["none"]

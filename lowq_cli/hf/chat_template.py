@@ -1,7 +1,7 @@
-"""A conversation as its model's chat template writes it: a program from strangers, in the sandbox that transformers keeps safe.
+"""Renders conversations with a model's chat template, which is untrusted code, in transformers' sandbox.
 
-That sandbox keeps a template from files and code, not from looping for ever or asking for all memory: so it runs in a process
-of its own, with SECONDS and BYTES to spend, which is started with the first conversation (0.8 s) and ends with this one.
+The sandbox keeps a template from files and code, but not from endless loops or from taking all memory. A separate process
+therefore renders, limited to SECONDS and BYTES. It starts with the first conversation (0.8 s) and ends with this process.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from lowq_packers.errors import DamagedError, LowqError
 
-SECONDS, BYTES = 5.0, 1 << 28  # for one conversation; the longest templates of 2026 take 20 ms
+SECONDS, BYTES = 5.0, 1 << 28  # limits per conversation; the longest templates of 2026 take 20 ms
 _started: "list[subprocess.Popen[bytes]]" = []
 _one_at_a_time = Lock()
 
@@ -22,7 +22,7 @@ _one_at_a_time = Lock()
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, named: Mapping[str, Any], **more: Any
 ) -> str:
-    """The text of a conversation; `named` are the special tokens that templates may write, `more` what else it is told.
+    """The text of a conversation. named: the special tokens that templates may write; more: further template variables.
 
     Raises DamagedError where the template fails, loops on, or writes without end.
     """
@@ -38,7 +38,7 @@ def render(
             said = worker.stdout.readline(BYTES)
         except OSError:
             said = b""
-        except BaseException:  # Ctrl-C: what it says next would be the answer to another question
+        except BaseException:  # e.g. Ctrl-C: the process's next answer would belong to an earlier call
             _end()
             raise
         if not said.endswith(b"\n"):
@@ -51,12 +51,12 @@ def render(
 
 
 def _worker() -> "subprocess.Popen[bytes]":
-    """The process that renders, started if there is none."""
+    """The process that renders; started if it does not run."""
     if _started and _started[0].poll() is not None:
         _end()
     if not _started:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        # -P: nothing of the working folder is run
+        # -P: do not import from the working folder
         line = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
         _started.append(
             subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
@@ -76,13 +76,13 @@ def _end() -> None:
 
 
 def serve() -> None:
-    """What the process does: a line of facts in, a line of text out, within its means."""
+    """The loop of the rendering process: reads a line of arguments, writes a line with the text, within the limits."""
     import resource
     import signal
 
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as f:
@@ -92,14 +92,14 @@ def serve() -> None:
     os.dup2(2, 1)
     answers.write(b"ready\n")
     answers.flush()
-    call: Any = render_jinja_template  # it says that it gives a text, and gives a pair of lists
+    call: Any = render_jinja_template  # annotated as a string, but returns a pair of lists
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
             told: dict[str, Any] = {"text": call(**json.loads(line))[0][0]}
         except MemoryError:
             told = {"error": f"it takes more than {2 * BYTES >> 20} MB of memory"}
-        except Exception as e:  # the template is a program from strangers: whatever it raises is its answer
+        except Exception as e:  # untrusted code may raise anything; the error is the answer
             told = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(json.dumps(told).encode() + b"\n")

@@ -1,10 +1,10 @@
-"""transformers' rules for stacking and cutting checkpoint tensors, extended to what is stored beside packed weights.
+"""transformers' rules for stacking and splitting checkpoint tensors, extended to scales, zeros and tables of packed weights.
 
-A rule merges `experts.*.gate_proj.weight` into `experts.gate_up_proj`; copies of it here merge `weight_scale`, `weight_zero`
-and `weight_table` into `gate_up_proj_scale` and so on. transformers 5.21 makes such copies itself. Here it is done for every
-version, since those before have three faults: a pattern for `weight` also fits `weight_scale` (before 5.21), cutting a stack
-drops every dimension of size 1, so that of a row's only scale (before 5.23), and tensors that a rule renamed keep the dtype
-of their file (before 5.21).
+A rule merges `experts.*.gate_proj.weight` into `experts.gate_up_proj`; its copies made here merge `weight_scale`, `weight_zero`
+and `weight_table` into `gate_up_proj_scale` and so on. transformers 5.21 makes such copies itself. lowq makes them for every
+version, because earlier versions have three bugs: a pattern for `weight` also matches `weight_scale` (before 5.21); splitting
+a stack drops every dimension of size 1, e.g. that of one scale per row (before 5.23); and tensors that a rule renamed keep
+the dtype of their file (before 5.21).
 """
 
 import re
@@ -26,16 +26,16 @@ from transformers.quantizers.base import HfQuantizer
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO
 
 COMPANIONS = tuple(name.removeprefix(WEIGHT) for name in (SCALE, ZERO, TABLE))
-END = "$" if WeightRenaming("weight", "w").rename_source_key("weight_scale")[1] else ""  # where a pattern fits longer names
+END = "$" if WeightRenaming("weight", "w").rename_source_key("weight_scale")[1] else ""  # where patterns match prefixes
 KEEPS_DTYPE_OF_FILE = not hasattr(HfQuantizer, "get_new_dtype")
 
 
 class Stack(MergeModulelist):
-    """Tensors of the experts stacked along a new dimension; cut up again, each has the shape it had."""
+    """Stacks the experts' tensors along a new dimension; splitting the stack restores their shapes."""
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """What cuts."""
+        """The operation that splits the stack."""
         return Cut(self.dim)
 
 
@@ -45,7 +45,7 @@ class Cut(SplitModulelist):
     def convert(  # type: ignore[override]  # the base is decorated, and its own types disagree
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Pattern -> stack as pattern with a number in place of its star -> tensor."""
+        """Turn {pattern: stack} into {name: tensor}, where the expert's index replaces the pattern's star."""
         found: dict[str, torch.Tensor] = {}
         for pattern, tensors in input_dict.items():
             stack = tensors[0] if isinstance(tensors, list) else tensors
@@ -55,12 +55,12 @@ class Cut(SplitModulelist):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """What stacks."""
+        """The operation that stacks."""
         return Stack(self.dim)
 
 
 def with_companions(rules: Sequence[Any], model: PreTrainedModel) -> list[Any]:
-    """The rules, each that makes a packed parameter followed by its copies for the parameter's scales, zeros and tables."""
+    """The rules; a rule for a packed parameter is followed by its copies for the parameter's scales, zeros and tables."""
     names = "\n".join(name for name, _ in model.named_parameters())
     found: list[Any] = []
     for rule in rules:
@@ -76,7 +76,7 @@ def _bare(patterns: Sequence[str]) -> list[str]:
 
 
 def _copy(rule: WeightConverter, leaf: str) -> WeightConverter:
-    """The rule for tensors whose names end in `leaf` after what the rule names."""
+    """A copy of the rule for tensors whose names have `leaf` appended."""
     sources, targets = (
         [p + leaf + END for p in _bare(ps)] for ps in (rule._original_source_patterns, rule._original_target_patterns)
     )
@@ -87,7 +87,7 @@ def _copy(rule: WeightConverter, leaf: str) -> WeightConverter:
 
 
 def dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """The dtype that each parameter of a model on the meta device is loaded in; none of those that transformers sees to."""
+    """The dtype to load each parameter of a model on the meta device in; empty where transformers casts correctly."""
     if not KEEPS_DTYPE_OF_FILE:
         return {}
     found = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
@@ -98,7 +98,7 @@ def dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 
 def cast(model: PreTrainedModel, wanted: dict[str, torch.dtype]) -> None:
-    """Bring the parameters named in `wanted` to the dtype it says."""
+    """Cast the parameters named in `wanted` to the dtypes given there."""
     for name, p in model.named_parameters():
         if p.dtype != (dtype := wanted.get(name, p.dtype)):
             p.data = p.data.to(dtype)

@@ -1,7 +1,7 @@
-"""`model.dequantize()`: transformers' own modules in the place of packed ones, with the values that those stand for.
+"""`model.dequantize()`: replaces packed modules with transformers' modules that hold the dequantized weights.
 
-A second model of the same config, on the meta device, gives the modules: whatever a family made its layer of (a Conv1D, a
-scaled embedding, experts held transposed) is what comes back, and `save_pretrained` then writes an ordinary model.
+The modules come from a second model of the same config on the meta device, so that each has the class that its family uses (a
+Conv1D, a scaled embedding, transposed experts). `save_pretrained` then writes an ordinary model.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import unpack
 
-WRAPPED = ".base_layer"  # where PEFT keeps the layer that an adapter is added to
+WRAPPED = ".base_layer"  # PEFT's name for the layer that an adapter is added to
 
 
 def dequantize(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model itself, its packed weights dense in `dtype`. One module is dense and packed at a time.
+    """Make the packed weights dense in `dtype` and return the model. Only one module at a time is held in both forms.
 
-    Raises UnsupportedError for a model that is spread over processes.
+    Raises UnsupportedError for a tensor-parallel model.
     """
     if ranks(model) > 1:
         raise UnsupportedError("a model that is spread over processes is not dequantized; load it in one process")
@@ -48,12 +48,12 @@ def dequantize(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         model.set_submodule(path, dense.train(model.training))
     model._tied_weights_keys = twin._tied_weights_keys
     model.all_tied_weights_keys = twin.all_tied_weights_keys
-    vars(model).pop("_weight_conversions", None)  # those of lowq's files
+    vars(model).pop("_weight_conversions", None)  # they are for lowq's files
     return nn.Module.to(model, dtype) if model.dtype != dtype else model
 
 
 def _fill(dense: Any, packed: nn.Module, dtype: torch.dtype) -> None:
-    """Give a module without weights those of a packed one."""
+    """Give a module on the meta device the weights of a packed one."""
     if isinstance(packed, QuantExperts):
         for name in packed.kind.stacks:
             setattr(dense, name, _parameter(_stack(packed, name), dtype))
@@ -74,7 +74,7 @@ def _fill(dense: Any, packed: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _stack(packed: QuantExperts, name: str) -> torch.Tensor:
-    """The experts' matrices as transformers holds them."""
+    """The experts' matrices in transformers' form."""
     stack = packed.stack(name)
     if stack.scheme is None:
         return getattr(packed, name)

@@ -11,7 +11,7 @@ from lowq_packers.scheme import Scheme
 
 
 def embed_scale(embedding: nn.Embedding) -> float | None:
-    """What an embedding multiplies its rows with (1 for torch's own); None for a kind that lowq does not know."""
+    """The factor that an embedding multiplies its rows with (1 for torch's own); None for a kind that lowq does not know."""
     if type(embedding) is nn.Embedding:
         return 1.0
     scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
@@ -19,9 +19,9 @@ def embed_scale(embedding: nn.Embedding) -> float | None:
 
 
 class QuantEmbedding(nn.Module):
-    """ids (...) -> rows (..., K) of the dequantized table, times the scale of the embedding it replaces.
+    """ids (...) -> rows (..., K) of the dequantized table, times the factor of the embedding it replaces.
 
-    Its tensors are `weight` (V, words) int32, `weight_scale`, `weight_zero` (V, groups), always rowstream: look-ups read rows.
+    Its tensors are `weight` (V, words) int32, `weight_scale` and `weight_zero` (V, groups); always rowstream, for look-ups.
     """
 
     def __init__(self, embedding: nn.Embedding, scheme: Scheme, dtype: torch.dtype) -> None:
@@ -47,7 +47,7 @@ class QuantEmbedding(nn.Module):
         return PackedWeight(*tensors, self.scheme, self.num_embeddings, self.embedding_dim, DISK, table=table)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of `ids`, rounded once to the dtype of the scales, then scaled as the model does."""
+        """The rows of `ids`, rounded once to the scales' dtype, then multiplied by the embedding's factor."""
         s, flat = self.scheme, ids.reshape(-1)
         dtype = self.weight_scale.dtype if s.scale == "float" else self.dtype
         codes = bitstream.unpack(self.weight[flat], s.bits, self.embedding_dim)
@@ -63,19 +63,19 @@ class QuantEmbedding(nn.Module):
             return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """The text in print(model)."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"
 
 
 class TiedHead(QuantLinear):
-    """The output layer of a model whose embedding is packed and tied to it: the same weight, absent from files.
+    """The output layer of a model with a packed, tied embedding: it has the embedding's weight and is absent from files.
 
-    Products need the device's own layout and look-ups need rows, so in memory there are two packed copies, still a
-    fraction of the dense table.
+    Matmuls need the device's layout and look-ups need rows, so that memory holds two packed copies, which are still smaller
+    than the dense table.
     """
 
     def share(self, embedding: QuantEmbedding) -> None:
-        """Take the embedding's weight."""
+        """Copy the embedding's weight."""
         self._hold(embedding.packed)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]

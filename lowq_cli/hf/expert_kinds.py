@@ -1,7 +1,7 @@
-"""How a module of transformers holds a mixture's experts, by the facts that it states about itself.
+"""The form in which a module of transformers holds a mixture's experts, from the module's attributes.
 
-And the names of their files: where transformers keeps all experts of a layer in one tensor, lowq writes them one by one, as
-`experts.3.gate_proj.weight`: the names that most mixtures have.
+It also has the experts' names in files: where transformers keeps all experts of a layer in one tensor, lowq writes them one by
+one with the names that most mixtures have, e.g. `experts.3.gate_proj.weight`.
 """
 
 from collections import defaultdict
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 DOWN = "down_proj"
 LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), DOWN: (DOWN,)}  # parameter -> an expert's matrices
-EVERY_TOKEN = ("Llama4TextExperts",)  # given (experts * tokens, H): every token, zero where it does not visit
-LISTED = ("JetMoeParallelExperts",)  # one stack, called with rows in the order of their experts and a list of how many each has
-IDENTITIES = ("LongcatFlashExperts",)  # experts behind the last that has weights give back what they are given
+EVERY_TOKEN = ("Llama4TextExperts",)  # called with (experts * tokens, H), zero where a token does not visit the expert
+LISTED = ("JetMoeParallelExperts",)  # one stack, called with rows sorted by expert and a list of rows per expert
+IDENTITIES = ("LongcatFlashExperts",)  # experts with higher indices than those with weights return their input
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Experts as two stacks of matrices, the second of them down_proj, or (of the list above) one called "weight".
+    """Experts as two stacks of matrices, the second called down_proj, or (classes in LISTED) one stack called "weight".
 
-    first: the other: "gate_up_proj", or "up_proj" where nothing gates. transposed: transformers holds (E, K, N).
-    interleaved: it holds rows gate 0, up 0, gate 1, ...; here all of gate come before up. bias: both have one (E, N).
-    every_token, identities: as the lists above say.
+    first: the first stack's name: "gate_up_proj", or "up_proj" without a gate. transposed: transformers holds (E, K, N).
+    interleaved: transformers orders rows gate 0, up 0, gate 1, ...; in lowq all of gate come before up. bias: both stacks have
+    a bias (E, N). every_token, identities: the class is in EVERY_TOKEN or IDENTITIES.
     """
 
     first: str = "gate_up_proj"
@@ -46,16 +46,16 @@ class Kind:
         return (self.first,) if self.first == "weight" else (self.first, DOWN)
 
     def shape(self, stack: torch.Tensor) -> tuple[int, int, int]:
-        """E, N, K of a parameter of transformers'."""
+        """E, N, K of a parameter in transformers' form."""
         E, N, K = stack.shape
         return (E, K, N) if self.transposed else (E, N, K)
 
     def rows(self, name: str, stack: torch.Tensor) -> torch.Tensor:
-        """A parameter of transformers' as (E, N, K), gate before up."""
+        """A parameter in transformers' form as (E, N, K), gate before up."""
         return self.in_order(name, stack.mT if self.transposed else stack)
 
     def in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Rows along dim 1, gate before up."""
+        """Rows in transformers' order along dim 1, reordered to gate before up."""
         return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1) if self.interleaved and name == self.first else rows
 
     def as_held(self, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -65,11 +65,11 @@ class Kind:
         return rows.mT if self.transposed else rows
 
     def as_gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Values (..., 2I), gate before up, in the order that the module's own gate takes."""
+        """Values (..., 2I), gate before up, reordered for the module's own gate function."""
         return torch.stack(gate_up.chunk(2, -1), -1).flatten(-2) if self.interleaved else gate_up
 
     def cut(self, name: str, cut: Cut) -> Cut:
-        """Some rows of `rows` as a cut of transformers' parameter."""
+        """The cut of transformers' parameter that holds these rows of `rows`."""
         if self.interleaved and name == self.first and cut.rows:
             first, last = cut.rows
             start, end = (0, 2 * last) if first == 0 else (1, last)
@@ -78,7 +78,7 @@ class Kind:
 
 
 def kind_of(module: nn.Module) -> Kind | str:
-    """How a module holds its experts, or the reason why it is no kind that lowq knows."""
+    """The `Kind` of a module of experts, or the reason why lowq does not support the module."""
     own = type(module).__name__
     if own in LISTED:
         return Kind("weight")
@@ -103,7 +103,7 @@ def kind_of(module: nn.Module) -> Kind | str:
 
 
 def between(module: Any, h: torch.Tensor) -> torch.Tensor:
-    """What a module of transformers computes between both products of an expert: h (S, 2I), in the order it takes -> (S, I)."""
+    """An expert's computation between its two matmuls: h (S, 2I), in the module's order -> (S, I)."""
     if not getattr(module, "has_gate", True):
         return module.act_fn(h)
     if callable(gate := getattr(module, "_apply_gate", None)):
@@ -113,10 +113,10 @@ def between(module: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def converters(stacks: Iterable[tuple[str, bool]], known: Sequence["WeightConverter"]) -> list["WeightConverter"]:
-    """What stacks the experts of lowq's files where transformers has no such rule of its own, and cuts them up for saving.
+    """The rules that stack the experts of lowq's files, and split them for saving, where transformers has no such rule.
 
     Args:
-        stacks: path of every parameter of a model's experts, and whether it is packed.
+        stacks: the path of every parameter of a model's experts, and whether it is packed.
         known: transformers' rules for the model.
     """
     from transformers.core_model_loading import (
@@ -134,7 +134,7 @@ def converters(stacks: Iterable[tuple[str, bool]], known: Sequence["WeightConver
         own[suffix] += [path] if packed else []
         dense |= set() if packed else {suffix}
     found = []
-    for suffix, paths in own.items():  # one rule for all layers, unless some of them keep theirs as they are
+    for suffix, paths in own.items():  # one rule for all layers, unless some layers have dense experts
         for target in paths if suffix in dense else [suffix] * bool(paths):
             parent, _, name = target.rpartition(".")
             files = [f"{parent}.*.{leaf}.weight" for leaf in LEAVES[name]] if name in LEAVES else [f"{parent}.*.{name}"]

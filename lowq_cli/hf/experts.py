@@ -1,8 +1,8 @@
-"""QuantExperts: the experts of a mixture layer, packed, in the place of transformers' module of stacked 3-D parameters.
+"""QuantExperts: the packed experts of a mixture layer; it replaces transformers' module of stacked 3-D parameters.
 
 Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gate_up_proj_zero` (E, 2I, groups), and
-`down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
-Whatever way transformers holds them (`expert_kinds`), here all rows of gate come before those of up.
+`down_proj` likewise. With these names transformers stacks the files' tensors of single experts, and splits them on saving.
+All rows of gate come before those of up, in whichever order transformers has them (`expert_kinds`).
 """
 
 from collections.abc import Mapping
@@ -23,24 +23,24 @@ from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
 
-LEAVES = ("", "_scale", "_zero", "_table")  # what follows a stack's name in those of its tensors
-FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
-COPIED = 256 << 20  # bytes of experts that are copied at once there
-ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
+LEAVES = ("", "_scale", "_zero", "_table")  # suffixes of a stack's name that give the names of its tensors
+FEW_ROWS = 32  # max. tokens x experts per token (decoding) where copying experts is cheaper than a device sync
+COPIED = 256 << 20  # max. bytes of experts copied at once in that case
+ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # class names in transformers and torch
 
-ALONE = ACTS | {"ReLUSquaredActivation": "relu2", "ReLU": "relu", "GELUActivation": "gelu"}  # of experts without a gate
-FUSED = (*ACTS.values(), "clamped_swiglu")  # gates that kernels have
+ALONE = ACTS | {"ReLUSquaredActivation": "relu2", "ReLU": "relu", "GELUActivation": "gelu"}  # for experts without a gate
+FUSED = (*ACTS.values(), "clamped_swiglu")  # gates that the kernels support
 
 
 class QuantExperts(nn.Module):
-    """For each token the weighted sum of its experts, down(act(gate(x)) * up(x)), from packed weights.
+    """Computes each token's weighted sum of its experts, down(act(gate(x)) * up(x)), from packed weights.
 
     Args:
         experts: transformers' module, of a known kind; its gating is reused, its parameters are taken (where dense) or dropped.
-        schemes: "gate_up_proj" and/or "down_proj" -> Scheme; one that is absent stays dense, as transformers has it.
-        dtype: of scales, zeros and dense parameters.
-        tables: of a table scheme: how many an expert's stack has, where it is made of several matrices in the files.
-        top_k: experts of a token; calls say it too, but those of the kind `every_token`.
+        schemes: "gate_up_proj" and/or "down_proj" -> Scheme; a stack that is absent stays dense, in transformers' form.
+        dtype: dtype of scales, zeros and dense parameters.
+        tables: for table schemes, tables per expert of a stack that files hold as several matrices.
+        top_k: experts per token; needed for the kind `every_token`, whose calls do not give it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class QuantExperts(nn.Module):
             )
             self._hold(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
         self.dtype = dtype
-        self.__dict__["gating"] = experts  # not a submodule: no parameters are left in it, only its way of gating
+        self.__dict__["gating"] = experts  # not a submodule: only its gate function is used, it has no parameters left
 
     def _hold(self, name: str, stack: Stack) -> None:
         """Keep `stack` as the tensors called `name`."""
@@ -87,7 +87,7 @@ class QuantExperts(nn.Module):
         self.layouts[name] = stack.layout
 
     def stack(self, name: str) -> Stack:
-        """The weights called `name` as they are held now; dense ones in the order that the module's gate takes."""
+        """The weights called `name` in their present layout; dense ones are in the order of the module's gate."""
         _, N, K = self.shapes[name]
         words, scales, zeros, table, aux = (getattr(self, name + suffix) for suffix in (*LEAVES, "_aux"))
         if name not in self.schemes and self.kind.transposed:
@@ -95,12 +95,12 @@ class QuantExperts(nn.Module):
         return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name], table, self.bias(name))
 
     def bias(self, name: str) -> torch.Tensor | None:
-        """What is added to the products of a stack, (E, N); None where nothing is."""
+        """The bias (E, N) of a stack, in the order of its rows; None without one."""
         bias = getattr(self, f"{name}_bias")
         if bias is None or not self.kind.interleaved or name not in self.schemes:
             return bias
         key = (bias.data_ptr(), bias.device)
-        if name not in self._ordered or self._ordered[name][0] != key:  # a step of decoding would copy it in every layer
+        if name not in self._ordered or self._ordered[name][0] != key:  # cached: decoding would copy it per step and layer
             self._ordered[name] = key, self.kind.in_order(name, bias.data)
         return self._ordered[name][1]
 
@@ -109,7 +109,7 @@ class QuantExperts(nn.Module):
             self._hold(name, self.stack(name).repacked(layout))
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantExperts":
-        """Move the weights into the layout this device computes in. Called after loading; idempotent."""
+        """Move the weights into the layout that this device computes in. Called after loading; idempotent."""
         self._ordered.clear()
         for name, scheme in self.schemes.items():
             now = self.stack(name)
@@ -124,12 +124,12 @@ class QuantExperts(nn.Module):
         top_k_index: torch.Tensor | list[int] | None = None,
         top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H); `every_token`, LISTED: as those say.
+        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H). For other calls see EVERY_TOKEN and LISTED.
 
-        Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit. Tokens on a GPU take kernels
-        that never wait for it (`mixture`), where they can; all others are grouped by expert on the host.
+        Sums a token's experts in fp32 in the order of top_k_index, so that two runs agree bit for bit. On a GPU, kernels that
+        need no device sync compute the layer (`mixture`) if they support it; otherwise the host groups tokens by expert.
         """
-        if isinstance(top_k_index, list):  # how many rows each expert has
+        if isinstance(top_k_index, list):  # number of rows per expert
             experts = torch.arange(len(top_k_index)).repeat_interleave(torch.tensor(top_k_index))
             return self._product(hidden_states, experts.to(hidden_states.device), "weight")
         if top_k_index is None or top_k_weights is None:
@@ -154,9 +154,9 @@ class QuantExperts(nn.Module):
         return torch.where((experts > last)[:, None], x, y) if self.kind.identities else y
 
     def _every_token(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(E * T, H) -> (E * T, H): all tokens for expert 0, then all for expert 1, ...; only rows that are not 0 are computed.
+        """(E * T, H) -> (E * T, H): all tokens for expert 0, then all for expert 1, ...; only nonzero rows are computed.
 
-        On a GPU, which would have to be waited for, the `num_experts_per_tok` largest of each token.
+        On a GPU, where finding them needs a device sync, the `num_experts_per_tok` largest rows of each token are computed.
         """
         E = self.shapes[DOWN][0]
         by_expert = hidden_states.reshape(E, -1, hidden_states.shape[-1])
@@ -172,9 +172,9 @@ class QuantExperts(nn.Module):
 
     @property
     def act(self) -> str:
-        """What is between both products, as the kernels call it; "" where that is not what they know."""
+        """The kernels' name for the operation between the two matmuls; "" if they do not support it."""
         gating: Any = self.__dict__["gating"]
-        described = getattr(gating, "act", "")  # by `native_loader`
+        described = getattr(gating, "act", "")  # set by `native_loader`
         if not getattr(gating, "has_gate", True):
             alone = described or ALONE.get(type(gating.act_fn).__name__, "")
             return UNGATED + alone if alone and self.kind == Kind(self.kind.first) else ""
@@ -189,25 +189,25 @@ class QuantExperts(nn.Module):
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
     def fused(self, dtype: torch.dtype, top_k: int, M: int = 1) -> Choice | None:
-        """The kernel that computes the layer of M tokens without waiting for the device, where there is one."""
+        """The kernel that computes the layer for M tokens without a device sync, or None."""
         if not self.act:
             return None
         up, down = (self.stack(name) for name in self.kind.stacks)
         return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M)) if up.words.is_cuda else None
 
     def grouped(self, dtype: torch.dtype) -> bool:
-        """Whether any number of tokens is computed without waiting for the device, so that a CUDA graph can hold it."""
+        """Whether any number of tokens is computed without a device sync, so that a CUDA graph can capture it."""
         return bool(self.act) and takes_any_number(self.stack(self.kind.first), self.stack(DOWN), self.act, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
-        """Row s of x times the weight of expert `experts[s]`."""
+        """The matmul of each row s of x with the weight of expert `experts[s]`."""
         s, bias = self.stack(name), self.bias(name)
         facts = pack_facts(s.scheme, s.N, s.K, s.layout)
         y = experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, facts, s.table)
         return y if bias is None else y + bias[experts]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moving to another kind of device changes the layout; go through the one that every device knows."""
+        """Moves to another device by way of the layout that every device supports, because layouts depend on the device."""
         before = getattr(self, self.kind.stacks[-1]).device
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=before)).dtype
         after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
@@ -240,13 +240,13 @@ class QuantExperts(nn.Module):
             self.prepare()
 
     def extra_repr(self) -> str:
-        """What print(model) shows."""
+        """The text in print(model)."""
         E, _, _ = self.shapes[DOWN]
         return f"{E} experts, " + ", ".join(f"{k} {s} {self.layouts[k]}" for k, s in self.schemes.items())
 
 
 def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """Row s of x (S, K) by expert experts[s] (S,) -> (S, N): a product per expert that is hit. Waits for the device once."""
+    """x (S, K), experts (S,) -> (S, N): row s times its expert's weight, one matmul per expert in use. One device sync."""
     y = torch.empty(x.shape[0], stack.N, dtype=x.dtype, device=x.device)
     order = torch.argsort(experts, stable=True)
     start = 0
@@ -259,7 +259,7 @@ def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torc
 
 
 def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """The same by a product per row, on a copy of its expert's weight. Never waits, so a CUDA graph can hold it."""
+    """The same with one matmul per row, on a copy of its expert's weight. No device sync: a CUDA graph can capture it."""
     at_once, made = max(1, COPIED // stack.words[0].nbytes), list[torch.Tensor]()
     for first in range(0, x.shape[0], at_once):
         rows = x[first : first + at_once]
@@ -279,7 +279,7 @@ def experts_linear(
     facts: str,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. No scheme in the facts: `words` is dense."""
+    """x (S, K), experts (S,) -> (S, N): row s times its expert's weight. Without a scheme in `facts`, `words` is dense."""
     stack = Stack(words, scales, zeros, aux, *read_facts(facts), table)
     if x.is_cuda and (x.shape[0] <= FEW_ROWS or torch.cuda.is_current_stream_capturing()):
         return row_by_row(x, experts, stack)

@@ -1,8 +1,8 @@
-"""fp8-block checkpoints run as they are: QuantLinear in the place of every linear whose weight is e4m3.
+"""Runs fp8-block checkpoints without conversion: QuantLinear replaces every linear whose weight is e4m3.
 
-transformers has a reader of its own for quant_method "fp8"; ours takes partial blocks and blocks of 256, and its kernels
-work at any number of rows. What it cannot hold (stacked experts, e8m0 scales, static activations) is imported dense:
-see importer.py.
+transformers has a reader for quant_method "fp8", too; lowq's also takes partial blocks and blocks of 256, and its kernels
+take any number of rows. Unsupported cases (stacked experts, e8m0 scales, static activations) are imported dense; see
+importer.py.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from lowq_packers.scheme import ACT_KEY
 
 
 def why_not(source: Source) -> str | None:
-    """Why a checkpoint cannot be run with fp8 kernels as it is, or None."""
+    """The reason why a checkpoint cannot run with fp8 kernels without conversion, or None."""
     if why := fp8_tensors.why_not(source.config, source.headers):
         return why
     skeleton = Skeleton(build(source.config))
@@ -33,7 +33,7 @@ def why_not(source: Source) -> str | None:
 
 
 def native_config(source: Source) -> Any:
-    """What `from_pretrained` takes as `config` to load the checkpoint with fp8 kernels."""
+    """The `config` for `from_pretrained` that loads the checkpoint with fp8 kernels."""
     given = source.config["quantization_config"]
     with only_its_files(source) as view:
         config = AutoConfig.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""A causal model's decoder layers, one at a time in memory: what calibration walks through."""
+"""A causal model's decoder layers, one at a time in memory; calibration runs them in order."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,16 +17,16 @@ from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
 Hidden = torch.Tensor
-Others = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with besides the hidden state
+Others = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a layer besides the hidden state
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where the matrix of a checkpoint tensor lies in a decoder layer: a parameter, or a cut of one."""
+    """The place of a checkpoint tensor's matrix in a decoder layer: a parameter, or a cut of one."""
 
     module: str
     leaf: str = "weight"
-    cut: Cut = WHOLE  # transposed in Conv1D
+    cut: Cut = WHOLE  # `cut.transposed` in Conv1D
 
     @property
     def path(self) -> str:
@@ -46,15 +46,15 @@ class _Tensor:
 class DecoderLayers:
     """The decoder layers of a source's model, in fp32 on a device; weights are read when a layer is entered.
 
-    Raises UnsupportedError for a model whose layers are not a plain list, or hold weights that transformers rearranges while
-    loading in another way than laying them side by side.
+    Raises UnsupportedError for a model whose layers are not a plain list, or have weights that transformers transforms while
+    loading in other ways than concatenation.
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.source, self.device = source, device
         self.skeleton = Skeleton(build(source.config))
         self.model = self.skeleton.model.eval()
-        for module in self.model.modules():  # the plain loop over experts: the others want a GPU or half precision
+        for module in self.model.modules():  # "eager", the loop over experts: the others need a GPU or half precision
             config: Any = getattr(module, "config", None)
             if hasattr(config, "_experts_implementation"):
                 config._experts_implementation = "eager"
@@ -85,7 +85,7 @@ class DecoderLayers:
         return len(self.layers)
 
     def linears(self, number: int) -> dict[str, Spot]:
-        """Checkpoint name without ".weight" -> where it lies in the layer, for each linear weight, each expert's among them."""
+        """Checkpoint name without ".weight" -> place in the layer, for each linear weight, including those of experts."""
         found = {}
         for tensor in self._mine[number]:
             module, leaf = _owner(self.layers[number], tensor.inside)
@@ -99,12 +99,12 @@ class DecoderLayers:
         return {name.removesuffix(".weight"): spot for name, spot in found.items()}
 
     def _stacks(self, param: str) -> tuple[str, ...]:
-        """The stacks of the experts that a parameter is of, where each call says which experts a token visits."""
+        """The stacks of the parameter's module of experts; empty if calls do not give the experts that a token visits."""
         kind = self.skeleton.kinds.get(param.rpartition(".")[0])
         return kind.stacks if isinstance(kind, Kind) and not kind.every_token and len(kind.stacks) > 1 else ()
 
     def kept(self, number: int) -> dict[str, str]:
-        """Parameter in the layer -> checkpoint name, for those that a tensor fills alone."""
+        """Parameter in the layer -> checkpoint name, for parameters that one tensor fills."""
         held = dict(self.layers[number].named_parameters())
         return {t.inside: t.name for t in self._mine[number] if t.cut is None and t.inside in held}
 
@@ -112,11 +112,11 @@ class DecoderLayers:
     def start(
         self, windows: torch.Tensor, batch: int, instead: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[list[Hidden], list[Others]]:
-        """The first layer's input for each `batch` rows of `windows` (n, T), and every layer's other arguments (of a batch).
+        """The first layer's input for each batch of `windows` (n, T), and every layer's other arguments for one batch.
 
-        instead: checkpoint name -> values of tensors outside of the layers, other than the source's: a quantized embedding.
+        instead: checkpoint name -> values that replace the source's for tensors outside the layers, e.g. a quantized embedding.
         """
-        _fill_buffers(self.model, self.device)  # before the weights, which transformers' way of doing it would overwrite
+        _fill_buffers(self.model, self.device)  # before the weights, which this would overwrite
         self._fill(self.model, self._rest)
         for t in self._rest:
             if instead and t.name in instead:
@@ -141,7 +141,7 @@ class DecoderLayers:
 
     @contextmanager
     def tail(self) -> Iterator[Callable[[torch.Tensor, Hidden], torch.Tensor]]:
-        """A function from ids (n, T) and the last layer's output for them to the logits, differentiable in the latter."""
+        """A function of ids (n, T) and the last layer's output for them; returns logits, differentiable in that output."""
         self._fill(self.model, self._rest)
         tied = {p: s for p, s in self.skeleton.tied.items() if not p.startswith(self._prefix)}
         for param, source in tied.items():
@@ -153,7 +153,7 @@ class DecoderLayers:
             def logits(ids: torch.Tensor, hidden: Hidden) -> torch.Tensor:
                 for layer in self.layers:
                     layer.forward = lambda *_, **__: hidden.as_subclass(_Output)
-                words = ids.clamp(min=0).to(self.device)  # those below zero are rows of pictures, which `hidden` has seen
+                words = ids.clamp(min=0).to(self.device)  # ids below zero are rows of images, which are already in `hidden`
                 return self.model(input_ids=words, use_cache=False).logits
 
             yield logits
@@ -164,7 +164,7 @@ class DecoderLayers:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer with its weights; they are dropped on leaving."""
+        """Inside this context the decoder layer has its weights; they are dropped on leaving."""
         module = self.layers[number]
         self._fill(module, self._mine[number])
         try:
@@ -178,7 +178,7 @@ class DecoderLayers:
             held = module._parameters.get(leaf)
             shape = self.source.headers[t.name].shape
             if held is None:
-                if (buffer := module._buffers.get(leaf)) is not None:  # such as the bias by which DeepSeek-V3 chooses experts
+                if (buffer := module._buffers.get(leaf)) is not None:  # e.g. the bias in DeepSeek-V3's choice of experts
                     module._buffers[leaf] = self.source.read(t.name).reshape(shape).to(self.device, _in_fp32(buffer))
                 continue
             value = self.source.read(t.name).reshape(shape).to(self.device, torch.float32)
@@ -200,7 +200,7 @@ class DecoderLayers:
 
 
 def run(layer: nn.Module, hidden: Hidden, others: Others) -> Hidden:
-    """The layer's output. Raises UnsupportedError for a layer that cannot be run without its model."""
+    """The layer's output. Raises UnsupportedError for a layer that cannot run without its model."""
     with _layer_errors_as_unsupported(type(layer).__name__):
         out = layer(hidden, *others[0], **others[1])
     return out[0] if isinstance(out, tuple) else out
@@ -223,14 +223,14 @@ def _owner(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _in_fp32(t: torch.Tensor) -> torch.dtype:
-    """What a tensor is computed in here."""
+    """The dtype that a tensor is converted to here: fp32 if it is floating point, otherwise its own."""
     return torch.float32 if t.is_floating_point() else t.dtype
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Give buffers that no file holds (rotary frequencies) their values, as transformers does after loading: each part's own
-    class those of the part, a tower's class the tower's."""
-    owners = {m: part for part in model.modules() if hasattr(part, "_init_weights") for m in part.modules()}  # the innermost
+    """Give buffers that no file holds (rotary frequencies) their values, as transformers does after loading: the class of each
+    part initializes the part's buffers, e.g. a tower's class those of the tower."""
+    owners = {m: part for part in model.modules() if hasattr(part, "_init_weights") for m in part.modules()}  # innermost
     for module in model.modules():
         missing = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
         if missing:
@@ -241,7 +241,7 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
 
 @contextmanager
 def _layer_errors_as_unsupported(name: str) -> Iterator[None]:
-    """What code of transformers raises when its layers are run apart from each other ends the run; it is no bug of ours."""
+    """Turns errors of transformers' code, when its layers run separately, into UnsupportedError."""
     try:
         yield
     except (LowqError, torch.OutOfMemoryError):
@@ -253,14 +253,14 @@ def _layer_errors_as_unsupported(name: str) -> Iterator[None]:
 
 
 class _Output(torch.Tensor):
-    """A hidden state that is also what a tuple of outputs starts with: models take a layer's `out` or its `out[0]`."""
+    """A hidden state whose item 0 is itself, because models use either a layer's `out` or its `out[0]`."""
 
     def __getitem__(self, key: Any) -> Any:
         return self if key == 0 else super().__getitem__(key)
 
 
 def _recorder(number: int, first: list[Hidden], others: list[Others]) -> Any:
-    """A stand-in for a layer's forward: it notes what it was called with and passes the hidden state on."""
+    """Replaces a layer's forward: records the arguments and returns the hidden state unchanged."""
 
     def forward(hidden_states: Hidden, *args: Any, **kwargs: Any) -> Hidden:
         if number == 0:

@@ -1,4 +1,4 @@
-"""A model folder, hub id or "demo" as a transformers model with kernels in place."""
+"""Loads a model folder, hub id or "demo" as a transformers model that runs with lowq's kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from lowq_packers.qtensor import check_fits
 
 
 def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:
-    """What to tell transformers. Raises UsageError for a dtype that is no floating point of 16 or 32 bits."""
+    """The dtype argument for transformers. Raises UsageError for a dtype that is not a 16- or 32-bit float."""
     if dtype is None:
         return torch.bfloat16 if packed and device.type == "cpu" else "auto"
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -59,7 +59,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         check_dtype(source, dtype)
     loaded: Any
     found: dict[str, Any]
-    # straight to a GPU where accelerate is there, which transformers needs for that; else by way of the CPU's memory
+    # directly to a GPU if accelerate, which transformers needs for that, is installed; otherwise through host memory
     direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
     if ranks.world() > 1:
         direct = {"distributed_config": _over_processes(chosen)}
@@ -82,7 +82,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
                 **direct,
             )
         loaded.name_or_path = loaded.config._name_or_path = str(source.folder)
@@ -90,7 +90,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         if not all(b.isfinite().all() for name, b in loaded.named_buffers() if name.endswith("inv_freq")):
             raise DamagedError("rope_parameters in config.json give angles that are not finite")
         if source.folder is not None:
-            tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
+            tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which reads the layouts from it
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
         say_widened(chosen, loaded)
     except torch.OutOfMemoryError as e:
@@ -99,14 +99,14 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
 
 
 def check_dtype(source: Source, dtype: torch.dtype) -> None:
-    """Raise SchemeError where scales of the files do not fit a narrower dtype, naming one that they fit."""
+    """Raise SchemeError if scales of the files exceed a narrower dtype's range; the message names a dtype that fits."""
     for name in (n for n in source.headers if dtype == torch.float16 and n.endswith(".weight_scale")):
         if source.headers[name].dtype != "F16":
             check_fits(name, dtype, source.read(name))
 
 
 def _check_filled(source: Source, config: Any, found: dict[str, Any]) -> None:
-    """Raise DamagedError where the weights are not those of the model; say which of them the model does not know."""
+    """Raise DamagedError if weights are missing or have the wrong shape; warn of weights that the model does not know."""
     said = f"{source.name} does not fill the model its config.json describes"
     for name, have, wanted in sorted(found.get("mismatched_keys", ()), key=str):
         raise DamagedError(f"{said}: {name} is {_spelled(have)}, not {_spelled(wanted)}")
@@ -126,7 +126,7 @@ def _spelled(shape: Any) -> str:
 
 
 def _over_processes(device: torch.device) -> Any:
-    """What asks transformers for tensor parallelism over the processes of torchrun. Raises UsageError if a device is named."""
+    """The arguments for tensor parallelism over the processes of torchrun. Raises UsageError if a device is named."""
     from transformers.distributed import DistributedConfig
 
     if device.index is not None or device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
@@ -136,7 +136,7 @@ def _over_processes(device: torch.device) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """transformers' own bar and report of what does not fit off: the one is drawn over ours, we tell the other in a line."""
+    """Turns off transformers' progress bar, which would overwrite lowq's, and its load report, which lowq gives in a line."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,7 +1,7 @@
-"""LoRA over packed layers: importing this file makes PEFT know them. It is imported as soon as PEFT's own LoRA is.
+"""LoRA over packed layers: importing this file registers them with PEFT. It is imported right after PEFT's LoRA module.
 
-PEFT takes layers of other libraries by a mapping in each LoraConfig, and finds those of "all-linear" by class. Here both are
-given for packed layers. Its other tuners, DoRA among them, compute with dense weights: PEFT refuses packed layers there.
+PEFT takes layers of other libraries by a mapping in each LoraConfig, and finds the layers of "all-linear" by class. This file
+adds packed layers to both. PEFT's other tuners, and DoRA, compute with dense weights and refuse packed layers.
 """
 
 import sys
@@ -16,21 +16,21 @@ from lowq_packers.errors import UnsupportedError
 
 
 def packed_classes() -> tuple[type[nn.Module], ...]:
-    """The classes of packed layers; none where no packed model was loaded, for which nothing of lowq's is imported."""
+    """The classes of packed layers; empty if no packed model was loaded, so that nothing of lowq is imported for it."""
     linear, joined = (sys.modules.get(f"lowq_kernels.modules.{name}") for name in ("linear", "joined"))
     return (linear.QuantLinear, joined.JoinedRows) if linear and joined else ()
 
 
 class LoraQuantLinear(Linear):
-    """A packed layer with adapters beside it: x (..., K) -> (..., N). The packed weight never changes."""
+    """A packed layer with adapters: x (..., K) -> (..., N). The packed weight never changes."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA: the variants compute with a dense weight."""
+        """Only plain LoRA, because the variants compute with a dense weight."""
         return {(): None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Once `model.dequantize()` made the layer dense. Raises UnsupportedError before that."""
+        """Merge adapters, once `model.dequantize()` has made the layer dense. Raises UnsupportedError before that."""
         if isinstance(self.get_base_layer(), packed_classes()):
             raise UnsupportedError(
                 "adapters do not merge into packed weights; call dequantize() on the model first, then quantize the result"
@@ -42,14 +42,14 @@ _create, _expand = LoraModel._create_new_module, tuners_utils._maybe_include_all
 
 
 def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
-    """PEFT's own, with packed classes in the config's mapping unless the user put others there."""
+    """PEFT's function, with packed classes added to the config's mapping unless the user's mapping has them."""
     given = lora_config._custom_modules or {}
     lora_config._register_custom_module({cls: LoraQuantLinear for cls in packed_classes() if cls not in given})
     return _create(lora_config, adapter_name, target, **kwargs)
 
 
 def _maybe_include_all_linear_layers(peft_config: Any, model: Any) -> Any:
-    """PEFT's own, which also finds packed layers, but for the output layer and for those that have adapters."""
+    """PEFT's function, which now also finds packed layers, except the output layer and layers that have adapters."""
     asked = getattr(peft_config, "target_modules", None)
     found: Any = _expand(peft_config, model)
     if isinstance(asked, str) and asked.lower() == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:

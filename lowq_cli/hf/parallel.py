@@ -1,10 +1,10 @@
-"""Tensor parallelism, as transformers does it: each process of torchrun holds its share of the packed weights.
+"""Tensor parallelism with transformers' plans: each process of torchrun holds its share of the packed weights.
 
-transformers has a plan for each family (module -> style). By it, it makes DTensors of the parameters before files are read,
-reads only this process's slices, and wraps each module's forward: "colwise" modules hold some of the rows and give some of
-the features, "rowwise" ones hold some of the columns and their products are summed over the processes. Words, scales and
-zeros of `rowstream` are cut alike along rows. Along columns each process must get whole groups and whole words, or the
-model is refused before anything is read.
+transformers has a plan for each family (module -> style). It turns the parameters into DTensors before files are read, reads
+only this process's slices, and wraps each module's forward: "colwise" modules hold some of the rows and return some of the
+features; "rowwise" modules hold some of the columns, and their outputs are summed over the processes. Along rows, words,
+scales and zeros of `rowstream` are cut at the same places. Along columns each process must get whole groups and whole words;
+otherwise the model is refused before any weight is read.
 """
 
 import re
@@ -33,23 +33,23 @@ ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
 UNCUT = (None, "mla_kv_a_proj", "replicate")
 EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 TENSORS = ("weight", "weight_scale", "weight_zero")
-# these sum what the processes' experts give only while their parameters are DTensors, which `settle` ends
+# these styles sum the experts' outputs over processes only while parameters are DTensors, which `settle` ends
 SUMS_DTENSORS_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
 def ranks(model: PreTrainedModel) -> int:
-    """Over how many processes transformers was asked to spread a model's weights."""
+    """The number of processes that transformers was asked to spread a model's weights over."""
     return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
 
 
 class ShardedLinear(nn.Module):
-    """The rows or columns of a packed linear layer that this process holds; transformers joins the processes' outputs.
+    """This process's rows or columns of a packed linear layer; transformers joins the processes' outputs.
 
-    Until `settle` its parameters are the whole layer's, which transformers cuts while loading. `out_features` and
-    `in_features` stay the whole layer's, for transformers; `local` is what computes.
+    Until `settle` its parameters have the whole layer's shapes, which transformers cuts while loading. `out_features` and
+    `in_features` keep the whole layer's sizes, for transformers; `local` computes.
     """
 
-    _hf_quantized_needs_local_tp = True  # its forward takes and gives this process's own tensors
+    _hf_quantized_needs_local_tp = True  # forward takes and returns local tensors, not DTensors
     weight: Any  # a Parameter; a DTensor of transformers; None once settled
     bias: Any
 
@@ -62,7 +62,7 @@ class ShardedLinear(nn.Module):
         self.local: QuantLinear | None = None
 
     def settle(self) -> None:
-        """Make `local` of what was loaded. The bias of summed products stays here: transformers adds it once."""
+        """Make `local` from the loaded share. A rowwise layer's bias stays in this module: transformers adds it once."""
         weight = self.weight
         assert isinstance(weight, DTensor)
         by_columns = _dim(weight) == 1
@@ -81,7 +81,7 @@ class ShardedLinear(nn.Module):
         self.local = local
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., its K) -> (..., its N)."""
+        """x (..., this process's K) -> (..., this process's N)."""
         assert self.local is not None
         return self.local(x)
 
@@ -92,10 +92,10 @@ class ShardedLinear(nn.Module):
 
 
 def split(model: PreTrainedModel) -> None:
-    """Prepare a model on the meta device, its packed modules in place, for transformers to cut. Nothing without torchrun.
+    """Prepare a model on the meta device, which has its packed modules, for tensor parallelism. No effect without torchrun.
 
-    Raises UnsupportedError: other kinds of parallelism, a plan of one's own, a family without a plan, and weights that so
-    many processes cannot share; the message says which would do.
+    Raises UnsupportedError: other kinds of parallelism, a user's plan, a family without a plan, and weights that this number
+    of processes cannot share; the message names numbers that work.
     """
     if ranks(model) == 1:
         return
@@ -104,7 +104,7 @@ def split(model: PreTrainedModel) -> None:
     for path, module in list(model.named_modules()):
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
         if isinstance(module, QuantEmbedding | TiedHead):
-            plan.pop(pattern, None)  # look-ups read whole tables: every process keeps its copy
+            plan.pop(pattern, None)  # look-ups read whole tables, so every process has a copy
         elif isinstance(module, QuantExperts):
             _split_experts(module, path, pattern, plan, n)
         elif type(module) is QuantLinear:
@@ -117,7 +117,7 @@ def split(model: PreTrainedModel) -> None:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Turn the loaded shares into modules that compute with them."""
+    """Turn the loaded shares into modules that compute."""
     for module in model.modules():
         if isinstance(module, ShardedLinear):
             module.settle()
@@ -155,7 +155,7 @@ def _check(path: str, module: QuantLinear, style: str, n: int) -> None:
 
 
 def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str, Any], n: int) -> None:
-    """The companions of packed stacks are cut as the stacks are."""
+    """Extend the plan: scales, zeros and tables of packed stacks are cut like the stacks."""
     if module.kind != Kind():
         raise UnsupportedError(f"{path} is packed, and lowq does not cut experts of {type(module.__dict__['gating']).__name__}")
     for stack in module.kind.stacks:
@@ -193,7 +193,7 @@ def _settle_experts(module: QuantExperts) -> None:
 
 
 def _share(scheme: Scheme, K: int, parts: int) -> tuple[Scheme, int]:
-    """Scheme and width of one of `parts` runs of columns. A row's one scale stays the scale of each of its runs."""
+    """The scheme and the width of one of `parts` runs of columns. A single scale per row applies to each run."""
     return (replace(scheme, group_size=K // parts) if scheme.group_size == K else scheme), K // parts
 
 
@@ -204,7 +204,7 @@ def _dim(t: DTensor) -> int:
 
 
 def _local(t: torch.Tensor | None, scheme: Scheme | None) -> torch.Tensor | None:
-    """This process's part of a tensor; all of a row's only scale, which the first process alone was given."""
+    """This process's part of a tensor; a row's only scale, which only the first process has loaded, is gathered."""
     if not isinstance(t, DTensor):
         return None if t is None else t.detach()
     alone = scheme is not None and _dim(t) == t.ndim - 1 and t.shape[-1] == 1

@@ -1,8 +1,8 @@
-"""A picture as its model is given it: by the checkpoint's own processor of transformers, and written into the prompt.
+"""Prepares images for a model with the checkpoint's processor of transformers, and writes their placeholders into the prompt.
 
-What stands in a text for a picture depends on how many rows of features it makes, which `written` knows of each form
-(`arch.parts.Images`). transformers' processors of whole texts say the same, and tests compare with them; they need torchvision
-for videos that nobody shows, and a second tokenizer.
+The placeholders of an image depend on its number of feature rows; `written` has them for each form (`arch.parts.Images`). Tests
+compare them with transformers' processors of whole texts, which are not used because they need torchvision (for videos) and a
+second tokenizer.
 """
 
 import pickle
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 Spelled = Callable[[int], str | None]
 NAMES = ("preprocessor_config.json", "processor_config.json")
-MOST_ROWS = 1 << 16  # of features of one picture; Qwen's largest makes 16,384
-MOST_SIDE, MOST_AREA = 1 << 13, 1 << 26  # what a processor may be told to make of a picture: sides, or an area
+MOST_ROWS = 1 << 16  # max. rows of features per image; Qwen's largest image makes 16,384
+MOST_SIDE, MOST_AREA = 1 << 13, 1 << 26  # max. side and max. area of resized images in a processor's config, in pixels
 AREAS = ("min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of a text.
+    """One image of a text.
 
-    inputs: what the tower is given. rows: rows of features that it makes. grid: their number in height and width; () where
-    nothing asks for it. tiles: those of Llama 4, in height and width.
+    inputs: the arguments of the tower. rows: number of feature rows. grid: that number in height and width; () where it is not
+    needed. tiles: number of Llama 4's tiles in height and width.
     """
 
     inputs: "Mapping[str, torch.Tensor]"
@@ -44,7 +44,7 @@ class Picture:
 
     @cached_property
     def name(self) -> bytes:
-        """A digest of what the tower is given."""
+        """A digest of the tower's inputs."""
         h = blake2b(digest_size=16)
         for key, t in sorted(self.inputs.items()):
             h.update(f"{key} {t.dtype} {tuple(t.shape)} ".encode())
@@ -54,7 +54,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Packed:
-    """A picture on its way to another process: its name and rows, and what `packed` made of its inputs."""
+    """An image on its way to another process: its name, its rows, and its inputs as `packed` serialized them."""
 
     name: bytes
     rows: int
@@ -64,18 +64,18 @@ class Packed:
 
 
 def packed(picture: Picture) -> Packed:
-    """A picture as bytes."""
+    """The image as bytes."""
     data = pickle.dumps({k: t.numpy() for k, t in picture.inputs.items()})
     return Packed(picture.name, picture.rows, picture.grid, picture.tiles, data)
 
 
 def unpacked(given: Packed) -> Picture:
-    """The picture that was packed, in a process of ours."""
+    """The image from its bytes, which must come from a process of lowq."""
     return Picture({k: torch.from_numpy(t) for k, t in pickle.loads(given.data).items()}, given.rows, given.grid)
 
 
 class Processor:
-    """transformers' processor of a folder's pictures. Raises NotFoundError, UnsupportedError, DamagedError."""
+    """transformers' image processor of a model folder. Raises NotFoundError, UnsupportedError, DamagedError."""
 
     def __init__(self, folder: Path, images: Images) -> None:
         self.images, self.folder = images, folder
@@ -90,7 +90,7 @@ class Processor:
         _check_sizes(self.own)
 
     def __call__(self, image: "Image") -> Picture:
-        """A picture as the tower is given it. Raises UsageError where the processor refuses it."""
+        """The image as the tower takes it. Raises UsageError if the processor refuses it."""
         how: dict[str, Any] = {"return_tensors": "pt"}
         if self.images.form == "rows":
             how["patch_size"] = self.images.patch * self.images.merge
@@ -127,7 +127,7 @@ def _only(made: Mapping[str, Any], *names: str) -> "dict[str, torch.Tensor]":
 
 
 def _check_sizes(processor: Any) -> None:
-    """Raise DamagedError for a config that would make too much of the smallest picture."""
+    """Raise DamagedError for a processor's config with sizes that are not positive or exceed MOST_SIDE or MOST_AREA."""
     sizes = getattr(processor, "size", None) or {}
     sizes = dict(sizes) | {n: getattr(processor, n, None) for n in (*AREAS, "patch_size", "max_image_size", "max_patches")}
     area = hasattr(processor, "merge_size")  # Qwen's edges are areas
@@ -138,7 +138,7 @@ def _check_sizes(processor: Any) -> None:
 
 
 def place(images: Images, spelled: Spelled) -> str:
-    """What a chat template writes where a picture is to be."""
+    """The text that a chat template writes at the place of an image."""
     if images.form == "tiles":
         return "<|image|>"
     return _text(spelled, images.begin if images.around else images.token)
@@ -151,7 +151,7 @@ def framed(images: Images, spelled: Spelled) -> str:
 
 
 def written(images: Images, picture: Picture | Packed, spelled: Spelled) -> str:
-    """What stands in a prompt for a picture, at its `place`."""
+    """The placeholders that replace an image's `place` in a prompt."""
     token = _text(spelled, images.token)
     if images.form == "run":
         return token * picture.rows
@@ -168,7 +168,7 @@ def written(images: Images, picture: Picture | Packed, spelled: Spelled) -> str:
 
 
 def expanded(text: str, pictures: Sequence[Picture | Packed], images: Images, spelled: Spelled) -> str:
-    """A text with its pictures written at their places. Raises UsageError where there are more places or fewer."""
+    """The text with the placeholders of its images. Raises UsageError if images and places differ in number."""
     own = place(images, spelled)
     parts = text.split(own)
     if len(parts) - 1 != len(pictures):

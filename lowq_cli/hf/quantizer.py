@@ -1,6 +1,6 @@
-"""What transformers calls while it loads and saves a lowq checkpoint. Importing this file registers it.
+"""The quantizer that transformers calls while it loads and saves a lowq checkpoint. Importing this file registers it.
 
-transformers imports this while it imports itself, so the rest of it (models, loading) is only imported inside calls.
+This file is imported while transformers is being imported, so that transformers' models and loading are imported in functions.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ class LowqConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class LowqQuantizer(HfQuantizer):
-    """Puts QuantLinear, QuantExperts and QuantEmbedding where the checkpoint holds packed weights."""
+    """Replaces modules whose weights the checkpoint holds packed with QuantLinear, QuantExperts and QuantEmbedding."""
 
     def __init__(self, quantization_config: LowqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -45,19 +45,19 @@ class LowqQuantizer(HfQuantizer):
         self._dtypes: dict[str, torch.dtype] = {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """transformers' rules, and ours for experts that it keeps stacked in files; each for the companions, too."""
+        """transformers' rules, and lowq's for experts that transformers keeps stacked in files; with copies for companions."""
         from transformers.core_model_loading import WeightRenaming
 
         from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE
         from lowq_cli.hf.conversions import with_companions
         from lowq_cli.hf.skeleton import Skeleton
 
-        model = self._model if model is None else model  # transformers before 5.21 hands over none
+        model = self._model if model is None else model  # transformers before 5.21 passes no model
         of_files = [] if self.is_serializable() else [WeightRenaming(OF_BLOCKS + "$", SCALE)]
         return with_companions(weight_conversions + Skeleton(model).own, model) + of_files
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse to keep packed weights on disk: nothing would repack them."""
+        """Refuse to offload packed weights to disk, where nothing would repack them."""
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise UnsupportedError("lowq does not offload packed weights to disk; use device_map='auto', 'cuda' or 'cpu'")
 
@@ -72,7 +72,7 @@ class LowqQuantizer(HfQuantizer):
         self._model, self._dtypes = model, dtypes(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Check scales and zeros, freeze, and repack for the devices the weights arrived on."""
+        """Check scales and zeros, freeze the weights, and repack them for the devices they are on."""
         from lowq_cli.hf.activations import set_activations
         from lowq_cli.hf.conversions import cast
         from lowq_cli.hf.swap import finish
@@ -88,7 +88,7 @@ class LowqQuantizer(HfQuantizer):
         return dequantize(model, model.dtype if dtype is None else dtype)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""
+        """No state dict; updates the config to be saved with the tensors' names in the saved files."""
         if not self.is_serializable():
             raise UnsupportedError("a loaded fp8 checkpoint is not saved again; copy its folder")
         from lowq_cli.hf.swap import saved_config
@@ -100,15 +100,15 @@ class LowqQuantizer(HfQuantizer):
         return None, {}
 
     def is_serializable(self) -> bool:
-        """`save_pretrained` writes the same format, but for fp8."""
+        """Whether `save_pretrained` works: it writes the same format, except for fp8."""
         return not hasattr(self.quantization_config, "fp8")
 
     @property
     def is_trainable(self) -> bool:
-        """Nothing is trained."""
+        """False: packed weights are not trained."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """`generate` may compile the decode step."""
+        """True: `generate` may compile the decode step."""
         return True

@@ -1,7 +1,7 @@
-"""Where a scale on a linear's inputs can be taken out of what makes those inputs: the norm before it, v for o, up for down.
+"""Finds where the inverse of a linear's input scales can go: into the norm before it, into v for o, into up for down.
 
-Found by the flow of data and the names that transformers uses for all families, and never believed: a `ScaleMapping` is a
-proposal, which the caller proves by running the layer with a random scale (see scaling.py).
+Mappings are found from the flow of data and from module names that transformers uses for all families. A `ScaleMapping` is only
+a proposal: the caller tests it by running the layer with a random scale (see scaling.py).
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from lowq_cli.hf.layers import Spot
 
 @dataclass(frozen=True)
 class ScaleMapping:
-    """`after`: checkpoint names of matrices whose columns are multiplied by s (K,); the outputs of `before` are divided by it.
+    """Scales s (K,): columns of the matrices `after` (checkpoint names) are multiplied, outputs of `before` divided by s.
 
-    label: what it joins, alike for all experts of a mixture.
-    norm: path of the norm module whose weight (as `weight + offset`) and bias are divided; "" where a matrix is.
-    before: its checkpoint names and, for each, the rows that are divided (of the matrix). bias: parameter divided with them.
-    heads: (key/value heads, times each is used, head size) where one row serves several columns; s is alike for those.
-    expert: which one, in a mixture.
+    label: the two sides, the same for all experts of a mixture.
+    norm: path of the norm module whose weight (as `weight + offset`) and bias are divided; "" if a matrix is divided.
+    before: checkpoint name of each divided matrix and the range of its divided rows. bias: parameter divided with them.
+    heads: (key/value heads, queries per key head, head size) where a row serves several columns, which then share s.
+    expert: the expert's index in a mixture.
     """
 
     label: str
@@ -37,9 +37,9 @@ class ScaleMapping:
 
 
 def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) -> tuple[list[ScaleMapping], list[str]]:
-    """The mappings that a decoder layer may have for the matrices in `spots`, and the inputs that have none.
+    """The proposed mappings of a decoder layer for the matrices in `spots`, and the inputs without one.
 
-    run: runs the layer once on some text, with its weights in place.
+    run: runs the layer, which has its weights, once on some text.
     """
     by_module: dict[str, list[str]] = {}
     for name, spot in spots.items():
@@ -72,10 +72,10 @@ def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) ->
 
 
 def _flow(layer: nn.Module, modules: list[str], run: Callable[[], object]) -> tuple[dict[int, str], dict[str, int]]:
-    """id of a norm's output -> the norm, and linear -> id of its input."""
+    """{id of a norm's output: the norm's path} and {linear's path: id of its input}."""
     norms: dict[int, str] = {}
     inputs: dict[str, int] = {}
-    kept: list[Any] = []  # alive, so that no two tensors have one id
+    kept: list[Any] = []  # kept alive, so that no two tensors get the same id
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, out: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def _flow(layer: nn.Module, modules: list[str], run: Callable[[], object]) -> tu
 
 
 def _offset(layer: nn.Module, norm: str) -> float:
-    """What a norm adds to its weight before it multiplies (1 in Gemma): its output for a weight of 0 tells."""
+    """The number that a norm adds to its weight (1 in Gemma), found from the norm's output for a weight of 0."""
     module: Any = layer.get_submodule(norm)
     weight = module.weight.data
     x = torch.ones(1, weight.shape[0], device=weight.device)
@@ -120,7 +120,7 @@ def _offset(layer: nn.Module, norm: str) -> float:
 
 
 def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spots: dict[str, Spot]) -> ScaleMapping | None:
-    """o behind v, or down behind up: a linear of the same parent, or the last rows of a fused one."""
+    """The mapping of o after v, or down after up: v and up are a linear of the same parent or the last rows of a fused one."""
     parent, _, leaf = module.rpartition(".")
     sources = {"o_proj": ("v_proj", "qkv_proj"), "down_proj": ("up_proj", "gate_up_proj")}.get(leaf, ())
     source = next((f"{parent}.{s}" for s in sources if f"{parent}.{s}" in by_module), None)
@@ -150,7 +150,7 @@ def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spot
 
 
 def _experts(module: str, names: list[str], spots: dict[str, Spot]) -> list[ScaleMapping]:
-    """up -> down inside each expert."""
+    """The mappings of down after up within each expert."""
     mappings = []
     for expert in sorted({e for n in names if (e := spots[n].cut.expert) is not None}):
         mine = [n for n in names if spots[n].cut.expert == expert]

@@ -1,8 +1,8 @@
-"""A model without weights, built from its config on the meta device, and the names its checkpoints use for its parameters.
+"""A model without weights, built from its config on the meta device, and its parameters' names in checkpoints.
 
-transformers renames, stacks and concatenates checkpoint tensors while it loads them. Rather than keep a second list of
-those rules, this asks transformers itself: forwards through its renaming, backwards by sending row numbers through the
-conversion that `save_pretrained` would apply.
+transformers renames, stacks and concatenates checkpoint tensors while it loads them. This file applies transformers' own rules
+instead of copies of them: its renaming gives the parameter of a tensor, and sending row numbers through the conversion of
+`save_pretrained` gives the tensors of a parameter.
 """
 
 import re
@@ -53,7 +53,7 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
     for name in named if isinstance(named, list) else ():
         found = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is CONFIG_MAPPING[model_type]:
-            return found  # a class of another model_type is what no one else would take
+            return found  # not a class of another model_type
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if causal is None:
         raise UnsupportedError(f"model_type {model_type!r} has no language model in transformers {transformers.__version__}")
@@ -61,13 +61,13 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 
 
 def _model_type(config: dict[str, Any]) -> Any:
-    """As transformers' AutoConfig reads it: Mistral with layer_types is Ministral, whose window holds in some layers only."""
+    """The config as AutoConfig reads it: Mistral with layer_types becomes Ministral, with a window in some layers only."""
     found = known_type(config)
     return "ministral" if found == "mistral" and "layer_types" in config else found
 
 
 def build(config: dict[str, Any]) -> PreTrainedModel:
-    """The model of a config.json on the meta device. Raises DamagedError for values no such model can have."""
+    """The model of a config.json on the meta device. Raises DamagedError for invalid values."""
     cls = model_class(config)
     fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"} | {"model_type": _model_type(config)}
     refused = library_errors(DamagedError, f"config.json does not describe a {config['model_type']} model")
@@ -76,7 +76,7 @@ def build(config: dict[str, Any]) -> PreTrainedModel:
 
 
 def _untagged(value: Any) -> Any:
-    """A field with its infinities, which transformers writes as {"__float__": "Infinity"} (Mamba 2's time_step_limit)."""
+    """The field, with transformers' {"__float__": "Infinity"} replaced by infinity (Mamba 2's time_step_limit)."""
     if isinstance(value, dict):
         if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -85,14 +85,14 @@ def _untagged(value: Any) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is nn.Linear or does what it does with weight and bias, as Falcon's own: asked by trying."""
+    """Whether a module is nn.Linear or computes the same from weight and bias, like Falcon's linear; tested by running it."""
     cls: Any = type(module)
     return cls is nn.Linear or (isinstance(module, nn.Linear) and _multiplies(cls))
 
 
 @cache
 def _multiplies(cls: Any) -> bool:
-    """The same of a class below nn.Linear."""
+    """The same for a subclass of nn.Linear."""
     probe = cls.__new__(cls)
     nn.Linear.__init__(probe, 3, 2)
     x = torch.tensor([[1.0, -2.0, 0.5]], device="cpu")
@@ -102,31 +102,31 @@ def _multiplies(cls: Any) -> bool:
             probe.weight.copy_(torch.arange(6.0).reshape(2, 3))
             probe.bias.copy_(torch.tensor([7.0, -9.0]))
             return torch.allclose(probe(x), nn.functional.linear(x, probe.weight, probe.bias))
-    except (TypeError, AttributeError, RuntimeError):  # it takes or needs more than that
+    except (TypeError, AttributeError, RuntimeError):  # its arguments differ
         return False
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where transformers puts one checkpoint tensor: into the parameter `param`, alone or (merged) with others."""
+    """The parameter `param` into which transformers loads a checkpoint tensor, alone or (merged) with other tensors."""
 
     param: str
     merged: bool = False
-    why_not: str | None = None  # the reason packed rows cannot follow the same way
+    why_not: str | None = None  # why packed rows cannot be loaded likewise
 
 
 def _only_turns(rule: Any) -> bool:
-    """Whether a rule of transformers' does nothing but transpose what files may hold either way (Qwen3-VL's experts)."""
+    """Whether a rule of transformers only transposes tensors that files may hold either way (Qwen3-VL's experts)."""
     own = isinstance(rule, WeightConverter) and rule.source_patterns == rule.target_patterns
     return own and all(isinstance(op, Transpose) for op in rule.operations)
 
 
 class Skeleton:
-    """A model (on any device; its weights are never read) with its checkpoint names."""
+    """A model (on any device; its weights are never read) with the names of its tensors in checkpoints."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.kinds: dict[str, Kind | str] = {}  # path of a module of experts that is not packed -> how it holds them
+        self.kinds: dict[str, Kind | str] = {}  # path of an unpacked module of experts -> its Kind, or a reason
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter) and not _only_turns(c)]
@@ -141,7 +141,7 @@ class Skeleton:
         return self.model.state_dict()
 
     def _own_converters(self) -> list[WeightConverter]:
-        """What stacks the experts that lowq writes one by one where transformers does not; of a loaded model, what did."""
+        """The rules that stack experts that lowq writes one by one, where transformers has none; also for loaded models."""
         stacks = []
         for path, module in self.model.named_modules():
             if isinstance(module, QuantExperts):
@@ -156,14 +156,14 @@ class Skeleton:
         return converters(stacks, self.converters)
 
     def shape(self, param: str) -> tuple[int, ...]:
-        """(N, K) of a parameter that is one matrix, (E, N, K) of one that is a stack of them, however transformers holds it."""
+        """(N, K) of a matrix, (E, N, K) of a stack of matrices, independent of the form in which transformers holds it."""
         held, (path, _, name) = self.params[param], param.rpartition(".")
         if isinstance(kind := self.kinds.get(path), Kind) and name in kind.stacks:
             return kind.shape(held)
         return tuple(held.shape[::-1] if isinstance(self.module(param), Conv1D) else held.shape)
 
     def place(self, name: str) -> Place | None:
-        """Where the checkpoint tensor `name` goes; None if the model does not know it."""
+        """The `Place` of the checkpoint tensor `name`; None if the model does not know it."""
         prefix = self.model.base_model_prefix
         param, pattern = rename_source_key(name, self.renamings, self.converters, prefix, self.params)
         if param not in self.params and name in self.params:
@@ -179,7 +179,7 @@ class Skeleton:
         return any(re.search(p, name) for p in self.turned)
 
     def _why_not(self, converter: WeightConverter, param: str) -> str | None:
-        """Why rows of int32 words cannot go through a converter as rows of floats do, or None."""
+        """The reason why a converter for rows of floats cannot convert rows of int32 words, or None."""
         row_dim = self.params[param].dim() - 2
         for op in converter.operations:
             if not isinstance(op, MergeModulelist) and not (isinstance(op, Concatenate) and op.dim == row_dim):
@@ -191,20 +191,20 @@ class Skeleton:
         return self.model.get_submodule(param.rpartition(".")[0])
 
     def in_other_head(self, name: str) -> bool:
-        """Whether a parameter or tensor belongs to a head, and config.json names a class with another head than the model's."""
+        """Whether a tensor belongs to the model's head while config.json names a class with a different head."""
         named = self.model.config.architectures or []
         other = bool(named) and type(self.model).__name__ not in named
         return other and not name.startswith(f"{self.model.base_model_prefix}.")
 
     @cached_property
     def tied(self) -> dict[str, str]:
-        """Parameter -> the parameter it shares its values with, e.g. {"lm_head.weight": "model.embed_tokens.weight"}."""
+        """Parameter -> the parameter that it is tied to, e.g. {"lm_head.weight": "model.embed_tokens.weight"}."""
         return dict(self.model.all_tied_weights_keys)
 
     def split(self, param: str) -> dict[str, Cut]:
-        """The checkpoint tensors that lowq's files cut a parameter into, by name: rows of it as `shape` has it.
+        """The checkpoint tensors that lowq's files split a parameter into: name -> rows of the parameter, shaped as in `shape`.
 
-        Empty if what comes out is not made of whole runs of its rows.
+        Empty if a tensor is not one run of its rows.
         """
         shape = torch.Size(self.shape(param))
         rows = shape[-2]
@@ -227,21 +227,21 @@ class Skeleton:
         return {n: kind.cut(name, cut) if isinstance(kind, Kind) else cut for n, cut in self.split(param).items()}
 
     def saved_names(self, param: str, rows: tuple[int, ...]) -> list[str]:
-        """The names under which `save_pretrained` writes a parameter of that many rows (experts, rows)."""
+        """The names under which `save_pretrained` writes a parameter with `rows` = (experts, rows) or (rows,)."""
         return list(self._revert({param: torch.zeros(*rows, 1, device="cpu")}))
 
     @cached_property
     def _saving(self) -> list[Any]:
-        """What `revert_weight_conversion` uses for a model that was never loaded."""
+        """The rules for `revert_weight_conversion` with a model that was not loaded from files."""
         found = get_model_conversion_mapping(self.model, add_legacy=False)
         return [c for c in found if not isinstance(c, PrefixChange) and not _only_turns(c)] + self.own
 
     def _revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if getattr(self.model, "_weight_conversions", None) is not None:  # loaded: what saving will really use
+        if getattr(self.model, "_weight_conversions", None) is not None:  # loaded: the rules that saving will use
             return revert_weight_conversion(self.model, tensors)
         if not self._saving:
             return tensors
-        self.model._weight_conversions = self._saving  # type: ignore[assignment]  # or it would work them out anew, 0.1 s a call
+        self.model._weight_conversions = self._saving  # type: ignore[assignment]  # otherwise 0.1 s per call
         try:
             return revert_weight_conversion(self.model, tensors)
         finally:

@@ -1,4 +1,4 @@
-"""What each tensor of a checkpoint is, from config.json and the safetensors headers alone: no weights are read."""
+"""The role of each tensor of a checkpoint, from config.json and the safetensors headers; no weights are read."""
 
 import inspect
 import re
@@ -29,7 +29,7 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
         headers: tensor name -> shape and dtype, over all shards.
     Raises:
         UnsupportedError: a model_type or architecture that transformers does not have.
-        DamagedError: a config that describes no model; a tensor whose shape is not the model's; tensors that are missing.
+        DamagedError: an invalid config; a tensor whose shape differs from the model's; missing tensors.
     """
     check_plausible(config, len(headers))
     skeleton = Skeleton(build(config))
@@ -58,7 +58,7 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
 
 
 def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeader) -> None:
-    """Raise DamagedError for a tensor that fills a parameter alone and has another shape."""
+    """Raise DamagedError if a tensor that alone fills a parameter has a different shape."""
     wanted = tuple(skeleton.params[place.param].shape)
     turned = (*wanted[:-2], *wanted[:-3:-1]) if skeleton.turns(name) else wanted
     if not place.merged and tuple(header.shape) not in (wanted, turned):
@@ -66,7 +66,7 @@ def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeade
 
 
 def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
-    """Raise DamagedError for negative sizes, and for more layers or experts than tensors: building those would not end."""
+    """Raise DamagedError for negative sizes, and for more layers or experts than tensors (they would take forever to build)."""
     for key, value in config.items():
         if re.search("^n(um)?_|(?<!^chunk)_(size|dim)$", key) and isinstance(value, int) and value < 0:
             raise DamagedError(f"config.json has {key} = {value}; it cannot be negative")
@@ -78,7 +78,7 @@ def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def check_affordable(config: dict[str, Any], nbytes: int) -> None:
-    """Raise DamagedError where a model has more parameters than `nbytes` bytes of files can hold: it would be made in memory.
+    """Raise DamagedError if a model has more parameters than `nbytes` bytes of files can hold, before it is built in memory.
 
     A byte holds 8 codes at most; a parameter may be stored once and tied twice.
     """
@@ -88,10 +88,10 @@ def check_affordable(config: dict[str, Any], nbytes: int) -> None:
 
 
 def check_complete(skeleton: Skeleton, filled: set[str], names: Iterable[str] = ()) -> None:
-    """Raise DamagedError if parameters that no checkpoint tensor fills are neither tied to a filled one nor optional.
+    """Raise DamagedError if a parameter is not in the checkpoint, not tied to one that is, and not optional.
 
-    `names` are the checkpoint's tensors. Those of a head that the checkpoint was not written with are new, as in any model:
-    transformers draws them and says so.
+    `names` are the checkpoint's tensors. A head that the checkpoint was written without may be missing: transformers
+    initializes it at random and warns.
     """
     optional = [re.compile(p) for p in getattr(skeleton.model, "_keys_to_ignore_on_load_missing", None) or ()]
     family = {param: {param, source} for param, source in skeleton.tied.items()}
@@ -113,7 +113,7 @@ def check_complete(skeleton: Skeleton, filled: set[str], names: Iterable[str] = 
 
 
 def _role(skeleton: Skeleton, name: str, place: Place, shape: tuple[int, ...]) -> Role:
-    """The role of one tensor of this shape that the model knows."""
+    """The role of a tensor of this shape, for a tensor that the model knows."""
     param = place.param
     module, leaf = skeleton.module(param), param.rpartition(".")[2]
     kind = _kind(skeleton, param, module)
@@ -138,7 +138,7 @@ def _role(skeleton: Skeleton, name: str, place: Place, shape: tuple[int, ...]) -
         slices = skeleton.inside(param)
         if not slices or any(not n.endswith(".weight") for n in slices):
             return Role(kind, reason="experts that transformers keeps stacked in files")
-        if shape != tuple(skeleton.params[param].shape):  # `check_shape` has seen that it is the same turned
+        if shape != tuple(skeleton.params[param].shape):  # then it is transposed: `check_shape` has passed
             slices = {n: replace(cut, transposed=not cut.transposed) for n, cut in slices.items()}
         parts = tuple(Part(n.removesuffix(".weight"), cut, param) for n, cut in slices.items())
         return Role(kind, parts)
@@ -161,10 +161,10 @@ def _role(skeleton: Skeleton, name: str, place: Place, shape: tuple[int, ...]) -
 
 
 def _weight_used_directly(skeleton: Skeleton, param: str) -> str | None:
-    """Why a linear's weight must stay a plain tensor, or None: code of the modules around it works with the tensor itself.
+    """The reason why a linear's weight must stay a plain tensor (other modules' code uses the tensor itself), or None.
 
-    Mamba multiplies by `self.dt_proj.weight` and never calls dt_proj, casts what its head is given to that weight's dtype (of
-    packed words a whole number's), and RWKV divides the weights of some layers in place.
+    Mamba multiplies by `self.dt_proj.weight` and never calls dt_proj; it casts its head's input to the dtype of the head's
+    weight, which for packed words is an integer; RWKV divides the weights of some layers in place.
     """
     *parents, leaf, _ = param.split(".")
     around = tuple(type(skeleton.model.get_submodule(".".join(parents[:n]))) for n in range(len(parents) + 1))
@@ -173,7 +173,7 @@ def _weight_used_directly(skeleton: Skeleton, param: str) -> str | None:
 
 @cache
 def _read_by(leaf: str, around: tuple[Any, ...]) -> str | None:
-    """The same by classes, the one that holds the linear last: layers are alike, and this takes 0.5 ms."""
+    """The same by classes, with the linear's parent last; cached because layers are alike and this takes 0.5 ms."""
     name, own = re.escape(leaf), _source(around[-1])
     if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
         return "its model multiplies by the weight itself"
@@ -185,7 +185,7 @@ def _read_by(leaf: str, around: tuple[Any, ...]) -> str | None:
 
 
 def why_not_head(config: dict[str, Any]) -> str | None:
-    """Why an output head made from the embedding cannot be packed, or None."""
+    """The reason why an output head made from the embedding cannot be packed, or None."""
     skeleton = Skeleton(build(config))
     head = skeleton.model.get_output_embeddings()
     name = next((n for n, m in skeleton.model.named_modules() if m is head), None)
@@ -194,7 +194,7 @@ def why_not_head(config: dict[str, Any]) -> str | None:
 
 @cache
 def _source(cls: Any) -> str:
-    """The source of a class; "" where there is none, as for modules made in a session."""
+    """The source code of a class; "" if there is none, e.g. for classes defined in an interactive session."""
     try:
         return inspect.getsource(cls)
     except (OSError, TypeError):
@@ -208,7 +208,7 @@ def _embedding(skeleton: Skeleton) -> str | None:
 
 
 def _kind(skeleton: Skeleton, param: str, module: nn.Module) -> str:
-    """The class of weights a parameter belongs to."""
+    """The kind of weight: "attention", "mlp", "expert", "router", "embedding", "head", "norm" or "other"."""
     path = param.split(".")
     names = path[:-1]
     own = type(module).__name__.lower()
@@ -231,11 +231,11 @@ def _kind(skeleton: Skeleton, param: str, module: nn.Module) -> str:
 
 
 def _is_router(skeleton: Skeleton, names: list[str], own: str) -> bool:
-    """Whether a module decides which experts a token visits (or how much of a shared one it takes)."""
+    """Whether a module chooses the experts that a token visits, or gates a shared expert."""
     if "router" in own or "gating" in own or own.endswith("gate"):
         return True
     parent = skeleton.model.get_submodule(".".join(names[:-1])) if names else None
-    if parent is not None and "router" in type(parent).__name__.lower():  # a linear inside of one, as Gemma 4's
+    if parent is not None and "router" in type(parent).__name__.lower():  # a linear within a router, e.g. Gemma 4's
         return True
     if parent is None or not hasattr(parent, "experts") or names[-1] == "experts":
         return False

@@ -1,4 +1,4 @@
-"""Packed modules in the place of dense ones: the checkpoint is checked against config and model, then modules are swapped."""
+"""Replaces dense modules with packed ones, after checking the checkpoint against its config and the model."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -33,12 +33,12 @@ from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
 Packed = QuantLinear | QuantExperts | QuantEmbedding
-FP8 = "fp8"  # in the config given to transformers: the `quantization_config` of a checkpoint in fp8
+FP8 = "fp8"  # key in the config for transformers: an fp8 checkpoint's own `quantization_config`
 _PREPARE: ContextVar[bool] = ContextVar("_PREPARE", default=True)
 
 
 def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: list[str] | None) -> None:
-    """Replace the modules whose weights the checkpoint holds packed. Nothing is read but headers.
+    """Replace the modules whose weights the checkpoint holds packed. Only headers are read.
 
     Args:
         model: on the meta device, as transformers built it.
@@ -46,12 +46,12 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         checkpoint_files: its safetensors files.
     Raises:
         DamagedError: config, files and model contradict each other; the message names the tensor.
-        UnsupportedError: weights that are no safetensors, or packed ones in a place where lowq cannot compute with them.
+        UnsupportedError: weights that are not safetensors, or packed weights of modules that lowq does not support.
     """
     headers = _headers(checkpoint_files)
     schemes = _schemes(config, headers)
     skeleton, extra = Skeleton(model), extra_of(model.config, headers)
-    targets: dict[str, dict[str, Stored]] = defaultdict(dict)  # parameter -> checkpoint name -> how it is stored
+    targets: dict[str, dict[str, Stored]] = defaultdict(dict)  # parameter -> checkpoint name -> storage
     packed_rows: dict[str, int] = defaultdict(int)
     filled: set[str] = set()
     for name, header in headers.items():
@@ -62,7 +62,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         if place is None:
             if stem in schemes and not skeleton.in_other_head(name) and not (extra and name.startswith(extra)):
                 raise DamagedError(f"quantization_config names {stem}, which a {type(model).__name__} does not have")
-            continue  # transformers warns of tensors it does not use
+            continue  # transformers warns of unused tensors
         filled.add(place.param)
         if stem in schemes and name.endswith(WEIGHT):
             if place.why_not:
@@ -98,7 +98,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             tables[module, leaf] = _tables(skeleton, param, members, slices)
     for path, leaves in by_module.items():
         made = _packed_module(skeleton, path, leaves, tables)
-        if isinstance(made, QuantLinear) and made.in_blocks:  # the head, too
+        if isinstance(made, QuantLinear) and made.in_blocks:  # including the head
             made.set_act(config["activations"])
         model.set_submodule(path, made)
     _share_tied(model, skeleton)
@@ -106,14 +106,14 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
 
 
 def _headers(files: list[str] | None) -> dict[str, TensorHeader]:
-    """Name -> header over all files, each checked."""
+    """Name -> header, over all files; each is checked."""
     if not files or not all(str(f).endswith(".safetensors") for f in files):
         raise UnsupportedError("lowq checkpoints are safetensors files; load the folder that `lowq quantize` wrote")
     return {name: header for file in files for name, header in read_header(Path(file)).tensors.items()}
 
 
 def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Stored]:
-    """Packed tensor (without ".weight") -> how it is stored. Raises DamagedError unless config and files agree on them."""
+    """Packed tensor (without ".weight") -> its storage. Raises DamagedError if config and files disagree."""
     if FP8 in config:
         return fp8_tensors.stored(config[FP8], headers)
     stems = {n.removesuffix(WEIGHT) for n in headers if n.endswith(WEIGHT)}
@@ -132,7 +132,7 @@ def _dense_shape(skeleton: Skeleton, param: str) -> tuple[int, int]:
 
 
 def _tables(skeleton: Skeleton, param: str, members: Mapping[str, Stored], slices: Mapping[str, Cut]) -> int:
-    """How many tables a parameter made of several tensors has, of an expert if it is a stack. Raises UnsupportedError."""
+    """The number of tables of a merged parameter, per expert if it is a stack. Raises UnsupportedError."""
     shape = skeleton.params[param].shape
     stack = shape[0] if len(shape) == 3 else 1
     cuts = [slices.get(stem + WEIGHT) for stem in members]
@@ -144,7 +144,7 @@ def _tables(skeleton: Skeleton, param: str, members: Mapping[str, Stored], slice
 def _packed_module(
     skeleton: Skeleton, path: str, leaves: dict[str, Stored], tables: Mapping[tuple[str, str], int]
 ) -> nn.Module:
-    """What replaces the module at `path`, on the meta device. tables: of a module and leaf that has several: how many."""
+    """The replacement of the module at `path`, on the meta device. tables: numbers of tables, where a leaf has several."""
     module = skeleton.model.get_submodule(path)
     if leaves.keys() <= LEAVES.keys() or path in skeleton.kinds:
         if isinstance(kind := skeleton.kinds.get(path, "no experts"), str):
@@ -169,14 +169,14 @@ def _packed_module(
 
 
 def _rowstream_only(path: str, leaves: dict[str, Stored], what: str) -> None:
-    """Raise UnsupportedError if a module that reads rows is stored otherwise."""
+    """Raise UnsupportedError if the weight of a module that reads rows is in another layout than rowstream."""
     for leaf, how in leaves.items():
         if how.layout != DISK:
             raise UnsupportedError(f"{path}.{leaf} is stored in layout {how.layout}; lowq reads {what} in {DISK}")
 
 
 def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
-    """Give modules whose weight is tied to a packed embedding that weight in their own layout, and share packed linears."""
+    """Give heads tied to a packed embedding its weight in their own layout, and make tied packed linears share one weight."""
     for param, source in skeleton.tied.items():
         embedding = model.get_submodule(source.rpartition(".")[0])
         if isinstance(embedding, QuantLinear):
@@ -197,9 +197,9 @@ def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
 
 
 def finish(model: PreTrainedModel) -> PreTrainedModel:
-    """The loaded model, its packed modules checked, frozen and (unless `unprepared`) in the layouts of their devices.
+    """Check and freeze the packed modules of a loaded model and (unless `unprepared`) repack them for their devices.
 
-    Raises DamagedError for scales or zeros that are not finite or not the kind of zero that the scheme says.
+    Raises DamagedError for scales or zeros that are not finite, or zeros that do not fit the scheme.
     """
     parallel.settle(model)
     packed = {name: m for name, m in model.named_modules() if isinstance(m, Packed)}
@@ -215,13 +215,13 @@ def finish(model: PreTrainedModel) -> PreTrainedModel:
     for module in packed.values():
         if isinstance(module, TiedHead):
             embedding = model.get_input_embeddings()
-            assert isinstance(embedding, QuantEmbedding)  # _share_tied saw to it
+            assert isinstance(embedding, QuantEmbedding)  # `_share_tied` made it one
             module.share(embedding)
     return prepare(model) if _PREPARE.get() else model
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with every packed weight in the layout that its device computes in."""
+    """Repack every packed weight for the device that it is on, and return the model."""
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.prepare(model.dtype)
@@ -230,7 +230,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def unprepared() -> Iterator[None]:
-    """Models that are loaded inside keep the layout of the files: they are on their way to another device."""
+    """Inside this context loaded models keep the layout of the files, because they move to another device afterwards."""
     token = _PREPARE.set(False)
     try:
         yield
@@ -239,7 +239,7 @@ def unprepared() -> Iterator[None]:
 
 
 def _check_values(packed: Mapping[str, Packed]) -> None:
-    """Raise DamagedError for scales or zeros that no quantizer writes. One synchronisation per device, not per tensor."""
+    """Raise DamagedError for scales or zeros that no quantizer writes, with one sync per device instead of per tensor."""
     tests: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, module in packed.items():
         if isinstance(module, TiedHead):
@@ -248,7 +248,7 @@ def _check_values(packed: Mapping[str, Packed]) -> None:
             stack, _, role = leaf.rpartition("_")
             scheme = module.schemes.get(stack) if isinstance(module, QuantExperts) else module.scheme
             if scheme and role in ("scale", "zero", "table"):
-                full = f"{name}{OF_BLOCKS if scheme.block_rows > 1 else f'.{leaf}'}"  # as in files
+                full = f"{name}{OF_BLOCKS if scheme.block_rows > 1 else f'.{leaf}'}"  # the name in files
                 tests[p.device].append((full, plausible(p, scheme, role)))
     for found in tests.values():
         for (name, _), good in zip(found, torch.stack([g for _, g in found]).tolist(), strict=True):
@@ -260,7 +260,7 @@ def _check_values(packed: Mapping[str, Packed]) -> None:
 
 
 def saved_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The `quantization_config` for the names and the layout that `save_pretrained` will give this model's packed weights."""
+    """The `quantization_config` with the names and the layout that `save_pretrained` will write for this model."""
     skeleton = Skeleton(model)
     schemes: dict[str, Scheme] = {}
     for path, module in model.named_modules():

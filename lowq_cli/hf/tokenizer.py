@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder by transformers, without its modeling code (3.7 s on a core)."""
+"""Loads a model folder's tokenizer with transformers, without importing modeling code (3.7 s on one core)."""
 
 from typing import Any
 
@@ -13,15 +13,16 @@ from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, i
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
+    """The tokenizer in a model's folder.
 
-    Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read; as `check_growth`.
+    Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read, and the errors of
+    `check_growth`.
     """
-    try:  # False: left out, transformers asks on stdin whether to run the folder's own code
+    try:  # trust_remote_code=False: without it transformers asks on stdin whether to run the folder's code
         with only_its_files(source) as view, no_panic(f"the tokenizer of {source.name}"):
             found = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
         found.name_or_path = str(source.folder)
-    except Exception as e:  # each tokenizer class refuses in ways of its own: what the folder lacks, or a damaged file
+    except Exception as e:  # tokenizer classes raise various errors for missing or damaged files
         if is_no_refusal(e):
             raise
         if "trust_remote_code" in str(e):
@@ -34,7 +35,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
                 f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"
             ) from e
         raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
-    if hasattr(found, "deprecation_warnings"):  # as if it had warned of a long text before: those who pass one check its length
+    if hasattr(found, "deprecation_warnings"):  # turns off the warning of long texts: callers check lengths
         found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if found.is_fast:
         check_growth(found.backend_tokenizer, f"the tokenizer of {source.name}")
@@ -47,13 +48,13 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def is_its_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its class adds nothing to what the tokenizers.Tokenizer in it makes of texts and ids."""
+    """Whether the tokenizer's class encodes and decodes exactly like the tokenizers.Tokenizer in it."""
     calls = ("__call__", "_encode_plus", "decode", "_decode")
     return all(getattr(type(tokenizer), c) is getattr(PreTrainedTokenizerFast, c, None) for c in calls)
 
 
 class _InALine:
-    """A method of a tokenizer's class, whatever its library raises; it is copied and pickled with the tokenizer."""
+    """Wraps a method of a tokenizer's class to turn its library's errors into lowq's; can be copied and pickled with it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, method: str) -> None:
         self.tokenizer, self.method = tokenizer, method
@@ -64,7 +65,7 @@ class _InALine:
 
 
 class _WithinMeans:
-    """apply_chat_template, where the calls of lowq have the template take neither all time nor all memory."""
+    """apply_chat_template with limits on the template's time and memory for lowq's calls."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

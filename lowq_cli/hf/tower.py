@@ -1,7 +1,7 @@
-"""The tower of a model that takes pictures: transformers' own module with a checkpoint's tensors, apart from the text model.
+"""The vision tower of a model: transformers' module with a checkpoint's tensors, separate from the text model.
 
-transformers' class of the whole model is built with a text part of one small layer and given the tensors of the tower and its
-projector, so that what it makes of a picture is what it makes of it there.
+transformers' class of the whole model is built with a text model of one small layer and loaded with the tensors of the tower
+and its projector, so that it computes the same features as in the whole model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import model_class
 from lowq_packers.errors import DamagedError, library_errors
 
-SMALL = {  # of its text part
+SMALL = {  # config of the small text model
     "num_hidden_layers": 1, "num_kv_shared_layers": 0, "vocab_size": 8, "vocab_size_per_layer_input": 8, "intermediate_size": 8,
 }  # fmt: skip
 LISTS = ("layer_types", "per_layer_config", "no_rope_layers", "moe_layers", "mlp_layer_types", "mlp_only_layers")
@@ -30,10 +30,10 @@ AUDIO = ("audio_tower", "embed_audio")
 
 
 class Tower:
-    """What makes features of pictures.
+    """Computes features of images.
 
     Args:
-        model: transformers' model of the wrapper's class; its text part is never called.
+        model: transformers' model of the wrapper's class; its text model is never called.
     """
 
     def __init__(self, model: Any) -> None:
@@ -41,16 +41,16 @@ class Tower:
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The rows (n, H) of one picture's features, and those of each of the first layers, from what the processor gave."""
+        """The features (n, H) of one image, and those for each of the first layers, from the processor's output."""
         there = {k: t.to(self.device) for k, t in inputs.items()}
         there["pixel_values"] = there["pixel_values"].to(self.dtype)
         more = {}
         asked = signature(self.model.get_image_features).parameters.get(STRATEGY)
-        if asked is not None and asked.default is asked.empty:  # Llama 4's in transformers 5.17, which does not read it
+        if asked is not None and asked.default is asked.empty:  # required but unused by Llama 4 in transformers 5.17
             more[STRATEGY] = "default"
         out = self.model.get_image_features(**there, **more, return_dict=True)
         rows = out.pooler_output
-        if hasattr(self.model, "multi_modal_projector"):  # Llama 4's is called by its forward
+        if hasattr(self.model, "multi_modal_projector"):  # Llama 4 calls it in its forward
             rows = self.model.multi_modal_projector(out.last_hidden_state.flatten(0, -2))
         rows = rows if isinstance(rows, torch.Tensor) else torch.cat([*rows])
         first = getattr(out, "deepstack_features", None) or ()
@@ -59,7 +59,7 @@ class Tower:
 
 
 def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Tower:
-    """The tower of an open source. Raises DamagedError where its files do not hold it whole."""
+    """The tower of an open source. Raises DamagedError if its files lack tensors of the tower."""
     cls = model_class(source.config)
     prefixes = beside_prefixes(source.config, source.headers)
     names = [n for n in source.headers if n.startswith(prefixes) and not any(part in n for part in AUDIO)]
@@ -80,7 +80,7 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
 
 
 def _dense(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of a source by their names, those that lowq quantized as the weights that their codes stand for."""
+    """Tensors of a source by name; tensors that lowq quantized are dequantized."""
     quantization = source.config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD or source.folder is None:
         return {n: source.read(n).reshape(source.headers[n].shape) for n in names}
@@ -94,11 +94,11 @@ def _dense(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, to
 
 
 def _config(raw: Mapping[str, Any]) -> Any:
-    """The config of the whole class with a text part that costs nothing."""
+    """The config of the whole model with a tiny text model."""
     fields = {k: v for k, v in raw.items() if k != "quantization_config"}
     inside = {k: v for k, v in (fields.get("text_config") or {}).items() if k not in LISTS}
     small = {k: v for k, v in (SMALL | FEW).items() if k in inside or k == "num_hidden_layers"}
-    fields["text_config"] = inside | small | {"pad_token_id": None}  # a small vocabulary need not have it
+    fields["text_config"] = inside | small | {"pad_token_id": None}  # may exceed the small vocabulary
     if "audio_config" in fields:
         fields["audio_config"] = None
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
@@ -106,7 +106,7 @@ def _config(raw: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """transformers' report of what was not loaded off: the text part was not meant to be."""
+    """Inside this context transformers does not report missing tensors, since those of the text model are left out."""
     level = logging.get_verbosity()
     shown = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,8 +1,8 @@
 """Quantizers: one file = one algorithm, `quantize(W, scheme, dtype) -> QuantizedTensor`; this file finds and names them.
 
 The folder is the list: a file `<name>.py` here is the method `<name>`, its docstring's first line the summary that
-`--help` shows, and a line `FACT = True` in it what `calibrate` does for it (TEXT, SCALES, CARRIES, CURVATURE, LEARN, DISTILL).
-All of that is read without importing torch. A file whose name starts with _ is a helper.
+`--help` shows, and lines `FACT = True` say what `calibrate` does for it (TEXT, SCALES, CARRIES, CURVATURE, LEARN, DISTILL).
+All of this is read without importing torch. A file whose name starts with _ is a helper.
 """
 
 import importlib
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from lowq_packers.qtensor import QuantizedTensor
     from lowq_packers.scheme import Scheme
 
-FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantized without them
-GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
+FEW_TOKENS = 128  # min. tokens of the calibration text that visit an expert; below, it is quantized without data
+GPTQ_SLAB = 1 << 24  # weights that gptq rounds at once: few passes over the columns, 64 MB per fp32 copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
-TAKE_TABLES = ("lsq", "rtn", "gptq", "yaqa", "learn", "distill")  # methods that choose codes of a table
+TAKE_TABLES = ("lsq", "rtn", "gptq", "yaqa", "learn", "distill")  # methods that support tables
 Quantize = Callable[..., "QuantizedTensor"]
 
-# Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
+# Bits -> the data-free method with the lowest perplexity; source: benchmarks/results/accuracy/data_free.json.
 DEFAULT: dict[int, str] = {8: "rtn", 4: "lsq", 3: "lsq", 2: "lsq", 1: "lsq"}
-DEFAULT_SMALL: dict[tuple[int, int], str] = {(4, 32): "hqq"}  # (width, group size up to which) -> what wins there
+DEFAULT_SMALL: dict[tuple[int, int], str] = {(4, 32): "hqq"}  # (bits, max. group size) -> best method
 
 
 @cache
@@ -39,19 +39,19 @@ def methods() -> dict[str, str]:
 
 
 def check(name: str) -> str:
-    """`name` itself. Raises UsageError, naming those that exist, if no file here defines it."""
+    """`name`, if a file here defines it. Otherwise raises UsageError, which lists the methods."""
     if name not in methods():
         raise UsageError(f"method={name!r} does not exist; use one of {', '.join(methods())}")
     return name
 
 
 def get(name: str | None) -> Quantize:
-    """The `quantize(W, scheme, dtype=None)` of a method; None: of blocks in fp8. Raises UsageError, naming those that exist."""
+    """The `quantize(W, scheme, dtype=None)` of a method; None: fp8 blocks. Raises UsageError, which lists the methods."""
     return importlib.import_module(f"{__name__}.{check(name) if name else '_blocks'}").quantize
 
 
 def check_scheme(name: str, scheme: "Scheme") -> None:
-    """Raise SchemeError where a method moves a zero that the scheme does not have, or knows of no tables."""
+    """Raise SchemeError if a method needs a zero that the scheme does not have, or does not support its table or scales."""
     if scheme.table and name not in TAKE_TABLES:
         raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {TAKE_TABLES[0]}")
     if scheme.scale != "float" and needs_learning(name):
@@ -71,12 +71,12 @@ def needs_scales(name: str) -> bool:
 
 
 def needs_learning(name: str) -> bool:
-    """Whether `calibrate` lets a layer's results follow their gradient (calibrate/learn.py): its file says LEARN."""
+    """Whether `calibrate` trains each layer's codes and scales (calibrate/learn.py): its file says LEARN."""
     return _says(name, "LEARN")
 
 
 def needs_distilling(name: str) -> bool:
-    """Whether all layers learn together behind that (calibrate/end_to_end.py): its file says DISTILL."""
+    """Whether all layers are trained together afterwards (calibrate/end_to_end.py): its file says DISTILL."""
     return _says(name, "DISTILL")
 
 
@@ -86,17 +86,17 @@ def needs_curvature(name: str) -> bool:
 
 
 def carries_errors(name: str) -> bool:
-    """Whether later columns make up for what rounding earlier ones costs: its file says CARRIES."""
+    """Whether later columns compensate the rounding errors of earlier ones: its file says CARRIES."""
     return _says(name, "CARRIES")
 
 
 @cache
 def _says(name: str, fact: str) -> bool:
-    text = Path(__file__).with_name(f"{check(name)}.py").read_text(encoding="utf-8")  # read, not imported: that takes torch
+    text = Path(__file__).with_name(f"{check(name)}.py").read_text(encoding="utf-8")  # read as text: importing it needs torch
     return f"\n{fact} = True" in text
 
 
 def default_method(bits: int, group_size: int | None = None, zero: str = "float") -> str:
-    """The method `quantize` takes at a width and group size when none is asked for."""
+    """The default method of `quantize` for a number of bits and a group size."""
     small = (m for (b, largest), m in DEFAULT_SMALL.items() if group_size and b == bits and group_size <= largest)
     return next(small, DEFAULT[bits]) if zero == "float" else DEFAULT[bits]

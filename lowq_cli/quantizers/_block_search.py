@@ -1,8 +1,8 @@
 """GGUF's blocks of two levels (K-quants and their kin), searched for the least squared error.
 
-Each sub-block first gets its own best step and low from several starts, each refitted to the codes that it leads to. The
-super-block's d and dmin round those to whole numbers; then whole numbers, d and dmin and codes are moved in turn, and what is
-best of all met is kept. llama.cpp's search ends with the rounding; this one begins there, too.
+Each sub-block first gets its best step and low from several starts, each refitted to its nearest codes. They are rounded to
+integers times the super-block's d and dmin. Then integers, d and dmin, and codes are improved in turn, and the best result of
+all is kept. llama.cpp's search ends with the rounding; this one continues from there.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lowq_cli.quantizers._slabs import SLAB
 from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, BlockKind, Blocks
 
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of a sub-block's range, from which its search starts
-CUTS = (0.5, 0.0, 1.0)  # how much of what is left out of the range lies below it
-REFITS = 3  # of step and low to the codes of each start
-ROUNDS = 3  # of moving whole numbers, d and dmin
-TINY = 1e-30  # in place of the step of a sub-block of zeros
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # shares of a sub-block's range, the starts of its search
+CUTS = (0.5, 0.0, 1.0)  # share of the omitted range that is omitted at the lower end
+REFITS = 3  # refits of step and low to the codes of each start
+ROUNDS = 3  # rounds of improving integers, d and dmin
+TINY = 1e-30  # replaces the step of a sub-block of zeros
 HALF_MAX = 65504.0  # the largest number of fp16
-REACH = 128  # no value of a table is larger
+REACH = 128  # max. magnitude of a table's values
 
 
 def quantize_blocks(W: torch.Tensor, kind: str, importance: torch.Tensor | None = None) -> Blocks:
-    """W (N, K) in the type `kind` with the least squared error that is met.
+    """W (N, K) in the type `kind`, with the least squared error that the search finds.
 
-    importance: (K,) positive, what an error of each column costs; None counts all alike.
+    importance: (K,) positive weights of the columns' squared errors; None weighs all columns equally.
     Raises SchemeError: K is not whole blocks, or fp16's scales do not reach a weight. DamagedError: NaN or infinite weights.
     """
     b = BLOCK_KINDS[kind]
@@ -48,7 +48,7 @@ def _rows(W: torch.Tensor, kind: str, b: BlockKind, importance: torch.Tensor | N
     if bad := int((~torch.isfinite(W)).sum()):
         raise DamagedError(f"the weight holds {bad} NaN or infinite values; the model file is damaged")
     n, subs = W.shape[0], b.elements // b.sub
-    x = W.reshape(-1, subs, b.sub)  # super-blocks under one another
+    x = W.reshape(-1, subs, b.sub)  # one super-block per row
     weights = torch.ones_like(x[:1]) if importance is None else importance.float().to(W.device).reshape(-1, subs, b.sub)
     if importance is not None:
         weights = weights.repeat(n, 1, 1) if len(weights) > 1 else weights
@@ -68,7 +68,7 @@ def _rows(W: torch.Tensor, kind: str, b: BlockKind, importance: torch.Tensor | N
 
 @dataclass
 class _Numbers:
-    """s and m (B, subs) whole, d and dmin (B, 1) as fp16 holds them, all in fp32."""
+    """Integers s and m (B, subs), fp16 values d and dmin (B, 1), all stored in fp32."""
 
     s: torch.Tensor
     m: torch.Tensor
@@ -77,7 +77,7 @@ class _Numbers:
 
 
 class _Search:
-    """Super-blocks x (B, subs, sub) with weights of errors, as wide or (1, subs, sub)."""
+    """Super-blocks x (B, subs, sub) with weights of errors of the same shape or (1, subs, sub)."""
 
     def __init__(self, b: BlockKind, x: torch.Tensor, weights: torch.Tensor) -> None:
         self.b, self.x, self.w, self.wx = b, x, weights, weights * x
@@ -85,10 +85,10 @@ class _Search:
         if b.table:  # of whole numbers, so that each half between two halves has one nearest value: 4 times a binary search
             halves = (torch.arange(4 * REACH, device=x.device) - 2 * REACH + 0.5) / 2
             self.place_of = torch.bucketize(halves, (self.values[1:] + self.values[:-1]) / 2)
-        self.free_low = b.elements == b.sub  # dmin of a lone sub-block has a sign of its own
+        self.free_low = b.elements == b.sub  # dmin of a single sub-block may be negative
 
     def places(self, step: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """Of each weight the place of its nearest value in order, for steps and lows (B, subs)."""
+        """The index of each weight's nearest value in the sorted values, for steps and lows (B, subs)."""
         step = torch.where(step == 0, TINY, step)
         over = (self.x + low.unsqueeze(-1)) / step.unsqueeze(-1) if self.b.mins else self.x / step.unsqueeze(-1)
         if self.b.table:
@@ -101,19 +101,19 @@ class _Search:
         return self.order[places] if self.b.table else places
 
     def held(self, step: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """The values v (B, subs, sub) of the nearest codes: a weight is then step * v - low."""
+        """The values v (B, subs, sub) of the nearest codes; a dequantized weight is step * v - low."""
         places = self.places(step, low)
         return self.values[places] if self.b.table else places - self.b.mid
 
     def loss(self, v: torch.Tensor, step: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """(B, subs) weighted squared errors."""
+        """The weighted squared errors (B, subs)."""
         off = torch.addcmul(self.x, v, step.unsqueeze(-1), value=-1)
         if self.b.mins:
             off += low.unsqueeze(-1)
         return (off.square_() * self.w).sum(-1)
 
     def start(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best step and low (B, subs) that each sub-block would have alone."""
+        """The best step and low (B, subs) of each sub-block on its own, before rounding."""
         b = self.b
         least, most = self.x.amin(-1), self.x.amax(-1)
         starts = []
@@ -124,7 +124,7 @@ class _Search:
                 starts.append(((most - least) * share / (b.levels - 1), -(least + cut)))
         else:
             zero, reach = torch.zeros_like(least), float(self.values.abs().max())
-            tip = torch.where(-least > most, least, most)  # takes the value of the largest magnitude, which is negative
+            tip = torch.where(-least > most, least, most)  # gets the table's value of largest magnitude, which is negative
             starts = [(-tip * sign * share / reach, zero) for share in (*SHARES, 1.1) for sign in (1.0, -1.0)]
         best = torch.full_like(least, torch.inf)
         step, low = starts[0]
@@ -138,7 +138,7 @@ class _Search:
         return step, low
 
     def fitted(self, v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step and low by weighted least squares for values v; lows that types cannot hold become 0."""
+        """Step and low by weighted least squares for values v; lows that the type cannot hold become 0."""
         wv = v * self.w
         vv, xv = (wv * v).sum(-1), (v * self.wx).sum(-1)
         if not self.b.mins:
@@ -155,7 +155,7 @@ class _Search:
         return torch.where(held, step, through_zero.clamp(min=0)), torch.where(held, low, 0.0)
 
     def best(self, alone: tuple[torch.Tensor, torch.Tensor]) -> _Numbers:
-        """Whole numbers and fp16 numbers: rounded from the sub-blocks' own, then moved while that helps."""
+        """Integers and fp16 numbers: rounded from the sub-blocks' steps and lows, then improved."""
         step, low = alone
         now = self._rounded(step, low)
         kept, best = now, self._total(now)
@@ -181,7 +181,7 @@ class _Search:
         (least, most), top = self.b.scales, self.b.mins
         if (least, most) == (1, 1):
             return _Numbers(torch.ones_like(step), torch.ones_like(step), self._half(step), self._half(low))
-        tip = step.gather(1, step.abs().argmax(1, keepdim=True))  # the largest step takes the end that reaches furthest
+        tip = step.gather(1, step.abs().argmax(1, keepdim=True))  # gets the integer of largest magnitude
         d = self._half(tip / (least if least < 0 else most))
         dmin = self._half(low.amax(1, keepdim=True) / max(top, 1))
         return _Numbers(self._whole(step, d, least, most), self._whole(low, dmin, 0, top), d, dmin)
@@ -195,7 +195,7 @@ class _Search:
         return self.loss(self.held(step, low), step, low).sum(-1)
 
     def _moved(self, n: _Numbers, step: torch.Tensor, low: torch.Tensor) -> _Numbers:
-        """For d and dmin as they are: the whole numbers next to the present ones that are best with their own codes."""
+        """For fixed d and dmin: the best integers among the present ones and their neighbors, each with its nearest codes."""
         (least, most), top = self.b.scales, self.b.mins
         best = torch.full_like(n.s, torch.inf)
         s, m = n.s, n.m
@@ -209,7 +209,7 @@ class _Search:
         return _Numbers(s, m, n.d, n.dmin)
 
     def _refit(self, n: _Numbers) -> _Numbers:
-        """d and dmin by weighted least squares over the super-block, for the codes and whole numbers as they are."""
+        """d and dmin by weighted least squares over the super-block, for fixed codes and integers."""
         v = self.held(n.d * n.s, n.dmin * n.m) * n.s.unsqueeze(-1)
 
         def over(t: torch.Tensor) -> torch.Tensor:

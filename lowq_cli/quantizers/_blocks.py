@@ -1,4 +1,4 @@
-"""Round to e4m3 under one scale for each block, its largest magnitude / 448: the one way to weights in fp8."""
+"""Round to e4m3 with one scale per block, its largest magnitude / 448: the only method for fp8 weights."""
 
 import torch
 
@@ -9,7 +9,7 @@ from lowq_packers.scheme import Scheme
 
 
 def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> QuantizedTensor:
-    """W (N, K) floats, whole rows of blocks. Raises DamagedError for NaN or infinite weights. Scales are fp32, not `dtype`."""
+    """Quantize W (N, K), whole rows of blocks, with scales in fp32. Raises DamagedError for NaN or infinite weights."""
     found = fp8.quantize(W.float(), scheme.block)
     if not found.scales.isfinite().all():
         raise DamagedError("it holds NaN or infinite weights; the model file is damaged")
