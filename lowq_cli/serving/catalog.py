@@ -1,22 +1,23 @@
-"""What a server of many models offers: names, where each model lies, and how it is served.
+"""The models that a server of many models offers: their names, paths and settings.
 
-From three places, of which the later wins a name: what lowq wrote on this disk (`lowq ls`), folders of models, and a TOML file:
+They come from three sources, of which the later takes precedence for a name: models that lowq wrote on this disk (`lowq ls`),
+folders of models, and a TOML file:
 
-    default = "qwen"            # for requests that name none
-    memory = "40GB"             # of all loaded models together
-    keep_alive = "10m"          # a model that nobody asked for so long is unloaded
-    kv_host = "8GB"             # host memory for what caches have no room for, also of models that were unloaded
+    default = "qwen"            # the model for requests that name none
+    memory = "40GB"             # limit for all loaded models together
+    keep_alive = "10m"          # a model without a request for this long is unloaded
+    kv_host = "8GB"             # host memory for cache blocks, including those of unloaded models
     folders = ["/srv/models"]
 
     [models.qwen]
     path = "/srv/models/Qwen3-8B-lowq-4b"
-    aliases = ["gpt-4o"]        # other names of it
+    aliases = ["gpt-4o"]        # other names of the model
     pin = true                  # loaded at the start, never unloaded
     max_batch = 16
     cache_tokens = 65536
     kv = "fp8"
-    lora = {german = "/srv/adapters/german"}  # adapters over it, each with a name of its own
-    temperature = 0.6           # where a request names none; top_p, top_k, repetition_penalty too
+    lora = {german = "/srv/adapters/german"}  # adapters of the model, each with a separate name
+    temperature = 0.6           # default for requests; also top_p, top_k, repetition_penalty
 """
 
 import json
@@ -36,7 +37,7 @@ from lowq_cli.files.templates import has_template
 from lowq_packers.errors import LowqError, NotFoundError, UsageError
 from lowq_packers.regular import MAX_CONFIG, read_given, read_text
 
-OFFERED = ("checkpoint", "run", "import", "refined")  # kinds of holdings; exports are the same models once more
+OFFERED = ("checkpoint", "run", "import", "refined")  # kinds of holdings to serve; exports would be the same models again
 DRAWING = ("temperature", "top_p", "top_k", "repetition_penalty")
 ENGINE = {"max_batch": "running"} | {n: n for n in ("cache_tokens", "kv", "deterministic", "draft")}
 TYPES: dict[str, tuple[type, ...]] = {
@@ -54,11 +55,11 @@ SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True)
 class Offer:
-    """A model that can be asked for.
+    """A model that requests can name.
 
-    path: as commands take it. how: of its engine, where it differs from the server's. pin: never unloaded. keep_alive: seconds
-    without a request after which it is unloaded, None for the server's. draw: settings that requests leave out.
-    aliases: other names of it.
+    path: as commands take it. how: settings of its engine that differ from the server's. pin: whether it is never unloaded.
+    keep_alive: seconds without a request after which it is unloaded, None for the server's value. draw: defaults for sampling
+    settings that requests leave out. aliases: other names of the model.
     """
 
     name: str
@@ -71,22 +72,22 @@ class Offer:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Names beside its own: its aliases, and those of its adapters."""
+        """Its other names: its aliases, and the names of its adapters."""
         return (*self.aliases, *self.lora)
 
     @property
     def lora(self) -> Mapping[str, str]:
-        """Its adapters' folders, by the names under which they can be asked for."""
+        """The folders of its adapters, by the names that requests use."""
         found: Mapping[str, str] = self.how.get("lora") or {}
         return found
 
     @property
     def folder(self) -> Path:
-        """Where it lies, if it is a folder or a file here."""
+        """Its path on this disk, if it is a local folder or file."""
         return DEMO if self.path == "demo" else state.user_path(self.path)
 
     def weight_bytes(self) -> int:
-        """Bytes of its weights on disk, 0 where they are not here."""
+        """Return the bytes of its weights on disk, 0 where they are not on this disk."""
         found = [self.folder] if self.folder.is_file() else self.folder.glob("*.safetensors")
         try:
             return sum(f.stat().st_size for f in found)
@@ -94,19 +95,19 @@ class Offer:
             return 0
 
     def published(self) -> dict[str, Any]:
-        """What can be told of it before it is loaded: its context, and whether it has a chat template."""
+        """Return what is known of it before it is loaded: its context length, and whether it has a chat template."""
         try:
             config = json.loads(read_text(self.folder / CONFIG, MAX_CONFIG))
             inner = config.get("text_config") or config
             longest = inner.get("max_position_embeddings")
-        except (LowqError, ValueError, AttributeError):  # no config, or JSON of another shape: loading it will say so
+        except (LowqError, ValueError, AttributeError):  # no config, or JSON of another shape: loading the model reports it
             return {}
         return {"max_model_len": longest if isinstance(longest, int) else None, "chat": has_template(self.folder)}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a server of many models was told, by flags and by a file; None for what neither says."""
+    """The settings of a server of many models, from flags and from a file; None for settings in neither."""
 
     models: Mapping[str, Offer] = field(default_factory=dict)
     folders: Sequence[str] = ()
@@ -117,7 +118,7 @@ class Config:
 
 
 def read_config(path: Path) -> Config:
-    """The TOML file. Raises UsageError for what it may not say, NotFoundError where there is none."""
+    """Read the TOML file. Raises UsageError for invalid contents, NotFoundError where there is no file."""
     try:
         table = tomllib.loads(read_given(path, "configuration", MAX_CONFIG).decode())
     except UnicodeDecodeError:
@@ -191,7 +192,7 @@ def _beside(folder: Path, name: str) -> Path:
 
 
 def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = None) -> dict[str, Offer]:
-    """Every model that can be asked for, by name. first: one that has its name before all. Raises NotFoundError."""
+    """Return every model that requests can name, by name. first: a model whose name takes precedence. Raises NotFoundError."""
     found: dict[str, Offer] = {} if first is None else {first.name: first}
     named = {**found, **config.models}
     taken = {n for o in config.models.values() for n in o.others}
@@ -205,7 +206,7 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
 
 
 def _written() -> list[Path]:
-    """The folders that `lowq ls` lists, the newest first."""
+    """Return the folders that `lowq ls` lists, the newest first."""
     return [h.path.absolute() for h in inventory.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
 
 
@@ -224,7 +225,7 @@ def _in_folders(folders: Sequence[str]) -> list[Path]:
 
 
 def size(value: str | int, where: str) -> int:
-    """Bytes, of "40GB", "1.5 GiB" or a number. Raises UsageError."""
+    """Return the bytes that "40GB", "1.5 GiB" or a number stands for. Raises UsageError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value), re.I)
     if found is None or not float(found[1]):
         raise UsageError(f"{where} = {value} is no size; write it as 40GB")
@@ -232,7 +233,7 @@ def size(value: str | int, where: str) -> int:
 
 
 def seconds(value: str | float, where: str) -> float:
-    """Seconds, of "10m", "1h30m" or a number; "never" is without end. Raises UsageError."""
+    """Return the seconds that "10m", "1h30m" or a number stands for; "never" is infinite. Raises UsageError."""
     text = str(value).strip().lower()
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", text)
     if text == "never":
@@ -243,6 +244,6 @@ def seconds(value: str | float, where: str) -> float:
 
 
 def given_name(model: str) -> str:
-    """What clients call a model that was given: its folder's name, or its hub id."""
+    """Return the name that clients use for a model given as a path or hub id: its folder's name, or its hub id."""
     folder = state.user_path(model)
     return os.path.basename(folder.resolve()) if folder.is_dir() else model

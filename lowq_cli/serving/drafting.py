@@ -1,11 +1,11 @@
-"""How many drafts of which texts a pass checks, and what texts that ended lend to others' guesses."""
+"""Choose how many drafts of which sequences a pass checks, and keep ended answers as a source of guesses for others."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-GAIN = 1.05  # times more tokens a second than by plain passes, of a pass with drafts
-REMEMBERED = 1 << 16  # tokens of answers that others' guesses may come from; each takes about 200 bytes
-RUN = 8  # tokens by which they are found
+GAIN = 1.05  # a pass with drafts must yield this many times the tokens per second of plain passes
+REMEMBERED = 1 << 16  # max. tokens of ended answers to keep for guesses; each takes about 200 bytes
+RUN = 8  # length, in tokens, of the runs by which ended answers are searched
 
 
 def choose(
@@ -15,10 +15,11 @@ def choose(
     seconds: Callable[[int], float],
     plain_s: float,
 ) -> dict[int, int]:
-    """Drafts by text of the pass that brings the most tokens a second; none where plain passes are as good.
+    """Return the number of drafts by sequence of the pass with the most tokens per second; {} if plain passes are as good.
 
-    chances: of texts by number, that each draft is right where all before it are. texts: all that step, each a row at least.
-    sizes: rows that a pass may have, ascending, which take `seconds`; `plain_s`: of a pass without drafts.
+    chances: by sequence number, the chance that each draft is right if all before it are. texts: number of sequences that step,
+    at least one row each. sizes: possible numbers of rows of a pass, ascending. seconds: rows -> seconds of a pass. plain_s:
+    seconds of a pass without drafts.
     """
     return _best(chances, texts, sizes, seconds, plain_s)[1]
 
@@ -31,8 +32,10 @@ def rounds(
     plain_s: float,
     guess_s: float,
 ) -> int:
-    """Guesses that a drafter on the device is to make for each text, of which each takes `guess_s` for all of them; 0 where
-    plain passes are as good. The rest as in `choose`."""
+    """Return how many tokens a drafter on the device should guess for each sequence; 0 where plain passes are as good.
+
+    guess_s: seconds of one guess for all sequences. The other arguments are those of `choose`.
+    """
     most, best, found = max((len(each) for _, each in chances), default=0), 0.0, 0
     for K in range(1, most + 1):
         some = [(number, each[:K]) for number, each in chances]
@@ -49,14 +52,14 @@ def _best(
     seconds: Callable[[int], float],
     plain_s: float,
 ) -> tuple[float, dict[int, int]]:
-    """(tokens a second, drafts by text) of `choose`; 0 where plain passes are as good."""
+    """Return (tokens per second, drafts by sequence) of `choose`; (0, {}) where plain passes are as good."""
     found = list[tuple[float, int]]()
     for number, each in chances:
         sure = 1.0
         for chance in each:
             sure *= chance
             found.append((-sure, number))
-    found.sort(key=lambda one: one[0])  # the surest first: of each text a draft comes before those after it
+    found.sort(key=lambda one: one[0])  # likeliest first; a sequence's drafts stay in order
     best, most, taken, tokens = GAIN * texts / plain_s if plain_s else 0.0, 0, 0, float(texts)
     for rows in sizes:
         if rows <= texts:
@@ -75,7 +78,7 @@ def _best(
 
 
 class Answers:
-    """What texts that ended have said, found by runs of RUN tokens: the oldest are forgotten first."""
+    """The tokens of ended answers, searched by runs of RUN tokens; the oldest answers are dropped first."""
 
     def __init__(self) -> None:
         self.texts: deque[list[int]] = deque()
@@ -83,7 +86,7 @@ class Answers:
         self.tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """A text has ended with these."""
+        """Add the tokens of an answer that has ended."""
         text = list(tokens[:REMEMBERED])
         if len(text) <= RUN:
             return
@@ -95,11 +98,11 @@ class Answers:
             self._forget(self.texts.popleft())
 
     def find(self, run: tuple[int, ...]) -> tuple[Sequence[int], int] | None:
-        """As `ngram.Past`."""
+        """Return the answer that contains this run and the place after it, as `ngram.Past` asks for."""
         if len(run) != RUN or (found := self.places.get(hash(run))) is None:
             return None
         text, end = found
-        return found if tuple(text[end - RUN : end]) == run else None  # a hash may be another run's
+        return found if tuple(text[end - RUN : end]) == run else None  # different runs may have the same hash
 
     def _forget(self, text: list[int]) -> None:
         self.tokens -= len(text)

@@ -59,7 +59,7 @@ class Standby:
         theirs.close()
 
     def stop(self) -> None:
-        """End it, unused."""
+        """End a standby process that was not used."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -300,7 +300,7 @@ class _Here:
             e.stop(0)
 
     def start(self) -> None:
-        """As Engine.start."""
+        """Do what Engine.start does."""
         self.engine.start(self.sink, lambda n, of: self.send("done", n, of))
         self.send("started", self.engine.reason)
         self.started = True
@@ -315,7 +315,7 @@ class _Here:
             self.tell([(number, failed(e))])
 
     def cancel(self, number: int) -> None:
-        """As Engine.cancel."""
+        """Do what Engine.cancel does."""
         with self.lock:
             own = next((o for o, n in self.numbers.items() if n == number), None)
         if own is not None:

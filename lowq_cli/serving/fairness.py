@@ -1,12 +1,13 @@
-"""Whose turn it is, where more is asked for than can be computed at once.
+"""The order in which waiting requests are served when more are open than can be computed at once.
 
-Next comes the request whose wait is longest beside what it asks for: for a few tokens, a short wait is long. And a short one
-does not wait for a long one to end: where it has waited for longer in that sense, it takes its place, and the long one goes on
-later from where it was. So a request of a few tokens waits for a few, whoever asked for thousands before; requests of one
-length keep the order in which they came; nobody waits for ever, as every wait grows beside that of those who come later.
+The next request is the one with the longest wait relative to the work it asks for: for a few tokens, a short wait counts as
+long. A short request does not wait for a long one to end: once its relative wait is longer, it preempts the long one, which
+continues later from where it was. So a request for a few tokens waits for about as few, even if others asked for thousands
+before; requests of equal length keep the order of arrival; and no request waits for ever, because its relative wait grows ahead
+of later ones.
 
-Clients are told apart by the address that they come from. What one asks for counts as often as it has requests open, so that
-sixty requests of one client have together the turns of one of another's.
+Clients are distinguished by their address. The work of a client's request is multiplied by the number of its open requests, so
+that sixty requests of one client together get as many turns as one request of another client.
 """
 
 from collections import Counter
@@ -15,15 +16,15 @@ from typing import Protocol, TypeVar
 
 from lowq_cli.serving.request import Request
 
-LONG = 1024  # tokens, as which every longer answer counts: most end before the bound that they are given
-SHORTER = 4  # times that a text must have more left than another asks for to give it its place
-READ = 64  # tokens of a prompt that take as long as one of an answer, about
+LONG = 1024  # max. tokens that an answer counts as: most answers end before their limit
+SHORTER = 4  # a running request gives way only if it has this many times the work left that the waiting one asks for
+READ = 64  # prompt tokens that take about as long as one token of an answer
 
 
 class Queued(Protocol):
-    """A request and its place in time. since: when it began to wait; waited: how long it had before, in the steps of an engine.
+    """A request and its wait, in steps of an engine. since: the step at which it began to wait; waited: sum of earlier waits.
 
-    first: whether it comes before all others, as it was begun and has lost its room.
+    first: whether it comes before all others, because it was running and was preempted for lack of blocks.
     """
 
     request: Request
@@ -39,18 +40,18 @@ class Turns:
     """The order of requests at one moment.
 
     Args:
-        known: all that wait or run. now: the step.
+        known: all waiting and running requests. now: the current step.
     """
 
     def __init__(self, known: Iterable[Queued], now: int) -> None:
         self.now, self.open = now, Counter(q.request.client for q in known)
 
     def next(self, waiting: Collection[Q]) -> Q:
-        """The one that comes next of those that wait, which are in the order in which they came."""
+        """Return the next of these waiting requests, which are in order of arrival."""
         return max(waiting, key=self._waits)
 
     def gives_way(self, text: Queued, running: Sequence[tuple[Q, int]]) -> Q | None:
-        """The one of those that run, with the tokens that each has left, whose place a text takes; None: it waits for one."""
+        """Return the running request, of (request, tokens left) pairs, that `text` preempts, or None if it has to wait."""
         if not running:
             return None
         longest, left = max(running, key=lambda r: min(r[1], LONG) * self.open[r[0].request.client])
@@ -59,7 +60,7 @@ class Turns:
         return longest if much_longer and self._waits(text) > had else None
 
     def _waits(self, q: Queued) -> float:
-        """How long one has waited beside what it asks for."""
+        """Return a request's wait relative to the work it asks for."""
         return float("inf") if q.first else (q.waited + self.now - q.since) / self._asks(q)
 
     def _asks(self, q: Queued) -> float:

@@ -1,4 +1,4 @@
-"""One text's guesses in the server: by n-grams, by a drafter on the device, or both one after the other."""
+"""One sequence's guesses in the server: by n-grams, by a drafter on the device, or by both one after the other."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from lowq_kernels.decode.reference import MOST_DRAFTS
 
 
 class TextDrafter(Protocol):
-    """What guesses one text's next tokens in the server. chance: that its next guess is right, 0 without one."""
+    """Guesses one sequence's next tokens in the server. chance: the chance that its next guess is right, 0 without a guess."""
 
     @property
     def chance(self) -> float: ...
@@ -23,63 +23,63 @@ class TextDrafter(Protocol):
 
 
 class Rates:
-    """How often guesses were right, by how many of the same round came before them. before: chances to begin with."""
+    """Counts how often guesses were right, by their place in a round of guesses. before: initial chances."""
 
     def __init__(self, before: Sequence[float]) -> None:
         self.begin(before)
 
     def begin(self, before: Sequence[float]) -> None:
-        """Forget what was counted."""
+        """Reset the counts to the chances `before`."""
         self.right, self.tried = [WEIGHT * chance for chance in before], [WEIGHT] * len(before)
 
     @property
     def chances(self) -> list[float]:
-        """That each is right where those before it were."""
+        """The chance of each guess to be right if those before it were."""
         return [r / t for r, t in zip(self.right, self.tried, strict=True)]
 
     def note(self, checked: int, accepted: int) -> None:
-        """So many were checked, and the first `accepted` were right."""
+        """Record that `checked` guesses were checked, and that the first `accepted` were right."""
         for i in range(min(accepted + 1, checked)):
             self.right[i], self.tried[i] = FADE * self.right[i] + (i < accepted), FADE * self.tried[i] + 1
 
 
 class Guessed:
-    """One text's guesses: those of a drafter on the device, or by n-grams where these promise more; n-grams also go on where
-    the drafter's end, and so take rows that it leaves free.
+    """One sequence's guesses: those of a drafter on the device, or n-grams where these promise more tokens. N-grams also
+    continue after the drafter's last guess, and so use rows that it leaves free.
 
     Attributes:
-        shared, rates: of the drafter's guesses, for all texts and for this one.
+        shared, rates: Rates of the drafter's guesses, for all sequences and for this one.
     """
 
     def __init__(self, shared: Rates, ngram: NGram) -> None:
         self.shared, self.rates, self.ngram, self.given = shared, Rates(shared.chances), ngram, list[int]()
-        self._best: tuple[Guess, int] | None = None  # and how many of its tokens are the drafter's
+        self._best: tuple[Guess, int] | None = None  # the guess, and how many of its tokens are the drafter's
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """As `HostDrafter.begin`."""
+        """Do what `HostDrafter.begin` does."""
         self.ngram.begin(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """As `HostDrafter.extend`."""
+        """Do what `HostDrafter.extend` does."""
         self.ngram.extend(tokens)
         self.given, self._best = [], None
 
     def give(self, tokens: Sequence[int]) -> None:
-        """The drafter's guesses of what comes next."""
+        """Take the drafter's guesses of the next tokens."""
         self.given, self._best = list(tokens), None
 
     @property
     def chance(self) -> float:
-        """That the next token of the guess is right."""
+        """The chance that the first token of the guess is right."""
         return next(iter(self._found()[0].chances), 0.0)
 
     def guess(self, most: int) -> Guess:
-        """As `HostDrafter.guess`."""
+        """Do what `HostDrafter.guess` does."""
         found = self._found()[0]
         return Guess(found.tokens[:most], found.chances[:most])
 
     def checked(self, n: int, accepted: int) -> None:
-        """The first n tokens of the guess were checked, of which so many were right: before `extend`."""
+        """Record that the first n tokens of the guess were checked and `accepted` were right; call it before `extend`."""
         own = min(n, self._found()[1])
         for rates in (self.shared, self.rates) if own else ():
             rates.note(own, min(accepted, own))
@@ -96,7 +96,7 @@ class Guessed:
 
 
 def expected(chances: Sequence[float]) -> float:
-    """Tokens that guesses with these chances bring."""
+    """Return the expected number of right tokens of guesses with these chances."""
     total, sure = 0.0, 1.0
     for chance in chances:
         sure *= chance

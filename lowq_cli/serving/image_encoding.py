@@ -1,7 +1,7 @@
-"""Pictures of requests on their way to the engine: the tower computes beside its steps, one picture at a time.
+"""Encoding of requests' images: the vision tower runs concurrently with the engine's steps, one image at a time.
 
-A text whose pictures have not been seen waits here, not in the scheduler's queue, so that the steps of others go on. On a GPU
-the tower has a stream of its own. Features are kept by the pictures' names (`engine.vision`).
+A sequence whose images are not encoded yet waits here, not in the scheduler's queue, so that the steps of others go on. On a
+GPU the tower runs in a separate stream. Features are cached by the images' names (`engine.vision`).
 """
 
 import queue
@@ -20,10 +20,10 @@ Seen = Callable[[Sequence, Exception | None], None]
 
 
 class Seeing:
-    """The thread that shows pictures to the tower, started for the first of them.
+    """The thread that encodes images with the vision tower; it starts with the first image.
 
     Args:
-        model: that takes pictures, or not. seen: told of each text that can be computed now, or why it cannot.
+        model: a model, with or without image input. seen: called with each sequence that is ready, or with the error.
     """
 
     def __init__(self, model: Any, seen: Seen) -> None:
@@ -32,11 +32,11 @@ class Seeing:
         self._thread: threading.Thread | None = None
 
     def sight(self) -> Sight:
-        """The model's. Raises UnsupportedError where it takes no pictures."""
+        """Return the model's vision tower. Raises UnsupportedError where the model takes no images."""
         return sight_of(self.model)
 
     def add(self, text: Sequence) -> None:
-        """A text with pictures."""
+        """Queue a sequence with images."""
         self._queue.put(text)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="lowq-tower", daemon=True)
@@ -53,6 +53,6 @@ class Seeing:
                         text.shown = sight.shown(text.request.prompt, [unpacked(p) for p in text.request.pictures])
                 if stream is not None:
                     stream.synchronize()
-            except Exception as e:  # this text's alone, which ends; a lost GPU ends the engine at its next pass
+            except Exception as e:  # this ends only this sequence; a lost GPU ends the engine at its next pass
                 why = e
             self.seen(text, why)

@@ -1,4 +1,4 @@
-"""Many texts from many prompts, each as soon as there is room for it: what `generate --prompts` runs on."""
+"""Generate answers to many prompts, each as soon as there is room for it: the engine of `generate --prompts`."""
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ SEEDS = 1 << 63
 def answers(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Mapping[str, Any], batch: int | None = None
 ) -> Iterator[Answer]:
-    """The answers in order: each prompt as soon as there is room for it, or `batch` of them from start to end.
+    """Yield the answers in order: each prompt starts as soon as there is room for it, or in batches of `batch` prompts.
 
-    settings: of `Sampling`, and max_new_tokens, stop and kv.
+    settings: the settings of `Sampling`, and max_new_tokens, stop and kv.
     """
     if continuous.why_not(model) is None:
         how = Sampling(**{f.name: settings[f.name] for f in fields(Sampling) if f.name in settings})
@@ -49,14 +49,14 @@ def answer_all(
     at_once: int | None = None,
     kv: str = PLAIN,
 ) -> Iterator[Answer]:
-    """The answers in the order of the prompts, the first while later ones are still computed.
+    """Yield the answers in the order of the prompts, the first ones while later ones are still computed.
 
     Args:
-        model: one that `continuous.why_not` has nothing against.
-        prompts: token ids of each, at least one, short of the model's context.
-        sampling: of all; the seed of prompt i is its seed + i.
-        at_once: texts side by side; None: as many as the device is good for.
-        kv: what keys and values are held in (`decode.kv.KINDS`).
+        model: a model for which `continuous.why_not` returns None.
+        prompts: the token ids of each, at least one, fewer than the model's context.
+        sampling: the settings for all prompts; prompt i has the seed `sampling.seed + i`.
+        at_once: max. sequences computed at once; None: the default of the device.
+        kv: storage format of keys and values (`decode.kv.KINDS`).
     """
     stops, limit, ends = check(stop), context_limit(model), stop_ids(model, tokenizer)
     rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(p)) for p in prompts]

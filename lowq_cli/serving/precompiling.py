@@ -1,7 +1,7 @@
-"""Kernels of a checkpoint that is being written, compiled meanwhile: its first text and its server start as later ones do.
+"""Compile the kernels of a checkpoint while it is being written, so that its first generation and its server start quickly.
 
-A model is made of the plan's shapes, with one layer of each kind and whatever the GPU's memory holds for weights. What a
-text, a prompt of any length and a server launch is launched once, in threads; what that compiles stays in the caches on disk.
+The plan's shapes give a model with one layer of each kind and uninitialized weights. All kernels that a generation, a prompt of
+any length and a server launch are launched once, in threads; the compiled kernels stay in the caches on disk.
 """
 
 import re
@@ -30,12 +30,12 @@ from lowq_packers.arch.config import read_config
 from lowq_packers.errors import device_lost, log_error, one_line
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-ROOM = 12 << 30  # free bytes of a GPU below which nothing is tried: logits of 4,096 rows take 1 GB a thread
+ROOM = 12 << 30  # min. free bytes of a GPU to compile ahead: logits of 4,096 rows take 1 GB per thread
 WAYS = (Sampling(), Sampling(temperature=1.0))
 
 
 def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
-    """Compile on the run's first GPU until `stopped()`. Raises nothing: whoever needs what failed here says what is wrong."""
+    """Compile on the run's first GPU until `stopped()`. Raises no errors: the first use of a failed kernel reports them."""
     device = torch.device(str(prepared.workers[0]))
     try:
         with torch.inference_mode():
@@ -44,7 +44,7 @@ def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
             source = stand_in(prepared.source, prepared.plan, prepared.out)
             model = native_loader.read(cast(Source, source), device, Blank)
             launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
-    except Exception as e:  # no memory, a family or kernel that is not for this GPU: the first text meets it again
+    except Exception as e:  # no memory, or a family or kernel that this GPU does not support: the first use reports it
         log_error("kernels are not compiled ahead", e)
         if device_lost(e):
             console.warn(f"{device} was lost while kernels were compiled ahead: {one_line(e)}")
@@ -56,7 +56,7 @@ def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
 
 
 def launches(model: Any) -> list[Callable[[], object]]:
-    """One launch of each kernel that texts one by one and a server take; those of the first text first."""
+    """Return one launch of each kernel of single generations and of a server, those of the first generation first."""
     decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in precompiling.launches(model, decoder, 1, 1, way, met)]
     trial = cache_allocator.trial_runner(
@@ -66,10 +66,10 @@ def launches(model: Any) -> list[Callable[[], object]]:
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
-    """What `native_loader.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each
-    kind.
+    """Return the parts of an open checkpoint that `native_loader.read` needs (config, headers), for the plan's output in
+    `folder` with one layer of each kind.
 
-    Raises NotPlain where the family is not a known one.
+    Raises NotPlain where the model's family is unknown.
     """
     config = read_config(source.config, len(source.headers))[0]
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
@@ -89,7 +89,7 @@ def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
 
 
 def _moved(item: Item, layer: int) -> Item:
-    """An item as that of another layer."""
+    """Return an item renamed to another layer."""
 
     def name(old: str) -> str:
         return LAYER.sub(f"model.layers.{layer}.", old)

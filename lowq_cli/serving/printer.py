@@ -1,4 +1,4 @@
-"""What a server says, by a thread of its own: a log whose reader has stalled, died or filled its disk costs no answer."""
+"""Print a server's log in a separate thread: a log whose reader has stalled, died or filled its disk delays no answer."""
 
 import queue
 import threading
@@ -8,11 +8,11 @@ from contextlib import suppress
 from lowq_cli import console
 from lowq_packers.errors import log_error
 
-MOST = 1000  # lines that wait for a log; those after them are lost, and counted
+MOST = 1000  # max. lines that wait to be printed; further lines are dropped and counted
 
 
 class Printer:
-    """Does what is printed, one after the other."""
+    """A thread that runs print jobs one after another."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue(MOST)
@@ -20,18 +20,18 @@ class Printer:
         threading.Thread(target=self._work, name="lowq-printer", daemon=True).start()
 
     def say(self, line: str) -> None:
-        """A line for the person."""
+        """Queue a line for the terminal."""
         self.do(lambda: console.say(line))
 
     def do(self, job: Callable[[], object]) -> None:
-        """Something that prints; returns at once."""
+        """Queue a job that prints, and return at once."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
             self._lost += 1
 
     def close(self, seconds: float) -> bool:
-        """Wait until all has been printed; False where that takes longer than it may."""
+        """Wait until everything has been printed; return False if that takes longer than `seconds`."""
         done = threading.Event()
         with suppress(queue.Full):
             self._jobs.put(done.set, timeout=seconds)
@@ -42,7 +42,7 @@ class Printer:
             job = self._jobs.get()
             try:
                 job()
-            except Exception as e:  # of one line, as one that its terminal cannot show: the next ones are printed all the same
+            except Exception as e:  # an error of one line, such as a character that the terminal cannot show: go on
                 log_error("a line of the server's log is not printed", e)
             if self._lost and self._jobs.empty():
                 lost, self._lost = self._lost, 0

@@ -1,6 +1,6 @@
-"""What an engine tells of a prompt itself, not of how it goes on: how likely its tokens are, or its hidden states as a vector.
+"""Answer queries about a prompt itself: log-probabilities of its tokens, or its hidden states as a vector.
 
-The prompt is read by itself, beside the texts that run: by the decoder of `generate`, as `lowq eval` reads texts.
+The prompt is computed separately from the running sequences, by the decoder of `generate`, as `lowq eval` computes texts.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from lowq_cli.serving.request import Likelihood, Read
 
 
 class PromptReader:
-    """Reads prompts with a model; kv: what keys and values are held in."""
+    """Answers queries about prompts with a model; kv: storage format of keys and values."""
 
     def __init__(self, model: Any, kv: str) -> None:
         self.model, self.kv = model, kv
         self._decoder: Any = None
 
     def __call__(self, ids: Sequence[int], asked: Read, adapter: int = 0) -> list[Likelihood] | list[float]:
-        """What is asked of a prompt, computed with one of the model's adapters."""
+        """Return the answer to a query about a prompt, computed with one of the model's adapters (0 for none)."""
         if not adapter:
             return self._read(ids, asked)
         adapters = plan_of(self.model).adapters
@@ -35,12 +35,12 @@ class PromptReader:
             adapters.all = 0
 
     def _read(self, ids: Sequence[int], asked: Read) -> list[Likelihood] | list[float]:
-        """Of each token but the first how likely it is after those before; of the next what it may be; the vector of all."""
+        """Return the log-probabilities of all tokens but the first, those of the next token, or the prompt's vector."""
         prompt = torch.tensor([list(ids)], device=self.model.device)
         if asked.kind == "likelihoods":
             return self._likelihoods(prompt, asked.top)
         if asked.kind == "next":
-            guess = torch.cat([prompt, prompt[:, -1:]], 1)  # any token may stand in its place
+            guess = torch.cat([prompt, prompt[:, -1:]], 1)  # a dummy next token: any token would do
             return self._likelihoods(guess, asked.top, first=len(ids) - 1)
         hidden = self._hidden(prompt).float()
         found = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[asked.pooling]
@@ -48,7 +48,7 @@ class PromptReader:
         return found.tolist()
 
     def release(self) -> None:
-        """Give back what reading holds."""
+        """Free the decoder's memory."""
         self._decoder = None
 
     def _native(self) -> NativeDecoder | None:
@@ -56,7 +56,7 @@ class PromptReader:
         return self._decoder if isinstance(self._decoder, NativeDecoder) else None
 
     def _hidden(self, prompt: torch.Tensor) -> torch.Tensor:
-        """The last hidden states (T, H), normed."""
+        """Return the last hidden states (T, H), after the final norm."""
         decoder = self._native()
         if decoder is not None:
             return decoder.hidden_states(prompt)[0]

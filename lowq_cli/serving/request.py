@@ -1,9 +1,9 @@
-"""What the server's two halves say to each other: requests and tokens. Texts, templates and HTTP are not the engine's.
+"""The interface between HTTP and the engine: requests and tokens. The engine knows nothing of texts, templates and HTTP.
 
-An engine computes in a thread of its own, in this process or in another one (`apart`), for requests are data. They come in by
-`submit` from any thread; what happens to them goes out once a step, for all requests of that step together, through the one
-`sink` that `start` was given: a Python object per token is affordable at 64 sequences and 200 steps/s, a lock or a wake-up per
-token is not.
+An engine computes in a separate thread, in this process or in another one (`engine_process`), which is possible because
+requests are plain data. They come in by `submit` from any thread. Their events go out once a step, for all requests of the
+step together, through the `sink` given to `start`: a Python object per token is affordable at 64 sequences and 200 steps/s, a
+lock or a wake-up per token is not.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,8 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.pictures import Packed
 from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
-MOST_LOGPROBS = 20  # alternatives a token, as OpenAI has it
-BIAS = Range(-100, 100, off=0)  # of a token's logit, as OpenAI has it
+MOST_LOGPROBS = 20  # max. alternatives per token, as in OpenAI's API
+BIAS = Range(-100, 100, off=0)  # range of a bias added to a token's logit, as in OpenAI's API
 MinP = Annotated[float, Range(0, 1, off=0)]
 Penalty = Annotated[float, Range(-2, 2, off=0)]
 LogProbs = Annotated[int | None, Range(0, MOST_LOGPROBS, whole=True)]
@@ -34,13 +34,13 @@ class Busy(LowqError):
 
 @dataclass(frozen=True)
 class Draw(Sampling):
-    """How a request's tokens are drawn: Sampling, and what else OpenAI's clients ask for.
+    """How a request's tokens are sampled: Sampling, and the further settings of OpenAI's API.
 
-    The order: bias, penalties, temperature, top_k, top_p, min_p. min_p: least probability, as a share of the likeliest token's;
-    0 is off. presence_penalty and frequency_penalty, of tokens generated so far (repetition_penalty: of the prompt's too):
-    subtracted from the logit once, and once per occurrence. logit_bias: token id -> what is added to its logit. logprobs: how
-    many of the likeliest tokens each Event names, 0 for the drawn one alone; None for no log-probabilities. They are those of
-    the model, before bias, penalties and temperature.
+    The order is bias, penalties, temperature, top_k, top_p, min_p. min_p: min. probability, as a fraction of the likeliest
+    token's; 0 is off. presence_penalty, frequency_penalty: subtracted from the logit of a token generated before, once, and
+    once per occurrence (repetition_penalty also counts the prompt's tokens). logit_bias: token id -> value added to its logit.
+    logprobs: how many of the likeliest tokens each Event lists, 0 for only the sampled one; None for no log-probabilities.
+    They are those of the model, before bias, penalties and temperature.
 
     Raises UsageError for a value out of range.
     """
@@ -57,13 +57,13 @@ class Draw(Sampling):
             BIAS.check("logit_bias", bias)
 
 
-Words = npt.NDArray[np.int32]  # a bit a token, (ceil(V / 32),), lowest bit first
+Words = npt.NDArray[np.int32]  # one bit per token, (ceil(V / 32),), lowest bit first
 
 
 class Mask(Protocol):
-    """Which tokens may come next, as a grammar says; one request's, called from the engine's thread.
+    """The tokens that a grammar allows next, for one request; called from the engine's thread.
 
-    recipe: from which an engine in another process makes a mask like it.
+    recipe: text from which an engine in another process makes an equal mask.
     """
 
     recipe: str
@@ -73,24 +73,24 @@ class Mask(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Note the token that was drawn."""
+        """Advance the grammar by the sampled token."""
         ...
 
 
 def allow(words: Words, token: int) -> None:
-    """Set a token's bit as `Mask.fill` does."""
+    """Set a token's bit, in the layout of `Mask.fill`."""
     words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
 
 
-Likelihood = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
+Likelihood = tuple[float, tuple[tuple[int, float], ...]]  # log-probability of the token; ids and those of the likeliest ones
 POOLINGS = ("last", "first", "mean")
 
 
 @dataclass(frozen=True)
 class Read:
-    """What is asked of a prompt itself (`reads`): how likely its tokens are, or the one that comes next; or a vector.
+    """A query about the prompt itself (`prompt_queries`): log-probabilities of its tokens or of the next one, or a vector.
 
-    top: the likeliest tokens named beside each. pooling: of POOLINGS.
+    top: number of likeliest tokens to list for each token. pooling: one of POOLINGS, for a vector.
     """
 
     kind: Literal["likelihoods", "next", "hidden"]
@@ -100,18 +100,18 @@ class Read:
 
 @dataclass(frozen=True)
 class Request:
-    """One text to go on with.
+    """One prompt to continue.
 
     Args:
         prompt: token ids, at least one.
-        max_tokens: at least 1; with the prompt at most `Limits.longest`.
-        stop_ids: tokens that end the text; the one met is delivered, with finish_reason "stop".
-        draw: how tokens are drawn.
-        mask: what a grammar allows, or None.
-        client: who asks, "" for nobody in particular; it matters where requests wait (`turns`).
-        read: what is asked of the prompt alone: its one event says that, and no token is drawn.
-        pictures: those that the prompt has tokens of, in order.
-        adapter: number of the LoRA adapter that computes it, 0 for none.
+        max_tokens: max. new tokens, at least 1; together with the prompt at most `Limits.longest`.
+        stop_ids: tokens that end the answer; such a token is delivered, with finish_reason "stop".
+        draw: sampling settings.
+        mask: the mask of a grammar, or None.
+        client: the client's address, "" if unknown; it matters for the order of waiting requests (`fairness`).
+        read: a query about the prompt only: its single event has the result, and no token is sampled.
+        pictures: the images whose tokens are in the prompt, in order.
+        adapter: number of the LoRA adapter to use, 0 for none.
     """
 
     prompt: tuple[int, ...]
@@ -126,16 +126,16 @@ class Request:
 
     @cached_property
     def special(self) -> bool:
-        """Whether it asks for more than a temperature (`special.Special` draws it). Kept: asked for in every pass."""
+        """Whether it needs more than a temperature (`sampler.Special` then samples it). Cached, because every pass reads it."""
         d = self.draw
         plain = Draw(temperature=d.temperature, seed=d.seed)
-        if d.greedy:  # what restricts a draw changes no argmax
+        if d.greedy:  # top_k, top_p and min_p do not change an argmax
             plain = Draw(seed=d.seed, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p)
         return d != plain or self.mask is not None
 
 
 def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) -> None:
-    """Raise UsageError for a request that can never be answered: too long, with tokens or an adapter that the model has not."""
+    """Raise UsageError for a request that can never be answered: too long, or with unknown tokens or an unknown adapter."""
     if not 0 <= request.adapter <= adapters:
         raise UsageError(f"adapter={request.adapter}; this model has {adapters}")
     tokens = len(request.prompt)
@@ -148,12 +148,12 @@ def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) ->
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One token of a request, or its end, or both: the last event of a request has a finish_reason, and only the last.
+    """One token of a request, or its end, or both; only the last event of a request has a finish_reason.
 
-    finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled", "refused" (its own mask cannot go
-    on) or "error", with what is wrong in one line, `message`; with the last three there is no token. cached: in a request's
-    first event, prompt tokens that were not computed. read: what was asked of the prompt. drafted: in its last, its drafts that
-    were right, and that were wrong.
+    finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled", "refused" (its own mask cannot
+    continue) or "error"; with the last three there is no token. message: the error in one line. cached: in a request's first
+    event, the prompt tokens found in the cache. read: the result of a query about the prompt. drafted: in a request's last
+    event, the numbers of right and of wrong drafts.
     """
 
     token: int | None = None
@@ -167,28 +167,28 @@ class Event:
 
 
 def check_unstarted(thread: Thread | None) -> None:
-    """Raise RuntimeError where an engine's thread runs already: two would compute the same requests."""
+    """Raise RuntimeError if an engine's thread has been started already: two threads would compute the same requests."""
     if thread is not None:
         raise RuntimeError("an engine is started once")
 
 
 def failed(why: Exception) -> Event:
-    """The end of a request that cannot go on."""
+    """Return the last event of a request that cannot continue because of an error."""
     if not isinstance(why, LowqError):
         log_error("a request cannot go on", why)
     return Event(finish_reason="refused" if isinstance(why, UsageError) else "error", message=one_line(why))
 
 
 Done = Callable[[int, int], None]
-Sink = Callable[[list[tuple[int, Event]]], None]  # (number, event) of one step, in order; must return at once
+Sink = Callable[[list[tuple[int, Event]]], None]  # takes the (number, event) pairs of one step, in order; must not block
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine takes: known from its start on.
+    """The limits of an engine, fixed from its start on.
 
-    longest: tokens of a prompt and its answer. running, waiting: requests computed at once, and in the queue.
-    cache_tokens, cache_bytes: tokens whose keys and values all requests together may hold, and what that takes.
+    longest: max. tokens of a prompt and its answer. running, waiting: max. requests computed at once, and in the queue.
+    cache_tokens, cache_bytes: max. tokens whose keys and values are stored for all requests together, and their bytes.
     """
 
     longest: int
@@ -200,7 +200,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Stats:
-    """Where an engine stands (running, waiting, blocks in use and in all), and counters that only grow."""
+    """The state of an engine (running, waiting, used and total blocks), and counters that only grow."""
 
     running: int = 0
     waiting: int = 0
@@ -209,20 +209,20 @@ class Stats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefix_hits: int = 0  # prompt tokens that were found in the cache
-    preemptions: int = 0  # requests put back into the queue for want of blocks
+    preemptions: int = 0  # requests put back into the queue, for lack of blocks or to give way
     steps: int = 0
     drafted: int = 0  # tokens that were guessed and checked
-    accepted: int = 0  # of those, that were right
-    host_hits: int = 0  # of prefix_hits, those that came back from host memory
-    host_bytes: int = 0  # in host memory
+    accepted: int = 0  # drafted tokens that were right
+    host_hits: int = 0  # tokens of prefix_hits that came back from host memory
+    host_bytes: int = 0  # bytes of cache blocks in host memory
     busy_s: float = 0.0
-    stalled: str = ""  # why nothing comes from it now, though it has not ended
+    stalled: str = ""  # why it sends no tokens now, though it has not ended
 
 
 class Engine(Protocol):
     """Computes the tokens of many requests.
 
-    name, reason: what it is, and why nothing faster was taken ("" if it is the fastest). limits: known before `start`.
+    name, reason: its name, and why no faster engine was chosen ("" if it is the fastest). limits: known before `start`.
     closed: why it takes no requests, "" while it does.
     """
 
@@ -230,37 +230,38 @@ class Engine(Protocol):
     reason: str
     closed: str
     limits: Limits
-    vocabulary: int  # logits of a token
+    vocabulary: int  # number of logits per token
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
-        """Begin to compute, in a thread of the engine's own; what happens to requests goes to `sink`, from that thread.
+        """Start the engine's thread; events of requests go to `sink`, from that thread.
 
-        `done(n, of)` is told of each part of what takes seconds before: recording CUDA graphs. Once an engine: RuntimeError.
+        `done(n, of)` is called after each part of the slow preparation, such as recording CUDA graphs. Raises RuntimeError if
+        the engine has been started before.
         """
         ...
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its number. Its events may come before this returns.
+        """Queue a request and return its number. Its events may come before this returns.
 
-        Raises UsageError for one that can never be answered (too long, a token that the model has not), Busy for a full queue.
+        Raises UsageError for a request that can never be answered (too long, an unknown token), Busy for a full queue.
         """
         ...
 
     def cancel(self, number: int) -> None:
-        """End a request before its next token; one that has ended, or is not known, is no error.
+        """Cancel a request before its next token; a number that has ended or is unknown is ignored.
 
-        A request that had not ended gets one last event, "cancelled"; tokens that were on their way may come before it.
+        A request that had not ended gets a last event, "cancelled"; tokens in flight may come before it.
         """
         ...
 
     def stats(self) -> Stats:
-        """Where it stands now; from any thread."""
+        """Return its current state and counters; can be called from any thread."""
         ...
 
     def keep(self) -> Any:
-        """What a later engine of the same model can go on from, once this one has stopped; None for nothing."""
+        """Return state for a later engine of the same model to start from, after this one has stopped; None for nothing."""
         ...
 
     def stop(self, seconds: float) -> None:
-        """Take no more requests, finish those there are within `seconds`, cancel the rest, end the thread."""
+        """Take no more requests, wait up to `seconds` for open ones to finish, cancel the rest, end the thread."""
         ...

@@ -94,7 +94,7 @@ class Special:
             return self._draw(logits, places)
         except Exception as e:  # an error of one sequence's settings, or no memory for all at once: that sequence ends with it
             if device_lost(e):
-                raise  # no text can go on
+                raise  # no sequence can go on
             if len(places) > 1:
                 return [logs for place in places for logs in self.draw(logits, [place])]
             places[0][1].failed = e

@@ -1,6 +1,6 @@
-"""One request's next token from its logits, as its Draw says: the definition that a batched sampler is held against.
+"""Sample one request's next token from its logits by its Draw: the reference that tests compare the batched sampler with.
 
-Everything stays on the device: only a mask, which the host fills, and reading log-probabilities wait for it.
+Everything stays on the device: only a mask, which the host fills, and reading log-probabilities wait for the device.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from lowq_kernels.decode.reference import SMALLEST_RACE
 
 
 class Picker:
-    """Draws the tokens of one request.
+    """Samples the tokens of one request.
 
     Args:
-        draw, mask: the request's.
-        prompt: its tokens, which repetition_penalty knows of.
+        draw, mask: those of the request.
+        prompt: its tokens, which repetition_penalty takes into account.
         V: columns of the logits.
     """
 
     def __init__(self, draw: Draw, mask: Mask | None, prompt: Sequence[int], V: int, device: torch.device) -> None:
         self.draw, self.mask, self.device = draw, mask, device
         self.generator = torch.Generator(device).manual_seed(draw.seed) if not draw.greedy else None
-        self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # of tokens generated so far
+        self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # counts of the tokens generated so far
         self.seen = torch.zeros(1, V, dtype=torch.bool, device=device)
         self.seen[0, torch.tensor(prompt, device=device)] = True
         self.bias = torch.zeros(V, device=device)
@@ -35,7 +35,7 @@ class Picker:
         self.raw: torch.Tensor | None = None
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token, (1,) int64 on the device, for logits (1, V) of any float dtype."""
+        """Return the next token, (1,) int64 on the device, for logits (1, V) of any float dtype."""
         d = self.draw
         self.raw = logits = logits.float()
         if d.logit_bias:
@@ -58,7 +58,7 @@ class Picker:
         return self.token
 
     def logprobs(self) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-        """(the last token's log-probability, the likeliest tokens and theirs); waits for the device."""
+        """Return (the last token's log-probability, the likeliest tokens and theirs); waits for the device."""
         if self.draw.logprobs is None or self.raw is None:
             return None, ()
         logs = self.raw.log_softmax(-1)[0]

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens, and what it holds of the cache."""
+"""A sequence: one request in the engine, its tokens, and its cache blocks and slots."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,13 @@ from lowq_cli.serving.request import Request
 
 @dataclass
 class Table:
-    """A text's blocks of one page group, and how much of them stands in its row on the device.
+    """A sequence's blocks of one page group, and how many of them have been sent to its row on the device.
 
     Attributes:
-        blocks: block i holds tokens i * size .. (i + 1) * size - 1; 0 where it was given back. first: the first that is held.
-        sent: blocks that stand in the device's row. cleared: of those, the ones set to 0 there. reach: entries there that may
-            be another number than 0.
+        blocks: block i holds tokens i * size .. (i + 1) * size - 1; 0 where it was given back. first: index of the first block
+            still held.
+        sent: entries sent to the device's row. cleared: first entries that are set to 0 there. reach: entries there that may
+            be other than 0.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -25,7 +26,7 @@ class Table:
     reach: int = 0
 
     def changes(self) -> list[tuple[int, list[int]]]:
-        """What to write into the device's row, (place, blocks) each; it is sent from now on."""
+        """Return the changes to write into the device's row, as (place, blocks) pairs, and mark them as sent."""
         n, found = len(self.blocks), []
         end = min(self.first, self.sent)
         if self.cleared < end:
@@ -36,34 +37,35 @@ class Table:
         return found
 
     def unsent(self) -> None:
-        """The text has a row of which the device knows nothing."""
+        """Mark the whole table as not sent, after the sequence got another row."""
         self.sent = self.cleared = self.reach = 0
 
 
 class Sequence:
-    """One request on its way.
+    """One request in the engine.
 
     Attributes:
-        tokens: the prompt and what was drawn so far. prompt: how many of them were asked with.
-        computed: tokens whose state is in the cache, or on its way there.
-        ahead: tokens that are being drawn, which the host has not seen.
-        tables: its blocks, by page group. names: of its blocks of tokens, as far as they were asked for; those of the first
-            `named` blocks have been given to them.
-        start: the name before its first block: what an adapter computes is no other's.
-        slot: of the recurrent state, 0 while it has none. slot_sent: whether it stands in the row on the device.
+        tokens: the prompt and the tokens sampled so far. prompt: number of prompt tokens.
+        computed: tokens whose state is in the cache, or will be after the passes in flight.
+        ahead: tokens in flight, which the host has not read.
+        tables: its blocks, by page group. names: names of its blocks of tokens, as far as they were needed; those of the first
+            `named` blocks have been set in the pools.
+        start: the name before its first block; with an adapter it differs, so that only sequences of one adapter share blocks.
+        slot: slot of the recurrent state, 0 while it has none. slot_sent: whether it has been sent to the device's row.
         marks: numbers of prompt tokens after which a snapshot is to be taken. pending: snapshots (tokens, snapshot's slot) of
-            which the host has not seen all tokens. drafts: (tokens, snapshot's slot) after each row of a draft but the last.
-        drafting: whether a draft of it is on its way, until `rewind` says how much of it was right.
-        drafter: what guesses its next tokens, or None. drafted, accepted: its drafts that were checked, those that were right.
+            which the host has not read all tokens. drafts: (tokens, snapshot's slot) after each row of a draft but the last.
+        drafting: whether a draft of it is in flight, until `rewind` says how much of it was right.
+        drafter: guesses its next tokens, or None. drafted, accepted: numbers of draft tokens checked, and of right ones.
         snapshot: name of the last snapshot that was taken while it ran.
-        row: where its state stands on the device; while it is read, the row of its tables alone. -1: it waits.
-        cached: tokens that were found in the cache when it was admitted first.
-        started, done: whether its first token has gone out, and whether it has ended.
-        failed: why it cannot go on, where it alone cannot.
-        since, waited, first: its place in time, as `turns` has it.
-        shown: the prompt's pictures, None for none.
-        drawn_before: tokens that were drawn before it was put back to its prompt.
-        rank: prompt tokens that the engine had read when its turn came, and its own: the least is read next; 0: none yet.
+        row: the row of its state on the device; during prefill, the row of its tables only. -1: it waits.
+        cached: tokens that were found in the cache when it was first admitted.
+        started, done: whether its first token has been sent, and whether it has ended.
+        failed: the error that ends this sequence only, or None.
+        since, waited, first: its wait, as defined in `fairness.Queued`.
+        shown: the prompt's images, None for none.
+        drawn_before: tokens that were sampled before a preemption took it back to its prompt.
+        rank: prompt tokens that the engine had prefilled when its turn came, plus its own: the lowest rank is prefilled
+            first; 0: not set yet.
     """
 
     def __init__(self, number: int, request: Request, start: Name = START) -> None:
@@ -86,37 +88,37 @@ class Sequence:
         self.drawn_before: list[int] = []
 
     def spelled(self, first: int, end: int) -> list[int]:
-        """Tokens first .. end by what they are: those of pictures have numbers of their own."""
+        """Return tokens first .. end - 1 for names of blocks: tokens of images are replaced by numbers unique to the image."""
         if self.shown is None:
             return self.tokens[first:end]
         n = len(self.shown.names)
         return self.shown.names[first:end] + self.tokens[max(first, n) : max(end, n)]
 
     def whole_end(self, end: int) -> int:
-        """Where a piece that could go to `end` ends: a picture that is seen whole is not cut, even if it goes on longer."""
+        """Return where a piece up to `end` has to end: an image that has to be in one piece is not split, even beyond `end`."""
         runs = self.shown.runs if self.shown is not None else []
         cut = end_of_pass(self.computed, end, runs)
         return cut if cut > self.computed else min((b for _, b in runs if b > self.computed), default=end)
 
     @property
     def repeated(self) -> int | None:
-        """The token that comes next, where it was drawn before."""
+        """The next token if it was sampled before a preemption, else None."""
         made = len(self.tokens) - self.prompt
         return self.drawn_before[made] if made < len(self.drawn_before) else None
 
     def repeat(self) -> None:
-        """Back to the prompt: what was drawn is drawn again, by the same kernels."""
+        """Go back to the prompt, to sample the same tokens again with the same kernels."""
         drawn = self.tokens[self.prompt :]
         self.drawn_before = max(self.drawn_before, drawn, key=len)
         del self.tokens[self.prompt :]
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still be given, those on their way not counted."""
+        """Number of tokens that it may still get, without those in flight."""
         return self.request.max_tokens - (len(self.tokens) - self.prompt) - self.ahead
 
     def unsent(self) -> None:
-        """It has a row of which the device knows nothing."""
+        """Mark its tables and slot as not sent, after it got another row."""
         self.slot_sent = False
         for table in self.tables:
             table.unsent()

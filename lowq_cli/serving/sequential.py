@@ -63,7 +63,7 @@ class SequentialEngine:
         self._thread: threading.Thread | None = None
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
-        """Begin to compute."""
+        """Start the engine's thread."""
         check_unstarted(self._thread)
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
@@ -99,7 +99,7 @@ class SequentialEngine:
         return Stats(running=int(self._running is not None), waiting=len(self._queue), busy_s=self._busy_s, **self._stats)
 
     def keep(self) -> None:
-        """Nothing."""
+        """Return None: this engine leaves nothing for a later one."""
 
     def stop(self, seconds: float) -> None:
         """Wait up to `seconds` for open requests to finish, then cancel the rest and stop the thread."""

@@ -1,4 +1,4 @@
-"""An answer's text from its engine's events, as `generate` writes it."""
+"""Make an answer's text from its engine's events, equal to the text of `generate`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from lowq_packers.errors import LowqError
 
 @dataclass
 class Answer:
-    """One prompt's text; finish_reason as `engine.stream.Generation` has it."""
+    """The answer to one prompt; finish_reason has the values of `engine.stream.Generation`."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Answer:
 
 
 class TextWriter:
-    """Makes a text of an answer's tokens. shown: special tokens that have a text, with that."""
+    """Makes the text of an answer's tokens. shown: special tokens that are written, with their text."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class TextWriter:
         self.detokenizer, self.stopper = Detokenizer(tokenizer, prompt, shown), Stopper(stops)
 
     def take(self, event: Event) -> bool:
-        """Note an event; whether the text has ended with it. What comes after that is nothing any more."""
+        """Take an event and return whether the text ends with it. Events after the end are ignored."""
         answer = self.answer
         if answer.finish_reason:
             return False
