@@ -207,7 +207,7 @@ class ContinuousEngine:
         self._incoming: list[Sequence] = []
         self._cancelled: set[int] = set()
         self._texts: dict[int, Sequence] = {}
-        self._unseen: set[int] = set()  # the numbers of those whose images are not encoded yet
+        self._unseen: set[int] = set()  # numbers of sequences whose images are not encoded yet
         self._seeing = Seeing(model, self._seen)
         self._number, self.closed, self._ending = 0, "the server has not started yet", False
         self._reader, self._to_read = PromptReader(model, kv), deque[Sequence]()

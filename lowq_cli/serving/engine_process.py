@@ -29,13 +29,13 @@ from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
 
 FRESH_S = 0.25  # max. age of Stats in seconds while no token comes
 BEAT_S = 1.0  # max. seconds between two messages of a working engine process
-SILENT_S = 10.0  # after so many seconds without a message, clients are told that the process is stopped or starved
+SILENT_S = 10.0  # seconds without a message after which clients learn that the process is stopped or starved
 STUCK_S = (
-    60.0  # max. seconds without a step while requests run: longer means a hung device; a piece of a prompt can take seconds
+    60.0  # seconds without a step that mean a hung device; on a slow CPU, a piece of a prompt can take seconds
 )
-LOST_S = 60.0  # after so many seconds of either state, open requests end with an error
+LOST_S = 60.0  # seconds in a silent or stuck state after which open requests end with an error
 ENDS_S = 10.0  # seconds that the process has to end by itself
-KEEPS_S = 30.0  # the same if it has to copy its cache to host memory first
+KEEPS_S = 30.0  # seconds that the process has to end if it first copies its cache to host memory
 OURS = {signal.SIGINT, signal.SIGTERM}  # handled by the main process only: a terminal or systemd sends them to both processes
 
 
@@ -351,14 +351,14 @@ class _Here:
             self._send(*message)
 
     def _send(self, *message: Any) -> None:
-        with suppress(OSError):  # it has gone, which `run` will see
+        with suppress(OSError):  # the main process is gone, which `run` will notice
             self.pipe.send(message)
 
     def fail(self, why: Exception) -> None:
         """Send the error that prevented the engine, with the traceback that LOWQ_DEBUG shows."""
         try:
             pickle.loads(pickle.dumps(why))
-        except Exception as e:  # the class of `why` decides how it is pickled, and failed: send only its text
+        except Exception as e:  # the class of `why` defines its pickling, which failed: send only its text
             log_error("an error that cannot be pickled", e)
             why = LowqError(f"{type(why).__name__}: {one_line(why)}")
         why.add_note(traceback.format_exc())

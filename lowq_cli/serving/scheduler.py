@@ -17,7 +17,7 @@ from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.sequence import Sequence
 
 READERS = 32  # max. prompts prefilled at once: with 16, the last of 128 prompts of 60 tokens waits an eighth longer
-GIVES_WAY = 8  # every so many steps, the scheduler checks whether a running sequence should give way to a waiting one
+GIVES_WAY = 8  # steps between two checks whether a running sequence should give way to a waiting one
 
 
 @dataclass
