@@ -159,7 +159,7 @@ class BlockPlan(HeadPlan):
 
 
 class _Names(Named):
-    """A head's tensors by their names in the files. held: all names in the files."""
+    """A head's tensors by their names in the files. held: the names of all tensors in the files."""
 
     def __init__(self, read: Read, held: Collection[str]) -> None:
         self.model, self.place, self.files, self.held = read.head.model, ("", ""), read.files, held

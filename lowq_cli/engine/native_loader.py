@@ -235,7 +235,7 @@ def _dtype(source: Source, known: Named) -> torch.dtype:
 
 
 def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
-    """Raise NotPlain unless the headers are those of `contents`; parts that text does not need may be added."""
+    """Raise NotPlain unless the headers are those of `contents`, plus at most those of parts that are not run."""
     wanted: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
     singles = [m for m in (contents.embed, contents.head) if m]
     stacks = [row for part, own in contents.experts.items() if part not in contents.stacks for row in own.values()]

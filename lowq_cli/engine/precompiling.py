@@ -152,7 +152,7 @@ def _run(
     angles = plan.angles(max(slots, M if prompt else 0), plan.device)
     batch = Batch(plan.ops, ids, 0 if prompt else M, pos[:texts], angles, ids[:texts] + 1, rectangle=there, tile=plan.tile)
     held = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
-    frame = s.Frame(make(M, plan.model.hidden), batch, held)  # type: ignore[arg-type]  # only its own is asked for
+    frame = s.Frame(make(M, plan.model.hidden), batch, held)  # type: ignore[arg-type]  # a dict: the step reads only its own entries
     if isinstance(step, s.Experts) and route is not None:
         frame.y = make(M, route[1])
         route[0].run(frame)
