@@ -30,9 +30,7 @@ from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
 FRESH_S = 0.25  # max. age of Stats in seconds while no token comes
 BEAT_S = 1.0  # max. seconds between two messages of a working engine process
 SILENT_S = 10.0  # seconds without a message after which clients learn that the process is stopped or starved
-STUCK_S = (
-    60.0  # seconds without a step that mean a hung device; on a slow CPU, a piece of a prompt can take seconds
-)
+STUCK_S = 60.0  # seconds without a step that mean a hung device; on a slow CPU, a piece of a prompt can take seconds
 LOST_S = 60.0  # seconds in a silent or stuck state after which open requests end with an error
 ENDS_S = 10.0  # seconds that the process has to end by itself
 KEEPS_S = 30.0  # seconds that the process has to end if it first copies its cache to host memory
