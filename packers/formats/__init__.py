@@ -1,8 +1,8 @@
 """Foreign on-disk formats, read and written one matrix at a time. One file per format; each calls `register`.
 
-A reader turns what a format stores into lowq's one definition, w = (q - zeros) * scales, with the codes bit for bit as they
-were; what lowq has no scheme for (permuted groups, 8-bit floats) is read as a dense matrix. A writer stores a quantized
-matrix bit-exactly or refuses, naming the nearest scheme that the format holds. Conventions end here and go no further in.
+A reader converts a format's tensors to lowq's definition, w = (q - zeros) * scales, and keeps the codes bit for bit. A matrix
+for which lowq has no scheme (permuted groups, 8-bit floats) is read as a dense matrix. A writer stores a quantized matrix
+bit-exactly or raises an error with the nearest scheme that the format holds. No other code depends on a format's conventions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Headers = Mapping[str, Header]
 
 
 class Fetch(Protocol):
-    """Full tensor name -> the tensor as stored; with `index`, that one of its first dimension."""
+    """Full tensor name -> the stored tensor; with `index`, the slice at that index of its first dimension."""
 
     def __call__(self, name: str, index: int | None = None, /) -> torch.Tensor: ...
 
@@ -48,14 +48,14 @@ WriteWords = Callable[[str, PackedWeight, Config], Tensors]
 class Matrix:
     """One (N, K) weight of a foreign checkpoint.
 
-    name: its module, e.g. "model.layers.0.mlp.up_proj"; the dense tensor would be this + ".weight".
-    parts: full names of the tensors that it is stored in; the experts of a stack share theirs.
+    name: its module, e.g. "model.layers.0.mlp.up_proj"; the dense tensor has this name + ".weight".
+    parts: full names of the tensors that store it; the experts of a stack share them.
     read: decodes it from those tensors.
-    stored: what the file holds, in words, e.g. "4-bit g128 int zero".
-    bits: of one code in the file.
-    scheme: of the QuantizedTensor that `read` returns; None where it returns a dense (N, K) tensor.
-    dtype: safetensors name of the scales' dtype, and of the dense tensor.
-    check: reads the small tensors only; a line for each trap found in them.
+    stored: the storage in words, e.g. "4-bit g128 int zero".
+    bits: bits of one code in the file.
+    scheme: the scheme of the QuantizedTensor that `read` returns; None if it returns a dense (N, K) tensor.
+    dtype: safetensors name of the dtype of the scales and of the dense tensor.
+    check: reads only the small tensors; returns a line for each trap in them.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Export:
-    """That lowq writes a format, and what a checkpoint in it holds besides the matrices that `write` makes.
+    """The export of a format: the content of its checkpoints in addition to the tensors from `write`.
 
-    rank: its place where formats are listed. embeddings: whether a packed embedding may be among them. experts: whether
-    experts may, under their own names; those of a `stack` always may. library: whose the files are, in their metadata.
-    whole: the fields of config.json as its readers know them, from ours and whether the head is the embedding. beside: other
-    JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes. extra: whether its readers
-    take heads that predict further tokens. otherwise: why its readers would compute other numbers with a config; or None.
+    rank: its position in lists of formats. embeddings: whether a packed embedding is supported. experts: whether packed experts
+    are supported under their own names; those of a `stack` always are. library: the "format" in the files' metadata. whole:
+    config.json in the form of its readers, from lowq's and whether the head is tied. beside: other JSON files, by name, from
+    the result of `config`. one_file: whether it is a single file, which `interop` writes. extra: whether its readers support
+    heads that predict further tokens. otherwise: why its readers would compute wrong numbers with a config; or None.
     """
 
     rank: int
@@ -95,16 +95,16 @@ class Export:
 class Format:
     """One foreign format.
 
-    matrices: a checkpoint's quantized weights (small tensors may be fetched to tell; with fetch None, only headers). engines:
-    who serves such a checkpoint. notes: traps of the version found.
-    why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
-    tables: the tables of lowq's that it holds; why_not need not ask about others.
-    write: tensors of one matrix, by full name. write_words: the same of lowq's words (layout rowstream), in formats that hold
-    them as they are. stack: for an expert's matrix (name, family), the stack that holds it with those
-    of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
-    (kept: dense matrices). export: None where lowq only reads it. claims: whether a checkpoint is in this format; None: where
-    its config.json names it as quant_method. check_values: raises SchemeError for scales, zeros or a table of a matrix (its
-    words are not looked at) that the format does not hold, or not without `rounding`; None where it holds all.
+    matrices: a checkpoint's quantized weights (it may fetch small tensors; with fetch None it uses only headers). engines: the
+    engines that serve such a checkpoint. notes: traps of the checkpoint's version.
+    why_not: why the format cannot hold a scheme and shape, ending with the nearest one that it can hold; or None.
+    tables: lowq's tables that it holds; why_not is not called for other tables.
+    write: the tensors of one matrix, by full name. write_words: the same from lowq's words (layout rowstream), in formats that
+    store them unchanged. stack: for an expert's matrix (name, family), the stack of all experts that contains it, and its index
+    in the stack; None if experts are stored separately. config: the fields of config.json for these schemes (kept: dense
+    matrices). export: None if lowq only reads the format. claims: whether a checkpoint has this format; None: it has if its
+    config.json names it as quant_method. check_values: raises SchemeError for scales, zeros or a table of a matrix (it does not
+    read the words) that the format cannot hold, or only with `rounding`; None if it holds all values.
     """
 
     name: str
@@ -129,7 +129,7 @@ NO_WEIGHT = (  # leaves of a quantized module that change no weight
     *("bias", "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "k_scale", "v_scale"),
     *("input_global_scale", "gate_up_proj_bias", "down_proj_bias"),
 )
-FUSED = {  # leaf of a module -> the module that engines make of it and its neighbours, whose name their rules see
+FUSED = {  # leaf of a module -> the fused module that engines make of it and its neighbours, whose name their rules match
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     **dict.fromkeys(("w1", "w3"), "w13"),
@@ -137,7 +137,7 @@ FUSED = {  # leaf of a module -> the module that engines make of it and its neig
 
 
 def register(fmt: Format) -> Format:
-    """Make a format known by its name. Raises SchemeError on a second registration."""
+    """Register a format by its name. Raises SchemeError on a second registration."""
     if fmt.name in FORMATS:
         raise SchemeError(f"format {fmt.name!r} is registered twice")
 
@@ -151,20 +151,20 @@ def register(fmt: Format) -> Format:
 
 
 def served_by(*engines: str) -> Callable[[Config, Sequence[Matrix]], list[str]]:
-    """`Format.engines` of a format all of whose checkpoints these serve."""
+    """`Format.engines` for a format whose checkpoints are all served by these engines."""
     return lambda config, matrices: list(engines)
 
 
 def get(name: str) -> Format:
-    """The format of that name. Raises UnsupportedError naming the ones that exist."""
+    """The format of that name. Raises UnsupportedError with the list of the existing ones."""
     if name not in FORMATS:
         raise UnsupportedError(f"format {name!r} does not exist; use one of {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
 
 
 def check_used(matrices: Sequence[Matrix], headers: Headers) -> None:
-    """Raise UnsupportedError for a tensor of a quantized module that no part of its weight is read from, and DamagedError for a
-    weight of codes that nothing says the meaning of.
+    """Check that the tensors of quantized modules are used: raise UnsupportedError for a tensor that no matrix reads, and
+    DamagedError for a weight that is not floats and has no scales.
     """
     used = {part for m in matrices for part in m.parts}
     names = {part.rpartition(".")[0] for part in used} | {m.name for m in matrices}
@@ -179,7 +179,7 @@ def check_used(matrices: Sequence[Matrix], headers: Headers) -> None:
 
 
 def detect(config: Config, headers: Headers) -> Format | None:
-    """The format that a checkpoint is in; None for plain floats (and for lowq's own)."""
+    """The format of a checkpoint; None for plain floats and for lowq's own format."""
     named, by_name = method(config), sorted(FORMATS.values(), key=lambda f: f.name)
     return next((f for f in by_name if (f.claims(config, headers) if f.claims else named == f.name)), None)
 
@@ -194,4 +194,4 @@ for _module in pkgutil.iter_modules(__path__):
     if not _module.name.startswith("_"):
         importlib.import_module(f"{__name__}.{_module.name}")
 _ranks = {f.name: f.export.rank for f in FORMATS.values() if f.export}
-EXPORTED = tuple(sorted(_ranks, key=lambda name: _ranks[name]))  # formats that lowq writes, the first to try first
+EXPORTED = tuple(sorted(_ranks, key=lambda name: _ranks[name]))  # formats that lowq writes, in the order to try them

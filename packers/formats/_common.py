@@ -1,4 +1,4 @@
-"""What several formats share: typed config fields, schemes that lowq can hold, whole-number zeros, checked companions."""
+"""Functions that several formats share: typed config fields, schemes that lowq holds, integer zeros, companion tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lowq_packers.scheme import BITS, GROUP_STEP, Scheme, ZeroKind
 FLOATS = ("F32", "F16", "BF16")
 TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name of a dtype -> torch's
 NAMES = {f"torch.{theirs}": name for name, theirs in TORCH.items()}
-EXCLUDED = "-:"  # in a rule's settings: it names what is not quantized
-GATHERED = re.compile(r"(^|\.)(embed_tokens|wte|shared)$")  # tables that are looked up, not multiplied by
+EXCLUDED = "-:"  # key in a rule's settings: modules that match it are not quantized
+GATHERED = re.compile(r"(^|\.)(embed_tokens|wte|shared)$")  # modules that look up rows instead of multiplying
 
 
 def section(config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The first table of these names in a config; an empty one if it has none."""
+    """The first table with one of these names in a config; an empty one if there is none."""
     return next((config[k] for k in keys if isinstance(config.get(k), Mapping)), {})
 
 
 def number(table: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these fields as a whole number. Raises DamagedError if it is missing or anything else."""
+    """The first of these fields as an integer. Raises DamagedError if it is missing or of another type."""
     for name in names:
         value = table.get(name)
         if value is not None:
@@ -43,7 +43,7 @@ def number(table: Mapping[str, Any], *names: str, default: int | None = None) ->
 
 
 def check_fields(table: Mapping[str, Any], used: Iterable[str], harmless: Iterable[str], where: str = "") -> None:
-    """Raise UnsupportedError for a field that is neither used nor known to change no weight. null says nothing."""
+    """Raise UnsupportedError for a field that is neither `used` nor `harmless` (changes no weight). null counts as absent."""
     known = {*used, *harmless}
     for key, value in table.items():
         if key not in known and value is not None:
@@ -52,7 +52,7 @@ def check_fields(table: Mapping[str, Any], used: Iterable[str], harmless: Iterab
 
 
 def flag(table: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A field that is true or false. Raises DamagedError for anything else: "false" is true to some readers."""
+    """A field that is true or false. Raises DamagedError for anything else: some readers take "false" as true."""
     value = table.get(name)
     if value is None:
         return default
@@ -62,7 +62,7 @@ def flag(table: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def names(table: Mapping[str, Any], field: str) -> Sequence[str]:
-    """A field that is a list of names, () where it is left out. Raises DamagedError for anything else."""
+    """A field that is a list of names, () if it is missing. Raises DamagedError for anything else."""
     found = table.get(field) or ()
     if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(n, str) for n in found):
         raise DamagedError(f"quantization_config has {field}={str(found)[:80]}, which is no list of names")
@@ -70,23 +70,23 @@ def names(table: Mapping[str, Any], field: str) -> Sequence[str]:
 
 
 def pair(value: object, where: str) -> tuple[int, int]:
-    """A field that is two sizes. Raises DamagedError for anything else."""
+    """A field that is a pair of sizes. Raises DamagedError for anything else."""
     if not isinstance(value, Sequence) or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
         raise DamagedError(f"{where}={value!r}, which is no pair of sizes")
     return value[0], value[1]
 
 
 def check_absent(table: Mapping[str, Any], *names: str) -> None:
-    """Raise UnsupportedError where one of these fields asks for what lowq does not do: it is set, and not empty or false."""
+    """Raise UnsupportedError if one of these fields, which lowq does not support, is set and neither empty nor false."""
     for name in names:
         if table.get(name):
             raise UnsupportedError(f"quantization_config has {name}={str(table[name])[:80]}, which lowq does not read")
 
 
 def overridden(q: Mapping[str, Any], rules: Rules[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The settings of one module: the config's with the first `dynamic` rule on top that matches its name.
+    """The settings of one module: the config's, overridden by the first `dynamic` rule that matches its name.
 
-    Raises DamagedError where that rule says that the module is not quantized.
+    Raises DamagedError if that rule says that the module is not quantized.
     """
     found = rules.first(name)
     if found is None:
@@ -97,7 +97,7 @@ def overridden(q: Mapping[str, Any], rules: Rules[Mapping[str, Any]], name: str)
 
 
 def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[str]) -> Rules[Mapping[str, Any]]:
-    """The `dynamic` table: "+:pattern" or "pattern" to settings, "-:pattern" for what is not quantized."""
+    """The rules of the `dynamic` table: "+:pattern" or "pattern" -> settings; "-:pattern" excludes modules."""
     dynamic = q.get("dynamic")
     if dynamic is not None and not isinstance(dynamic, Mapping):
         raise DamagedError(f"quantization_config has dynamic={str(dynamic)[:80]}, which is no table of rules")
@@ -114,19 +114,19 @@ def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[
 
 
 def model_dtype(config: Mapping[str, Any], default: str) -> str:
-    """The safetensors name of the float dtype that config.json gives the model; `default` where it gives none."""
+    """The safetensors name of the model's float dtype in config.json; `default` if it has none."""
     tables = (config, section(config, "text_config"))
     said = next((str(t[k]) for t in tables for k in ("dtype", "torch_dtype") if t.get(k)), "")
     return NAMES.get(f"torch.{said.removeprefix('torch.')}", default)
 
 
 def modules(headers: Headers, suffix: str) -> list[str]:
-    """Modules that have a tensor of this suffix, such as ".qweight", in file order."""
+    """Modules that have a tensor with this suffix, such as ".qweight", in file order."""
     return [name.removesuffix(suffix) for name in headers if name.endswith(suffix)]
 
 
 def need(headers: Headers, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[str] = FLOATS) -> Header:
-    """The header of a companion tensor. Raises DamagedError if it is missing or of another shape, else UnsupportedError."""
+    """The header of a companion tensor. Raises DamagedError for a missing one or another shape, else UnsupportedError."""
     header = headers.get(name)
     if header is None:
         raise DamagedError(f"{name} is missing; fetch the model again")
@@ -140,7 +140,7 @@ def need(headers: Headers, name: str, shape: tuple[int, ...] | None = None, dtyp
 
 
 def matrix(headers: Headers, name: str, dtypes: Iterable[str]) -> tuple[int, int]:
-    """The two dimensions of a tensor that must be there. Raises DamagedError."""
+    """The two dimensions of a required tensor. Raises DamagedError if it is missing or not a matrix."""
     shape = need(headers, name, dtypes=dtypes).shape
     if len(shape) != 2 or 0 in shape:
         raise DamagedError(f"{name} has the shape {tuple(shape)}; a packed matrix has two dimensions")
@@ -148,7 +148,7 @@ def matrix(headers: Headers, name: str, dtypes: Iterable[str]) -> tuple[int, int
 
 
 def unpack(words: torch.Tensor, bits: int, K: int) -> torch.Tensor:
-    """`bitstream.unpack` for 5, 6 and 7 bits too, which lowq reads and never writes: (R, W) int32 -> (R, K) uint8 codes."""
+    """`bitstream.unpack`, also for 5, 6 and 7 bits, which lowq only reads: (R, W) int32 -> (R, K) uint8 codes."""
     if bits in BITS:
         return bitstream.unpack(words, bits, K)
     R, lanes = words.shape[0], -(-K // 8)
@@ -161,7 +161,7 @@ def unpack(words: torch.Tensor, bits: int, K: int) -> torch.Tensor:
 
 
 def group_count(K: int, group_size: int, name: str) -> tuple[int, int]:
-    """(group_size, groups in a row); -1, 0 and K mean the whole row. Raises DamagedError if the group does not divide K."""
+    """(group_size, groups per row); -1, 0 and K mean the whole row. Raises DamagedError if the group does not divide K."""
     g = K if group_size in (-1, 0) else group_size
     if g < 1 or K % g:
         raise DamagedError(f"{name}: group_size={group_size} does not divide K={K}")
@@ -169,7 +169,7 @@ def group_count(K: int, group_size: int, name: str) -> tuple[int, int]:
 
 
 def held(bits: int, group_size: int, zero: ZeroKind, K: int) -> Scheme | None:
-    """The scheme lowq holds such codes in, or None. 5, 6 and 7 bits go into 8, with `mid` as a stored zero."""
+    """The scheme in which lowq holds such codes, or None. 5-, 6- and 7-bit codes become 8-bit, with `mid` as a stored zero."""
     if group_size != K and group_size % GROUP_STEP:
         return None
     if bits in BITS:
@@ -180,7 +180,7 @@ def held(bits: int, group_size: int, zero: ZeroKind, K: int) -> Scheme | None:
 def decoded(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int, zero: ZeroKind
 ) -> QuantizedTensor | torch.Tensor:
-    """Codes (N, K), scales and zeros (N, G) as `held` says: a QuantizedTensor; without a scheme dense, in the scales' dtype."""
+    """Codes (N, K), scales and zeros (N, G) as a QuantizedTensor if `held` has a scheme, else dense, in the scales' dtype."""
     scheme = held(bits, group_size, zero, codes.shape[1])
     if scheme is None:
         z: torch.Tensor | float = float(1 << (bits - 1)) if zeros is None else zeros.float().unsqueeze(-1)
@@ -196,9 +196,9 @@ def decoded(
 def offset_to_zeros(
     codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, ...]:
-    """(codes, scales, zeros) of w = q * s + m, with zeros = -m / s in fp32, or in the scales' dtype where that is exact.
+    """(codes, scales, zeros) of w = q * s + m, with zeros = -m / s in fp32, or in the scales' dtype if that is exact.
 
-    A group whose scale is 0 stands for the constant m: it becomes code 0, zero -1, scale m.
+    A group with scale 0 has the constant value m: it gets code 0, zero -1, scale m.
     """
     zeros, flat = _zeros_of(scales, offsets), scales == 0
     if bool(flat.any()):
@@ -210,14 +210,14 @@ def offset_to_zeros(
 
 
 def _zeros_of(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """-m / s in fp32; -1 where s is 0."""
+    """-m / s in fp32; -1 for groups with s = 0."""
     s, m = scales.float(), offsets.float()
     flat = s == 0
     return torch.where(flat, -torch.ones_like(s), -m / torch.where(flat, torch.ones_like(s), s)) + 0.0  # -0.0 -> 0.0
 
 
 def zeros_to_offset(q: QuantizedTensor | PackedWeight, name: str, dtype: torch.dtype, rounding: bool = False) -> torch.Tensor:
-    """m (N, G) = -zeros * scales in `dtype`. Raises SchemeError unless these zeros are read from it, or `rounding`."""
+    """m (N, G) = -zeros * scales in `dtype`. Raises SchemeError if readers would get other zeros from it, unless `rounding`."""
     zeros = torch.full_like(q.scales.float(), q.scheme.mid) if q.zeros is None else q.zeros.float()
     exact = -zeros.double() * q.scales.double()
     offsets = exact.to(dtype)
@@ -234,7 +234,7 @@ def zeros_to_offset(q: QuantizedTensor | PackedWeight, name: str, dtype: torch.d
 
 
 def narrowest(q: QuantizedTensor | PackedWeight, name: str) -> torch.dtype:
-    """The dtype of its scales, or 16 bits where they, and offsets that were read beside them, have no more digits."""
+    """The dtype of its scales, or a 16-bit dtype if that holds the scales, and the offsets read with them, exactly."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(q.scales.to(dtype).float(), q.scales.float()):
             try:
@@ -246,17 +246,17 @@ def narrowest(q: QuantizedTensor | PackedWeight, name: str) -> torch.dtype:
 
 
 def from_codes(write_words: WriteWords) -> Callable[[str, QuantizedTensor, Config], Tensors]:
-    """`Format.write` of a format that holds lowq's words as they are, from its `write_words`."""
+    """`Format.write` of a format that stores lowq's words unchanged, made from its `write_words`."""
     return lambda name, q, config: write_words(name, layouts.pack(q), config)
 
 
 def packed_zeros(p: PackedWeight, name: str) -> torch.Tensor:
-    """(ceil(N * bits / 32), G) words: whole-number zeros packed along N. Raises as `whole_zeros`."""
+    """(ceil(N * bits / 32), G) words: integer zeros packed along N. Raises the errors of `whole_zeros`."""
     return bitstream.pack(whole_zeros(p, name).t().contiguous(), p.scheme.bits).t().contiguous()
 
 
 def whole_zeros(q: QuantizedTensor | PackedWeight, name: str) -> torch.Tensor:
-    """(N, G) uint8 zeros. Raises SchemeError unless they are whole numbers that fit the codes' bits."""
+    """(N, G) uint8 zeros. Raises SchemeError unless they are integers that fit the codes' bits."""
     if q.zeros is None:
         if q.scheme.bits == 1:
             raise SchemeError(f"{name}: 1-bit codes without a zero stand for -s/2 and +s/2, which no whole-number zero says")
@@ -268,23 +268,23 @@ def whole_zeros(q: QuantizedTensor | PackedWeight, name: str) -> torch.Tensor:
 
 
 def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
-    """The most frequent (bits, group) of a checkpoint, which its config names as the default; None for an empty one."""
+    """The most frequent scheme of a checkpoint, which its config names as the default; None for an empty one."""
     return next((s for s, _ in Counter(schemes.values()).most_common(1)), None)
 
 
 def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:
-    """Linear modules that stay dense: `kept` without tables that are looked up, and the head, stored or tied."""
+    """Linear modules that stay dense: `kept` without embeddings, and with the head, stored or tied."""
     found = [of_tower(n) for n in kept if not GATHERED.search(n)]
     return found if "lm_head" in schemes or "lm_head" in found else [*found, "lm_head"]
 
 
 def of_tower(name: str) -> str:
-    """A module's name as lists of compressed-tensors have it: one of a tower as a pattern."""
+    """A module's name for lists of compressed-tensors; a module of a tower becomes a pattern."""
     return f"re:{anywhere(name)}" if TOWERS.search(name) else name
 
 
 def exactly(name: str) -> str:
-    """A regular expression that matches one module, by its own name or that of the fused one that vLLM makes of it."""
+    """A regular expression that matches one module, by its name or by the name of vLLM's fused module."""
     if TOWERS.search(name):
         return f"^{anywhere(name)}"
     stem, dot, leaf = name.rpartition(".")

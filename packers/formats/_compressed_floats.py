@@ -1,8 +1,8 @@
-"""compressed-tensors' floats: float-quantized (fp8 times a scale for all, a row or a block), and e2m1, two forms (FP4).
+"""compressed-tensors' floats: float-quantized (fp8 times a scale per tensor, row or block), and e2m1 in two forms (FP4).
 
 The fp4 forms: weight_packed (N, K / 2) uint8, the first code in a byte's low half; weight_scale (N, K / 16) e4m3 and
-weight_global_scale [1], which divides them, or (N, K / 32) exponents in uint8. compressed-tensors divides where lowq multiplies
-by the reciprocal: the same to the last bit of fp32.
+weight_global_scale [1], which divides them, or (N, K / 32) exponents in uint8. compressed-tensors divides by it; lowq
+multiplies by the reciprocal, with the same result to the last bit of fp32.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _DTYPES = {_fp4.NVFP4: "torch.float8_e4m3fn", _fp4.MXFP4: "torch.uint8"}
 
 
 def form_of(p: str, headers: Headers) -> str:
-    """Which of FP4 the tensors of a module are, by its scales."""
+    """The name of the FP4 form of a module, by the dtype of its scales."""
     scales = headers.get(f"{p}.weight_scale")
     return "nvfp4-pack-quantized" if scales and scales.dtype == "F8_E4M3" else "mxfp4-pack-quantized"
 
 
 def form(s: Scheme) -> str:
-    """The name of one of FP4."""
+    """The name of an FP4 scheme."""
     return next(name for name, scheme in FP4.items() if scheme == s)
 
 
 def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matrix:
-    """A module of one of FP4, whose config group says `w`. Raises UnsupportedError, DamagedError."""
+    """The matrix of an FP4 module. w: the weights' settings in its config group. Raises UnsupportedError, DamagedError."""
     scheme = FP4[form]
     said = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
     if said != (4, "float", scheme.group_size):
@@ -62,7 +62,7 @@ def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers, config: Confi
 
 
 def fp4_weights(s: Scheme) -> dict[str, Any]:
-    """What a config group says of weights in one of FP4."""
+    """The weights' settings in a config group, for an FP4 scheme."""
     return {
         "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group" if s == _fp4.NVFP4 else "group",
         "group_size": s.group_size, "dynamic": False, "scale_dtype": _DTYPES[s], "zp_dtype": _DTYPES[s],
@@ -70,13 +70,13 @@ def fp4_weights(s: Scheme) -> dict[str, Any]:
 
 
 def check_values(p: PackedWeight, name: str, rounding: bool) -> None:
-    """Raise SchemeError for a factor that is no reciprocal, unless `rounding`."""
+    """Raise SchemeError for a factor that is not the reciprocal of an fp32 number, unless `rounding`."""
     if p.scheme.table and p.table is not None:
         _fp4.inverse(p.table, name, rounding)
 
 
 def write_fp4(name: str, p: PackedWeight, rounding: bool) -> Tensors:
-    """The tensors of a module in one of FP4. Raises SchemeError for a factor that is no reciprocal."""
+    """The tensors of an FP4 module. Raises SchemeError for a factor that is not the reciprocal of an fp32 number."""
     scales = p.scales.view(torch.float8_e4m3fn) if p.scheme.scale == "e4m3" else p.scales
     tensors = {f"{name}.weight_packed": _fp4.code_bytes(p), f"{name}.weight_scale": scales}
     if p.table is not None:
@@ -85,7 +85,7 @@ def write_fp4(name: str, p: PackedWeight, rounding: bool) -> Tensors:
 
 
 def groups_of(name: str, companion: Header, N: int) -> int:
-    """Scales (or zeros) of a row: one, which all rows may share, or those of its groups. Raises DamagedError."""
+    """Number of scales (or zeros) per row: 1, which all rows may share, or one per group. Raises DamagedError."""
     shape = tuple(companion.shape)
     if shape in ((), (1,), (1, 1), (N,)):
         return 1
@@ -95,7 +95,7 @@ def groups_of(name: str, companion: Header, N: int) -> int:
 
 
 def fp8(p: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matrix:
-    """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
+    """The matrix of a float-quantized module: fp8 times a scale per tensor, row, or block of `block_structure`."""
     N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
     if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
         raise UnsupportedError(f"{p} is fp8, but quantization_config says {w.get('num_bits')}-bit {w.get('type')}")

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4: e2m1 codes, two in a byte, the first in its low half (the bytes of lowq's words), and scales in bytes."""
+"""NVFP4 and MXFP4: e2m1 codes, two per byte, the first in the low half (the bytes of lowq's words), and 8-bit scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = {NVFP4: "nvfp4", MXFP4: "mxfp4"}
 
 
 def shape(headers: Headers, codes: str, scales: str, scheme: Scheme) -> tuple[int, int]:
-    """(N, K) of a matrix whose codes are (N, K / 2) and scales (N, K / group). Raises DamagedError unless they are."""
+    """(N, K) of a matrix with codes (N, K / 2) and scales (N, K / group). Raises DamagedError for other shapes."""
     N, half = c.matrix(headers, codes, ("U8",))
     if 2 * half % scheme.group_size:
         raise DamagedError(f"{codes} has rows of {2 * half} codes, which groups of {scheme.group_size} do not divide")
@@ -27,9 +27,9 @@ def shape(headers: Headers, codes: str, scales: str, scheme: Scheme) -> tuple[in
 def decoded(
     scheme: Scheme, stored: torch.Tensor, scales: torch.Tensor, name: str, factor: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """The matrix of bytes (N, K / 2) and scales (N, K / group); `factor` of one number multiplies NVFP4's scales.
+    """The matrix of code bytes (N, K / 2) and scales (N, K / group). factor: one number that multiplies NVFP4's scales.
 
-    Raises DamagedError for scales or a factor that no quantizer writes: NaN, negative, and of factors 0 and infinity.
+    Raises DamagedError for scales or a factor that no quantizer writes: NaN or negative, and a factor of 0 or infinity.
     """
     codes = torch.stack((stored & 15, stored >> 4), -1).reshape(stored.shape[0], -1)
     table = None if factor is None else factor.float().reshape(1, 1)
@@ -40,14 +40,14 @@ def decoded(
 
 
 def code_bytes(p: PackedWeight) -> torch.Tensor:
-    """(N, K / 2) uint8: lowq's words as their bytes."""
+    """(N, K / 2) uint8: the bytes of lowq's words."""
     return p.words.contiguous().view(torch.uint8)[:, : p.K // 2]
 
 
 def inverse(factor: torch.Tensor, name: str, rounding: bool) -> torch.Tensor:
-    """The fp32 number, shaped (1,), whose reciprocal is `factor`, for formats that divide by it.
+    """The fp32 number, of shape (1,), whose reciprocal is `factor`, for formats that divide by it.
 
-    Raises SchemeError where there is none, as for 17% of all factors, unless `rounding` is allowed.
+    Raises SchemeError if there is none, which holds for 17% of all factors, unless `rounding` is allowed.
     """
     nearest = (1 / factor).reshape(1)
     for near in (nearest, nearest.nextafter(nearest * 2), nearest.nextafter(nearest / 2)):
@@ -62,12 +62,12 @@ def inverse(factor: torch.Tensor, name: str, rounding: bool) -> torch.Tensor:
 
 
 def stored_as(scheme: Scheme) -> str:
-    """What the file holds, in words."""
+    """The storage in words."""
     return f"{NAMES[scheme]} g{scheme.group_size}"
 
 
 def why_not(s: Scheme, title: str, *held: Scheme) -> str | None:
-    """The reason that a format which holds these schemes cannot hold another; or None."""
+    """Why a format that holds the schemes `held` cannot hold `s`; or None."""
     if s in held:
         return None
     wanted = " or ".join(f"--format {NAMES[h]}" for h in held)
@@ -75,10 +75,10 @@ def why_not(s: Scheme, title: str, *held: Scheme) -> str | None:
 
 
 def dtype_of(scheme: Scheme, config: Config) -> str:
-    """The dtype of the dense matrix: the model's; MXFP4's powers of two are exact in bf16, and beyond fp16."""
+    """The dtype of the dense matrix: the model's, or bf16 for MXFP4, whose powers of two it holds exactly, unlike fp16."""
     return "BF16" if scheme == MXFP4 else c.model_dtype(config, "BF16")
 
 
 def is_fp4(m: Matrix) -> bool:
-    """Whether a matrix is one of these."""
+    """Whether a matrix is NVFP4 or MXFP4."""
     return m.scheme in SCALES

@@ -1,4 +1,4 @@
-"""GGUF's blocks of two levels: fp16 numbers d and dmin of a super-block, and small whole numbers of its sub-blocks.
+"""GGUF's two-level blocks: fp16 numbers d and dmin per super-block, and small integers s and m per sub-block.
 
             weights, sub-block, bytes
     Q2_K    256  16   84   w = d * s * q - dmin * m        s, m of 4 bits
@@ -10,8 +10,8 @@
     Q5_0     32  32   22   w = d * (q - 16)                s is 1
     Q5_1     32  32   24   w = d * q + m                   dmin is -m, s and m are 1
 
-A code lies in one or two planes of bits: each run of bytes of a plane holds 8 / bits runs of as many codes, the first in the
-lowest bits.
+The bits of a code are in one or two bit planes. A run of n bytes in a plane holds 8 / bits runs of n codes, the first run in
+the lowest bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowq_packers.lazy import torch
 
 
 class Plane(NamedTuple):
-    """Some bits of every code: how many, in runs of how many bytes, above how many bits of the other plane."""
+    """A bit plane: the number of bits of every code, the bytes per run, and the number of lower bits in the other plane."""
 
     bits: int
     run: int
@@ -39,7 +39,7 @@ class Plane(NamedTuple):
         return (((runs >> shifts) & ((1 << self.bits) - 1)) << self.above).reshape(len(stored), -1)
 
     def write(self, codes: torch.Tensor) -> torch.Tensor:
-        """Inverse of `read`, of whole codes."""
+        """Inverse of `read`; takes complete codes."""
         shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8).reshape(-1, 1)
         runs = (codes >> self.above & ((1 << self.bits) - 1)).reshape(len(codes), -1, 8 // self.bits, self.run)
         return (runs << shifts).sum(-2, dtype=torch.uint8).reshape(len(codes), -1)
@@ -58,7 +58,7 @@ def _to_nibbles(s: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
 
 
 def _six_pairs(stored: torch.Tensor) -> Pair:
-    """12 bytes: six bits of s and of m of the first four sub-blocks, beside them the upper two of the last four's."""
+    """12 bytes: 6-bit s and m of the first four sub-blocks, with the upper two bits of the last four in the bits above them."""
     s, m, both = stored.reshape(-1, 3, 4).unbind(1)
     return torch.cat([s & 63, both & 15 | s >> 2 & 48], -1), torch.cat([m & 63, both >> 4 | m >> 2 & 48], -1)
 
@@ -70,7 +70,7 @@ def _to_six_pairs(s: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
 
 
 def _six_of_16(stored: torch.Tensor) -> Pair:
-    """12 bytes: the lower four bits of 16 numbers in eight, then the upper two in four; less 32."""
+    """12 bytes of 16 numbers: the lower four bits in eight bytes, then the upper two in four bytes; 32 is subtracted."""
     low, high = Plane(4, 8).read(stored[:, :8]), Plane(2, 4, 4).read(stored[:, 8:])
     return (low | high).to(torch.int16) - 32, None
 
@@ -81,7 +81,7 @@ def _to_six_of_16(s: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
 
 
 def _six_of_8(stored: torch.Tensor) -> Pair:
-    """Two bytes of the upper two bits of eight numbers, then four of the lower four bits; less 32."""
+    """6 bytes of eight numbers: the upper two bits in two bytes, then the lower four in four bytes; 32 is subtracted."""
     high, low = Plane(2, 1, 4).read(stored[:, :2]), Plane(4, 1).read(stored[:, 2:])
     return (low | high).to(torch.int16) - 32, None
 
@@ -101,10 +101,10 @@ def _to_bytes_of_16(s: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """One of these types.
+    """One of the two-level types.
 
-    sub: weights of a sub-block. levels: of q. mid: what is taken from q. scales: least and largest s.
-    mins: the largest m, 0 for types without. fields: what lies where, and how many bytes it has.
+    sub: weights per sub-block. levels: number of values of q. mid: the number subtracted from q. scales: the smallest and the
+    largest s. mins: the largest m, 0 for types without m. fields: the parts of a block in order, with their bytes.
     """
 
     elements: int
@@ -120,7 +120,7 @@ class BlockKind:
     table: str = ""
 
     def values(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """(levels,) fp32: what codes stand for before s, d and m."""
+        """(levels,) fp32: the value of each code before s, d and m."""
         if self.table:
             return torch.tensor(tables.FIXED[self.table], device=device)
         return torch.arange(self.levels, dtype=torch.float32, device=device) - self.mid
@@ -148,9 +148,9 @@ BLOCK_KINDS = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix (N, K) in one of these types, its numbers apart.
+    """A matrix (N, K) of a two-level type, as separate tensors.
 
-    codes: (N, K) uint8. s, m: (N, K / sub) whole numbers; m is None for types without. d, dmin: (N, K / elements) fp16.
+    codes: (N, K) uint8. s, m: (N, K / sub) integers; m is None for types without it. d, dmin: (N, K / elements) fp16.
     """
 
     kind: str
@@ -174,12 +174,12 @@ class Blocks:
         return of_block.float().repeat_interleave(self.s.shape[1] // self.d.shape[1], 1)
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Blocks:
-        """All numbers, each changed alike: other rows, another device."""
+        """These blocks with `change` applied to every tensor, e.g. to select rows or move to another device."""
         m, dmin = (None if t is None else change(t) for t in (self.m, self.dmin))
         return Blocks(self.kind, change(self.codes), change(self.s), m, change(self.d), dmin)
 
     def same(self, other: Blocks) -> bool:
-        """Whether all numbers are the same."""
+        """Whether all tensors are equal."""
         pairs = [(getattr(self, f), getattr(other, f)) for f in ("codes", "s", "m", "d", "dmin")]
         return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
@@ -191,12 +191,12 @@ class Blocks:
 
     @property
     def values(self) -> torch.Tensor:
-        """(N, K) fp32: what the codes stand for before scales."""
+        """(N, K) fp32: the values of the codes before scales."""
         return BLOCK_KINDS[self.kind].values(self.codes.device)[self.codes.int()]
 
 
 def read_blocks(raw: torch.Tensor, kind: str, N: int, K: int, name: str = "a tensor") -> Blocks:
-    """The numbers of a tensor's bytes. Raises DamagedError, calling it `name`, where d or dmin is NaN or infinite."""
+    """Decode a tensor's bytes. Raises DamagedError, with `name`, if d or dmin is NaN or infinite."""
     b = BLOCK_KINDS[kind]
     rows = raw.reshape(N * K // b.elements, -1)
     part = dict(zip((f for f, _ in b.fields), rows.split([n for _, n in b.fields], 1), strict=True))
@@ -205,7 +205,7 @@ def read_blocks(raw: torch.Tensor, kind: str, N: int, K: int, name: str = "a ten
     assert d is not None
     if not d.isfinite().all() or not (dmin is None or dmin.isfinite().all()):
         raise DamagedError(f"{name} holds NaN or infinite scales; the model file is damaged")
-    if b.read_scales is None:  # one sub-block, whose s is 1, and m
+    if b.read_scales is None:  # one sub-block, with s = 1 and m = 1
         one = torch.ones_like(d, dtype=torch.int16)
         return Blocks(kind, codes.reshape(N, K), one, None if dmin is None else one, d, None if dmin is None else -dmin)
     s, m = b.read_scales(part["scales"])

@@ -1,7 +1,7 @@
-"""The fields that transformers 5 renamed or nested in config.json, under the names that other readers know.
+"""Restore config.json's fields that transformers 5 renamed or nested, under the names that other readers know.
 
-mlx-lm 0.32 takes a missing rope_theta for its own default (10,000 or 1,000,000 by family) and says nothing: a model saved by
-transformers 5 would run with other positions. What a config says itself stays.
+mlx-lm 0.32 silently replaces a missing rope_theta by its default (10,000 or 1,000,000, depending on the family): a model saved
+by transformers 5 would run with wrong positions. Fields that a config has already are not changed.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def spelled_out(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    """`config` with rope_theta, rope_scaling, rope_local_base_freq, num_experts and tie_word_embeddings (`tied`) as fields."""
+    """`config` with the fields rope_theta, rope_scaling, rope_local_base_freq, num_experts and tie_word_embeddings (`tied`)."""
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention") or {}  # Gemma 3 has a table for each kind of attention
     rope = rope.get("full_attention") or rope

@@ -1,29 +1,30 @@
-"""Regular expressions that files bring: matched without backtracking, within a number of steps.
+"""Match regular expressions from untrusted files without backtracking, within a limited number of steps.
 
-Python's `re` tries one way after another, 2**n of them for `(a+)+$`. Here every way is followed at once, as the set of places
-in the name that it has come to: time is polynomial, and counted. What says one name and no more is looked up.
+Python's `re` tries the alternatives one after another, 2**n of them for `(a+)+$`. This matcher follows all alternatives at
+once, as the set of positions reached in the name, so the time is polynomial, and the steps are counted. A pattern that matches
+only a few literal names is looked up in a dict.
 """
 
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
-from re import _constants as codes  # type: ignore[attr-defined]  # the parse tree of `re`, which has no public name
+from re import _constants as codes  # type: ignore[attr-defined]  # the opcodes of re's parse tree, which has no public API
 from re import _parser as parser  # type: ignore[attr-defined]
 from re import error
 from typing import Any, Generic, TypeVar
 
 from lowq_packers.errors import DamagedError, UnsupportedError
 
-STEPS = 5_000_000  # for all modules of a checkpoint: about 5 s; a usual one takes thousands
-MAX_PATTERN = 2000  # characters
-SPELLED = 16  # names that a pattern may stand for to be looked up
+STEPS = 5_000_000  # max. steps for all modules of a checkpoint, about 5 s; a usual checkpoint needs thousands
+MAX_PATTERN = 2000  # max. characters of a pattern
+SPELLED = 16  # max. literal names of a pattern that is replaced by a look-up
 Value = TypeVar("Value")
 
 
 class Rules(Generic[Value]):
-    """Patterns, the first that matches the beginning of a name wins, and what each stands for.
+    """Pairs (pattern, value). The first pattern that matches the beginning of a name gives its value.
 
-    Raises DamagedError for what is no regular expression, UnsupportedError for one that needs backtracking.
+    Raises DamagedError for an invalid regular expression, UnsupportedError for one that needs backtracking.
     """
 
     def __init__(self, rules: Iterable[tuple[str, Value]]) -> None:
@@ -40,7 +41,7 @@ class Rules(Generic[Value]):
                 self.spelled.setdefault(name, i)
 
     def first(self, name: str) -> Value | None:
-        """What the first rule that matches a name stands for. Raises DamagedError after STEPS steps."""
+        """The value of the first rule that matches a name; None if none does. Raises DamagedError after STEPS steps."""
         best = self.spelled.get(name.removesuffix("\n"), len(self.rules))
         for i, tree in self.open:
             if i > best:
@@ -50,7 +51,7 @@ class Rules(Generic[Value]):
         return self.rules[best][1] if best < len(self.rules) else None
 
     def _ends(self, tree: Any, starts: set[int], name: str) -> set[int]:
-        """Where a match of `tree` that begins at one of `starts` can end."""
+        """The positions where a match of `tree` that begins at one of `starts` can end."""
         for op, arg in tree:
             self.steps += 1 + len(starts)
             if self.steps > STEPS:
@@ -88,7 +89,7 @@ class Rules(Generic[Value]):
 
 
 def _takes(op: Any, arg: Any, char: str) -> bool:
-    """Whether one character is matched."""
+    """Whether a node of the parse tree matches one character."""
     if op is codes.ANY:
         return char != "\n"
     if op is codes.LITERAL:
@@ -124,7 +125,7 @@ KNOWN = (
 
 @lru_cache(maxsize=1 << 16)
 def _parse(pattern: str) -> Any:
-    """The parse tree of a pattern, of nothing but what `Rules` follows."""
+    """The parse tree of a pattern. Raises DamagedError, and UnsupportedError for nodes that `Rules` does not support."""
     if len(pattern) > MAX_PATTERN:
         raise DamagedError(f"quantization_config: a rule of {len(pattern)} characters is no regular expression that lowq reads")
     try:
@@ -156,7 +157,7 @@ def _is_known(tree: Any) -> bool:
 
 
 def _language(tree: Any) -> list[str] | None:
-    """The names that a pattern with an end ("$") stands for, where they are few and spelled out; else None."""
+    """The literal names that a pattern with an end ("$") matches, if there are at most SPELLED; else None."""
     items = list(tree)
     if items and items[0] == (codes.AT, codes.AT_BEGINNING):
         items = items[1:]

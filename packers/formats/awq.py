@@ -1,7 +1,7 @@
-"""AWQ "gemm", 4 bits: qweight (K, N/8) int32, qzeros (G, N/8), scales (G, N); w = (q - z) * scales, z stored as it is.
+"""AWQ "gemm", 4 bits: qweight (K, N/8) int32, qzeros (G, N/8), scales (G, N); w = (q - z) * scales, z stored without an offset.
 
 Word c of a row holds output columns 8c .. 8c+7, nibble i (least significant first) the column 8c + (0,2,4,6,1,3,5,7)[i].
-The activation-aware scaling is already folded into the layer before: nothing to undo.
+The activation-aware scaling is already folded into the previous layer, so it need not be undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ USED = (
     *("quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "zero_point", "desc_act", "sym"),
     *("checkpoint_format", "format", "pack_dtype", "modules_to_not_convert"),
 )
-HARMLESS = (  # how others run it
+HARMLESS = (  # settings of other engines that change no weight
     *("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "lm_head", "meta", "method"),
     *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse"),
 )
@@ -30,7 +30,7 @@ INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each column
 
 
 def _columns(words: torch.Tensor) -> torch.Tensor:
-    """(R, N/8) int32 words -> (R, N) uint8 codes in the order of the columns."""
+    """(R, N/8) int32 words -> (R, N) uint8 codes in column order."""
     nibbles = bitstream.unpack(words, 4, words.shape[1] * 8).reshape(words.shape[0], -1, 8)
     return nibbles[..., list(INVERSE)].reshape(words.shape[0], -1)
 
@@ -45,7 +45,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     c.check_fields(q, USED, HARMLESS)
     c.check_absent(q, "desc_act", "sym")
-    if q.get("zero_point", True) is not True:  # null too: others take it for false
+    if q.get("zero_point", True) is not True:  # null is rejected too: other readers take it as false
         said = str(q["zero_point"])[:80]
         raise UnsupportedError(f"AWQ with zero_point={said} is not one that lowq reads: others leave its zeros out")
     if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm" or q.get("pack_dtype", "int32") != "int32":

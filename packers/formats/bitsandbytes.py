@@ -1,4 +1,4 @@
-"""bitsandbytes' 4 bits: codes of NF4 or FP4 in blocks of consecutive weights, and a scale (absmax) of each block.
+"""bitsandbytes' 4-bit formats: codes of NF4 or FP4 in blocks of consecutive weights, and a scale (absmax) per block.
 
     weight (N * K / 2, 1) uint8, the first code in a byte's high half, or the same bytes filed under bnb_4bit_quant_storage
     weight.absmax (blocks) fp32 · weight.quant_map (16)
@@ -26,17 +26,17 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import GROUP_STEP, Scheme
 
 NAME, STATE = "bitsandbytes", "weight.quant_state.bitsandbytes__"
-TABLES = {  # bitsandbytes' own, whatever quant_map says: its kernels look nothing up in that
+TABLES = {  # the tables of bitsandbytes' kernels, which do not read quant_map
     "nf4": tables.FIXED["nf4"],
     # sign, then 0, 1/192, 2/3, 1, 1/3, 1/2, 1/6, 1/4
     "fp4": tuple(sign * v / 12 for sign in (1, -1) for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-NESTED = 256  # blocks that share a nested_absmax
+NESTED = 256  # number of blocks that share a nested_absmax
 DTYPES = {theirs: name for name, theirs in c.TORCH.items()}
 FIELDS = ("shape", "blocksize", "dtype", "quant_type", "nested_blocksize", "nested_dtype", "nested_offset")
-STORAGE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # dtypes that the bytes may be filed under, and bytes of each
-MAX_STATE = 4096  # bytes of JSON; usual ones have 200
+STORAGE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # storage dtypes of the bytes -> bytes per element
+MAX_STATE = 4096  # max. bytes of the JSON; it usually has 200
 USED = ("quant_method", "bnb_4bit_quant_type", "load_in_8bit", "_load_in_8bit")
 HARMLESS = (
     *("load_in_4bit", "_load_in_4bit", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
@@ -46,7 +46,7 @@ HARMLESS = (
 
 @dataclass(frozen=True)
 class State:
-    """What the JSON of one weight says. offset: of double quantization, None without."""
+    """The JSON of one weight. offset: the nested_offset of double quantization; None without it."""
 
     kind: str
     shape: tuple[int, int]
@@ -56,12 +56,12 @@ class State:
 
     @property
     def blocks(self) -> int:
-        """How many scales there are."""
+        """Number of blocks, and of scales."""
         return -(-prod(self.shape) // self.block)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme that lowq holds the codes in; None where blocks run over the ends of rows."""
+        """The scheme in which lowq holds the codes; None if blocks cross the ends of rows."""
         fits = self.shape[1] % self.block == 0 and self.block % GROUP_STEP == 0
         return Scheme(4, self.block, "none", "nf4" if self.kind == "nf4" else "fitted") if fits else None
 
@@ -78,7 +78,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 
 def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> State:
-    """The JSON of one weight, checked. Raises DamagedError, UnsupportedError."""
+    """Read and check the JSON of one weight. Raises DamagedError, UnsupportedError."""
     size = c.need(headers, name, dtypes=("U8",)).shape
     if len(size) != 1 or size[0] > MAX_STATE:
         raise DamagedError(f"{name} has the shape {tuple(size)}; it must be some {MAX_STATE} bytes of JSON at most")
@@ -115,7 +115,7 @@ def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: F
     s, w = _state(state, q, headers, fetch), f"{p}.weight"
     N, K = s.shape
     stored = c.need(headers, w, dtypes=STORAGE)
-    count = -(-N * K // 2) / STORAGE[stored.dtype]  # elements that the codes fill
+    count = -(-N * K // 2) / STORAGE[stored.dtype]  # number of elements of the stored tensor
     if tuple(stored.shape) not in ((count, 1), (1, count)):
         raise DamagedError(
             f"{w} is {tuple(stored.shape)} {stored.dtype}; {N} x {K} codes of 4 bits fill {-(-N * K // 2)} bytes"

@@ -3,8 +3,8 @@
 pack-quantized: weight_packed (N, ceil(K*bits/32)) int32, codes q = signed + 2**(bits-1) as a dense bit stream along K: lowq's
 words. weight_scale (N, G); weight_shape [N, K]; asymmetric also weight_zero_point (ceil(N*bits/32), G), packed along N.
 
-Trap: before mid-2026 widths that do not divide 32 (3, 5, 6, 7) put 32 // bits codes in a word and left the rest of it empty.
-The widths of the rows tell which, and where they agree, the bits behind a dense stream do.
+Trap: before mid-2026, widths that do not divide 32 (3, 5, 6, 7) were stored as 32 // bits codes per word, with the rest of the
+word empty. The number of words per row distinguishes the layouts; if it is the same, the bits after a dense stream do.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TOP = ("quant_method", "config_groups", "format", "quantization_status", "ignore
 TOP_HARMLESS = ("kv_cache_scheme", "global_compression_ratio", "run_compressed", "version")
 GROUP, GROUP_HARMLESS = ("targets", "weights", "format"), ("input_activations", "output_activations")
 WEIGHTS = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder")
-WEIGHTS_HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # dtypes: the tensors' own are read
-ORDERS = (None, True, False, "group", "weight", "static", "dynamic")  # in which columns were quantized
-STRATEGIES: dict[str, tuple[str | None, ...]] = {  # form of the tensors -> what may share a scale in it
+WEIGHTS_HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # the dtypes are read from the tensors
+ORDERS = (None, True, False, "group", "weight", "static", "dynamic")  # orders in which columns were quantized
+STRATEGIES: dict[str, tuple[str | None, ...]] = {  # form of the tensors -> its strategies (which weights share a scale)
     "pack-quantized": ("group", "channel", "tensor", None),
     "int-quantized": ("group", "channel", "tensor", None),
     "float-quantized": ("block", "channel", "tensor", None),
@@ -47,7 +47,7 @@ def _section(config: Config) -> Mapping[str, Any]:
 
 
 class _Groups:
-    """The config groups, and which of them a module is in: the first whose targets name it, else the first of its class."""
+    """The config groups. A module is in the first group whose targets match its name, else the first that names its class."""
 
     def __init__(self, q: Mapping[str, Any]) -> None:
         groups = q.get("config_groups")
@@ -60,7 +60,7 @@ class _Groups:
             if isinstance(group, Mapping):
                 c.check_fields(group, GROUP, GROUP_HARMLESS)
             for target in (t for t in targets if isinstance(t, str)) if isinstance(targets, Sequence) else ():
-                if target[:1].isupper():  # a class, such as Linear; modules are in lower case
+                if target[:1].isupper():  # a class, such as Linear; module names are lower case
                     self.by_class = self.by_class or group
                 else:
                     by_name.append((_pattern(target), group))
@@ -68,7 +68,7 @@ class _Groups:
         self.ignored = Rules((_pattern(name), True) for name in c.names(q, "ignore") if not name[:1].isupper())
 
     def weights(self, name: str, form: str, q: Mapping[str, Any]) -> Mapping[str, Any]:
-        """How a module's weights are quantized, whose tensors are of `form`. Raises DamagedError, UnsupportedError."""
+        """The weights' settings of a module whose tensors have this form. Raises DamagedError, UnsupportedError."""
         if self.ignored.first(name):
             raise DamagedError(f"ignore in quantization_config names {name}, but it is quantized")
         group = self.rules.first(name) or self.by_class
@@ -150,7 +150,7 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
     sizes = {bitstream.words_per_row(K, bits): False, -(-K // (32 // bits)): True}
     if words not in sizes:
         raise DamagedError(f"{p}.weight_packed has {words} words a row; {K} codes of {bits} bits fill {min(sizes)}")
-    padded = sizes[words] if len(sizes) == 2 else None  # None: the widths do not tell
+    padded = sizes[words] if len(sizes) == 2 else None  # None: both layouts have this number of words
     padded = False if 32 % bits == 0 else padded
     sym, stored_zeros = c.flag(w, "symmetric", True), f"{p}.weight_zero_point" in headers
     zero: ZeroKind = "none" if sym and bits > 1 else "int"
@@ -195,7 +195,7 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
 
 
 def _groups_of(p: str, w: Mapping[str, Any], scale: Header, N: int) -> int:
-    """Scales of a row, one where the whole matrix has one. Raises DamagedError where they are not what the config says."""
+    """Number of scales per row; 1 if the whole matrix has one. Raises DamagedError if it contradicts the config."""
     G = floats.groups_of(f"{p}.weight_scale", scale, N)
     wanted = {"group": N * G, "tensor": 1}.get(str(w.get("strategy")))
     if wanted not in (None, math.prod(scale.shape)):
@@ -204,10 +204,10 @@ def _groups_of(p: str, w: Mapping[str, Any], scale: Header, N: int) -> int:
 
 
 def _is_padded(words: torch.Tensor, bits: int, K: int) -> bool:
-    """Whether a row's last word holds more than what a dense stream of K codes leaves for it.
+    """Whether a row's last word has bits after the end of a dense stream of K codes.
 
-    Asked only where both layouts take as many words, so that a dense stream leaves some of its last word empty. In padded
-    words those bits hold the end of the last codes: all rows would have to be 0 there to be mistaken.
+    Called only if both layouts have the same number of words, so that a dense stream leaves some bits of its last word empty.
+    In padded words those bits belong to the last codes; the result is wrong only if they are 0 in all rows.
     """
     used = K * bits % 32
     return bool((words[:, -1] >> used).bitwise_and((1 << (32 - used)) - 1).any())
@@ -224,8 +224,8 @@ def _unpack(words: torch.Tensor, bits: int, K: int, padded: bool) -> torch.Tenso
 
 
 def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int, padded: bool) -> torch.Tensor:
-    """(N, G) zeros in code units, from words packed along N (`padded` as the weight's, unless N tells) or from plain int8."""
-    one = stored.numel() == 1 and stored.dim() < 2  # of strategy tensor, which is not packed
+    """(N, G) zeros in code units, from words packed along N or from plain int8. padded: used if N does not tell the layout."""
+    one = stored.numel() == 1 and stored.dim() < 2  # strategy "tensor", which is not packed
     if stored.dtype == torch.int8 or one:
         if tuple(stored.shape) != (N, G) and not one:
             raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(N, G)}")
@@ -237,7 +237,7 @@ def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int, padded: bool
 
 
 def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
-    """int-quantized: codes are int8; one scale for a row, for a group, or for all."""
+    """The matrix of an int-quantized module: int8 codes, with a scale per row, per group, or for the tensor."""
     N, K = c.matrix(headers, f"{p}.weight", ("I8",))
     bits = c.number(w, "num_bits")
     if not 2 <= bits <= 8 or w.get("type", "int") != "int":
@@ -277,7 +277,7 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
 
 
 def _is_asymmetric(group: object) -> bool:
-    """Whether a config group stores zero points. transformers dequantizes such weights while loading, by one group for all."""
+    """Whether a config group stores zero points. transformers dequantizes such weights while loading, all with one group."""
     w = group.get("weights") if isinstance(group, Mapping) else None
     return isinstance(w, Mapping) and w.get("symmetric") is False and w.get("type", "int") == "int"
 
@@ -325,7 +325,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
 
 
 def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
-    alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}  # what is said of weights -> the modules of which it is
+    alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}  # settings of weights -> the modules with these settings
     forms: dict[tuple[tuple[str, Any], ...], str] = {}
     for name, s in schemes.items():
         said = tuple((floats.fp4_weights(s) if s.table else _weights(s, shapes[name][1])).items())
@@ -349,7 +349,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
 
 
 def _weights(s: Scheme, K: int) -> dict[str, Any]:
-    """What a config group says of whole-number codes."""
+    """The weights' settings in a config group, for integer codes."""
     channel = s.group_size == K
     return {
         "num_bits": s.bits, "type": "int", "symmetric": s.zero == "none", "strategy": "channel" if channel else "group",

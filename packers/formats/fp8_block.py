@@ -1,8 +1,8 @@
 """FP8 with block scales (DeepSeek): weight float8_e4m3fn (N, K), weight_scale_inv (ceil(N/128), ceil(K/128)).
 
-Despite its name the companion multiplies: w = fp8 * weight_scale_inv[n // 128, k // 128]. Blocks keep their stride of 128
-when the last one is partial: deriving the block from rows / scale rows, as transformers does, gives 96 for 192 rows, and
-wrong weights. Also read: one scale per tensor or row (weight_block_size null), e8m0 scales, MXFP8's [1, 32] blocks.
+Despite its name, weight_scale_inv multiplies: w = fp8 * weight_scale_inv[n // 128, k // 128]. Blocks keep their stride of 128
+if the last one is partial. Deriving the block size as rows / scale rows, as transformers does, gives 96 for 192 rows, and thus
+wrong weights. Also supported: one scale per tensor or row (weight_block_size null), e8m0 scales, MXFP8's [1, 32] blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowq_packers.scheme import ACT_KEY
 
 COMPANIONS = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 USED = ("quant_method", "weight_block_size", "fmt", ACT_KEY)
-HARMLESS = (  # how others run it: weights are the same
+HARMLESS = (  # settings of other engines that change no weight
     *("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore", "dequantize", "kv_cache_scheme"),
     *("is_checkpoint_fp8_serialized", "kv_cache_quant_algo", "version"),
 )
@@ -71,9 +71,9 @@ def dequantize(W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | No
     s = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if block is None:
         return (W.float() * s.reshape(-1, 1)).to(dtype)
-    wide = s.repeat_interleave(min(block[1], K), 1)[:, :K]  # a block may say it is wider than all memory
+    wide = s.repeat_interleave(min(block[1], K), 1)[:, :K]  # the config can name a block wider than K
     out = torch.empty(N, K, dtype=dtype)
-    for i in range(s.shape[0]):  # one row of blocks at a time: a third copy of a large matrix in fp32 is never held
+    for i in range(s.shape[0]):  # one row of blocks at a time: no third fp32 copy of a large matrix
         rows = slice(i * block[0], min(N, (i + 1) * block[0]))
         out[rows] = (W[rows].float() * wide[i]).to(dtype)
     return out

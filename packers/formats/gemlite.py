@@ -1,8 +1,9 @@
 """GemLite state dicts: W_q (K/E, N) words, scales and zeros (G, N), metadata int32[12], orig_shape [N, K].
 
-Words hold E consecutive codes along K, least significant first: the transpose of lowq's words where they are int32. What
-`zeros` means is in metadata: raw zeros, or -zeros * scales (group mode 4, GemLite's default for float zeros), or one number for
-all. Modes 0 to 4 are: nothing, q - z, q * s, (q - z) * s, q * s + z'; channel modes 1 and 3 multiply by scales afterwards.
+Words hold E consecutive codes along K, least significant first; int32 words are the transpose of lowq's words. The metadata
+determines the meaning of `zeros`: raw zeros, or -zeros * scales (group mode 4, GemLite's default for float zeros), or one
+number for the matrix. Modes 0 to 4 are: q, q - z, q * s, (q - z) * s, q * s + z'; channel modes 1 and 3 multiply by scales
+afterwards.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""GGUF blocks that hold what lowq does: 32 consecutive k of a row (TQ: 256, Q1_0: 128), an fp16 scale d in each block.
+"""GGUF blocks that lowq holds code for code: 32 consecutive k of a row (TQ: 256, Q1_0: 128), with an fp16 scale d per block.
 
     Q4_0    d, 16 bytes         w = (q - 8) * d
     Q4_1    d, m, 16 bytes      w = q * d + m
     Q8_0    d, 32 int8          w = q * d
     IQ4_NL  d, 16 bytes         w = iq4_nl[q] * d
     MXFP4   e, 16 bytes         w = e2m1[q] * 2**(e - 127)
-    TQ2_0   64 bytes, d         w = (q - 1) * d, q in 0 .. 2: read only, as TQ1_0 is, five such codes in a byte
-    Q1_0    d, 16 bytes         w = d or -d, a bit each
+    TQ2_0   64 bytes, d         w = (q - 1) * d, q in 0 .. 2: read only, like TQ1_0, which has five such codes per byte
+    Q1_0    d, 16 bytes         w = d or -d, one bit per weight
 
-Further types (Q5_0, Q5_1, the K-quants, IQ4_XS: _gguf_blocks.py) are read dense, in fp16.
+Further types (Q5_0, Q5_1, the K-quants, IQ4_XS: _gguf_blocks.py) are read as dense fp16 matrices.
 
-Byte j of 32 codes of 4 bits holds code j in its low half and code j + 16 in its high half. Longer groups repeat d and m.
-The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.gguf_file`'s; here is only what the bytes mean.
+Byte j of a block of 4-bit codes holds code j in its low half and code j + 16 in its high half. Longer groups repeat d and m.
+This file decodes and encodes only the blocks; `lowq_cli.interop.gguf_file` reads the file (metadata, tokenizer, names).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.scheme import Scheme
 
 BLOCK = 32
-ROWS = 1 << 22  # weights decoded at a time, as fp32
+ROWS = 1 << 22  # max. weights to decode at a time, as fp32
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A GGUF tensor type: its number in files, elements and bytes of a block."""
+    """A GGUF tensor type: its number in files, and the elements and bytes of a block."""
 
     name: str
     number: int
@@ -52,17 +52,17 @@ TYPES = {t.name: t for t in (
     BlockType("TQ1_0", 34, 256, 54), BlockType("TQ2_0", 35, 256, 66), BlockType("MXFP4", 39, BLOCK, 17),
     BlockType("Q1_0", 41, 128, 18),
 )}  # fmt: skip
-SCHEMES = {  # types that lowq holds code for code
+SCHEMES = {  # the types that lowq holds code for code
     "Q4_0": Scheme(4, BLOCK, "none"), "Q4_1": Scheme(4, BLOCK, "float"), "Q8_0": Scheme(8, BLOCK, "none"),
     "IQ4_NL": Scheme(4, BLOCK, "none", "iq4_nl"), "MXFP4": Scheme(4, BLOCK, "none", "e2m1", "e8m0"),
     "TQ1_0": Scheme(2, 256, "none"), "TQ2_0": Scheme(2, 256, "none"), "Q1_0": Scheme(1, 128, "none"),
 }  # fmt: skip
 QUANTIZED = tuple(SCHEMES)
-PLAIN = c.TORCH  # GGUF names float dtypes as safetensors does
+PLAIN = c.TORCH  # GGUF's names of float dtypes are those of safetensors
 
 
 def type_for(s: Scheme) -> str | None:
-    """The GGUF type that holds a scheme, None if there is none."""
+    """The GGUF type that holds a scheme; None if there is none."""
     if s.table:
         return {"iq4_nl": "IQ4_NL", "e2m1/e8m0": "MXFP4"}.get(s.kind)
     if s.bits == 1 and s.zero == "none":
@@ -73,7 +73,7 @@ def type_for(s: Scheme) -> str | None:
 
 
 def why_not(s: Scheme, N: int, K: int) -> str | None:
-    """The reason GGUF cannot hold a scheme, ending in the nearest one; or None."""
+    """Why GGUF cannot hold a scheme, ending with the nearest one that it can hold; or None."""
     kind = type_for(s)
     if kind is None and s.table:
         return f"GGUF as lowq writes it holds mxfp4, not {s}; nearest: --format mxfp4"
@@ -89,7 +89,7 @@ def why_not(s: Scheme, N: int, K: int) -> str | None:
 
 
 def _half(values: torch.Tensor, name: str) -> torch.Tensor:
-    """fp16 of the same values. Raises SchemeError if one does not survive."""
+    """The same values in fp16. Raises SchemeError if fp16 does not hold one of them exactly."""
     half = values.to(torch.float16)
     if not torch.equal(half.double(), values.double()):
         lost = values[half.double() != values.double()].flatten()[0].item()
@@ -98,21 +98,21 @@ def _half(values: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _fields(q: QuantizedTensor | PackedWeight, name: str, rounding: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and Q4_1's offsets of the groups, in fp16. Raises SchemeError where they do not fit, unless `rounding`."""
+    """Scales and Q4_1's offsets of the groups, in fp16. Raises SchemeError if fp16 cannot hold them, unless `rounding`."""
     kind = type_for(q.scheme)
-    scales = q.scales.float() / 2 if kind == "Q1_0" else q.scales  # its levels are -d and d, lowq's -s/2 and s/2
+    scales = q.scales.float() / 2 if kind == "Q1_0" else q.scales  # GGUF's values are -d and d, lowq's -s/2 and s/2
     d = scales.to(torch.float16) if rounding else _half(scales, name)
     return d, c.zeros_to_offset(q, name, torch.float16, rounding) if kind == "Q4_1" else None
 
 
 def check_values(p: PackedWeight, name: str, rounding: bool) -> None:
-    """Raise SchemeError where `encode` would, of scales and zeros."""
+    """Raise the SchemeErrors of `encode` for scales and zeros."""
     if type_for(p.scheme) != "MXFP4":
         _fields(p, name, rounding)
 
 
 def encode(q: QuantizedTensor, name: str, rounding: bool = False) -> torch.Tensor:
-    """(N, K / 32 * block bytes) uint8. Raises SchemeError where fp16 does not hold scales or offsets, unless `rounding`."""
+    """(N, K / 32 * block bytes) uint8. Raises SchemeError if fp16 cannot hold scales or offsets, unless `rounding`."""
     kind = type_for(q.scheme)
     if kind is None or q.group_size % TYPES[kind].elements:
         raise SchemeError(f"{name}: {why_not(q.scheme, *q.shape)}")
@@ -139,14 +139,14 @@ def encode(q: QuantizedTensor, name: str, rounding: bool = False) -> torch.Tenso
 
 
 def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """(..., 32) codes of 4 bits as 16 bytes."""
+    """(..., 32) 4-bit codes -> (..., 16) bytes."""
     return codes[..., :16] | (codes[..., 16:] << 4)
 
 
 def decode(raw: torch.Tensor, kind: str, N: int, K: int, name: str = "a tensor") -> QuantizedTensor:
-    """Inverse of `encode`, with groups of one block: (N * K / block * bytes) uint8 -> codes, fp16 scales (MXFP4: bytes).
+    """Inverse of `encode`; each block becomes a group: (N * K / block * bytes) uint8 -> codes, fp16 scales (MXFP4: bytes).
 
-    Raises DamagedError, calling it `name`, for ternary codes beyond 2, and MXFP4's exponents that are NaN.
+    Raises DamagedError, with `name`, for ternary codes above 2 and for MXFP4 exponents that are NaN.
     """
     s, blocks = SCHEMES[kind], raw.reshape(N, K // TYPES[kind].elements, TYPES[kind].nbytes)
 
@@ -182,7 +182,7 @@ def _quarters(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _base3(stored: torch.Tensor) -> torch.Tensor:
-    """(..., 52) bytes -> (..., 256) codes of 0 .. 2: fractions of 256, whose digit j in base 3 is that of the j-th run."""
+    """(..., 52) bytes -> (..., 256) codes 0 .. 2: base-3 digit j of the fraction byte / 256 is a code of the j-th run."""
     runs = []
     for first, last, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         powers = torch.tensor([3**j for j in range(digits)], dtype=torch.int32).reshape(-1, 1)
@@ -192,7 +192,7 @@ def _base3(stored: torch.Tensor) -> torch.Tensor:
 
 
 def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torch.Tensor:
-    """Rows (N, ...) of q or k in llama.cpp's order (rotary pairs adjacent) from Hugging Face's (halves), or back."""
+    """Reorder rows (N, ...) of q or k from Hugging Face's order (halves) to llama.cpp's (adjacent rotary pairs), or back."""
     N = rows.shape[0]
     if N % (2 * heads):
         raise SchemeError(f"{N} rows are not {heads} heads of an even size")
@@ -201,7 +201,7 @@ def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torc
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
-    """config["gguf"], made by the reader of the file, says what the bytes of each tensor are."""
+    """The matrices of a GGUF file; config["gguf"], from the reader of the file, has the type and shape of each tensor."""
     stored = c.section(config, "gguf")
     return [_matrix(name, facts) for name, facts in stored.items()]
 
@@ -227,13 +227,13 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
         moved = [None if t is None else permute_heads(t, heads, inverse=True).contiguous() for t in (q.W_q, q.scales, q.zeros)]
         return QuantizedTensor.of(q.scheme, moved[0], moved[1], moved[2])  # type: ignore[arg-type]
 
-    dtype = kind if kind in PLAIN else "BF16" if kind == "MXFP4" else "F16"  # powers of two beyond fp16
+    dtype = kind if kind in PLAIN else "BF16" if kind == "MXFP4" else "F16"  # MXFP4's powers of two exceed fp16's range
     bits = 8 * TYPES[kind].nbytes if kind in PLAIN else SCHEMES[kind].bits if kind in SCHEMES else int(kind.lstrip("IQ")[0])
     return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, SCHEMES.get(kind), dtype)
 
 
 def _dense(q: Blocks) -> torch.Tensor:
-    """(N, K) fp16, some rows at a time."""
+    """(N, K) fp16, dequantized in chunks of rows."""
     out, step = torch.empty(q.codes.shape, dtype=torch.float16), max(1, ROWS // q.codes.shape[1])
     for i in range(0, len(out), step):
         out[i : i + step] = q.each(lambda t, i=i: t[i : i + step]).dequantize()  # type: ignore[misc]

@@ -3,10 +3,10 @@
 w[k, n] = scales[g_idx[k], n] * (q - z). Version 1 (`checkpoint_format` "gptq", or none) stores z - 1, version 2 ("gptq_v2")
 stores z. qweight is the transpose of lowq's words, 3 bits included: a dense bit stream, 32 codes in 3 words.
 
-Traps: version 1's writers subtract 1 from every zero of a word at once, as one number of 32 bits: a zero of 0 borrows from the
-next field, and only adding to the whole word gives both back (3 bits, whose fields straddle words: each field alone).
-`desc_act` checkpoints have a g_idx that is no run of equal groups; those and a last group that is shorter are read as dense
-matrices. Symmetric files are found with the zeros of either version, whatever their config says: 2**(bits-1) is meant.
+Traps: version 1's writers subtract 1 from all zeros of a word in one 32-bit subtraction. A zero of 0 then borrows from the next
+field, and only an addition to the whole word restores both (3-bit fields, which straddle words, are restored one by one).
+`desc_act` checkpoints have a g_idx whose groups are not consecutive. They, and matrices with a shorter last group, are read as
+dense matrices. Symmetric files exist with the zeros of either version, whatever their config says; both mean 2**(bits-1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTHS = (8, 4, 3, 2)
 SHORT = ", short last group"
 PER_MODULE = ("bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act")
 USED = ("quant_method", "checkpoint_format", "format", "pack_dtype", "dynamic", "rotation", "adapter", "is_marlin_format")
-HARMLESS = (  # how it was made, or how others run it
+HARMLESS = (  # settings of the quantizer or of other engines that change no weight
     *("meta", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware", "method"),
     *("model_name_or_path", "model_file_base_name", "modules_in_block_to_quantize", "block_name_to_quantize", "lm_head"),
     *("module_name_preceding_first_block", "batch_size", "pad_token_id", "cache_block_outputs", "tokenizer", "dataset"),
@@ -43,7 +43,7 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 
 def _version(q: Mapping[str, Any]) -> int:
-    """1 or 2. Raises UnsupportedError for the layouts of other kernels."""
+    """The version, 1 or 2. Raises UnsupportedError for layouts of particular kernels."""
     fmt = q.get("checkpoint_format") or q.get("format") or "gptq"
     if fmt not in ("gptq", "gptq_v2"):
         raise UnsupportedError(f"GPTQ checkpoint_format {fmt!r} is laid out for one kernel; lowq reads gptq and gptq_v2")
@@ -61,14 +61,14 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 
 def _groups(K: int, group_size: int, p: str) -> tuple[int, int]:
-    """`c.group_count`, for groups that do not divide K too: the last one is then shorter."""
+    """`c.group_count`, but also for a group size that does not divide K: the last group is then shorter."""
     if group_size < 1 or K % group_size == 0:
         return c.group_count(K, group_size, p)
     return min(group_size, K), -(-K // group_size)
 
 
 def _zeros(words: torch.Tensor, bits: int, N: int, version: int) -> torch.Tensor:
-    """(G, N) zeros of the words of a version."""
+    """(G, N) zeros, from the words of a version."""
     if version == 1 and 32 % bits == 0:
         words = words + sum(1 << at for at in range(0, 32, bits))  # int32 wraps around, as in the writer
     zeros = bitstream.unpack(words.contiguous(), bits, N)
@@ -76,12 +76,12 @@ def _zeros(words: torch.Tensor, bits: int, N: int, version: int) -> torch.Tensor
 
 
 def _is_of_other_version(words: torch.Tensor, bits: int, N: int, version: int) -> bool:
-    """Whether all zeros are those of symmetric codes, as the other version stores them."""
+    """Whether all zeros are those of symmetric codes in the storage of the other version."""
     return bool((_zeros(words, bits, N, 3 - version) == 1 << (bits - 1)).all())
 
 
 def _checked(p: str, words: torch.Tensor, bits: int, N: int, version: int, sym: bool) -> torch.Tensor:
-    """(G, N) zeros of a matrix. Raises DamagedError where they are not what the config says."""
+    """(G, N) zeros of a matrix. Raises DamagedError if they contradict the config."""
     zeros, mid = _zeros(words, bits, N, version), 1 << (bits - 1)
     if _is_of_other_version(words, bits, N, version):
         if sym:
@@ -103,7 +103,7 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
         raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not one that lowq reads; it reads 2, 3, 4 and 8")
     rows, N = c.matrix(headers, f"{p}.qweight", ("I32",))
     index = headers.get(f"{p}.g_idx")
-    K = index.shape[0] if index and index.shape else rows * 32 // bits  # the last words may hold fewer codes
+    K = index.shape[0] if index and index.shape else rows * 32 // bits  # the last word may be partly filled
     if bitstream.words_per_row(K, bits) != rows or not K:
         raise DamagedError(f"{p}.qweight has {rows} words a column, which {K} codes of {bits} bits do not fill")
     g, G = _groups(K, c.number(q, "group_size", "q_group_size"), p)
@@ -196,7 +196,7 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     settings = c.section(config, "quantization_config")
     zeros = c.whole_zeros(q, name).t().contiguous()  # (G, N)
     if _version(settings) == 1:
-        zeros = zeros - 1  # only written for symmetric checkpoints, where z >= 1
+        zeros = zeros - 1  # version 1 is written only for symmetric checkpoints, with z >= 1
     K = q.shape[1]
     return {
         f"{name}.qweight": bitstream.pack(q.W_q, q.bits).t().contiguous(),

@@ -1,11 +1,11 @@
-"""HQQ: W_q packed in slabs, scale, zero (float), and every setting as a tensor beside them; w = (q - zero) * scale.
+"""HQQ: tensors W_q (packed in slabs), scale, zero (float), and one for every setting; w = (q - zero) * scale.
 
-With axis 1 the matrix is seen as (N*K/g, g), one group a row; with axis 0 as (g, N*K/g), one group a column. Codes are packed
+With axis 1 the matrix is viewed as (N*K/g, g), a group per row; with axis 0 as (g, N*K/g), a group per column. Codes are packed
 along the rows of that view in equal slabs, the first in the highest bits: uint8 with two, four or eight slabs at 4, 2 and 1
 bits, int32 with ten (rows padded to a multiple of ten, two bits unused) at 3. Strings and dtypes are stored as character
-codes; they are compared with what exists, never evaluated. Groups of axis 0 run down the rows: such weights are read dense.
+codes; they are compared with known values, never evaluated. Groups of axis 0 run down the rows: such weights are read dense.
 
-`qmodel.pt`, what the hqq library itself saves, is {module: {name: tensor or number}}; `flatten` gives it the same names.
+`qmodel.pt`, the file of the hqq library, is {module: {name: tensor or number}}; `flatten` gives it the same names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unpack_slabs(words: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
 
 
 def encode(value: object) -> torch.Tensor:
-    """A setting as the tensor that stands for it in a file."""
+    """The tensor that stores a setting in a file."""
     if isinstance(value, torch.Tensor):
         return value
     if kind := {bool: torch.uint8, int: torch.int32, float: torch.float32}.get(type(value)):
@@ -64,7 +64,7 @@ def encode(value: object) -> torch.Tensor:
 
 
 def flatten(qmodel: Mapping[str, Any]) -> Tensors:
-    """The tensors of a loaded qmodel.pt by full name, settings encoded. Raises DamagedError for another content."""
+    """The tensors of a loaded qmodel.pt by full name, with encoded settings. Raises DamagedError for any other content."""
     tensors = {}
     for module, state in qmodel.items():
         if not isinstance(module, str) or not isinstance(state, Mapping):
@@ -85,16 +85,16 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
-    c.check_fields(q, ("quant_method", "quant_config"), ("skip_modules", "dynamic_config"))  # its tensors say it all again
+    c.check_fields(q, ("quant_method", "quant_config"), ("skip_modules", "dynamic_config"))  # the tensors repeat all settings
     found = [_matrix(p, headers, fetch) for p in c.modules(headers, ".W_q")]
     for m in found:
-        assert fetch  # _matrix asked
+        assert fetch  # _matrix has checked it
         _check_config(q, m.name, headers, fetch)
     return found
 
 
 def _check_config(q: Mapping[str, Any], p: str, headers: Headers, fetch: Fetch) -> None:
-    """Raise DamagedError where the config says other settings of a module than its tensors."""
+    """Raise DamagedError if the config and the tensors of a module have different settings."""
     quant = q.get("quant_config")
     own = quant.get(_tag(p), quant) if isinstance(quant, Mapping) else {}
     params = own.get("weight_quant_params") if isinstance(own, Mapping) else None
@@ -118,7 +118,7 @@ def _setting(p: str, leaf: str, headers: Headers, fetch: Fetch, default: int | N
 
 
 def _number(name: str, fetch: Fetch) -> int | float:
-    """A setting that is one number; of fractions two digits, as of the 1.58 bits of three values (in 2-bit words)."""
+    """A setting that is one number. Fractions are rounded to two digits, e.g. 1.58 bits for three values (in 2-bit words)."""
     value = fetch(name).flatten()
     if value.numel() != 1:
         raise DamagedError(f"{name} is no number")

@@ -1,4 +1,4 @@
-"""Humming (vLLM's native low-bit format): lowq's own words, scales (N, G), and zeros as floats, whole numbers or not at all.
+"""Humming (vLLM's native low-bit format): lowq's words, scales (N, G), and float zeros, integer zeros or none.
 
 weight (N, K*bits/32) int32; weight_scale (N, G); zero_point (N, G) floats, or int32 packed along N, or absent for the
 constant 2**(bits-1). w = (q - zero) * scale. The config names one dtype ("uint4"), with `dynamic` for exceptions.
@@ -88,7 +88,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
 
 
 def _fields(s: Scheme, K: int) -> dict[str, Any]:
-    """What the config says of one scheme. 1-bit codes without a zero (-s/2, +s/2) take the float zero 0.5."""
+    """The config fields of one scheme. 1-bit codes without a zero (-s/2, +s/2) get the float zero 0.5."""
     float_zero = s.zero == "float" or (s.zero == "none" and s.bits == 1)
     return {
         "dtype": f"uint{s.bits}", "group_size": 0 if s.group_size == K else s.group_size,

@@ -1,7 +1,7 @@
 """MLX affine: weight (N, K*bits/32) uint32, lowq's words; scales and biases (N, G); w = q * scales + biases.
 
-biases = -zeros * scales. Without a zero (zeros = 2**(bits-1)) that is exact in any float dtype; other zeros may need more
-digits than the scales' dtype has, and are then refused unless rounding is allowed. Experts of a layer are stacked, (E, N, ...),
+biases = -zeros * scales. Without a zero (zeros = 2**(bits-1)) that is exact in any float dtype. Other zeros can need more
+digits than the scales' dtype has; they raise an error unless rounding is allowed. Experts of a layer are stacked, (E, N, ...),
 under mlx-lm's name switch_mlp.
 """
 
@@ -26,18 +26,18 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 FIELDS = ("bits", "group_size", "mode")
-WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
+WIDTHS = (8, 4, 3, 2)  # the widths that lowq has too; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
-FAMILIES = [f.model_type for f in families().values() if f.mlx]  # whose experts mlx-lm stacks as below, and no more
-UNSCALED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose graphs in mlx-lm pass over a scaled rotation
-UNSIZED = ("mixtral", "qwen2", "qwen2_moe")  # and over head_dim
+FAMILIES = [f.model_type for f in families().values() if f.mlx]  # the only families that mlx-lm stacks as below
+UNSCALED = ("mixtral", "qwen2_moe", "qwen3_moe")  # families for which mlx-lm ignores a scaled RoPE
+UNSIZED = ("mixtral", "qwen2", "qwen2_moe")  # families for which mlx-lm ignores head_dim
 _QKV = ("q_proj", "k_proj", "v_proj")
 BIASED: dict[str, tuple[str, ...]] = {
     "qwen2": _QKV,
     "qwen2_moe": _QKV,
     **dict.fromkeys(("mixtral", "qwen3", "qwen3_moe"), ()),
-}  # may have a bias there
-LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
+}  # family -> modules that can have a bias in mlx-lm
+LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of a matrix -> its stack's name
 
 
 def _claims(config: Config, headers: Headers) -> bool:
@@ -49,7 +49,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization")
     if config.get("quantization_config") not in (None, q):
         raise UnsupportedError("config.json has a quantization and another quantization_config; which one counts is not said")
-    simple = {k: v for k, v in q.items() if not isinstance(v, Mapping | bool)}  # the others are of modules, by name
+    simple = {k: v for k, v in q.items() if not isinstance(v, Mapping | bool)}  # others: settings of modules
     c.check_fields(simple, FIELDS, ("quant_method",))
     return [m for p in c.modules(headers, ".scales") for m in _module(p, q, headers)]
 
@@ -62,7 +62,7 @@ def _stack(name: str, family: str) -> tuple[str, int] | None:
 
 
 def _experts(stack: str, count: int) -> list[str]:
-    """The names of the matrices in a stack: the inverse of `_stack`. Raises UnsupportedError for a stack of another kind."""
+    """The names of the matrices in a stack: the inverse of `_stack`. Raises UnsupportedError for any other stack."""
     found = re.fullmatch(r"(.+)\.switch_mlp\.(gate_proj|up_proj|down_proj)", stack)
     if found is None:
         raise UnsupportedError(f"{stack}.weight is a stack of a kind that lowq does not read")
@@ -71,7 +71,7 @@ def _experts(stack: str, count: int) -> list[str]:
 
 
 def _module(p: str, q: Mapping[str, Any], headers: Headers) -> list[Matrix]:
-    """The one matrix of a module, or those of its experts."""
+    """The matrix of a module, or the matrices of its experts."""
     own = q.get(p)
     if own is False:
         raise DamagedError(f"quantization in config.json says that {p} is not quantized, but it is")
@@ -125,8 +125,8 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
 
 
 def _biases(q: QuantizedTensor | PackedWeight, name: str, rounding: bool) -> torch.Tensor:
-    """In the dtype of the scales; raises SchemeError where they need more digits, unless `rounding`."""
-    dtype = q.scales.dtype if q.scales.dtype != torch.float32 else c.narrowest(q, name)  # fp32: for an import's zeros
+    """The biases, in the dtype of the scales. Raises SchemeError if they need more digits, unless `rounding`."""
+    dtype = q.scales.dtype if q.scales.dtype != torch.float32 else c.narrowest(q, name)  # fp32: from imported zeros
     return c.zeros_to_offset(q, name, dtype, rounding)
 
 
@@ -141,7 +141,7 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
 
 
 def _parts(config: Config) -> tuple[Any, list[Any]]:
-    """The config with its defaults and the parts of a model whose graph in mlx-lm is known here; no parts of any other."""
+    """(the config with defaults, the model's parts); no parts for a model whose graph in mlx-lm is not known here."""
     try:
         read, model, _ = read_config(config)
     except NotPlain:
@@ -150,7 +150,7 @@ def _parts(config: Config) -> tuple[Any, list[Any]]:
 
 
 def _computed_otherwise(config: Config) -> str | None:
-    """What mlx-lm 0.32 leaves out of a model's computation, so that its numbers are wrong from the first token on."""
+    """The part of a model's computation that mlx-lm 0.32 ignores or replaces, which makes every token wrong; or None."""
     family, (read, parts) = str(config.get("model_type")), _parts(config)
     if family == "mistral" and parts and (unread := [n for n in ("attention_bias", "mlp_bias") if config.get(n)]):
         return f"mlx-lm reads mistral as a llama, whose {unread[0]} asks for biases that this model does not have"
@@ -170,7 +170,7 @@ def _computed_otherwise(config: Config) -> str | None:
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:
-    """What mlx-lm 0.32 computes otherwise; it passes over windows, too."""
+    """The differences of mlx-lm 0.32's computation, including windows of attention, which it ignores."""
     otherwise = _computed_otherwise(config)
     window = max((part.window for part in _parts(config)[1] if isinstance(part, Attention)), default=0)
     late = f"mlx-lm computes {config.get('model_type')} without its sliding window: other numbers from token {window} on"

@@ -1,7 +1,7 @@
 """ModelOpt's NVFP4: weight (N, K / 2) uint8 of e2m1 codes, weight_scale (N, K / 16) e4m3 times weight_scale_2.
 
-What is said of it stands in config.json, or in hf_quant_config.json beside it, which `files.source` puts there. Modules that
-are not quantized are named by shell patterns. input_scale is for engines that round activations too.
+The settings are in config.json, or in hf_quant_config.json, which `files.source` merges into the config. Shell patterns name
+the modules that are not quantized. input_scale is for engines that also round activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 NAME = "modelopt"
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of others the scales mean something else, or inputs are turned first
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # other algorithms define the scales differently, or rotate the inputs
 USED = ("quant_method", "quant_algo", "group_size", "config_groups", "ignore", "exclude_modules")
 HARMLESS = ("producer", "kv_cache_scheme", "kv_cache_quant_algo")
 GROUP, GROUP_HARMLESS = ("targets", "weights"), ("input_activations",)
@@ -29,7 +29,7 @@ SCHEME = _fp4.NVFP4
 
 
 def _check_section(q: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError unless all that is said of weights is NVFP4."""
+    """Raise UnsupportedError unless all settings of weights are NVFP4's."""
     c.check_fields(q, USED, HARMLESS)
     if q.get("quant_algo") not in ALGORITHMS:
         raise UnsupportedError(f"ModelOpt's quant_algo {q.get('quant_algo')!r} is not one that lowq reads; it reads NVFP4")
@@ -51,7 +51,7 @@ def _check_section(q: Mapping[str, Any]) -> None:
 
 
 def _left_out(q: Mapping[str, Any]) -> Rules[bool]:
-    """The modules that are said not to be quantized."""
+    """Rules that match the modules that are not quantized."""
     named = [n for key in ("ignore", "exclude_modules") for n in c.names(q, key)]
     return Rules((re.escape(name).replace(r"\*", ".*").replace(r"\?", ".") + "$", True) for name in named)
 
@@ -94,7 +94,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
 
 
 def _beside(section: Config) -> dict[str, Any]:
-    """hf_quant_config.json, by which older engines know such a checkpoint."""
+    """hf_quant_config.json, from which older engines recognize such a checkpoint."""
     q = section["quantization_config"]
     said = {"quant_algo": q["quant_algo"], "group_size": SCHEME.group_size, "exclude_modules": q["ignore"]}
     return {"hf_quant_config.json": {"producer": q["producer"], "quantization": {**said, "kv_cache_quant_algo": None}}}

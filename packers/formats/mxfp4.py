@@ -1,10 +1,10 @@
-"""gpt-oss' MXFP4: all experts of a layer in one tensor, blocks of 32 consecutive k of a row.
+"""gpt-oss' MXFP4: all experts of a layer in one tensor, in blocks of 32 consecutive k of a row.
 
     experts.gate_up_proj_blocks (E, 2I, H / 32, 16) uint8 · experts.gate_up_proj_scales (E, 2I, H / 32) exponents
     experts.down_proj_blocks (E, H, I / 32, 16) · experts.down_proj_scales (E, H, I / 32)
 
 The first code is in a byte's low half. Rows of gate_up_proj alternate: gate 0, up 0, gate 1, ... Each expert is read as
-experts.3.gate_proj, up_proj and down_proj, the names of lowq's files; gate_up_proj_bias and down_proj_bias stay what they are.
+experts.3.gate_proj, up_proj and down_proj, the names in lowq's files; gate_up_proj_bias and down_proj_bias are not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 
 BLOCK, BYTES = _fp4.MXFP4.group_size, _fp4.MXFP4.group_size // 2
-ROWS = {  # a stack's name -> of each matrix in it: its name, and the first of its rows and how far they are apart
+ROWS = {  # a stack's name -> {matrix: (its first row, the distance of its rows)}
     "gate_up_proj": {"gate_proj": (0, 2), "up_proj": (1, 2)},
     "down_proj": {"down_proj": (0, 1)},
 }
@@ -30,7 +30,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 
 def _stack(p: str, headers: Headers) -> list[Matrix]:
-    """The matrices of one tensor of blocks. Raises DamagedError for one of another kind."""
+    """The matrices of one tensor of blocks. Raises DamagedError if its name or shape is not that of a stack."""
     module, _, leaf = p.rpartition(".")
     blocks, scales = f"{p}_blocks", f"{p}_scales"
     shape = tuple(c.need(headers, blocks, dtypes=("U8",)).shape)
