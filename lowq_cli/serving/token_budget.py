@@ -31,7 +31,7 @@ class TokenBudget:
     Attributes:
         known: the fewest measured seconds of each size: those with little in the cache.
         extra: seconds that passes of any size now take in addition: attention over the running sequences.
-        riding: seconds that passes with prompt tokens and steps take in addition to both.
+        riding: seconds that passes with prompt tokens take in addition to both.
         slack: how many times as long as a step a pass with prompt tokens may take now.
         usual: running median of the seconds that a sequence waits for a token.
         late: tokens of the running sequences that came after one of the longer passes.
