@@ -222,7 +222,7 @@ def viewed(buffer: bytearray, name: str, shape: tuple[int, ...]) -> "torch.Tenso
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The torch dtype of a safetensors one, such as "BF16". Raises UnsupportedError for dtypes lowq never computes with."""
+    """The torch dtype of a safetensors one, such as "BF16". Raises UnsupportedError for dtypes not in TORCH_NAMES."""
     import torch
 
     if name not in TORCH_NAMES and name != E4M3:

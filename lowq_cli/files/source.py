@@ -92,7 +92,7 @@ WHOLE = Cut()
 class Source:
     """A model to quantize: its config and the header of every tensor, in the order of files and of bytes in them.
 
-    `folder` is None where only headers were fetched (a dry run on a hub id); such a source cannot be read.
+    `folder` is None if only headers were downloaded (a dry run on a hub id); tensors of such a source cannot be read.
     """
 
     name: str

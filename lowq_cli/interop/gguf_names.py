@@ -2,8 +2,8 @@
 
 from lowq_packers.arch import families
 
-ARCHITECTURES = {name: family.gguf for name, family in families().items() if family.gguf}  # written
-CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # read: architecture -> class
+ARCHITECTURES = {name: family.gguf for name, family in families().items() if family.gguf}  # families that lowq writes
+CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # architectures that lowq reads -> class
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp expects in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {

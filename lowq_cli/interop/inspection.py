@@ -35,7 +35,7 @@ KINDS = (  # kinds by tensor name alone, so that families unknown to transformer
 
 @dataclass(frozen=True)
 class Row:
-    """One weight: a quantized matrix with all its tensors, or one tensor kept as it is.
+    """One weight: a quantized matrix with all its tensors, or one unquantized tensor.
 
     bits: width of one code, or of one element. scheme: a description, or the dtype. rel_error: ||W - dequantized|| / ||W||.
     """
@@ -211,7 +211,7 @@ def _kept(name: str, header: TensorHeader, kind: str | None = None) -> Row:
 
 
 def _sorted(rows: list[Row], source: Source) -> tuple[Row, ...]:
-    """Rows in the order in which their first tensor lies in the files."""
+    """The rows in the order of their first tensors in the files."""
     place: dict[str, int] = {}
     for i, name in enumerate(source.headers):
         place.setdefault(name, i)

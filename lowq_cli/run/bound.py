@@ -82,7 +82,7 @@ class Bound:
 
     @property
     def told(self) -> str:
-        """A line of the plan."""
+        """The result as a line of the printed plan."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         why = f"{named} binds" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
         if self.binding == "tokens_per_s":

@@ -31,7 +31,7 @@ BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, fp32 error; measure
 WORKING = 160 << 20  # bytes of buffers of the quantizers, the copies and the allocator that do not grow with the slab
 TORCH = 225 << 20  # resident bytes of an imported torch, which a plan from headers does not include yet
 ROTATING = 12  # bytes per weight of a rotated matrix: a rotation across rows needs the whole matrix in fp32
-PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights in the timing sample
+PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights of the random sample that `probe` times
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ class Teacher:
         Shapes (B, L - 1, H), (B, L - J, 3 H), (B, L - 1, Vd), (B, L - 1).
         """
         found = self._read(ids)
-        return tuple(t.clone() for t in found)  # type: ignore[return-value]  # what autograd may hold, as it may not theirs
+        return tuple(t.clone() for t in found)  # type: ignore[return-value]  # autograd cannot save inference tensors
 
     @torch.inference_mode()
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

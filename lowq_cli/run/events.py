@@ -18,7 +18,7 @@ class TextStep:
 class TensorDone:
     """One item is written to its file. rel_error = ||W - dequantized|| / ||W||, None if it was kept unquantized.
 
-    `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run did it.
+    `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run wrote it.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Result:
 
     out: str
     bpw: float  # bits per weight over the whole model, kept tensors included
-    bytes: int  # of the weight files
+    bytes: int  # total bytes of the weight files
     source_bytes: int
     quantized_fraction: float
     seconds: float

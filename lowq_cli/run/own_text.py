@@ -83,7 +83,7 @@ class Outlook:
 
     @property
     def told(self) -> str:
-        """A line of the plan."""
+        """The text as a line of the printed plan."""
         by = "" if self.bits == 16 else f" by a quick {self.bits}-bit copy"
         when = f"about {duration(self.seconds)} to write" if self.seconds else "kept from before"
         return f"calibrated on the model's own text, {self.tokens:,} tokens{by}, seed {self.seed}: {when}"

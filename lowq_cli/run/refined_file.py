@@ -33,7 +33,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.regular import open_regular
 from lowq_packers.scheme import Scheme
 
-COPIED = 1 << 24  # bytes of a file that are copied at a time
+COPIED = 1 << 24  # bytes copied at a time
 RESULT = "model.gguf"
 Load = Callable[[], Given]
 
