@@ -138,8 +138,10 @@ def built_at_once() -> Iterator[None]:
     import simt
 
     simt.Kernel.recording = True
-    yield
-    simt.Kernel.recording = False
+    try:
+        yield
+    finally:
+        simt.Kernel.recording = False
     simt.build_all(list(simt.Kernel.wanted))
 
 
