@@ -1,1 +1,1 @@
-"""How much was lost: perplexity, distance from another model, errors layer by layer."""
+"""Measures of quantization error: perplexity, distance from another model, errors per layer, tasks."""

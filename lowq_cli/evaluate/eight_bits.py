@@ -1,8 +1,8 @@
-"""Which layers may round their inputs to 8 bits (`--act auto`): those whose rounding the model's own text hardly notices.
+"""Chooses the layers that round their inputs to 8 bits (`--act auto`): those that change the model's predictions least.
 
-The text is drawn from the model itself at temperature 1. On such text the loss that other predictions add is the KL divergence
-to them, so that one number says both: LIMIT nats a token are perplexity 0.1% higher. Each group of layers is measured alone,
-and of the cheapest for their work as many are taken as stay below the limit together.
+The model itself writes the text, by sampling at temperature 1. On such text the increase in loss is the KL divergence between
+the predictions: LIMIT nats per token raise perplexity by 0.1%. Each group of layers is measured alone; groups are then sorted
+by KL divergence per work, and as many are rounded as together stay below the limit.
 """
 
 import re
@@ -26,18 +26,18 @@ from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.scheme import Act
 
 AUTO = "auto"
-LIMIT = 0.001  # nats a token that all rounding together may cost
-TEXTS, TOKENS = 8, 256  # of the model's own text: 2,048 products' rows, over a thousand predictions of each kind of place
-ALONE = 32  # layers up to which each is measured alone; of more, a kind's in a quarter of the depth are
+LIMIT = 0.001  # max. KL divergence of all rounding together, in nats per token
+TEXTS, TOKENS = 8, 256  # sequences that the model writes, and tokens of each: 2,048 rows per matmul
+ALONE = 32  # max. layers to measure one by one; more are grouped by kind and quarter of the depth
 PARTS = 4
-ROWS = 1024  # of a prompt's products, for which kernels are asked
-SAVED: dict[Act, int] = {"fp8": 17, "int8": 14}  # ms of the 102 that a prompt of 4,400 takes an 8B (H200), all its layers
+ROWS = 1024  # rows of a prompt's matmul, for choosing its kernel
+SAVED: dict[Act, int] = {"fp8": 17, "int8": 14}  # ms saved by all layers of an 8B model, of 102 for 4,400 prompt tokens (H200)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What layers do to their inputs: `rounded` names those of `act`, `kept` the others; share: of the work of all that the
-    former do; kl: nats a token that it costs."""
+    """The layers that round their inputs to `act` (`rounded`) and those that do not (`kept`). share: the rounded layers' share
+    of the work; kl: the KL divergence in nats per token."""
 
     act: Act
     rounded: tuple[str, ...]
@@ -55,9 +55,9 @@ class Choice:
 def apply_act(
     model: CausalModel, tokenizer: LoadedTokenizer, act: str | None, say: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Let the model's layers round as `--act` says: a mode, "auto", or None for what its checkpoint says.
+    """Set the model's layers to the mode of `--act`: a mode, "auto", or None for the mode of its checkpoint.
 
-    Raises UsageError where nothing is quantized, UnsupportedError for int8 against fp8 weights.
+    Raises UsageError if nothing is quantized, UnsupportedError for int8 activations with fp8 weights.
     """
     if act == AUTO:
         say(str(choose(model, own_text(model, tokenizer))))
@@ -67,7 +67,7 @@ def apply_act(
 
 @torch.inference_mode()
 def own_text(model: CausalModel, tokenizer: LoadedTokenizer) -> torch.Tensor:
-    """Token ids (TEXTS, T) that the model draws."""
+    """Token ids (TEXTS, T) that the model samples."""
     room = min(TOKENS, window_of(model)) - 1
     start, decoder = encode(tokenizer, "")[:1], decoder_of(model)
     found = [decoder.start([start] * TEXTS, Sampling(temperature=1.0, seed=1), room).clone()]
@@ -78,9 +78,9 @@ def own_text(model: CausalModel, tokenizer: LoadedTokenizer) -> torch.Tensor:
 
 @torch.inference_mode()
 def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choice:
-    """Set the layers to what costs at most `limit` on these texts (B, T) of the model's own, and say what was taken.
+    """Choose and set the layers' modes so that they cost at most `limit` on texts (B, T) of the model; return the choice.
 
-    Raises UsageError where nothing is quantized.
+    Raises UsageError if nothing is quantized.
     """
     set_activations(model, "none")
     names = {m: n for n, m in model.named_modules()}
@@ -103,7 +103,7 @@ def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choic
 def _taken(
     model: CausalModel, ids: torch.Tensor, expected: torch.Tensor, layers: dict[str, QuantLinear], act: Act, limit: float
 ) -> tuple[list[str], float] | None:
-    """The names of the layers that may, and what they cost together; None where none may."""
+    """The names of the layers that may round, and their KL divergence together; None if none may."""
 
     def cost(names: Sequence[str]) -> float:
         _set(layers, dict.fromkeys(names, act))
@@ -114,7 +114,7 @@ def _taken(
     per_work = [kl / sum(_work(layers[n]) for n in group) for kl, group in zip(alone, groups, strict=True)]
     order = [groups[i] for i in sorted(range(len(groups)), key=per_work.__getitem__)]
     best, low, high = None, 0, len(order)
-    while low < high:  # the most of them whose whole stays below
+    while low < high:  # bisection: the most groups that together stay below the limit
         n = (low + high + 1) // 2
         names = [name for group in order[:n] for name in group]
         if (kl := cost(names)) <= limit:
@@ -125,7 +125,7 @@ def _taken(
 
 
 def _groups(names: list[str]) -> list[list[str]]:
-    """Layers that are measured together."""
+    """The names of the layers in groups that are measured together."""
     if len(names) <= ALONE:
         return [[n] for n in names]
     depth = 1 + max(_depth(n) for n in names)
@@ -141,7 +141,7 @@ def _depth(name: str) -> int:
 
 
 def _gains(m: QuantLinear, act: Act) -> bool:
-    """Whether a prompt's product takes a kernel of 8 bits here."""
+    """Whether the layer's matmul for a prompt has a kernel with 8-bit activations on this device."""
     device = m.weight.device
     call = Call(
         ROWS, m.out_features, m.in_features, m.scheme, m.layout, m.dtype, device.type, capability(device), act
@@ -163,7 +163,7 @@ def _log_probabilities(model: CausalModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Names by kind, with the layers they are of: down of 4, 24-31."""
+    """Layer names by kind with their depths, e.g. "down of 4, 24-31"."""
     kinds: dict[str, list[int]] = {}
     for n in names:
         kinds.setdefault(n.rpartition(".")[2], []).append(_depth(n))

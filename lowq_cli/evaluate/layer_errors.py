@@ -1,4 +1,4 @@
-"""How far each decoder layer of a quantized model is from the original's: its weights, and the hidden states behind it."""
+"""Errors of each decoder layer of a quantized model against the original: of its weights, and of its hidden states."""
 
 import re
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ import torch
 from lowq_cli.calibrate.texts import WINDOW, check_ids, tokenize, window_of, windows
 from lowq_packers.errors import UsageError
 
-TOKENS = 8 * WINDOW  # of the text
+TOKENS = 8 * WINDOW  # tokens of the text that are read
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """One layer. weights: mean of ||W - dequantized|| / ||W|| over its quantized matrices (None: none, or not on record).
+    """One layer's errors. weights: mean ||W - dequantized|| / ||W|| of its quantized matrices (None: none, or not recorded).
 
-    worst: the matrix where that is largest. output: ||h' - h||^2 / ||h||^2 of the hidden states behind the layer, all layers up
-    to it quantized.
+    worst: the matrix with the largest error. output: ||h' - h||^2 / ||h||^2 of the layer's output, with all layers up to it
+    quantized.
     """
 
     index: int
@@ -29,10 +29,10 @@ class LayerError:
 
 @torch.inference_mode()
 def layer_errors(model: str | Path, against: str | Path, text: str, device: str = "auto") -> list[LayerError]:
-    """The layers of `model` in order, on the first 4096 tokens of a text.
+    """The errors of the layers of `model` in order, on the first 4096 tokens of a text.
 
-    Raises UsageError where the two have no layers in common, the text tokens that one lacks, or the model's space was turned
-    (--rotate); as `lowq.load` too.
+    Raises UsageError if the models have different layers, if one lacks tokens of the text, or if the model was rotated
+    (--rotate), and the errors of `lowq.load`.
     """
     from lowq_cli.interop.inspection import inspect_model
     from lowq_cli.loading import load

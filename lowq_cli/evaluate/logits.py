@@ -1,4 +1,4 @@
-"""Logits of whole texts, by whatever decodes a model fastest."""
+"""Logits of whole texts, by the model's fastest decoder."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ from lowq_kernels.decode.kv import PLAIN
 
 
 def device_of(model: CausalModel) -> torch.device:
-    """Where its tensors lie."""
+    """The device of the model's tensors."""
     return next(iter([*model.parameters(), *model.buffers()])).device
 
 
 def warm_reading(model: CausalModel, tokens: int, kv: str = PLAIN) -> None:
-    """Compile what `logits_of` takes for so many tokens at a time, where that is known beforehand."""
+    """Compile the kernels of `logits_of` for `tokens` tokens per call, if the model's kernels are known beforehand."""
     if isinstance(model, NativeModel):
-        decoder: Any = decoder_of(model, kv)  # the fused one: a model like this has no other
+        decoder: Any = decoder_of(model, kv)  # always the fused one for a NativeModel
         warm_texts(model, decoder, tokens)
 
 
 def logits_of(model: CausalModel, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
-    """Logits (B, T, V) at every place of whole texts (B, T), in the model's dtype; keys and values held as `kv` says."""
+    """Logits (B, T, V) at every position of texts (B, T), in the model's dtype, with a KV cache of kind `kv`."""
     ids = ids.to(device_of(model))
     if kv == PLAIN:
         return model(input_ids=ids, use_cache=False).logits
-    decoder: Any = decoder_of(model, kv)  # fused or plain: the one that records graphs takes no other cache
+    decoder: Any = decoder_of(model, kv)  # fused or plain; the decoder with CUDA graphs only has plain caches
     return decoder.logits(ids)

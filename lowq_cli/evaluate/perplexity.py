@@ -20,13 +20,13 @@ from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
 
 SAMPLE = Path(__file__).parents[1] / "demo" / "sample.txt"  # 56 kB that the bundled model has not seen
-LOGITS_AT_ONCE = 1 << 26  # fp32 logits held at a time: 256 MB
+LOGITS_AT_ONCE = 1 << 26  # max. fp32 logits held at once: 256 MB
 Progress = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `evaluate` measured. `tokens` were read, `predicted` of them scored; kl is in nats per predicted token."""
+    """The results of `evaluate`. `tokens` were read, `predicted` of them scored; kl is in nats per predicted token."""
 
     ppl: float
     tokens: int
@@ -38,7 +38,7 @@ class Report:
 
     @property
     def ppl_increase_pct(self) -> float | None:
-        """How much higher ppl is than the other model's, in percent."""
+        """The increase of ppl over the reference model's, in percent."""
         return None if self.base_ppl is None else 100 * (self.ppl / self.base_ppl - 1)
 
 
@@ -52,7 +52,7 @@ def evaluate(
     progress: Progress | None = None,
     kv: str = PLAIN,
 ) -> Report:
-    """Perplexity of `model` on token ids (T,), and with `reference` its perplexity, the KL divergence and agreement.
+    """Perplexity of `model` on token ids (T,); with `reference` also its perplexity, the KL divergence and the agreement.
 
     Args:
         model, reference: called as model(input_ids=(B, window)).logits (B, window, vocabulary); any device each.
@@ -60,13 +60,13 @@ def evaluate(
         window: tokens per window; no overlap.
         max_tokens: read only this many tokens.
         progress: called with (percent done, note).
-        kv: what `model` holds keys and values in, to attend to them from there (`decode.kv.KINDS`).
+        kv: the kind of `model`'s KV cache, from which attention reads (`decode.kv.KINDS`).
     Returns:
         kl: mean over predicted tokens of sum p_ref ln(p_ref / p_model); top1_agreement: share of predicted tokens
-        where both models' likeliest token is the same.
+        for which both models have the same likeliest token.
     Raises:
         UsageError: too short a text, tokens that the model lacks, or vocabularies of different size.
-        DamagedError: logits that are no numbers.
+        DamagedError: NaN logits.
     """
     cut = windows(ids, window, max_tokens)
     device = device_of(model)
@@ -124,8 +124,8 @@ def measure(
     Args:
         model, against: lowq checkpoints, Hugging Face folders or hub ids; `against` fills base_ppl, kl, top1_agreement.
         progress: called with (percent done, note).
-        act: how `model` rounds activations, as `eight_bits.apply_act` has it.
-        kv: as of `evaluate`.
+        act: how `model` rounds activations, see `eight_bits.apply_act`.
+        kv: see `evaluate`.
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
@@ -144,7 +144,7 @@ def measure(
 def measure_modes(
     model: str | Path, text: str, device: str = "auto", max_tokens: int | None = None, progress: Progress | None = None
 ) -> dict[str, Report]:
-    """Activation mode -> `evaluate` on a text, for every mode that the model's layers take. Arguments as of `measure`."""
+    """Activation mode -> `evaluate` on a text, for every mode that the model's layers support. Arguments: see `measure`."""
     from lowq_cli.engine.open_model import ready
     from lowq_cli.hf.activations import modes, set_activations
 

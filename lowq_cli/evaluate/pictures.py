@@ -1,4 +1,4 @@
-"""Perplexity of texts beside pictures, and how far predictions behind pictures are from another model's."""
+"""Perplexity of texts that follow images, and the distance of these predictions from another model's."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from lowq_packers.errors import NotFoundError, UsageError
 
 
 def pairs(folder: Path) -> list[tuple[Path, str]]:
-    """The pictures of a folder that have a text beside them, a.txt for a.png, and it. Raises NotFoundError, UsageError."""
+    """The images of a folder that have a text file (a.txt for a.png), with the texts. Raises NotFoundError, UsageError."""
     if not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder} of pictures")
     found = picture_pairs(folder)
@@ -25,9 +25,9 @@ def pairs(folder: Path) -> list[tuple[Path, str]]:
 def measure_pictures(
     model: str | Path, folder: str | Path, against: str | Path | None, device: str = "auto", progress: Progress | None = None
 ) -> Report:
-    """As `perplexity.measure`, of the tokens of each text behind its picture.
+    """The results of `perplexity.measure` for the tokens of each text, which follows its image.
 
-    Raises what that does, and UnsupportedError for a model that takes no pictures.
+    Raises the same errors, and UnsupportedError for a model that takes no images.
     """
     from lowq_cli.engine.open_model import ready
 
@@ -53,7 +53,7 @@ def measure_pictures(
 
 
 def _log_probabilities(model: Any, tokenizer: Any, file: Path, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token of the text behind the picture: log-probabilities (n, V) fp32, and the token (n,)."""
+    """Log-probabilities (n, V) in fp32 for each token of the text after the image, and the tokens (n,)."""
     from lowq_cli.engine.decoders import decoder_of
     from lowq_cli.engine.prompts import check_length, encode
     from lowq_cli.engine.vision import check_decoder, sight_of

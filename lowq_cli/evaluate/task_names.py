@@ -1,4 +1,4 @@
-"""What can be refused of --tasks before anything is loaded: torch takes seconds to import, lm-eval's index twenty."""
+"""Checks of --tasks before anything is loaded: torch takes seconds to import, lm-eval's index 20 seconds."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ YAML = (".yaml", ".yml")
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise UsageError where lm-eval is not installed or there is no name, NotFoundError for a task file that is not there."""
+    """Raise UsageError if lm-eval is not installed or no task is named, NotFoundError for a missing task file."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError("--tasks needs lm-eval; install it with: pip install 'lm-eval<0.5'")
     if not names:

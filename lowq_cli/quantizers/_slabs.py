@@ -1,7 +1,7 @@
-"""Walk a weight a few rows at a time in fp32, so that temporaries stay small whatever the weight's size.
+"""Quantize a weight a few rows at a time in fp32, so that temporaries stay small for weights of any size.
 
-A method hands `solve(groups, scheme, dtype)`: groups (R, G, group_size) fp32 -> codes (R, G, group_size) as whole
-numbers in any dtype, scales (R, G), zeros (R, G) or None. Rows are independent of each other, so slabs change nothing.
+A method passes `solve(groups, scheme, dtype)`: groups (R, G, group_size) fp32 -> codes (R, G, group_size) as integers in
+any dtype, scales (R, G), zeros (R, G) or None. Rows are independent of each other, so slabs do not change the result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lowq_packers.scheme import Scheme
 Solution = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor | None"]
 Solve = Callable[["torch.Tensor", Scheme, "torch.dtype | None"], Solution]
 
-# Weights per slab. On the CPU a slab and its temporaries should stay in cache; on a GPU launches should be few: 1e9 weights by
-# lsq take 0.87 s of an H100 in slabs of 2^22, 0.42 of 2^24, 0.36 of 2^25 (1.1 GB), 0.34 of 2^26 (1.8 GB).
+# Weights per slab. On a CPU a slab and its temporaries should fit the cache; on a GPU there should be few launches: lsq of 1e9
+# weights on an H100 takes 0.87 s in slabs of 2^22, 0.42 s of 2^24, 0.36 s of 2^25 (1.1 GB), 0.34 s of 2^26 (1.8 GB).
 SLAB = {"cpu": 1 << 18, "cuda": 1 << 25}
-FEW_DIGITS = 32.0  # times the smallest number of a dtype: below that a scale has less than five bits
-UNHELD = 1e-3  # share of a weight's norm (squared) that may be in groups whose scales a dtype does not hold
-MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and zeros and scales stay far from fp16's ends
+FEW_DIGITS = 32.0  # scales below this multiple of a dtype's smallest number have less than five bits
+UNHELD = 1e-3  # max. share of a weight's squared norm in groups whose scales a dtype cannot hold
+MAX_ZERO = 1024.0  # max. |zero|: a step of max|w|/1024 is finer than bf16; zeros and scales stay well within fp16
 
 
 def quantize_rows(
@@ -36,8 +36,8 @@ def quantize_rows(
 
     Args:
         W: (N, K) weight of any float dtype on any device; not changed.
-        slab: weights at a time; None takes SLAB.
-        table: of the result, where the scheme has one; scales of 8 bits come from `solve` as bytes.
+        slab: weights per slab; None takes SLAB.
+        table: the result's table, if the scheme has one; 8-bit scales come from `solve` as bytes.
         dtype: storage dtype of scales and zeros: `solve` rounds them to it before it chooses codes, so that the codes
             are nearest for the values a kernel will read. None keeps fp32.
     Returns:
@@ -73,7 +73,7 @@ def check_weight(W: torch.Tensor, scheme: Scheme) -> tuple[int, int, int]:
 
 
 def unheld(W: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype | None) -> float:
-    """||w||^2 over the groups of W (N, K) whose scales `dtype` cannot hold: at its largest number, or next to nothing."""
+    """||w||^2 of the groups of W (N, K) whose scales `dtype` cannot hold: they are at its maximum or too small."""
     if dtype is None or q.scale != "float":
         return 0.0
     info, s = torch.finfo(dtype), q.scales.float()
@@ -85,7 +85,7 @@ def unheld(W: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype | None) -> fl
 
 
 def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """t, of any shape, rounded to `dtype` (to its finite range) and back to fp32; t itself for None."""
+    """t (any shape) clamped to the finite range of `dtype`, rounded to it, and back in fp32; t itself for None."""
     if dtype is None:
         return t
     limit = torch.finfo(dtype).max
@@ -93,7 +93,7 @@ def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def store_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Positive scales (N, G) rounded to `dtype`; what would underflow becomes its smallest positive number."""
+    """Positive scales (N, G) rounded to `dtype`; scales that would underflow become its smallest positive number."""
     smallest = torch.finfo(dtype or torch.float32).smallest_normal
     if dtype == torch.float16:
         smallest *= 2.0**-10  # its subnormals: 6e-8, where the smallest normal is 6e-5
@@ -101,7 +101,7 @@ def store_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tenso
 
 
 def store_zeros(zeros: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> torch.Tensor:
-    """Zeros (N, G) rounded to `dtype`; for zero="int" to whole codes 0 .. 2**bits - 1."""
+    """Zeros (N, G) rounded to `dtype`; for zero="int" to integer codes 0 .. 2**bits - 1."""
     if scheme.zero == "int":
         return zeros.round().clamp(0, scheme.levels - 1)  # at most 255: exact in fp16 and bf16
     return store(zeros, dtype)
@@ -114,11 +114,11 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | flo
 
 
 def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales, zeros) in fp32, not rounded, that span each group's range; zeros = `mid` for zero="none".
+    """Scales and zeros that span each group's range, in fp32 and not rounded; zeros = `mid` for zero="none".
 
-    "float" spans min .. max; "int" spans min .. max with 0 included, so that a whole zero exists; "none" spans
-    -max|w| .. max|w|, whose end above is no level: a group of one value takes that for its scale. |zeros| stays within
-    MAX_ZERO, which only bites where a group is nearly constant.
+    "float" spans min .. max; "int" spans min .. max with 0 included, so that an integer zero exists; "none" spans
+    -max|w| .. max|w|, whose upper end is not a level: a group of one value has that value as its scale. |zeros| is at most
+    MAX_ZERO, which only matters for nearly constant groups.
     """
     if scheme.table:
         raise SchemeError(f"{scheme}: this method fits evenly spaced values; use lsq or rtn")
@@ -126,7 +126,7 @@ def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
     top = scheme.levels - 1
     absmax = torch.maximum(hi, -lo)
     if scheme.zero == "none":
-        step = 2 / top if scheme.bits == 1 else torch.where(lo == hi, 1.0, 2 / top)  # mid + 1 or mid - 1 is a lone value
+        step = 2 / top if scheme.bits == 1 else torch.where(lo == hi, 1.0, 2 / top)  # a single value gets mid + 1 or mid - 1
         return absmax * step, torch.full_like(absmax, scheme.mid)
     if scheme.zero == "int":
         lo, hi = lo.clamp(max=0), hi.clamp(min=0)

@@ -1,4 +1,4 @@
-"""A table, sorted: nearest values, and the scales that fit them best."""
+"""Sorted tables: nearest values of weights, and the scales with the least error."""
 
 import torch
 
@@ -6,20 +6,20 @@ from lowq_cli.quantizers._slabs import store_scales
 from lowq_packers.scheme import Scheme
 from lowq_packers.tables import from_bytes, to_bytes, values
 
-# Where the search for a float scale starts, as shares of the one that reaches the group's largest weight. Each is followed by
-# REFINE fits to the codes that it led to.
+# Starts of the search for a float scale, as shares of the scale that reaches the group's largest weight. REFINE fits to the
+# resulting codes follow each start.
 SHARES = (1.0, 0.85, 0.7)
 REFINE = 2
-# Of scales in bytes those are tried that are so many steps below and above the one that reaches the largest weight; e4m3 has 8
-# steps an octave. Base, relative error in NVFP4: 0.0951 by that scale alone, 0.0878 by starts and fits, 0.0886 by it and one
-# 1.5 times as large ("four over six"), 0.0815 by -2 .. 5, 0.0812 by these and by -5 .. 8.
+# Byte scales that are tried, in steps from the scale that reaches the group's largest weight; e4m3 has 8 steps per octave.
+# Base, relative error in NVFP4: 0.0951 with that scale alone, 0.0878 with starts and fits as for float scales, 0.0886 with that
+# scale and one 1.5 times as large ("four over six"), 0.0815 with -2 .. 5, 0.0812 with these and with -5 .. 8.
 TRIED = {"e4m3": range(-3, 8), "e8m0": range(-1, 2)}
 LEAST, LAST = {"e4m3": 1, "e8m0": 0}, {"e4m3": 0x7E, "e8m0": 0xFE}  # bytes of the smallest and the largest scale
-TINY = 1e-30  # in place of the scale 0 of an all-zero group
+TINY = 1e-30  # replaces the scale 0 of an all-zero group
 
 
 class Book:
-    """A table, sorted, and the scales that a scheme can store."""
+    """A sorted table, with the scales that a scheme can store."""
 
     def __init__(self, scheme: Scheme, companion: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None) -> None:
         self.scheme, self.dtype = scheme, dtype
@@ -27,13 +27,13 @@ class Book:
         table = values(scheme, companion, device)[0]
         ordered, order = table.sort(stable=True)
         first = torch.ones_like(order, dtype=torch.bool)
-        first[1:] = ordered[1:] != ordered[:-1]  # of e2m1's two zeros the one without a sign
+        first[1:] = ordered[1:] != ordered[:-1]  # keeps +0 of e2m1's two zeros
         self.values, self.codes = ordered[first], order[first]
         self.between = (self.values[1:] + self.values[:-1]) / 2
         self.most = float(table.abs().max())
 
     def store(self, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positive scales (N, G) as the scheme stores them, and what they then are in fp32."""
+        """Positive scales (N, G) in the scheme's stored form, and their values in fp32."""
         kind = self.scheme.scale
         if kind == "float":
             stored = store_scales(scales, self.dtype)
@@ -42,11 +42,11 @@ class Book:
         return stored, self.wide(stored)
 
     def wide(self, stored: torch.Tensor) -> torch.Tensor:
-        """What stored scales are in fp32."""
+        """The values of stored scales in fp32."""
         return stored if self.scheme.scale == "float" else from_bytes(stored, self.scheme.scale) * self.factor
 
     def start(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales (N, G) that reach the largest weight of groups (N, G, g). Of e8m0: by exponents, as the standard has it."""
+        """Scales (N, G) that reach the largest weight of groups (N, G, g); for e8m0 from exponents, as in the OCP standard."""
         top = groups.abs().amax(-1)
         if self.scheme.scale == "e8m0":  # OCP Microscaling Formats 1.0, section 6.3
             exponents = torch.frexp(top)[1] - torch.frexp(torch.tensor(self.most))[1]
@@ -54,7 +54,7 @@ class Book:
         return self.store(top / self.most)
 
     def places(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Of each weight of groups (N, G, g) the place of its nearest value in the sorted table."""
+        """The index in the sorted table of the value nearest to each weight of groups (N, G, g)."""
         return torch.bucketize(groups / scales.clamp(min=TINY).unsqueeze(-1), self.between)
 
     def nearest(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -67,9 +67,9 @@ class Book:
         return self.codes[places], self.values[places] * scales
 
     def search(self, groups: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes and stored scales with the least squared error of those that are tried.
+        """The codes and stored scales with the least squared error among those that are tried.
 
-        weights: (g,) or (G, g) positive importance of each place in a group; None counts all alike.
+        weights: (g,) or (G, g) positive weights of the squared errors within a group; None weighs all equally.
         """
         stored, first = self.start(groups)
         found = _Best(self, groups, weights, stored)
@@ -99,7 +99,7 @@ class _Best:
         self.loss = torch.full(stored.shape, torch.inf, device=groups.device)
 
     def consider(self, stored: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """The values nearest with these scales (N, G), which are kept where that is better."""
+        """The nearest table values for these scales (N, G); codes and scales are kept where they lower the error."""
         places = self.book.places(self.groups, wide)
         q = self.book.values[places]
         loss = (self.groups - q * wide.unsqueeze(-1)).square_()

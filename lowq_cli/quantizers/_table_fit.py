@@ -1,4 +1,4 @@
-"""A table fitted to a weight: the values that lose least when each weight, over its group's scale, takes the nearest."""
+"""Fits a table to a weight: the values with the least error when each weight / scale is rounded to the nearest value."""
 
 import torch
 
@@ -6,15 +6,15 @@ from lowq_cli.quantizers._table_book import TINY, Book
 from lowq_packers.scheme import Scheme
 from lowq_packers.tables import E4M3_MAX, FIXED
 
-SAMPLE = 1 << 20  # weights that a table is fitted to: whole rows, equally far apart
-ROUNDS = 3  # tables, each fitted to the weights over the scales that the one before is best with
-BINS = 8192  # of the weights over their scales, REACH on both sides: Lloyd's iterations read counts, not weights
+SAMPLE = 1 << 20  # max. weights that a table is fitted to: whole rows at equal distances
+ROUNDS = 3  # rounds: each fits a table to weights / scales, with the best scales for the previous table
+BINS = 8192  # bins over -REACH .. REACH of weights / scales: Lloyd's iterations read the histogram
 REACH = 2.0
-ITERATIONS = 100  # of Lloyd's: 2**4 values move by less than 1e-4 of their range in the last
+ITERATIONS = 100  # Lloyd's iterations: in the last one 2**4 values move by less than 1e-4 of their range
 
 
 def companion_of(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
-    """`Companion.found` of a whole weight (N, K); None for schemes without one."""
+    """The table or factor (`Companion.found`) of a whole weight (N, K); None for schemes that have neither."""
     if not scheme.table_width:
         return None
     seen = Companion(scheme, *W.shape)
@@ -23,9 +23,9 @@ def companion_of(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
 
 
 class Companion:
-    """Finds what a whole weight (N, K) holds beside its scales, from its rows in order, in slabs: `see` them all, then ask.
+    """Finds the table or factor of a whole weight (N, K): call `see` with all rows in order, in slabs, then `found`.
 
-    A fitted table has 1 as its largest magnitude, unless e4m3 scales need a factor, which it then takes in.
+    The largest magnitude of a fitted table is 1; with e4m3 scales the table is multiplied by their factor.
     """
 
     def __init__(self, scheme: Scheme, N: int, K: int) -> None:
@@ -34,7 +34,7 @@ class Companion:
         self.kept: list[torch.Tensor] = []
 
     def see(self, W: torch.Tensor) -> None:
-        """Take the next rows (R, K) into account."""
+        """Add the next rows (R, K)."""
         if W.numel():
             self.most = max(self.most, float(W.abs().max()))
         if self.scheme.table == "fitted":
@@ -42,10 +42,10 @@ class Companion:
             self.rows += W.shape[0]
 
     def found(self) -> torch.Tensor:
-        """fp32 (1, 2**bits), or (1, 1): a factor with which the largest scale is e4m3's largest. NaN in, NaN out."""
+        """A table (1, 2**bits), or a factor (1, 1) with which the largest scale is e4m3's maximum; fp32. NaN in, NaN out."""
         fitted = self.scheme.table == "fitted"
         reach = E4M3_MAX * (1.0 if fitted else max(map(abs, FIXED[self.scheme.table])))
-        # the reciprocal of a number that compressed-tensors, which stores that, can hold
+        # compressed-tensors stores the reciprocal, which must be finite
         factor = 1 / (reach / torch.tensor([[self.most]])).clamp(max=1 / torch.finfo(torch.float32).smallest_normal)
         if not fitted:
             return factor
@@ -55,7 +55,7 @@ class Companion:
 
 def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """A table (1, 2**bits) of largest magnitude 1 for rows (R, K)."""
-    free = Scheme(scheme.bits, scheme.group_size, "none", "fitted")  # while it is fitted, scales are not rounded
+    free = Scheme(scheme.bits, scheme.group_size, "none", "fitted")  # scales are not rounded during the fit
     groups = W.reshape(W.shape[0], -1, scheme.group_size)
     scales = groups.abs().amax(-1)
     even = table = torch.linspace(-1, 1, scheme.levels, device=W.device)
@@ -73,7 +73,7 @@ def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _histogram(groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights over their scales, by bin: the sum of scale^2, what an error there costs, and of scale^2 times them."""
+    """Per bin of weights / scales: the sum of scale^2 (the cost of an error), and the sum of scale^2 * weight / scale."""
     wide = scales.clamp(min=TINY).unsqueeze(-1)
     over = groups / wide
     bins = ((over / REACH + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).flatten()
@@ -89,14 +89,14 @@ def _centres(device: torch.device) -> torch.Tensor:
 
 
 def _by_density(mass: torch.Tensor, levels: int) -> torch.Tensor:
-    """Values spread as the cube root of the density, the best for many (Panter and Dite 1951)."""
+    """Values spaced by the cube root of the density, the optimum for many values (Panter and Dite 1951)."""
     share = mass.pow(1 / 3).cumsum(0)
     wanted = (torch.arange(levels, dtype=torch.float64, device=mass.device) + 0.5) / levels * share[-1]
     return _centres(mass.device)[torch.searchsorted(share, wanted).clamp(max=BINS - 1)].float()
 
 
 def _lloyd(table: torch.Tensor, mass: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """Each value the mean of what is nearest to it, again and again (Lloyd 1957, 1982): fp32, in ascending order."""
+    """Iterate: each value becomes the mean of the weights nearest to it (Lloyd 1957, 1982). Returns fp32, ascending."""
     values, centres = table.double().sort()[0], _centres(mass.device)
     zero = torch.zeros(1, dtype=torch.float64, device=mass.device)
     sums, moments = torch.cat([zero, mass.cumsum(0)]), torch.cat([zero, moment.cumsum(0)])

@@ -1,4 +1,4 @@
-"""Codes and scales for a table: what `rtn` and `lsq` do with schemes that have one."""
+"""Codes and scales for table schemes, for the methods `rtn` and `lsq`."""
 
 import torch
 
@@ -12,9 +12,10 @@ from lowq_packers.scheme import Scheme
 def quantize_by_table(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, companion: torch.Tensor | None, search: bool
 ) -> QuantizedTensor:
-    """W's (N, K) nearest codes of a table, for scales that reach each group's largest weight, or (search) that fit it best.
+    """The nearest codes of a table for W (N, K), with scales that reach each group's largest weight or (search) fit best.
 
-    companion: of the matrix that W's rows are part of; None takes W for the whole. Raises as `quantize_rows`.
+    companion: the table or factor of the whole matrix that has W's rows; None: W is the whole matrix. Raises the errors of
+    `quantize_rows`.
     """
     companion = companion_of(W, scheme) if companion is None else companion.to(W.device)
     book = Book(scheme, companion, W.device, dtype)

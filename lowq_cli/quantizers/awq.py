@@ -17,14 +17,14 @@ SCALES = True  # `calibrate` folds the scales (scaling.py) into a layer before t
 def quantize(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, moments: Moments | None = None
 ) -> QuantizedTensor:
-    """Minimise each group's squared error, each column weighted by the power of its input, behind the drift of its inputs.
+    """Minimise each group's squared error, weighing columns by the power of their inputs, after correcting input drift.
 
     The range that a group's grid spans is searched with the grid (AWQ's clip search, with a free zero and in closed form).
 
     Args:
         W: (N, K) float weight, scaled already; any dtype and device; K a multiple of scheme.group_size.
         dtype: storage dtype of scales and zeros; both are rounded to it before codes are chosen. None keeps fp32.
-        moments: of the inputs, on W's device; columns count by the diagonal. None weighs all alike: lsq.
+        moments: of the inputs, on W's device; the diagonal weighs the columns. None weighs all equally, like lsq.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units.
     Raises:

@@ -7,5 +7,5 @@ __all__ = ["quantize"]
 TEXT = True
 CARRIES = True
 CURVATURE = True  # at the widths of calibrate/requirements.py's BOTH_SIDES
-LEARN = True  # at the others: `calibrate` hands a layer's results to calibrate/learn.py
-DISTILL = True  # and all layers' to calibrate/end_to_end.py
+LEARN = True  # at other widths: `calibrate` trains each layer in calibrate/learn.py
+DISTILL = True  # then `calibrate` trains all layers together in calibrate/end_to_end.py

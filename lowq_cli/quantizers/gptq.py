@@ -18,25 +18,26 @@ from lowq_packers.scheme import Scheme
 
 Nearest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 TEXT = True
-CARRIES = True  # errors go on to later columns: a budget of bits weighs them so
-BLOCK = 128  # columns rounded before the rest of the row is corrected in one product
-# Added to the second moment's diagonal, relative to its mean, against chance correlations of the calibration text. Base model,
-# 2 bits g64, 79k tokens of calibration: perplexity on WikiText-2 56.96 at 0.1, 57.86 at 0.3 (16k tokens: 60.63 at 0.03).
+CARRIES = True  # later columns compensate errors: sensitivities for a bit budget count that
+BLOCK = 128  # columns that are rounded before one matmul corrects the rest of the row
+# Added to the second moments' diagonal, relative to its mean, against chance correlations in the calibration text. Base model,
+# 2 bits g64, 79k calibration tokens: perplexity on WikiText-2 56.96 at 0.1, 57.86 at 0.3 (16k tokens: 60.63 at 0.03).
 DAMP = 0.1
-# What T tokens say of K inputs' correlations is believed by the share T / (T + SHRINK K). One matrix of the base model (down,
-# K=1408), 2 bits g64, relative error on another text: with 128 tokens 0.118 at 0, 0.0905 at 2, 0.0903 at 4 (lsq 0.0922); with
-# 16k tokens 0.0895, 0.0883, 0.0871. From ENOUGH tokens an input on, gptq believes all: with 46 to 256 whole models did no
-# better (WikiText-2 / mix: base, 3 bits, 38.05 / 43.54 at 0, 38.64 / 43.50 at 2; story, 2 bits, 67.94 / 74.47, 75.44 / 74.10).
+# Correlations of K inputs, measured with T tokens, are shrunk by the factor T / (T + SHRINK K). One matrix of the base model
+# (down, K=1408), 2 bits g64, relative error on another text: with 128 tokens 0.118 at 0, 0.0905 at 2, 0.0903 at 4 (lsq 0.0922);
+# with 16k tokens 0.0895, 0.0883, 0.0871. gptq does not shrink from ENOUGH tokens per input on: with 46 to 256 tokens per input
+# whole models were no better (perplexity on WikiText-2 / mix: base, 3 bits, 38.05 / 43.54 at 0, 38.64 / 43.50 at 2; story,
+# 2 bits, 67.94 / 74.47 at 0, 75.44 / 74.10 at 2).
 SHRINK, ENOUGH = 2, 32
-# Share of the drift of earlier layers that a layer makes up for (GPTAQ uses 1): 56.96 without, 52.43 at 0.5, 52.58 at 1.
+# Share of the input drift that a layer compensates (GPTAQ uses 1). Perplexity: 56.96 at 0, 52.43 at 0.5, 52.58 at 1.
 ALPHA = 0.5
 
 
 @dataclass
 class Moments:
-    """What a layer's inputs were on the calibration text: x in the original model, x' behind the layers quantized so far.
+    """Moments of a layer's inputs on the calibration text: x in the original model, x' in the so far quantized model.
 
-    second: (K, K) sum over tokens of x' x'^T. drift: (K, K) sum of (x - x') x'^T, or None. tokens: how many; 0: enough.
+    second: (K, K) sum over tokens of x' x'^T. drift: (K, K) sum of (x - x') x'^T, or None. tokens: number; 0: no shrinking.
     """
 
     second: torch.Tensor
@@ -54,21 +55,21 @@ def quantize(
 ) -> QuantizedTensor:
     """Minimise ||W X - dequantized X'||^2 greedily, column by column.
 
-    Groups are taken in order of their inputs' power, and columns within a group likewise; a group's grid is fitted to the
-    weights as corrected so far, each column weighted by what its error costs. Codes stay where their columns are, so the
+    Groups are rounded in descending order of their inputs' power, and columns within a group likewise. A group's grid is fitted
+    to the weights corrected so far, each column weighted by the cost of its error. Codes stay at their columns' places, so that
     kernels need no permutation.
 
     Args:
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
         dtype: storage dtype of scales and zeros; both are rounded to it before the group's columns are. None keeps fp32.
-        moments: of the inputs, on W's device. None stands for inputs that are independent and alike; the result is then lsq's.
-        grid: of `scheme`, (N, K), on W's device: its scales, zeros and table are kept, and only codes are chosen.
-        table: of a table scheme: what the whole matrix, of which W may be rows, has beside its scales; None takes W's own.
+        moments: of the inputs, on W's device. None: independent inputs of equal power; the result is then that of lsq.
+        grid: a tensor (N, K) of `scheme` on W's device: its scales, zeros and table are kept, and only codes are chosen.
+        table: for table schemes, the table or factor of the whole matrix, if W is only some of its rows; None: found from W.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units.
     Raises:
         SchemeError: shape or group size that does not fit, moments of another K. DamagedError: NaN or infinite weights.
-    Source: GPTQ (arXiv:2210.17323); the drift term GPTAQ (arXiv:2504.02692); the order of groups GAR as in GPTQModel.
+    Source: GPTQ (arXiv:2210.17323); the drift term is from GPTAQ (arXiv:2504.02692), the order of groups is GPTQModel's GAR.
     """
     if grid is None:
         W, rounded = rounder(W, scheme, dtype, moments, table)
@@ -85,7 +86,7 @@ def quantize(
 def rounder(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, moments: Moments | None, table: torch.Tensor | None
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], QuantizedTensor]]:
-    """W (N, K) corrected for the drift of its inputs, and what rounds rows of it (R, K). Arguments as `quantize` has them."""
+    """W (N, K) corrected for its inputs' drift, and a function that rounds rows (R, K) of it. Arguments: see `quantize`."""
     W, path = _corrected(W, scheme, moments)
     table = companion_of(W, scheme) if table is None else table
     book = Book(scheme, table, W.device, dtype) if scheme.table else None
@@ -93,9 +94,9 @@ def rounder(
 
 
 def codes_on(W: torch.Tensor, moments: Moments, size: int, nearest_in: Callable[[int], Nearest]) -> torch.Tensor:
-    """Codes (N, K) uint8 of W, column by column as in `quantize`, on the grids of another format's groups of `size` columns.
+    """Codes (N, K) uint8 of W, rounded column by column as in `quantize`, on another format's grids of `size` columns.
 
-    nearest_in: of a group's number what rounds a column (N,) of it to codes and their values.
+    nearest_in: takes a group's index; returns a function that rounds a column (N,) of the group to codes and their values.
     """
     W, path = _corrected(W, Scheme(8, size), moments)
     left = W.float()[:, path.order]
@@ -112,7 +113,7 @@ def codes_on(W: torch.Tensor, moments: Moments, size: int, nearest_in: Callable[
 
 
 def _corrected(W: torch.Tensor, scheme: Scheme, moments: Moments | None) -> tuple[torch.Tensor, "_Path"]:
-    """W (N, K) corrected for the drift of its inputs, and the way over its columns."""
+    """W (N, K) corrected for the drift of its inputs, and the `_Path` over its columns."""
     _, K, G = check_weight(W, scheme)
     if moments is None:
         return W, _Path.straight(K, W.device)
@@ -122,7 +123,7 @@ def _corrected(W: torch.Tensor, scheme: Scheme, moments: Moments | None) -> tupl
 
 
 def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """W (N, K) + ALPHA W drift second^-1: what makes up, by a share, for the drift of the inputs (GPTAQ).
+    """W (N, K) + ALPHA W drift second^-1, which compensates the share ALPHA of the inputs' drift (GPTAQ).
 
     Raises SchemeError for moments of another K than W's.
     """
@@ -135,7 +136,7 @@ def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
 
 
 def damp(moments: Moments) -> torch.Tensor:
-    """Second moments (K, K) in fp32, shrunk and with DAMP added, so that they have an inverse; dead inputs count as average."""
+    """Second moments (K, K) in fp32, shrunk and damped to be invertible; inputs that are always 0 get the mean power."""
     damped = moments.second.float().clone()
     diagonal = damped.diagonal()
     own = diagonal.clone()
@@ -148,7 +149,7 @@ def damp(moments: Moments) -> torch.Tensor:
 
 
 def column_costs(moments: Moments) -> torch.Tensor:
-    """(K,) what a rounding error of 1 in each column costs in squared output, after the columns behind it made up for it."""
+    """Costs (K,) in squared output of a rounding error of 1 in each column, after later columns have compensated it."""
     path = _Path.of(damp(moments), 1)
     costs = torch.empty_like(path.factor.diagonal())
     costs[path.order] = path.costs
@@ -157,9 +158,9 @@ def column_costs(moments: Moments) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Path:
-    """The order in which columns are rounded, and how the error of one moves the later ones.
+    """The order in which columns are rounded, and the effect of a column's error on later columns.
 
-    order: (K,) column numbers, whole groups after one another. factor: (K, K) upper triangular, of the inverse moments.
+    order: (K,) column indices, group by group. factor: (K, K) upper Cholesky factor of the inverse moments.
     """
 
     order: torch.Tensor
@@ -177,7 +178,7 @@ class _Path:
 
     @property
     def costs(self) -> torch.Tensor:
-        """(K,) of an error of 1 in each column as ordered, in units of the output's error."""
+        """Costs (K,) of an error of 1 in each column, in this order, in units of the output's squared error."""
         return self.factor.diagonal().square().reciprocal()
 
     @classmethod
@@ -193,7 +194,7 @@ def _solve(
     scheme: Scheme,
     dtype: torch.dtype | None,
 ) -> Solution:
-    """Codes (R, G, g), scales and zeros of a slab of rows: those of `grid`, or else fitted. book: of a table scheme."""
+    """Codes (R, G, g), scales and zeros of a slab of rows; scales and zeros are those of `grid`, if given, or fitted."""
     R, G, size = groups.shape
     factor, cost, K = path.factor, path.costs, G * size
     left = groups.reshape(R, K)[:, path.order]
@@ -203,7 +204,7 @@ def _solve(
     elif book:
         scales = grid.scales
     else:
-        scales = torch.where(grid.scales == 0, 1.0, grid.scales.float())  # of a group of zeros: they stay what they are
+        scales = torch.where(grid.scales == 0, 1.0, grid.scales.float())  # replaces the scale of a group of zeros
     zeros = torch.full((R, G), scheme.mid, device=left.device) if grid is None or grid.zeros is None else grid.zeros.float()
     owner = (path.order[::size] // size).tolist()
     for step, group in enumerate(owner):

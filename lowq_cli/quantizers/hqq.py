@@ -7,10 +7,10 @@ from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, 
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-# At this width the walk starts from whole zeros, as the package's does, so that 0 stays 0 in many groups. Perplexity on
-# WikiText-2, 4 bits g32, start whole / not: base 36.09 / 36.74, story 38.97 / 39.71; on the held-out mix no difference.
+# At these bits the iteration starts from integer zeros, like the hqq package, so that 0 stays 0 in many groups. Perplexity on
+# WikiText-2, 4 bits g32, integer start / float start: base 36.09 / 36.74, story 38.97 / 39.71; on the held-out mix the same.
 ROUND_START = 4
-P, BETA = 0.7, 10.0  # the norm, and what weighs the shrinkage, which acts above |error| = UNTOUCHED
+P, BETA = 0.7, 10.0  # the norm, and the weight of the shrinkage, which acts above |error| = UNTOUCHED
 UNTOUCHED = BETA ** (-1 / (2 - P))
 ITERS = 20
 
@@ -20,11 +20,11 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
 
     Args:
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
-        scheme: zero="float" or "int" (the float zero rounded, codes chosen again). "none" has no zero to move.
+        scheme: zero="float" or "int" (the float zero is rounded and codes are chosen again). "none" is refused.
         dtype: storage dtype of scales and zeros; they are rounded to it before codes are chosen. None keeps fp32.
-        exact: the hqq package's codes, bit for bit (0.2.8, axis 1, its CPU solver): it stops once for the
-            whole matrix and keeps the last zeros instead of the best. Holds about five fp32 copies of W; scales and
-            zeros stay fp32 and unrounded, as there.
+        exact: give the hqq package's codes, bit for bit (0.2.8, axis 1, its CPU solver), which has one stop criterion
+            for the whole matrix and keeps the last zeros instead of the best. Takes about five fp32 copies of W; scales
+            and zeros stay fp32 and unrounded, as in the package.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. A group is never worse than its first
         iterate in L1. CPU and GPU differ by the rounding of a group's mean (1e-6 relative on zeros).
@@ -39,14 +39,14 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
 
 
 def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    """All groups walk ITERS steps; each keeps the zero at which its L1 error was least."""
+    """All groups iterate ITERS times; each keeps the zero with its least L1 error."""
     scales, zeros = minmax(groups, scheme)
     scales = store_scales(scales, dtype)
     if scheme.bits == ROUND_START:
         zeros = zeros.round()
     zeros = best_zeros = store_zeros(zeros, scheme, dtype)
     best = torch.full_like(scales, torch.inf)
-    steps = groups / scales.unsqueeze(-1)  # memory is the limit: what stays is computed once, the rest in place
+    steps = groups / scales.unsqueeze(-1)  # memory-bound: constants are computed once, the rest in place
     for _ in range(ITERS):
         codes = (steps + zeros.unsqueeze(-1)).round_().clamp_(0, scheme.levels - 1)
         excess = (codes - zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).sub_(groups)
@@ -54,7 +54,7 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
         loss = size.mean(-1)
         better = loss < best
         best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
-        small = size.max() <= UNTOUCHED  # nearly always: all errors shrink to 0
+        small = size.max() <= UNTOUCHED  # in nearly all cases: every error shrinks to 0
         target = steps if small else (groups + _shrink(excess)) / scales.unsqueeze(-1)
         moved = store_zeros((codes - target).mean(-1), scheme, dtype)
         if torch.equal(moved, zeros):
@@ -70,7 +70,7 @@ def _shrink(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_exact(W: torch.Tensor, scheme: Scheme) -> QuantizedTensor:
-    """hqq 0.2.8's own steps in its order: the multiplier form, a whole-matrix stop, beta never multiplied by kappa."""
+    """The steps of hqq 0.2.8 in its order: the multiplier form, one stop for the whole matrix, a constant beta."""
     N, K = W.shape
     G = scheme.groups(K)
     top = scheme.levels - 1

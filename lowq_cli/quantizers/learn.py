@@ -6,4 +6,4 @@ __all__ = ["quantize"]
 
 TEXT = True
 CARRIES = True
-LEARN = True  # `calibrate` hands a layer's results to calibrate/learn.py
+LEARN = True  # `calibrate` trains each layer in calibrate/learn.py

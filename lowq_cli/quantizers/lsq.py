@@ -8,14 +8,14 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 Grid = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# The search starts from several grids and follows the best: shares of the group's range, and the half-width, in standard
-# deviations, of the best uniform grid for a normal distribution (Max 1960, table II). Against a fine scan of 15 ranges
-# these four lower the relative error on the shared base model, g64: 0.0838 / 0.0833 (4 bits), 0.1672 / 0.1678, 0.3220 /
-# 0.3241, 0.5868 / 0.5875 (1 bit), at a third of the time.
+# The search starts from several grids and refines the best: shares of the group's range, and the best uniform grid for a normal
+# distribution, whose half-width is given in standard deviations (Max 1960, table II). Relative error of the base model, g64,
+# with these four starts / with a fine scan of 15 ranges, which takes three times as long: 0.0838 / 0.0833 (4 bits),
+# 0.1672 / 0.1678, 0.3220 / 0.3241, 0.5868 / 0.5875 (1 bit).
 RANGES = (1.0, 0.85, 0.7)
 SIGMAS = {8: 3.93, 4: 2.51, 3: 2.05, 2: 1.49, 1: 0.80}
-TINY = 1e-30  # in place of the scale 0 of an all-zero group, so that nothing is divided by 0
-ITERS = 6  # of refinement; twice as many gain under 0.1% of the error
+TINY = 1e-30  # replaces the scale 0 of an all-zero group in divisions
+ITERS = 6  # refinement steps; twice as many lower the error by less than 0.1%
 
 
 def quantize(
@@ -25,18 +25,18 @@ def quantize(
 
     Args:
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
-        scheme: zero="float", "int" (the best of the whole zeros around the fitted one) or "none".
+        scheme: zero="float", "int" (the best of the integer zeros around the fitted one) or "none".
         dtype: storage dtype of scales and zeros. The scale is rounded first, the zero is fitted to the rounded scale
             and rounded, and codes are chosen for both. None keeps fp32.
-        table: of a table scheme: what the whole matrix, of which W may be rows, has beside its scales; None takes W's own.
+        table: for table schemes, the table or factor of the whole matrix, if W is only some of its rows; None: found from W.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. Each group's squared error, before
         rounding to `dtype`, is at most that of rounding to the nearest over its range. CPU and GPU differ by the rounding
         of sums over a group.
     Raises:
         SchemeError: shape or group size that does not fit. DamagedError: NaN or infinite weights.
-    Source: own; the alternation is Lloyd's (1957, 1982) restricted to evenly spaced levels. Squared error, because its
-    perplexity is the lowest of p = 1, 1.5, 2, 2.4, 3, 4 at 2 bits (docs/accuracy.md).
+    Source: lowq's; the alternation is Lloyd's (1957, 1982) restricted to evenly spaced levels. The error is squared because
+    p = 2 has the lowest perplexity of p = 1, 1.5, 2, 2.4, 3, 4 at 2 bits (docs/accuracy.md).
     """
     if scheme.table:
         return _tables.quantize_by_table(W, scheme, dtype, table, search=True)
@@ -44,7 +44,7 @@ def quantize(
 
 
 def solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, weights: torch.Tensor | None = None) -> Solution:
-    """Nearest codes of groups (N, G, g) for `fit_grid`'s scales and zeros, which it returns with them."""
+    """The nearest codes of groups (N, G, g), with the scales and zeros of `fit_grid`."""
     scales, zeros = fit_grid(groups, scheme, dtype, weights)
     return encode(groups, scales, scheme.mid if zeros is None else zeros, scheme.levels), scales, zeros
 
@@ -54,13 +54,13 @@ def fit_grid(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and zeros (R, G), rounded to `dtype`, with the least squared error over groups (R, G, g).
 
-    weights: (g,) or (G, g) positive importance of each place in a group; None counts all alike.
+    weights: (g,) or (G, g) positive weights of the squared errors within a group; None weighs all equally.
     """
     scales, zeros, center = _search(groups, scheme, weights)
     rounded = store_scales(torch.maximum(scales, groups.abs().amax(-1) / MAX_ZERO), dtype)
     if scheme.zero == "none":
         return rounded, None
-    if scheme.zero == "float":  # the zero moves so that the error's mean is 0 for the rounded scale
+    if scheme.zero == "float":  # set the zero so that the mean error is 0 for the rounded scale
         codes = encode(groups - center.unsqueeze(-1), scales.clamp(min=TINY), zeros, scheme.levels)
         zeros = _mean(codes, weights) - _mean(groups, weights) / rounded
     return rounded, store_zeros(zeros, scheme, dtype)
@@ -71,11 +71,11 @@ def _mean(t: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
 
 
 def _search(groups: torch.Tensor, scheme: Scheme, weights: torch.Tensor | None) -> Grid:
-    """(scales, zeros, center), (R, G) fp32 each: the best grid found for `groups - center`."""
+    """(scales, zeros, center), (R, G) fp32 each: the best grid that the search finds for `groups - center`."""
     top = scheme.levels - 1
     scales, zeros = minmax(groups, scheme)
     center = torch.zeros_like(scales)
-    if scheme.zero == "float":  # centred weights: sums of squares keep their digits where a group is far from 0
+    if scheme.zero == "float":  # centered, so that sums of squares stay precise for groups far from 0
         center = (groups.amax(-1) + groups.amin(-1)) / 2
         groups, zeros = groups - center.unsqueeze(-1), torch.full_like(scales, top / 2)
     elif scheme.zero == "int":
@@ -93,7 +93,7 @@ def _search(groups: torch.Tensor, scheme: Scheme, weights: torch.Tensor | None) 
 
 
 class _Fit:
-    """The best (scales, zeros) met so far for groups (R, G, g), with their squared errors in `loss`."""
+    """The best scales and zeros so far for groups (R, G, g), with their squared errors in `loss`."""
 
     def __init__(self, groups: torch.Tensor, scheme: Scheme, weights: torch.Tensor | None) -> None:
         self.groups, self.scheme, self.weights = groups, scheme, weights
@@ -104,18 +104,18 @@ class _Fit:
         self.sum_ww = torch.linalg.vecdot(self.weighted, groups)
         self.mean = self.sum_w / self.size
         square = self.sum_ww if scheme.zero == "none" else self.sum_ww - self.mean * self.sum_w
-        self.rms = (square / self.size).clamp(min=0).sqrt()  # about the mean where a zero can follow it
+        self.rms = (square / self.size).clamp(min=0).sqrt()  # around the mean if the zero is free
         self.scales = self.zeros = self.loss = torch.full_like(self.sum_w, torch.inf)
         self.empty = True
 
     def consider(self, scales: torch.Tensor, zeros: torch.Tensor) -> bool:
-        """Take the codes nearest for this grid, fit scale and zero to them, keep them where that is better."""
+        """Choose the nearest codes for this grid, fit scale and zero to them, and keep those that lower the error."""
         codes = torch.mul(self.groups, (1 / scales.clamp(min=TINY)).unsqueeze(-1), out=self.codes)
         codes.add_(zeros.unsqueeze(-1)).round_().clamp_(0, self.scheme.levels - 1)
         counted = codes if self.weights is None else codes * self.weights
         sum_q, sum_qq = counted.sum(-1), torch.linalg.vecdot(counted, codes)
         sum_qw = torch.linalg.vecdot(codes, self.weighted)
-        if self.empty:  # the start itself, so that a group with nothing to fit (constant) keeps it
+        if self.empty:  # first the start itself, which constant groups keep
             self.scales, self.zeros, self.empty = scales, zeros, False
         if self.scheme.zero == "float":
             return self._keep(*self._free_zero(sum_q, sum_qq, sum_qw))
@@ -147,7 +147,7 @@ class _Fit:
         return scales, zeros, torch.where(fits, self.sum_ww - scales * along, torch.inf)
 
     def _keep(self, scales: torch.Tensor, zeros: torch.Tensor, loss: torch.Tensor) -> bool:
-        """Adopt what is better; whether anything was."""
+        """Keep the grids that are better; return whether any was."""
         better = loss < self.loss
         self.scales = torch.where(better, scales, self.scales)
         self.zeros = torch.where(better, zeros, self.zeros)

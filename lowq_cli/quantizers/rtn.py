@@ -15,10 +15,10 @@ def quantize(
 
     Args:
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
-        scheme: zero="float": levels from min to max; "int": the range is widened to hold 0 and the zero is a whole
+        scheme: zero="float": levels from min to max; "int": the range is widened to include 0 and the zero is an integer
             code; "none": levels from about -max|w| to max|w|, spaced 2 max|w| / (2**bits - 1).
         dtype: storage dtype of scales and zeros; they are rounded to it before codes are chosen. None keeps fp32.
-        table: of a table scheme: what the whole matrix, of which W may be rows, has beside its scales; None takes W's own.
+        table: for table schemes, the table or factor of the whole matrix, if W is only some of its rows; None: found from W.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. For "float" the error of a weight is at most
         scales / 2, up to the rounding of scale and zero to `dtype`. The same on CPU and GPU.
@@ -36,5 +36,5 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
     rounded = store_scales(scales, dtype)
     if scheme.zero == "none":
         return encode(groups, rounded, scheme.mid, scheme.levels), rounded, None
-    zeros = store_zeros(zeros * (scales / rounded), scheme, dtype)  # the rounded scale moves the zero that spans the range
+    zeros = store_zeros(zeros * (scales / rounded), scheme, dtype)  # zeros that span the range with the rounded scale
     return encode(groups, rounded, zeros, scheme.levels), rounded, zeros

@@ -10,12 +10,12 @@ from lowq_packers.scheme import Scheme
 
 TEXT = True
 CARRIES = True
-CURVATURE = True  # `calibrate` measures calibrate/curvature.py's moments first, and hands them on
-# Steps in which the rows of a block are rounded; rows of one step do not see each other's errors. Base, 4 bits g64, KL on
-# WikiText-2 / mix: gptq 0.0353 / 0.0384, with 64 rows a step (8 to 22 steps) 0.0328 / 0.0357, with 16 rows (32 to 88) 0.0317 /
-# 0.0350. Each step takes gptq's launches once.
+CURVATURE = True  # `calibrate` first measures the moments of calibrate/curvature.py
+# Max. steps in which the rows of a block are rounded; rows of one step do not compensate each other's errors. Base, 4 bits g64,
+# KL on WikiText-2 / mix: gptq 0.0353 / 0.0384; 64 rows per step (8 to 22 steps) 0.0328 / 0.0357; 16 rows per step (32 to 88
+# steps) 0.0317 / 0.0350. Each step takes as many launches as gptq.
 STEPS = 32
-FEWEST = 16  # rows of a step
+FEWEST = 16  # min. rows per step
 
 
 def quantize(
@@ -26,13 +26,13 @@ def quantize(
     table: torch.Tensor | None = None,
     outputs: Sequence[torch.Tensor] | None = None,
 ) -> QuantizedTensor:
-    """Minimise tr(H_O E H_I E^T) greedily for the error E (N, K): rows in order, and in a row columns in gptq's order.
+    """Minimise tr(H_O E H_I E^T) greedily for the error E (N, K), row by row; within a row, columns have gptq's order.
 
     Args, besides those of `gptq.quantize`:
-        outputs: H_O by blocks of rows (n, n), positive definite, N rows in all, on any device. None: the identity: gptq.
-    Returns and raises as `gptq.quantize`; codes are gptq's wherever H_O is diagonal.
-    Source: YAQA (arXiv:2505.22988), in steps of rows. With H_O = U D U^T, U unit upper triangular, row i costs D_i times what
-    w_i + sum over earlier rows k of U_ki e_k costs behind its rounding: that is what gptq rounds in row i's place.
+        outputs: H_O as blocks of rows (n, n), positive definite, N rows in total, on any device. None: the identity, i.e. gptq.
+    Returns and errors are those of `gptq.quantize`; where H_O is diagonal, so are the codes.
+    Source: YAQA (arXiv:2505.22988), in steps of rows. With H_O = U D U^T and U unit upper triangular, the cost of row i is D_i
+    times the rounding cost of w_i + sum over earlier rows k of U_ki e_k; gptq rounds this sum instead of w_i.
     """
     W, rounded = rounder(W, scheme, dtype, moments, table)
     if outputs is None:
@@ -60,7 +60,7 @@ def quantize(
 
 
 class _Side:
-    """A block of rows that begins at `first`: those that errors cost most come first. order: its row numbers by steps."""
+    """A block of rows from row `first` on. order: row indices per step, those with the most costly errors first."""
 
     def __init__(self, H: torch.Tensor, first: int) -> None:
         order = H.diagonal().argsort(descending=True, stable=True)
@@ -70,11 +70,11 @@ class _Side:
         self.order = (order + first).split(self.size)
 
     def rows(self, step: int) -> torch.Tensor:
-        """The rows of a step, none where the block has fewer steps."""
+        """The row indices of a step; empty if the block has fewer steps."""
         return self.order[step] if step < len(self.order) else self.order[0][:0]
 
     def wanted(self, W: torch.Tensor, errors: torch.Tensor, step: int) -> torch.Tensor:
-        """What takes the place of a step's rows of W, given the errors of the steps before."""
+        """The values to round instead of a step's rows of W, which compensate the errors of the steps before."""
         rows = W[self.rows(step)]
         if step == 0 or not len(rows):
             return rows
