@@ -54,7 +54,7 @@ def scale(
                 exact[mapping.label] = _is_exact(layer, mapping, window, dtypes)
     done.missing += [label.partition(" -> ")[2] for label, good in exact.items() if not good]
     usable = (m for m in mappings if exact[m.label])
-    mappings = sorted(usable, key=lambda m: bool(m.norm))  # rows before columns, as `repeat` does
+    mappings = sorted(usable, key=lambda m: bool(m.norm))  # rows before columns, like `repeat`
     for mapping, x in _inputs(layer, mappings, x_quant):
         if mapping.expert is not None and x.tokens < few_tokens:
             continue

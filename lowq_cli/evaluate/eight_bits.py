@@ -27,7 +27,7 @@ from lowq_packers.scheme import Act
 
 AUTO = "auto"
 LIMIT = 0.001  # max. KL divergence of all rounding together, in nats per token
-TEXTS, TOKENS = 8, 256  # sequences that the model writes, and tokens of each: 2,048 rows per matmul
+TEXTS, TOKENS = 8, 256  # sequences that the model writes, tokens of each: 2,048 rows per matmul
 ALONE = 32  # max. layers to measure one by one; more are grouped by kind and quarter of the depth
 PARTS = 4
 ROWS = 1024  # rows of a prompt's matmul, for choosing its kernel

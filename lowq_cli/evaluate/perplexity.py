@@ -66,7 +66,7 @@ def evaluate(
         for which both models have the same likeliest token.
     Raises:
         UsageError: too short a text, tokens that the model lacks, or vocabularies of different size.
-        DamagedError: NaN logits.
+        DamagedError: logits that are not finite numbers.
     """
     cut = windows(ids, window, max_tokens)
     device = device_of(model)
