@@ -30,7 +30,7 @@ def refine(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Choose better codes and scales in another tool's file: GPTQ, AWQ, GGUF, MLX, NVFP4 or MXFP4; its format and schemes stay."""
+    """Choose better codes and scales in another tool's file: GPTQ, AWQ, GGUF, MLX, NVFP4, MXFP4; format and schemes stay."""
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe
