@@ -12,12 +12,11 @@ import torch
 from lowq_cli.engine import heads
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import Angles, DraftRows
+from lowq_cli.engine.drafts.static_cache import StaticCache
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.heads import BlockPlan, HeadPlan
 from lowq_cli.engine.model_record import owned
-from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
-from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.reference import MOST_DRAFTS, Packed
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.heads import is_head
@@ -25,22 +24,16 @@ from lowq_packers.heads import is_head
 MOST = 7  # max. guesses per round: on an H100 a step of 8 rows takes 1.24 times one of 1 row; published heads get 3 to 5 right
 
 
-class HeadDrafter:
+class HeadDrafter(StaticCache):
     """A head as a `DeviceDrafter` with a separate static cache."""
 
     most = reach = MOST
 
     def __init__(self, plan: HeadPlan) -> None:
+        super().__init__()
         if any(getattr(spec, "window", 0) for spec in plan.states):
             raise UnsupportedError("a draft head whose layers look back over a window is not run")
         self.plan, self.name, self.layers = plan, plan.described.kind, plan.layers
-        self.state: list[KeyValues | States] = []
-
-    def make_room(self, batch: int, slots: int) -> None:
-        """As `DeviceDrafter.make_room`."""
-        self.state = []  # free the old state before the new one is allocated
-        self.state = static_state(self.plan, batch, slots, PLAIN)
-        self.angles = self.plan.angles(slots, self.plan.device)
 
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`."""
@@ -109,14 +102,6 @@ class HeadDrafter:
 
     def _entering(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return self.plan.entering([hidden[i] for i in self.layers])
-
-    @property
-    def _places(self) -> int:
-        return next(len(one.k) for one in self.state if isinstance(one, KeyValues))  # type: ignore[arg-type]
-
-    def _at(self, table: torch.Tensor) -> list[KeyValues | States]:
-        """The state with a block table: a sequence's place in the static cache is one block."""
-        return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
 
 
 class BlockDrafter(HeadDrafter):

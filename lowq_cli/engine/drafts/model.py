@@ -7,9 +7,9 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import Angles, DraftRows
+from lowq_cli.engine.drafts.static_cache import StaticCache
 from lowq_cli.engine.plan import Plan, plan_of, why_not
-from lowq_cli.engine.state import PIECE, static_state
-from lowq_kernels.decode.kv import PLAIN
+from lowq_cli.engine.state import PIECE
 from lowq_kernels.decode.reference import Packed
 from lowq_packers.arch.parts import Pages
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -17,23 +17,17 @@ from lowq_packers.errors import UnsupportedError, UsageError
 MOST = 7  # max. guesses per round
 
 
-class ModelDrafter:
+class ModelDrafter(StaticCache):
     """A model as a `DeviceDrafter` with a separate static cache. vocabulary: size of the target model's vocabulary."""
 
     most = reach = MOST
     layers: tuple[int, ...] = ()
 
     def __init__(self, plan: Plan, name: str, vocabulary: int) -> None:
+        super().__init__()
         if not all(isinstance(spec, Pages) and not spec.window for spec in plan.states):
             raise UnsupportedError(f"{name} has layers with a recurrent state or a window, which is not run as a draft model")
         self.plan, self.name, self.vocabulary = plan, f"model {name}", vocabulary
-        self.state: list[KeyValues | States] = []
-
-    def make_room(self, batch: int, slots: int) -> None:
-        """As `DeviceDrafter.make_room`."""
-        self.state = []  # free the old state before the new one is allocated
-        self.state = static_state(self.plan, batch, slots, PLAIN)
-        self.angles = self.plan.angles(slots, self.plan.device)
 
     def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`; ids are the rows' own tokens."""
@@ -90,14 +84,6 @@ class ModelDrafter:
 
     def _step(self, ids: torch.Tensor, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles) -> torch.Tensor:
         return self.plan.hidden(self.plan.embed(ids), Batch(self.plan.ops, ids, len(ids), pos, angles), held)
-
-    @property
-    def _places(self) -> int:
-        return next(len(one.k) for one in self.state if isinstance(one, KeyValues))  # type: ignore[arg-type]
-
-    def _at(self, table: torch.Tensor) -> list[KeyValues | States]:
-        """The state with a block table: a sequence's place in the static cache is one block."""
-        return [KeyValues(one.k, one.v, table) for one in self.state if isinstance(one, KeyValues)]
 
 
 def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
