@@ -1,4 +1,4 @@
-"""Saved conversations of `lowq chat`: one file each in the user's state folder, saved after every turn."""
+"""Saved conversations of `lowq chat` in the user's state folder: their text, saved after every turn, and their cache."""
 
 import json
 import re
@@ -21,6 +21,11 @@ def path_of(name: str) -> Path:
     return state_dir() / "sessions" / f"{name}.json"
 
 
+def cache_of(name: str) -> Path:
+    """The file of a conversation's cache (`engine.saved_cache`). Raises as `path_of`."""
+    return path_of(name).with_suffix(".safetensors")
+
+
 def read(name: str) -> tuple[str, list[dict[str, str]]]:
     """(system prompt, messages); both are empty for a new conversation. Raises DamagedError."""
     path = path_of(name)
@@ -35,9 +40,11 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
 
 
 def write(name: str, system: str, messages: list[dict[str, str]]) -> None:
-    """Save a conversation. Raises UsageError if it cannot be written."""
+    """Save a conversation's text; a new one has no cache. Raises UsageError if it cannot be written."""
     path, said = path_of(name), [m for m in messages if m["role"] != "system"]
     try:
+        if not said:
+            cache_of(name).unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"system": system, "messages": said}, ensure_ascii=False).encode(errors="replace"))
     except OSError as e:

@@ -28,7 +28,7 @@ from lowq_cli.commands import (
 )
 from lowq_cli.running import Declined
 from lowq_packers.atomic import write_new
-from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.errors import DoesNotFitError, LowqError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
@@ -130,7 +130,7 @@ def chat(
         system = told if before else system
     folder = state.checkpoint_or_last(checkpoint)
     think = False if no_think else None
-    own = partial(_Own, folder, given, device, kv, draft, think)
+    own = partial(_Own, folder, given, device, kv, draft, think, session)
     asked = threads is None and draft == "auto"
     speaker: _Own | _Server = (asked and _server(folder, given, device, kv, keep_alive, think)) or own()
     settings = Settings(**speaker.drawn, **others)
@@ -141,7 +141,7 @@ def chat(
     while (said := line_input.ask()) is not None:
         if (order := line_input.command(said)) is not None:
             if order[0] == "quit":
-                return
+                break
             try:
                 if order[0] == "image" and isinstance(speaker, _Server):  # a server accepts only text
                     speaker, talk = _moved(talk, own)
@@ -165,12 +165,23 @@ def chat(
             continue
         speaker.answered(talk, said, answer)
         _keep(session, talk)
+    if session is not None and isinstance(speaker, _Own) and any(m["role"] == "user" for m in talk.messages):
+        speaker.keep(session)
 
 
 class _Own:
-    """The model in this process. drawn, origins: how it draws, and what says so."""
+    """The model in this process. drawn, origins: how it draws, and what says so. session: whose cache it begins with."""
 
-    def __init__(self, folder: str, given: dict[str, Any], device: str, kv: str, draft: str, think: bool | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        given: dict[str, Any],
+        device: str,
+        kv: str,
+        draft: str,
+        think: bool | None = None,
+        session: str | None = None,
+    ) -> None:
         from lowq_cli.devices import wake
         from lowq_cli.files.source import check_there
 
@@ -187,9 +198,31 @@ class _Own:
             check_draft(draft)
             self.model, self.tokenizer = ready(folder, device, console.warn)
             self.drawn, self.origins = settle(self.model, given, CONVERSATION)
+            why = "" if session is None else self._recall(session, kv)
+        if why:
+            console.say(f"the saved cache of session {session} is not used: {why}; the conversation is read again")
         self.how = {"kv": kv, "draft": draft}
         self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said, think)
         self.where = ""
+
+    def _recall(self, session: str, kv: str) -> str:
+        """Begin with a session's cache; returns why that cannot be."""
+        from lowq_cli import sessions
+        from lowq_cli.engine import saved_cache
+
+        return saved_cache.recall(sessions.cache_of(session), self.model, kv)
+
+    def keep(self, session: str) -> None:
+        """Save a session's cache, or say why it is not saved."""
+        from lowq_cli import sessions
+        from lowq_cli.engine import saved_cache
+
+        try:
+            with console.status(f"saving session {session}"):
+                saved_cache.keep(sessions.cache_of(session), self.model, self.how["kv"])
+        except (DoesNotFitError, OSError) as e:
+            why = e.strerror if isinstance(e, OSError) else e
+            console.say(f"the text of session {session} is saved, its cache is not: {why}; it will be read again")
 
     def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Generation":
         """What comes as the answer. Raises UsageError."""

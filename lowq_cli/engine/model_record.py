@@ -1,6 +1,7 @@
 """The record that lowq keeps with a model, its own or transformers': plan, decoder, drafters, tuning table."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 ATTRIBUTE = "_lowq"
@@ -37,3 +38,9 @@ def tuned_by(model: Any, folder: str) -> None:
     own.tuned = folder
     if own.plan is not None:
         own.plan.tuned = folder
+
+
+def file_facts(folder: str) -> list[tuple[str, int, int, int]]:
+    """Name, size, time of change and inode of each file of a model's folder: what differs once its files have changed."""
+    files = ((f, f.stat()) for f in [Path(folder), *Path(folder).glob("*")] if folder and f.is_file())
+    return sorted((str(f), facts.st_size, facts.st_mtime_ns, facts.st_ino) for f, facts in files)

@@ -71,6 +71,7 @@ class NativeDecoder:
         self.drafts = False  # whether steps may check drafts (`verify`); set before `start`
         self.wide: dict[int, Verification] = {}  # number of rows -> step
         self.attached: Attached | None = None  # the drafter that runs on the device, with its guesses
+        self.saved: Any = None  # the cache out of a file that the next prompt begins with: a `saved_cache.SavedCache`
         self.timed: dict[str, Any] = {}  # on a CPU: name of a device drafter -> times of its steps (`draft_length.TimedCosts`)
         self.shown: list[Shown | None] = []  # the images of each sequence
         self.turns = False  # whether some image makes tokens rotate by three-part positions
@@ -101,6 +102,9 @@ class NativeDecoder:
         longest = max(map(len, prompts))
         self._make_room(len(prompts), longest + room + AHEAD * self.drafts)
         self._show(shown)
+        if self.saved is not None:
+            self.saved.put(self)
+            self.saved = None
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
         known = 0 if self.long or longest > self.steady else self._reusable(names)
         if self.attached is not None and known and not self.snapshot:

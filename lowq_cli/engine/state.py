@@ -7,7 +7,7 @@ import torch
 
 from lowq_cli.engine.batch import KeyValues, States
 from lowq_cli.engine.plan import Plan
-from lowq_kernels.decode.kv import Cache, slot_bytes, zeros
+from lowq_kernels.decode.kv import Cache, Coded, slot_bytes, zeros
 from lowq_packers.arch.parts import Pages, Recurrent
 
 BLOCK = 64  # slots per block of a paged cache: attention reads that many at once
@@ -86,3 +86,11 @@ def state_bytes(spec: Recurrent, dtype: torch.dtype) -> int:
 def tensors_of(state: Sequence[KeyValues | States]) -> list[torch.Tensor]:
     """The tensors of recurrent layers; a trial run of a pass changes them."""
     return [t for one in state if isinstance(one, States) for t in one.tensors.values()]
+
+
+def raw_tensors(state: KeyValues | States) -> list[torch.Tensor]:
+    """All tensors of one layer's state, of codes too; indexed by sequence, block or slot."""
+    if isinstance(state, States):
+        return list(state.tensors.values())
+    halves = [half for half in (state.k, state.v) if half is not None]
+    return [t for half in halves for t in ((half.codes, half.scales) if isinstance(half, Coded) else (half,))]

@@ -11,8 +11,8 @@ import torch
 
 from lowq_cli.engine.batch import KeyValues, States
 from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.state import raw_tensors
 from lowq_cli.serving.host_blocks import Swap
-from lowq_kernels.decode.kv import Coded
 from lowq_packers.arch.parts import Pages
 
 AT_ONCE = 64  # max. blocks gathered for one copy: 512 MB with an 8B
@@ -45,8 +45,8 @@ class HostCache:
         windows = sorted({spec.window for spec in plan.states if isinstance(spec, Pages)})
         parts: list[list[torch.Tensor]] = [[] for _ in range(len(windows) + 1)]
         for spec, one in zip(plan.states, state, strict=True):
-            parts[windows.index(spec.window) if isinstance(spec, Pages) else -1] += map(_bytes, _tensors(one))
-        parts[0] += [t for one in beside for t in map(_bytes, _tensors(one))]
+            parts[windows.index(spec.window) if isinstance(spec, Pages) else -1] += map(_bytes, raw_tensors(one))
+        parts[0] += [t for one in beside for t in map(_bytes, raw_tensors(one))]
         size = sum(n * t[0].numel() for n, group in zip(places, parts, strict=True) for t in group)
         flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         for n, group in zip(places, parts, strict=True):
@@ -75,14 +75,6 @@ class HostCache:
                 there.index_copy_(0, places, here.index_select(0, blocks).cpu())
             else:
                 here.index_copy_(0, blocks, there.index_select(0, places).to(self.device))
-
-
-def _tensors(state: KeyValues | States) -> list[torch.Tensor]:
-    """Return all state tensors of one layer, indexed by block or slot."""
-    if isinstance(state, States):
-        return list(state.tensors.values())
-    halves = [half for half in (state.k, state.v) if half is not None]
-    return [t for half in halves for t in ((half.codes, half.scales) if isinstance(half, Coded) else (half,))]
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
@@ -128,10 +127,10 @@ def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
 
 def _known(lent: Lent, model: str, folder: str, how: Mapping[str, Any]) -> Lent:
     """The host memory with a key of this model's files and options; blocks kept there under a different key are dropped."""
-    files = (f for f in [Path(folder), *Path(folder).glob("*")] if folder and f.is_file())
-    own = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns, f.stat().st_ino) for f in files)
+    from lowq_cli.engine.model_record import file_facts
+
     others = sorted((n, str(v)) for n, v in how.items() if n in KEYED)
-    key = blake2b(repr((model, own, others)).encode(), digest_size=32).digest()
+    key = blake2b(repr((model, file_facts(folder), others)).encode(), digest_size=32).digest()
     return replace(lent, key=key, kept=lent.kept if lent.kept is not None and lent.kept.key == key else None)
 
 
