@@ -82,7 +82,7 @@ STEPS = (
         stdin='{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 4}}\n',
     ),
     Step("ps --json", keys=("servers",)),
-    Step("stop", says=("none was left behind",)),
+    Step("stop", says=("no background server is running",)),
     Step("refine demo-lowq-4b-g64 --model demo", 2, says=("lowq: ",)),  # 17 s on another tool's file: tests/cli has that
     Step("serve demo-lowq-4b-g64 --engine vllm --dry-run", says=("vllm serve",)),
     Step("serve demo-lowq-4b-g64 --port 0 --dry-run", says=("1,024 tokens",)),

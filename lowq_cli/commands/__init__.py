@@ -34,7 +34,7 @@ KvCache = Annotated[
     str,
     typer.Option(
         "--kv",
-        help="Keys and values are held in 16 bits, fp8 or 4 bits: 1, 1/2 or 1/4 of the cache.",
+        help="Store keys and values in 16 bits, fp8 or 4 bits: 1, 1/2 or 1/4 of the cache's memory.",
         autocompletion=completion.words("16", "fp8", "4"),
     ),
 ]
@@ -44,7 +44,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         metavar="NAME|FOLDER",
-        help="Guess tokens and check several a step, for the same text sooner: ngram, mtp, a draft head or model, none.",
+        help="Speculative decoding, the same text sooner: auto, ngram, mtp, none, or the folder of a draft head or model.",
         autocompletion=completion.words("auto", "ngram", "mtp", "none"),
     ),
 ]
@@ -64,29 +64,29 @@ Activations = Annotated[
     typer.Option(
         "--act",
         callback=_act,
-        help="Round what a prompt's products take: none, int8, fp8, or auto, in the layers where the model's own text hardly "
-        "notices.  [default: as the checkpoint says]",
+        help="Round activations while a prompt is read: none, int8, fp8, or auto (only in layers where that hardly changes "
+        "the output).  [default: as the checkpoint says]",
         autocompletion=completion.words("none", "int8", "fp8", "auto"),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="0 takes the likeliest token; by default the model's generation_config.json says.")
+    float | None, typer.Option(min=0.0, help="0 takes the likeliest token.  [default: generation_config.json's]")
 ]
-TopP = Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that hold this probability.")]
-TopK = Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")]
-NoThink = Annotated[bool, typer.Option("--no-think", help="Have a model that thinks before it answers answer at once.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.  [default: random]")]
+NoThink = Annotated[bool, typer.Option("--no-think", help="Make a reasoning model answer at once, without thoughts.")]
 KeepAlive = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Leave the model loaded behind, for so long after its last use, such as 10m; lowq stop ends it.  [default: no]",
+        help="Keep the model loaded for this long after its last use, such as 10m; lowq stop ends it.  [default: no]",
     ),
 ]
 JudgeText = Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")]
-JudgeTokens = Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")]
+JudgeTokens = Annotated[int | None, typer.Option(min=2, help="Read at most this many tokens of the text.")]
 
 
 def option(help: str, complete: completion.Complete | None = None, metavar: str | None = None, *names: str) -> Any:

@@ -16,24 +16,28 @@ if TYPE_CHECKING:
 
 EXAMPLES = """Examples:
   lowq batch requests.jsonl my-lowq
-  lowq batch requests.jsonl --out answers.jsonl   (each line's model by its name)
+  lowq batch requests.jsonl --out answers.jsonl   (each line names its model)
   cat requests.jsonl | lowq batch - my-lowq --out answers.jsonl"""
 DEEP = 2  # requests in the engine per sequence that it runs in parallel: the next request is queued when one ends
 
 
 def batch(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Requests, a JSON object a line; - is stdin.")],
-    ckpt: Annotated[str | None, checkpoint_argument("The model of requests that name none, or its own name.")] = None,
-    out: Annotated[str | None, option("Where answers go.  [default: FILE.answers.jsonl]", metavar="FILE")] = None,
-    models: Annotated[list[str] | None, typer.Option("--models", metavar="DIR", help="Models by name; repeatable.")] = None,
-    config: Annotated[str | None, typer.Option("--config", metavar="FILE.toml", help="As of lowq serve.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="All loaded models together, such as 40GB.")] = None,
-    max_batch: Annotated[int | None, typer.Option("--max-batch", min=1, help="Requests computed side by side.")] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Requests, one JSON object per line; - is stdin.")],
+    ckpt: Annotated[str | None, checkpoint_argument("The model for requests that name it, or none.")] = None,
+    out: Annotated[str | None, option("File for the answers.  [default: FILE.answers.jsonl]", metavar="FILE")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--models", metavar="DIR", help="A folder of models that requests name; repeatable.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE.toml", help="Names and options of models, as for lowq serve.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models, such as 40GB.")] = None,
+    max_batch: Annotated[int | None, typer.Option("--max-batch", min=1, help="Most requests computed at once.")] = None,
     device: Device = "auto",
     kv: KvCache = "16",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: how many were answered.")] = False,
 ) -> None:
-    """Answer a file of requests as OpenAI's batches have them; given again, it goes on with those that have no answer yet."""
+    """Answer a file of requests in OpenAI's batch format; run it again to answer those without an answer."""
     from lowq_cli.serving.http import batch as batches
     from lowq_cli.serving.http.opening import Asked, Opening
 
@@ -43,7 +47,7 @@ def batch(
     target = Path(out) if out is not None else Path(f"{file.removesuffix('.jsonl')}.answers.jsonl")
     left = [line for line in lines if line.custom_id not in (done := batches.answered(target))]
     if done:
-        console.say(f"{len(lines) - len(left)} of {len(lines)} requests have their answers in {target}")
+        console.say(f"{len(lines) - len(left)} of {len(lines)} requests are answered in {target} already")
     counts = {"answered": 0, "refused": 0}
     if left:
         asked = Asked(ckpt, tuple(models or ()), config, memory, None, None)
@@ -55,7 +59,7 @@ def batch(
             opening.stop()
     if as_json:
         console.out_json({**counts, "requests": len(lines), "out": str(target)})
-    refused = f", {counts['refused']} refused, as their lines say" if counts["refused"] else ""
+    refused = f", {counts['refused']} refused (their lines say why)" if counts["refused"] else ""
     console.say(f"{counts['answered']} requests answered{refused}; {target}")
 
 
@@ -65,7 +69,7 @@ def _text(file: str) -> str:
     try:
         return sys.stdin.read() if file == "-" else read_utf8(Path(file), "requests in")
     except UnicodeDecodeError:
-        raise UsageError("stdin is not UTF-8 text; a batch is JSON, an object a line") from None
+        raise UsageError("stdin is not UTF-8 text; a batch has one JSON object per line") from None
 
 
 def _answer(opening: "Opening", lines: "list[Line]", target: Path) -> dict[str, int]:

@@ -23,25 +23,25 @@ BATCHES = "1,2,4,8,16,32,64,128,256"
 def bench(
     checkpoint: Annotated[str | None, checkpoint_argument("Checkpoint folder.")] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="NxK", help="A shape instead of a checkpoint's; repeatable.")
+        list[str] | None, typer.Option(metavar="NxK", help="A shape to time instead of a checkpoint's; repeatable.")
     ] = None,
-    bits: Annotated[list[int] | None, typer.Option(help="Widths for --shape; repeatable.  [default: 4]")] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Bits for --shape; repeatable.  [default: 4]")] = None,
     group: Annotated[str, typer.Option(help="Group size for --shape, or channel.")] = "128",
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
-    kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
+    kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or all.  [default: as dispatch]")] = None,
     op: Annotated[
-        str, typer.Option(help="product, fp8_product, dense, attend, experts; but the first with --shape.")
+        str, typer.Option(help="product, fp8_product, dense, attend, experts; all but product need --shape.")
     ] = "product",
     kv: KvCache = "16",
     device: Device = "auto",
     threads: Threads = None,
     vllm: Annotated[
-        bool, typer.Option("--vllm", help="Whole models in vLLM instead: --batch sequences of 128 tokens and 256 new.")
+        bool, typer.Option("--vllm", help="Time the whole model in vLLM: --batch sequences of 128 prompt and 256 new tokens.")
     ] = False,
-    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw speed-up against M and the roofline.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Plot speed-up against M and the roofline.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time products by shape and batch: us, GB/s, TFLOP/s, share of the measured roofline, ratio to the dense product."""
+    """Time matrix products by shape and batch: us, GB/s, TFLOP/s, share of the measured roofline, ratio to the dense one."""
     from lowq_cli import state
 
     if vllm:
@@ -60,7 +60,7 @@ def bench(
     if op not in EXAMPLES:
         raise UsageError(f"--op {op!r} does not exist; use one of {', '.join(EXAMPLES)}")
     if op != "product" and not shape:
-        raise UsageError(f"--op {op} goes with --shape")
+        raise UsageError(f"--op {op} needs --shape")
     if plot:
         drawing.check(Path(plot))
     dtype = torch.bfloat16 if where.type == "cpu" else torch.float16
@@ -70,7 +70,7 @@ def bench(
         shapes = [benching.shape_for(s, b, group, dtype) for s in shape for b in bits or [4]]
     else:
         if bits:
-            raise UsageError("--bits goes with --shape; a checkpoint has its own")
+            raise UsageError("--bits needs --shape; a checkpoint has its own bits")
         opened = tuning_plan.open_packed(state.checkpoint_or_last(checkpoint))
         shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
         tuned = tuning.use(opened.folder, where, console.warn)
@@ -99,7 +99,7 @@ def _in_vllm(checkpoint: str, batch: str, as_json: bool, of_products: bool) -> N
     from lowq_packers.errors import UsageError
 
     if of_products:
-        raise UsageError("--shape, --bits, --kernel and --plot are about single products; leave --vllm out")
+        raise UsageError("--shape, --bits, --kernel and --plot time single products; leave them or --vllm out")
     batches = vllm_speed.BATCHES if batch == BATCHES else tuple(tuner.parse_batches(batch))
     rows = vllm_speed.compare(checkpoint, batches)
     if as_json:

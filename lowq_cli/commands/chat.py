@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 INSIDE = """/help shows this
 /new starts over
-/image FILE shows the model a picture with what you say next
-/system TEXT tells the model something before a new conversation
+/image FILE sends a picture with your next message
+/system TEXT starts over with this system message
 /set NAME VALUE: temperature, top-p, top-k, repetition-penalty, max-new-tokens, seed, stop
 /save FILE writes the conversation (.json: messages, else text)
 /quit or Ctrl-D leaves
-Ctrl-C stops an answer, or drops a line half typed
+Ctrl-C stops an answer, or clears the line
 several lines: end them with \\, or put \"\"\" before and after"""
 EXAMPLES = """Examples:
   lowq chat
   lowq chat ./my-model-lowq --system 'Answer in one sentence.'
-  lowq chat --session trip   (goes on where it was left)
+  lowq chat --session trip   (continues where it ended)
 
 Inside:
 """ + "\n".join(f"  {line}" for line in INSIDE.splitlines())
@@ -76,7 +76,7 @@ class Settings:
         """Give the setting called `name`, with - or _, a value. Raises UsageError."""
         key = name.replace("-", "_")
         if key not in asdict(self):
-            raise UsageError(f"no setting is called {name!r}; there are {', '.join(asdict(self)).replace('_', '-')}")
+            raise UsageError(f"there is no setting {name!r}; the settings are {', '.join(asdict(self)).replace('_', '-')}")
         try:
             made: Any = [unescaped(value)] * bool(value) if key == "stop" else type(getattr(self, key))(value)
         except ValueError:
@@ -95,7 +95,7 @@ class Settings:
 
 def chat(
     checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="System message before the conversation.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -107,7 +107,7 @@ def chat(
     kv: KvCache = "16",
     draft: Draft = "auto",
     session: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Keep the conversation under this name, and go on with it the next time.")
+        str | None, typer.Option(metavar="NAME", help="Save the conversation under this name; next time it continues.")
     ] = None,
     keep_alive: KeepAlive = None,
     no_think: NoThink = False,
@@ -126,7 +126,7 @@ def chat(
     if session is not None:
         told, before = sessions.read(session)
         if before and system and system != told:
-            raise UsageError(f"the session {session} has begun already; leave --system out, or take another name")
+            raise UsageError(f"the session {session} exists already; leave --system out, or use another name")
         system = told if before else system
     folder = state.checkpoint_or_last(checkpoint)
     think = False if no_think else None
@@ -257,7 +257,7 @@ class _Server:
         asked = running.ask_or_leave(body(" ", {**given, "max_new_tokens": 0}), keep_alive, device)
         self.drawn, self.origins = asked.told["sampling"], asked.told["sampling_from"]
         self.begin = partial(Turns, asked.told["template"])
-        self.where = f"the server that is running, process {asked.told['process']}, answers; "
+        self.where = f"answered by the running server (process {asked.told['process']}); "
         for _ in asked:
             pass
 
@@ -293,12 +293,12 @@ def _greet(speaker: "_Own | _Server", settings: Settings, session: str | None, m
     from lowq_cli.engine.generation_config import described
 
     if not speaker.begin().template:
-        console.say("this model has no chat template: it goes on with your text instead of answering it")
+        console.say("this model has no chat template: it continues your text instead of answering it")
     if session is not None:
-        console.say(f"session {session}: " + (f"it goes on after {messages} messages" if messages else "it begins"))
+        console.say(f"session {session}: " + (f"continues after {messages} messages" if messages else "new"))
     if sys.stdin.isatty():
         drawn = f"{speaker.where}{described(speaker.drawn, speaker.origins)}, seed {settings.seed}"
-        console.say(f"{drawn}; /help shows what can be typed, /quit or Ctrl-D leaves")
+        console.say(f"{drawn}; /help lists the commands, /quit or Ctrl-D leaves")
 
 
 def _keep(session: str | None, talk: Any) -> None:
@@ -318,9 +318,9 @@ def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[
         return begin(talk.system)
     elif name == "system":
         if rest:
-            console.say("a new conversation, with that said first")
+            console.say("a new conversation with this system message")
             return begin(rest)
-        console.say(talk.system or "nothing is said before the conversation; /system TEXT says something")
+        console.say(talk.system or "there is no system message; /system TEXT sets one")
     elif name == "set":
         key, _, value = rest.partition(" ")
         if key:
@@ -330,11 +330,11 @@ def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[
         if not rest:
             raise UsageError("/image needs a file: /image photo.jpg")
         talk.show(rest)
-        console.say(f"{rest} goes with what you say next")
+        console.say(f"{rest} will be sent with your next message")
     elif name == "save":
         _save(talk.messages, rest)
     else:
-        raise UsageError(f"no command is called /{name}; /help shows them")
+        raise UsageError(f"there is no command /{name}; /help lists them")
     return talk
 
 
@@ -352,7 +352,7 @@ def _save(messages: list[dict[str, str]], name: str) -> None:
     try:
         write_new(path, (text + "\n").encode())
     except FileExistsError:
-        raise UsageError(f"{path} is there already; name another file") from None
+        raise UsageError(f"{path} exists already; name another file") from None
     except OSError as e:
         raise UsageError(f"{path} cannot be written: {e.strerror}") from None
     console.say(f"saved {len(messages)} messages to {path}")

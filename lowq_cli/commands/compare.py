@@ -19,13 +19,13 @@ EXAMPLES = """Examples:
 def compare(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL", help="Two or more models; the first is what the others are held against."),
+        typer.Argument(metavar="MODEL", help="Two or more models; the others are compared with the first."),
     ],
     text: JudgeText = None,
     max_tokens: JudgeTokens = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for the speed.")] = 64,
     device: Device = "auto",
-    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw perplexity against size.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Plot perplexity against size.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare models by size, quality and speed: bits per weight, perplexity, KL divergence, agreement, tokens/s."""
@@ -33,7 +33,7 @@ def compare(
     from lowq_packers.errors import UsageError
 
     if len(models) < 2:
-        raise UsageError("compare takes two or more models; for one there is: lowq eval")
+        raise UsageError("compare takes two or more models; for one model: lowq eval")
     if plot:
         drawing.check(Path(plot))
     check_there(*models)

@@ -18,8 +18,8 @@ MANY = 3  # min. number of kernels, unsupported here for the same reason, that a
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Check torch, GPU and kernel libraries: every kernel on a small product."""
-    with console.status("trying every kernel; the first time compiles them, up to a minute"):
+    """Check torch, GPU and kernel libraries: runs every kernel on a small product."""
+    with console.status("trying every kernel; the first run compiles them, which takes up to a minute"):
         from lowq_cli.checkup import checkup
 
         checks = checkup()

@@ -16,20 +16,20 @@ EXAMPLES = """Examples:
 
 def draft(
     action: Annotated[str, typer.Argument(metavar="train", help="What to do: train.")],
-    ckpt: Annotated[str | None, checkpoint_argument("Model that the head guesses for: checkpoint, folder, hub id.")] = None,
+    ckpt: Annotated[str | None, checkpoint_argument("Model that the head drafts for: checkpoint, folder, hub id.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder to write.  [default: CKPT/draft]")] = None,
     tokens: Annotated[
         int | None, typer.Option(min=2048, help="Tokens of text to learn from.  [default: 4194304, on a CPU 262144]")
     ] = None,
     head: Annotated[
-        str, option("eagle3: a guess after the other; peagle: all at once.", completion.words("eagle3", "peagle"))
+        str, option("eagle3: one token after the other; peagle: all at once.", completion.words("eagle3", "peagle"))
     ] = "eagle3",
     text: Annotated[str, option("Text: self (the model writes it), .txt, .jsonl or bundled.", None, "self|FILE|DIR")] = "self",
     vocab: Annotated[
         int | None,
-        typer.Option(min=16, help="Guess among so many most frequent tokens.  [default: all up to 65536, else 32000]"),
+        typer.Option(min=16, help="Draft only this many most frequent tokens.  [default: all up to 65536, else 32000]"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of text and order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the text and its order.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
     device: Device = "auto",
     threads: Threads = None,
@@ -41,7 +41,7 @@ def draft(
     from lowq_cli.files.source import check_there
 
     if head not in ("eagle3", "peagle"):
-        raise UsageError(f"--head {head}: it can be eagle3 or peagle")
+        raise UsageError(f"--head {head} must be eagle3 or peagle")
     if action != "train":
         raise UsageError(f"{action!r} is not known; lowq draft train CKPT trains a head")
     name = state.checkpoint_or_last(ckpt)
@@ -66,7 +66,7 @@ def draft(
     console.out(result.out)
     shares = ", ".join(f"{100 * a:.0f}%" for a in result.accepted)
     there = " (was already there)" if result.already_done else f" in {console.duration(result.seconds)}"
-    console.say(f"guesses right so far: {shares}; {result.length:.2f} tokens a round at most{there}")
+    console.say(f"drafted tokens accepted, first to last: {shares}; up to {result.length:.2f} tokens per step{there}")
     console.say(f"use it: lowq generate {state.as_argument(name)} --draft {state.as_argument(result.out)}")
 
 

@@ -40,24 +40,24 @@ def eval(
     images: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Instead of a text: pictures with texts beside them (a.png, a.txt), which are predicted."
+            metavar="DIR", help="Instead of a text: a folder of pictures, each with a text to predict (a.png, a.txt)."
         ),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(metavar="TASKS", help="Instead of a text: lm-eval's tasks by name, or YAML files; with commas between."),
+        typer.Option(metavar="TASKS", help="Instead of a text: lm-eval's tasks by name, or YAML files; separated by commas."),
     ] = None,
     fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Of --tasks: examples before each.  [default: as the task]")
+        int | None, typer.Option(min=0, help="With --tasks: examples before each question.  [default: the task's]")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Of --tasks: only so many questions of each.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: at most this many questions per task.")] = None,
     device: Device = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement.
 
-    With --tasks: what lm-eval counts of the model's answers (pip install 'lm-eval<0.5').
+    With --tasks: lm-eval's scores of the model's answers (pip install 'lm-eval<0.5').
     """
     from lowq_cli import state
     from lowq_cli.devices import wake
@@ -73,7 +73,7 @@ def eval(
     if act == "all" and kv != "16":
         raise UsageError("--act all compares activations in a cache of 16 bits; leave --kv out")
     if tasks is None and (fewshot is not None or limit is not None):
-        raise UsageError(f"--{'fewshot' if limit is None else 'limit'} is of --tasks; name some, or leave it out")
+        raise UsageError(f"--{'fewshot' if limit is None else 'limit'} needs --tasks; name some tasks, or leave it out")
     if tasks is not None:
         others = {"text": text, "max-ppl-increase": max_ppl_increase, "max-tokens": max_tokens, "layers": layers or None}
         if given := [flag for flag, value in others.items() if value is not None]:
@@ -88,7 +88,7 @@ def eval(
         others = {"text": text, "max-tokens": max_tokens, "layers": layers or None, "act": act, "tasks": tasks}
         others["kv"] = None if kv == "16" else kv
         if given := [flag for flag, value in others.items() if value is not None]:
-            raise UsageError(f"--images measures texts beside pictures; leave --{given[0]} out")
+            raise UsageError(f"--images measures texts of pictures; leave --{given[0]} out")
     name = state.checkpoint_or_last(ckpt)
     check_there(name, against)
     wake(device)
@@ -157,7 +157,7 @@ def eval(
             weights = "" if e.weights is None else f"{e.weights:.4f}"
             table.append((e.index, weights, e.worst, f"{e.output:.6f}", BAR * round(30 * e.output / largest)))
         columns = ("layer", ">weights, relative", "largest of", ">output, squared relative", "")
-        console.table("errors by layer, those before it included", columns, table, on_stdout=True, spare=("",))
+        console.table("errors by layer, including those of earlier layers", columns, table, on_stdout=True, spare=("",))
     if failure:
         raise failure
 

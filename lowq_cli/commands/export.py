@@ -30,21 +30,21 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(READERS)}.  [default: the first that holds it exactly]",
+            help=f"{', '.join(READERS)}.  [default: the first that stores it exactly]",
             autocompletion=completion.exports,
         ),
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="Folder (gguf: file) to write.  [default: ./CKPT-FORMAT]")
     ] = None,
-    check_tp: Annotated[int | None, typer.Option(help="Refuse what N tensor-parallel ranks could not share.")] = None,
+    check_tp: Annotated[int | None, typer.Option(help="Refuse a checkpoint that N tensor-parallel ranks cannot split.")] = None,
     rounding: Annotated[
         bool, typer.Option("--round", help="mlx, gguf: round -zero * scale to 16 bits where it is not exact.")
     ] = False,
     kind: MixtureType = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: bit for bit the same weights, or refused."""
+    """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: the same weights bit for bit, or an error."""
     from lowq_cli import state
 
     found = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding, kind)
@@ -53,7 +53,7 @@ def export(
     else:
         show(found)
     if to is None and kind is None:
-        console.say(f"{found.format} is the first format that holds it; --to names another")
+        console.say(f"{found.format} is the first format that stores it exactly; --to picks another")
 
 
 def write(

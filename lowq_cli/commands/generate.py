@@ -51,33 +51,35 @@ NAMED = 3  # max. kernels that --explain names when they refuse for one reason
 def generate(
     checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
     words: Annotated[str | None, typer.Argument(metavar="TEXT", help="As --prompt.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from; - reads it from stdin.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue; - reads it from stdin.")] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help='Many: a file (- is stdin) of lines: texts, {"prompt": ...} or {"messages": [...]}; JSONL comes out.',
+            help='A file (- is stdin) with a text, {"prompt": ...} or {"messages": [...]} per line; prints JSONL.',
         ),
     ] = None,
     image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A picture to look at (PNG, JPEG, WebP, GIF); repeatable.")
+        list[str] | None, typer.Option(metavar="FILE", help="A picture for the model (PNG, JPEG, WebP, GIF); repeatable.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens seen before become less likely.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: earlier tokens become less likely.")] = None,
     no_think: NoThink = False,
-    lora: Annotated[str | None, typer.Option(metavar="DIR", help="Compute with this LoRA adapter (PEFT's folder).")] = None,
+    lora: Annotated[str | None, typer.Option(metavar="DIR", help="Use this LoRA adapter (a folder of PEFT).")] = None,
     seed: Seed = None,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
+        list[str] | None, typer.Option(metavar="TEXT", help=r"Stop before this text (\n: a newline); repeatable.")
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4096, help="Texts side by side: of --prompts, or copies of the prompt.  [default: 1; of --prompts, many]"
+            min=1,
+            max=4096,
+            help="Texts at once: of --prompts, or copies of the prompt.  [default: 1; of --prompts, many]",
         ),
     ] = None,
     device: Device = "auto",
@@ -86,7 +88,7 @@ def generate(
     act: Activations = None,
     draft: Draft = "auto",
     keep_alive: KeepAlive = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer uses, and why not others.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
     ] = None,
@@ -97,16 +99,16 @@ def generate(
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
     if words is not None:
         if prompt is not None or prompts is not None:
-            raise UsageError("give the text once: behind the checkpoint, or with --prompt or --prompts")
+            raise UsageError("give the text once: after the checkpoint, or with --prompt or --prompts")
         prompt = words
     if prompt is None and prompts is None:
         checkpoint, prompt = _bare_text(checkpoint)
     elif prompt is not None and prompts is not None:
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
     if prompts is not None and (explain or profile):
-        raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
+        raise UsageError(f"--{'explain' if explain else 'profile'} measures one prompt; give it with --prompt")
     if prompts is not None and image:
-        raise UsageError("--image goes with one prompt; give it with --prompt")
+        raise UsageError("--image needs one prompt; give it with --prompt")
     if profile is not None:
         _check_writable(profile)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
@@ -121,10 +123,10 @@ def generate(
         "stop": [unescaped(s) for s in stop or ()],
         "images": image or [],
     }
-    here = f"{'--explain' if explain else '--profile'} shows this process at work" if explain or profile else ""
-    here = here or ("several texts are computed here" if prompts is not None or (batch or 1) > 1 else "")
+    here = f"{'--explain' if explain else '--profile'} measures this process" if explain or profile else ""
+    here = here or ("several texts need a process of their own" if prompts is not None or (batch or 1) > 1 else "")
     own = threads is not None or draft != "auto" or bool(image) or lora is not None
-    here = here or ("--threads, --draft, --lora and pictures are of this process" if own else "")
+    here = here or ("--threads, --draft, --lora and pictures do not go to a running server" if own else "")
     answer(checkpoint, prompt, prompts, settings, seed, "greedy", batch, device, explain, profile, as_json, keep_alive, here)
 
 
@@ -154,9 +156,9 @@ def answer(
     many = None if prompts is None else _read_prompts(prompts)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text:
-        raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
+        raise UsageError("stdin is empty; pipe some text in, or use --prompt TEXT")
     folder, seed = state.checkpoint_or_last(checkpoint), seed_or_random(seed)
-    here = here or ("pictures are shown to a model here" if settings.get("images") else "")
+    here = here or ("pictures do not go to a running server" if settings.get("images") else "")
     if not here:
         here = _answered_by_a_server(folder, text, settings, seed, default, device, as_json, keep_alive)
         if not here:
@@ -207,7 +209,7 @@ def answer(
         return
     batch = batch or 1
     if batch > 1 and not settings["temperature"]:
-        console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
+        console.say(f"all {batch} texts will be the same; --temperature 1 samples different ones")
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
     _compile(model, generation)
     if explain:
@@ -270,7 +272,7 @@ def _answered_by_a_server(
         )
         ended = ENDED.get(reply.finish_reason, reply.finish_reason)
         line = f"{read}{first}; {_count(made, 'new token')}{speed} ({ended})"
-        console.say(f"{line}; by the server that is running, process {told['process']}{drawn}")
+        console.say(f"{line}; by the running server (process {told['process']}){drawn}")
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     return ""
@@ -373,7 +375,7 @@ def _check_writable(timeline: str) -> None:
     """Raise UsageError where --profile could not write its file after the work."""
     folder = next(p for p in Path(timeline).absolute().parents if p.exists())  # folders below it will be created
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"--profile {timeline}: {folder} is no folder that can be written to")
+        raise UsageError(f"--profile {timeline}: lowq cannot write to the folder {folder}")
 
 
 def _answer_all(

@@ -19,9 +19,9 @@ def inspect(
     path: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Model folder, hub id or demo. Default: the checkpoint written last.")
     ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every weight: is it, bit for bit, what lowq wrote?")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Read every weight and fail where anything is odd.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print one line per tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every weight; fail unless it is what lowq wrote.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Read every weight; fail on anything suspicious.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; reads no codes."""
@@ -75,7 +75,7 @@ def _strict(name: str) -> None:
     for line in found:
         console.warn(line)
     if found:
-        raise DamagedError(f"{name} has {len(found)} odd things; the first: {found[0]}")
+        raise DamagedError(f"{name} has {len(found)} problems; the first: {found[0]}")
 
 
 def _verify(name: str) -> list[str]:
@@ -95,5 +95,5 @@ def _verify(name: str) -> list[str]:
             checkpoint.check_values(advance)
     console.say(f"verified: {len(checkpoint.tensors)} tensors, {console.size(checkpoint.nbytes)}, are what lowq wrote")
     if unhashed:
-        console.warn(f"not verified: {', '.join(unhashed)}, of which a report of this age has no hash")
+        console.warn(f"not verified: {', '.join(unhashed)}, which this older report has no hash of")
     return unhashed

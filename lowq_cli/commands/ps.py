@@ -9,7 +9,7 @@ EXAMPLES = """Examples:
 
 
 def ps(as_json: AsJson = False) -> None:
-    """List the servers that are running: those of `lowq serve`, and those that --keep-alive left behind."""
+    """List the servers that are running: those of `lowq serve`, and those that --keep-alive left running."""
     from lowq_cli import running
 
     found = running.all_info()
@@ -17,7 +17,7 @@ def ps(as_json: AsJson = False) -> None:
         console.out_json({"servers": found})
         return
     if not found:
-        console.say("none is running; lowq serve starts one, lowq run MODEL TEXT --keep-alive 10m leaves one behind")
+        console.say("no server is running; lowq serve starts one, lowq run MODEL TEXT --keep-alive 10m keeps one")
         return
     cells = []
     for server in found:

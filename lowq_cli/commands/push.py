@@ -14,11 +14,9 @@ EXAMPLES = """Examples:
 
 
 def push(
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="Where to, as name/model.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, as name/model.")],
     ckpt: Annotated[str | None, typer.Option(help="Checkpoint folder. Default: the last one written.")] = None,
-    against: Annotated[
-        str | None, typer.Option(help="The original: its perplexity and the difference are measured for the card.")
-    ] = None,
+    against: Annotated[str | None, typer.Option(help="The original, to state both perplexities on the card.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and send nothing.")] = False,
     as_json: AsJson = False,

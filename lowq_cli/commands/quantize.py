@@ -46,14 +46,14 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "group": (str, option("Weights that share a scale, or channel.  [default: 64]")),
     "method": (str, option(f"auto (the measured best per width), or {', '.join(METHODS)}: see below.", completion.methods)),
     "zero": (str, option("Kind of zero: float, int or none (symmetric).  [default: float]", completion.zeros)),
-    "bpw": (float, option("Mixed widths: so many bits per weight, spent where they matter most.", metavar="BITS")),
-    "size": (str, option("Mixed widths: as --bpw, for weight files of so many bytes.", metavar="4GB")),
-    "max_kl": (float, option("Mixed widths: the smallest checkpoint of at most so much KL divergence.", metavar="NATS")),
-    "max_ppl": (str, option("Mixed widths: the smallest one with perplexity at most so much higher.", metavar="1%")),
-    "fit": (str, option("With --max-kl or --max-ppl: weight files of at most so many bytes.", metavar="16GB")),
-    "tokens_per_s": (float, option("With them: it must decode at least so fast here, one text at a time.", metavar="N")),
-    "judge": (str, option("With them: the text to measure on.  [default: a sample of novels]", metavar="FILE")),
-    "widths": (str, option("Widths that these may choose.  [default: 8,4,3,2]", metavar="8,4,3,2")),
+    "bpw": (float, option("Mixed widths: this many bits per weight on average.", metavar="BITS")),
+    "size": (str, option("Mixed widths: the best in weight files of this size.", metavar="4GB")),
+    "max_kl": (float, option("Mixed widths: the smallest with at most this KL divergence.", metavar="NATS")),
+    "max_ppl": (str, option("Mixed widths: the smallest with at most this much more perplexity.", metavar="1%")),
+    "fit": (str, option("With --max-kl or --max-ppl: weight files of at most this size.", metavar="16GB")),
+    "tokens_per_s": (float, option("With these two: decode one text at least this fast here.", metavar="N")),
+    "judge": (str, option("With these two: the text to measure on.  [default: a sample of novels]", metavar="FILE")),
+    "widths": (str, option("Mixed widths: the widths to choose from.  [default: 8,4,3,2]", metavar="8,4,3,2")),
     "layout": (str, option("Order of the words in the files: auto (rowstream), tile for CUDA, or cpu.")),
     "overrides": (
         list[str],
@@ -62,7 +62,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "skip": (list[str], option("Leave these weights as they are.", metavar="PATTERN")),
     "lm_head": (str, option("Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]", metavar="BITS|keep")),
     "embedding": (str, option("Input embedding.  [default: keep]", metavar="BITS|keep")),
-    "vision": (str, option("The tower that sees pictures, of a model that has one.  [default: keep]", metavar="BITS|keep")),
+    "vision": (str, option("The vision tower, if there is one.  [default: keep]", metavar="BITS|keep")),
     "calib": (
         str,
         option(
@@ -72,15 +72,15 @@ FLAGS: dict[str, tuple[type, Any]] = {
         ),
     ),
     "calib_tokens": (int, option("How many tokens of it to read.  [default: 65536; distill on a GPU: to 524288]")),
-    "calib_seed": (int, option("With --calib self: another text.  [default: 0]")),
-    "rotate": (bool, option("Turn the model's space first, folded into the weights.", None, None, "--rotate/--no-rotate")),
+    "calib_seed": (int, option("With --calib self: the seed of that text.  [default: 0]")),
+    "rotate": (bool, option("Rotate the residual stream first (folded into the weights).", None, None, "--rotate/--no-rotate")),
     "format": (str, option("lowq; nvfp4, mxfp4, nf4, or table (fitted to each weight); fp8 (e4m3).  [default: lowq]")),
     "block": (str, option("With --format fp8: 128x128 or 256x256.  [default: 128x128]")),
     "act": (
         str,
         option("Round activations while running: none, int8 or fp8.  [default: none; --format fp8: fp8]", completion.acts),
     ),
-    "dtype": (str, option("Of scales and kept tensors: source, float16, bfloat16, float32.")),
+    "dtype": (str, option("Dtype of scales and kept tensors: source, float16, bfloat16, float32.")),
 }
 
 
@@ -103,12 +103,12 @@ def quantize(
         ),
     ],
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="With mixed widths: draw the width of every layer.")
+        str | None, typer.Option(metavar="FILE.png", help="With mixed widths: plot the width of every layer.")
     ] = None,
     engine: Annotated[
         str | None,
         option(
-            "Only what this takes exactly: vllm, llama.cpp, mlx; or a format: gptq, awq, humming, hqq, modelopt, bitsandbytes.",
+            "What this engine reads exactly: vllm, llama.cpp, mlx; or format: gptq, awq, humming, hqq, modelopt, bitsandbytes.",
             completion.engines,
             "ENGINE",
             "--for",
@@ -117,7 +117,7 @@ def quantize(
     to: Annotated[
         str | None,
         option(
-            "Only what this format takes exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq, "
+            "What this format stores exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq, "
             "modelopt, bitsandbytes.",
             completion.exports,
             "FORMAT",
@@ -239,7 +239,7 @@ def _mixture(
         raise UsageError(f"--type {kind} is a mixture of GGUF's types; use it with --export gguf, not {to}")
     if others:
         name = next(iter(others)).replace("_", "-")
-        raise UsageError(f"--type {kind} says what every weight becomes; leave --{name} out, or --type")
+        raise UsageError(f"--type {kind} sets the type of every weight; leave --{name} or --type out")
     check_there(model)
     with console.status(f"reading {model}"):
         rows = export.show_mixture(model, kind, dry_run and not as_json)
@@ -313,7 +313,7 @@ def _show_result(
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
     done = "was already there" if result.already_done else f"written in {console.duration(result.seconds)}"
-    resumed = f", {result.resumed} tensors from the run before" if result.resumed and not result.already_done else ""
+    resumed = f", {result.resumed} tensors from the interrupted run" if result.resumed and not result.already_done else ""
     console.say(
         f"{console.size(result.bytes)} {done}{resumed}; {result.bpw:.2f} bits per weight, "
         f"peak memory {console.size(result.peak_rss_bytes)}"
@@ -326,7 +326,7 @@ def _show_result(
 
         console.say(f"for {engine}: lowq export {state.as_argument(result.out)} --to {targets.get(engine).export}")
     if head:
-        console.say(f"next: lowq generate MODEL --draft {state.as_argument(result.out)}, of the model that it guesses for")
+        console.say(f"next: lowq generate MODEL --draft {state.as_argument(result.out)}, with the model that it drafts for")
     if to or head:  # the next step has been printed
         return
     if not engine and recipe.format == "lowq":

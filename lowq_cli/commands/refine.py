@@ -58,6 +58,6 @@ def refine(
         console.out(done.exported.out)
         there = " (was already there)" if done.exported.already_done else ""
         console.say(
-            f"{done.better} of {done.matrices} weights have codes of less error; {console.size(done.exported.bytes)}, "
+            f"{done.better} of {done.matrices} weights have a smaller error now; {console.size(done.exported.bytes)}, "
             f"{done.exported.format} as before{there}"
         )

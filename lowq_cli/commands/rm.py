@@ -19,7 +19,7 @@ def rm(
         typer.Argument(metavar="[FOLDER]...", help="Folders that lowq ls lists.", autocompletion=completion.checkpoints),
     ] = None,
     cached: Annotated[bool, typer.Option("--cached", help="All imports, exports and runs in the cache.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; with --yes.")] = False,
 ) -> None:
     """Remove what lowq wrote: checkpoints, or all of its cache; asks first."""
@@ -44,7 +44,7 @@ def rm(
 def _ask(what: list[str], as_json: bool) -> None:
     """Raise UsageError unless the person says yes, in a terminal."""
     if as_json or not sys.stdin.isatty():
-        raise UsageError(f"not asked whether to remove {'1 folder' if len(what) == 1 else f'{len(what)} folders'}; add --yes")
+        raise UsageError(f"removing {'1 folder' if len(what) == 1 else f'{len(what)} folders'} needs a confirmation; add --yes")
     for line in what:
         console.page(line)
     if what and input("remove? [y/N] ").strip().lower() not in ("y", "yes"):

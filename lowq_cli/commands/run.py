@@ -22,15 +22,15 @@ def run(
         str,
         typer.Argument(metavar="MODEL", help="Model folder, hub id, demo, or a checkpoint.", autocompletion=completion.models),
     ],
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to answer. Default: talk, as lowq chat.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt. Default: a conversation.")] = None,
     pictures: Annotated[
-        list[str] | None, typer.Argument(metavar="PICTURE", help="Files of pictures that the text is about.")
+        list[str] | None, typer.Argument(metavar="PICTURE", help="Picture files that the text is about.")
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE.toml",
-            help=f"How to quantize it: {', '.join(recipes.names())}, or a file.  [default: 4 bits, without a text]",
+            help=f"How to quantize it: {', '.join(recipes.names())}, or a file.  [default: 4 bits, no calibration]",
             autocompletion=completion.words(*recipes.names()),
         ),
     ] = None,
@@ -43,7 +43,7 @@ def run(
     no_think: NoThink = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
-    """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
+    """Answer a prompt with a model; the first run quantizes it into the cache. Without a prompt: a conversation."""
     from lowq_cli import state
     from lowq_cli.commands.chat import chat
     from lowq_cli.commands.generate import answer
@@ -56,7 +56,7 @@ def run(
         return
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": None}
     settings |= {"images": pictures or [], "draft": draft, "think": False if no_think else None}
-    here = "--draft and pictures are of this process" if draft != "auto" or pictures else ""
+    here = "--draft and pictures do not go to a running server" if draft != "auto" or pictures else ""
     said = "-" if text is None else text
     answer(folder, said, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here)
 

@@ -41,62 +41,64 @@ def serve(
         str | None,
         typer.Argument(
             metavar="CKPT",
-            help="Checkpoint, model folder or hub id, which is then served alone. Default: all that lowq ls lists, by name.",
+            help="Checkpoint, model folder or hub id to serve alone. Default: every model that lowq ls lists.",
             autocompletion=completion.checkpoints,
         ),
     ] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--models", metavar="DIR", help="Serve all models in this folder too; repeatable.")
+        list[str] | None, typer.Option("--models", metavar="DIR", help="Also serve all models in this folder; repeatable.")
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option("--config", metavar="FILE.toml", help="Names and options of models; read again at SIGHUP."),
+        typer.Option("--config", metavar="FILE.toml", help="Names and options of models; SIGHUP reads it again."),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="All loaded models together, such as 40GB.  [default: what the device has]"),
+        typer.Option(metavar="SIZE", help="Memory for all loaded models, such as 40GB.  [default: the device's]"),
     ] = None,
     keep_alive: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Unload a model that nobody asks for so long, such as 10m.  [default: never]"),
+        typer.Option(metavar="TIME", help="Unload a model after this long without requests, such as 10m.  [default: never]"),
     ] = None,
     kv_host: Annotated[
         str | None,
         typer.Option(
-            "--kv-host", metavar="SIZE", help="Host memory for what caches have no room for, such as 8GB.  [default: none]"
+            "--kv-host",
+            metavar="SIZE",
+            help="Host memory for cache that the device cannot hold, such as 8GB.  [default: none]",
         ),
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="A LoRA adapter (PEFT's folder) to ask for by this name; repeatable."),
+        typer.Option(metavar="NAME=DIR", help="A LoRA adapter (a folder of PEFT) that requests call NAME; repeatable."),
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Only for lowq's own commands of this user: no port; ends when it is idle.")
+        bool, typer.Option("--local", help="Only for this user's lowq commands: no port; ends when idle.")
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     engine: Annotated[
         str,
         typer.Option(
-            help="own, vllm, or auto: own, and vllm where --tp, --pp, --native or --args ask for it.",
+            help="own, vllm, or auto: vllm if --tp, --pp, --native or --args is given, else own.",
             autocompletion=completion.words(*ENGINES),
         ),
     ] = "auto",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse fields of requests that nobody knows, instead of leaving them out.")
+        bool, typer.Option("--strict", help="Refuse requests with unknown fields, instead of ignoring these.")
     ] = False,
     api_key: Annotated[
-        str, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="What clients must show as their key.")
+        str, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = "",
     name: Annotated[str | None, typer.Option(help="The model's name for clients.  [default: its folder's]")] = None,
     device: Device = "auto",
     max_batch: Annotated[
         int | None,
-        typer.Option("--max-batch", min=1, help="Requests computed side by side.  [default: as the device is good for]"),
+        typer.Option("--max-batch", min=1, help="Most requests computed at once.  [default: by device]"),
     ] = None,
     cache_tokens: Annotated[
         int | None,
-        typer.Option("--cache-tokens", min=1, help="Tokens held for all requests together.  [default: as memory allows]"),
+        typer.Option("--cache-tokens", min=1, help="Tokens that the cache holds for all requests.  [default: by memory]"),
     ] = None,
     kv: KvCache = "16",
     draft: Draft = "auto",
@@ -104,30 +106,30 @@ def serve(
     prefer: Annotated[
         str,
         typer.Option(
-            help="smooth: no token comes much later than others; first-token: prompts are read as soon as can be, others wait.",
+            help="smooth: new prompts hardly delay running answers; first-token: new prompts first, running answers wait.",
             autocompletion=completion.words(*PREFER),
         ),
     ] = PREFER[0],
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits whoever else is there: the same kernels always, slower.")
+        bool, typer.Option("--deterministic", help="Bit-equal answers at any load: always the same kernels, slower.")
     ] = False,
     allow_image_urls: Annotated[
         bool, typer.Option("--allow-image-urls", help="Fetch pictures that requests link to, from public addresses.")
     ] = False,
-    grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish answers in after SIGTERM or Ctrl-C.")] = 10.0,
-    tp: Annotated[int, typer.Option("--tp", help="vLLM: GPUs to spread the weights over.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", help="vLLM: GPUs that take the layers one after another.")] = 1,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds that running answers get after SIGTERM or Ctrl-C.")] = 10.0,
+    tp: Annotated[int, typer.Option("--tp", help="vLLM: tensor-parallel GPUs.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="vLLM: pipeline-parallel GPUs.")] = 1,
     native: Annotated[
         bool | None,
         typer.Option(
-            "--native/--export", help="vLLM: lowq's kernels by its plugin, or its own on an export.  [default: the faster]"
+            "--native/--export", help="vLLM: lowq's kernels (plugin), or vLLM's own on an export.  [default: the faster]"
         ),
     ] = None,
     args: Annotated[str, typer.Option(help="vLLM: more arguments for `vllm serve`, as one string.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, or vLLM's command line, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: the plan, or vLLM's command.")] = False,
 ) -> None:
-    """Serve a checkpoint to OpenAI's clients and a browser: by lowq's own engine, or through vLLM."""
+    """Serve a checkpoint to OpenAI's clients and a browser: with lowq's own engine, or with vLLM."""
     from lowq_cli import state
 
     if prefer not in PREFER:
@@ -142,7 +144,7 @@ def serve(
         many = models or config or memory or keep_alive or kv_host
         own = (host != "127.0.0.1", api_key, name, max_batch, cache_tokens, deterministic, act, kv != "16", prefer != PREFER[0])
         if many or any(own):
-            raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
+            raise UsageError(f"{OWN} are for lowq's own engine; pass vLLM's options with --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
         from lowq_cli.serving.http.opening import Asked
@@ -158,7 +160,7 @@ def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
     """NAME=DIR as names and folders. Raises UsageError."""
     found = dict(one.partition("=")[::2] for one in given)
     if given and ckpt is None:
-        raise UsageError("--lora is of one model; name it, or give adapters in a --config FILE.toml (lora = {name = dir})")
+        raise UsageError("--lora needs one model; name it, or give adapters in a --config FILE.toml (lora = {name = dir})")
     if wrong := next((one for one in given if not all(one.partition("=")[::2])), None):
         raise UsageError(f"--lora {wrong}: write NAME=DIR, such as german=./german-lora")
     return found
@@ -186,7 +188,7 @@ def _serve(
     offers = asked.read()
     bound, own = None if address is None else run.listen(*address), None if dry_run else running.listen()
     if bound is None and own is None and not dry_run:
-        raise UnsupportedError("--local needs a Unix socket in a folder of yours; name one: XDG_STATE_HOME=DIR")
+        raise UnsupportedError("--local needs a Unix socket in a folder that you own; name one: XDG_STATE_HOME=DIR")
     opening, printer = Opening(asked, offers, device, how), Printer()
     try:
         from lowq_cli.serving.http.app import PICTURE_BODY, Served  # imported while the model loads
@@ -219,7 +221,7 @@ def _run(
     from lowq_cli.serving.http.metrics import Speed
 
     if not plan["local"] and not served.api_key:
-        console.warn("other machines can use this server; --api-key KEY lets in only who knows it")
+        console.warn("other machines can use this server; --api-key KEY admits only clients that send it")
     shown = ExitStack()  # a terminal shows one live line at a time: a progress bar, then the speed
     speed = Speed(served.models.stats)
     bars: list[Callable[[int, str], None]] = []
@@ -252,7 +254,7 @@ def _run(
         served.models.memory, served.models.keep_alive = new.memory or served.models.memory, new.keep_alive
         host = served.models.host
         if (new.kv_host or 0) != (0 if host is None else host.bytes):
-            printer.say("kv_host stays as it was: it is read at the start alone")
+            printer.say("kv_host is unchanged: it is read only at the start")
         printer.say(f"read again: {len(new.models)} models")
 
     served.recording = recording
@@ -296,19 +298,19 @@ def _show_plan(plan: dict[str, Any]) -> None:
     console.say(f"{plan['model']} on {plan['device']}, {weights} of weights; engine: {plan['engine']}{why}")
     users, each = plan["running"], plan["cache_tokens"] // plan["running"]
     console.say(
-        f"texts of up to {plan['longest']:,} tokens; {users} at once, {plan['waiting']} waiting; "
+        f"requests of up to {plan['longest']:,} tokens; {users} at once, {plan['waiting']} waiting; "
         f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
         f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
     )
     if plan["kv_host_bytes"]:
-        console.say(f"up to {console.size(plan['kv_host_bytes'])} of host memory for what the cache has no room for")
+        console.say(f"up to {console.size(plan['kv_host_bytes'])} of host memory for cache that does not fit on the device")
     console.say(f"drafts: {plan['drafts']}")
     if others := [m for m in plan["models"] if m != plan["model"]]:
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
-        console.say(f"loaded when they are asked for: {some}")
+        console.say(f"loaded on their first request: {some}")
     if plan["sampling"]:
         said = ", ".join(f"{n} {v:g}" for n, v in plan["sampling"].items())
-        console.say(f"requests that leave it open are drawn by generation_config.json: {said}")
+        console.say(f"requests that set no sampling use generation_config.json's: {said}")
 
 
 def _show_ready(plan: dict[str, Any]) -> None:
@@ -374,5 +376,5 @@ def _until_told(line: list[str]) -> int:
         signal.signal(number, pass_on)
     code = process.wait()
     if not told:
-        console.warn(f"vLLM's server ended by itself, with {code}: its own last lines say why")
+        console.warn(f"vLLM's server ended with exit code {code}; its last lines above say why")
     return code or int(not told)

@@ -27,12 +27,12 @@ def tune(
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows per product: sequences decoded at once.")] = (
         "1,2,4,8,16,32,64"
     ),
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Stop after this long, with what is known.")] = 75.0,
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Time configs that the model rules out, too.")] = False,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Stop after this long and keep the results.")] = 75.0,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Also time configs that the cost model rules out.")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those found."""
+    """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those so far."""
     import torch
 
     from lowq_cli import state
@@ -60,7 +60,7 @@ def tune(
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
     if busy := others_at_work():
-        console.warn(f"other programs keep the processors busy ({busy}): times are least disturbed on a quiet machine")
+        console.warn(f"other programs keep the processors busy ({busy}): a quiet machine gives more exact times")
     entries: dict[tuple[object, ...], Entry] = {}  # keyed by call: a repeated measurement replaces an implausible time
     on_gpu = where.type == "cuda"
     alone = clock
@@ -77,15 +77,15 @@ def tune(
                 position = shapes.index(shape) * per_shape + batches.index(e.M) + 1
                 advance(position, f"{shape.N}x{shape.K} M={e.M}: {e.kernel} {e.us:.1f} us")
         if not alone.left and not on_gpu:
-            stopped = f"the budget of {console.duration(budget)} ended"
+            stopped = f"the budget of {console.duration(budget)} is used up"
     except KeyboardInterrupt:
         stopped = "interrupted"
     if not entries and stopped == "interrupted":
         raise KeyboardInterrupt("nothing was measured yet")
     if not entries:
         if not alone.left:
-            way_out = f"try --budget {2 * budget:g}" + ("; what was compiled is kept" if on_gpu else "")
-            raise UsageError(f"nothing measured: the budget of {console.duration(budget)} ended; {way_out}")
+            way_out = f"try --budget {2 * budget:g}" + ("; compiled kernels are kept" if on_gpu else "")
+            raise UsageError(f"nothing measured: the budget of {console.duration(budget)} is used up; {way_out}")
         raise UsageError("nothing measured: no kernel takes these shapes here")
     chosen = list(entries.values())
     if on_gpu and not stopped:
@@ -99,9 +99,9 @@ def tune(
     for line in [*lost, *tuner.crossovers(chosen)]:
         console.say(line)
     for name, why in sorted(measure.failed.items()):
-        console.say(f"passed over: {name}: {why.splitlines()[0][:160]}")
+        console.say(f"skipped: {name}: {why.splitlines()[0][:160]}")
     if stopped:
-        console.say(f"{stopped}; what was measured until then is kept")
+        console.say(f"{stopped}; results until then are kept")
     console.say(f"wrote {len(chosen)} entries to {path} in {console.duration(clock.spent)}")
     if stopped != "interrupted":
         console.say(f"next: lowq generate{f' {state.as_argument(checkpoint)}' if checkpoint else ''} --prompt 'Hello'")
@@ -125,7 +125,7 @@ def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batc
         console.say(f"batch {t.M}: {t.plain_us / 1e3:.2f} ms a step without the entries, {t.tuned_us / 1e3:.2f} with them")
     kept = trial.kept(chosen, found)
     if chosen and not kept:
-        console.warn("steps are slower with them, so none is kept: kernels are chosen as without tuning")
+        console.warn("steps are slower with the entries, so none is kept: dispatch chooses as without tuning")
     return kept
 
 
@@ -150,7 +150,7 @@ def _in_steps(
         stopped = "interrupted"
     if waiting:
         missed = ", ".join(map(str, waiting))
-        console.say(f"not raced in whole steps, so without an entry: batch {missed}; tune --batch {missed.replace(', ', ',')}")
+        console.say(f"not timed in whole steps, so without an entry: batch {missed}; tune --batch {missed.replace(', ', ',')}")
     return raced, stopped
 
 
@@ -179,4 +179,4 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
     end = None if any(row[-1] for row in rows) else -1  # drop an empty last column
     console.table("", columns[:end], [row[:end] for row in rows], on_stdout=not as_json, spare=("layout",))
     if end and len({e.kernel for e in entries}) == 1:
-        console.say(f"one kernel takes all of these here, {entries[0].kernel}: there was nothing to choose")
+        console.say(f"only {entries[0].kernel} computes these shapes here: there was nothing to choose")

@@ -149,8 +149,8 @@ def test_without_lm_eval_a_line_says_what_to_install(invoke, monkeypatch):
         (["--tasks", "a", "--text", "b.txt"], "--text measures on a text"),
         (["--tasks", "a", "--layers", "--against", "demo"], "--layers measures on a text"),
         (["--tasks", "a", "--act", "all"], "--act all compares perplexities"),
-        (["--limit", "3"], "--limit is of --tasks"),
-        (["--fewshot", "3"], "--fewshot is of --tasks"),
+        (["--limit", "3"], "--limit needs --tasks"),
+        (["--fewshot", "3"], "--fewshot needs --tasks"),
     ],
 )
 def test_flags_that_contradict(invoke, flags, said):

@@ -69,8 +69,8 @@ def test_commands_are_obeyed_and_never_said_to_the_model(tmp_path):
         "/save FILE writes",
         "temperature 0.0",
         "top_p=7.0 must be",
-        "no setting is called 'nose'",
-        "no command is called /nose",
+        "there is no setting 'nose'",
+        "there is no command /nose",
     ):
         assert told in done.stderr
     assert done.stderr.count("this model has no chat template") == 1

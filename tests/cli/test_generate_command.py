@@ -91,7 +91,7 @@ def test_many_prompts_come_out_in_order(tmp_path, run):
     [
         (["demo"], None, 2, "one of --prompt TEXT and --prompts"),
         (["demo", "--prompt", "a", "--prompts", "b"], None, 2, "one of --prompt TEXT and --prompts"),
-        (["demo", "--prompt", "-"], "", 2, "stdin held no prompt"),
+        (["demo", "--prompt", "-"], "", 2, "stdin is empty"),
         (["demo", "--prompts", "no-such-file.jsonl"], None, 3, "cannot read the prompts"),
         (["demo", "--prompts", "/dev/zero"], None, 2, "is a device"),  # memory grew without an end
         (["demo", "--prompts", "-"], "{not json\n", 2, "line 1 of - is not JSON"),
@@ -201,10 +201,10 @@ def test_a_profile_that_cannot_be_written_is_told_before_the_work(run, tmp_path,
     (tmp_path / "file").write_text("")
     done = run(*SHORT, "--prompt", "x", "--profile", str(tmp_path / "file" / "t.json"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "is no folder that can be written to" in done.stderr
+    assert "lowq cannot write to the folder" in done.stderr
     done = run(*SHORT, "--prompts", "-", "--explain", stdin='"x"')
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--explain shows one prompt at work" in done.stderr
+    assert "--explain measures one prompt" in done.stderr
 
 
 def test_a_timeline_where_no_file_can_be_made_is_one_line(run):

@@ -27,13 +27,13 @@ def test_it_goes_on_where_it_was_left(home):
     assert [m["content"] for m in found["messages"][::2]] == list(SAID)
     assert not kept.stat().st_mode & 0o077 or not kept.parent.parent.stat().st_mode & 0o077
     said = lowq(*HOW, "--session", "trip", input="/new\n").stderr
-    assert "it goes on after 6 messages" in said
+    assert "continues after 6 messages" in said
     assert said.count("the saved cache of session trip is not used: it is damaged") == said.count("not used") == 1
     assert sessions.read("trip") == ("", [])
     assert not cache.exists()
     chat("Hello", flags=("--session", "told", "--system", "Be brief."))
     assert sessions.read("told")[0] == "Be brief."
-    assert "has begun already" in lowq(*HOW, "--session", "told", "--system", "Be long.", code=2, input="").stderr
+    assert "exists already" in lowq(*HOW, "--session", "told", "--system", "Be long.", code=2, input="").stderr
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_entries_of_a_stalled_measurement_are_not_written(folder, monkeypatch, c
     monkeypatch.setattr(tuner, "measure_all", measured)
     code, err = run(monkeypatch, capsys, "tune", folder, "--batch", "1", "--device", "cpu")
     assert code == 0, err
-    assert "steps are slower with them, so none is kept" in err
+    assert "steps are slower with the entries, so none is kept" in err
     assert [m["entries"] for m in json.loads((folder / FILE).read_text())["machines"]] == [[]]
 
 

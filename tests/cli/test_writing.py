@@ -210,7 +210,7 @@ def test_strict_says_all_that_is_odd(family_checkpoints, tmp_path, monkeypatch, 
     said = " ".join(capsys.readouterr().err.split())
     for name in ("pytorch_model.bin", "modeling.py", "NOTICE", "auto_map", "other.safetensors", "pipe is no regular"):
         assert name in said, name
-    assert "has 6 odd things" in said
+    assert "has 6 problems" in said
     quantize(family_checkpoints("llama").dense, tmp_path / "q", method="rtn")
     assert cli(monkeypatch, "inspect", tmp_path / "q", "--strict") == 0
     (tmp_path / "q" / "lowq_report.json").unlink()
