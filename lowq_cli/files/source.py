@@ -354,7 +354,7 @@ def _weight_files(folder: Path) -> list[str]:
     for pattern in PICKLES:
         for path in sorted(folder.glob(pattern)):
             raise UnsupportedError(_pickle_message(path))
-    for path in sorted(folder.glob("*.gguf")):
+    for path in sorted(folder.glob("*.gguf"), key=lambda p: ("mmproj" in p.name, p)):  # a tower is not a model
         raise NotFoundError(f"{folder} holds no *.safetensors but GGUF, which is named by its file: {path}")
     raise NotFoundError(f"{folder} holds no *.safetensors; give the folder of a Hugging Face model")
 

@@ -129,7 +129,7 @@ def _decoded(raw: Source, form: "Format", matrices: "list[Matrix]") -> "DecodedS
         if name not in parts:
             headers[name], where[name] = header, raw.where[name]
     config = {k: v for k, v in raw.config.items() if k not in SECTIONS}
-    return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, stored_as=form.name, raw=raw, dense=dense)
+    return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, raw.notes, form.name, raw=raw, dense=dense)
 
 
 @dataclass

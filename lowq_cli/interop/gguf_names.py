@@ -4,6 +4,7 @@ from lowq_packers.arch import families
 
 ARCHITECTURES = {name: family.gguf for name, family in families().items() if family.gguf}  # families that lowq writes
 CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # architectures that lowq reads -> class
+TYPES = {f.gguf_class: name for name, f in families().items() if f.gguf_class and not f.text}  # class -> its model_type
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp expects in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {

@@ -1,35 +1,28 @@
 """Open a GGUF file of the Llama or Qwen families as a model source with Hugging Face's names, row order and config.
 
 Tensors of the types in `formats.gguf.TYPES` are supported; an error names the first other one. A config.json next to the file
-is used; without one, the metadata give the config. Counts, strings and tensor spans of the file are checked first.
+is used; without one, the metadata give the config. The tower of a model that takes images comes from the mmproj file beside it
+(`gguf_tower`); without one, the model is opened as text alone.
 """
 
-import os
-import struct
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.resolution import check_config
-from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
-from lowq_cli.files.shapes import whole
+from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_json
+from lowq_cli.files.shapes import text_config, whole
 from lowq_cli.files.source import Source
-from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
-from lowq_cli.interop.gguf_names import CLASSES, LAYER, PERMUTED, TOP
+from lowq_cli.interop.gguf_names import CLASSES, LAYER, PERMUTED, TOP, TYPES
+from lowq_cli.interop.gguf_reader import Entry, read_gguf
 from lowq_cli.interop.gguf_tokenizer import STOPS, tokenizer_folder
+from lowq_cli.interop.gguf_tower import CLIP, GgufTower, Joined, PairSource, find_tower, tower_headers, with_processor
 from lowq_packers import home
+from lowq_packers.arch import families
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats.gguf import PLAIN, TYPES
-from lowq_packers.regular import open_regular
+from lowq_packers.formats.gguf import PLAIN
 
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-MAX_HEAD = 1 << 28  # max. bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
-MAX_COUNT = 1 << 22
-MAX_NAME = 64  # max. characters of a tensor's name; ggml's limit
-KNOWN = {t.number: t.name for t in TYPES.values()}
 FIELDS = {  # field of config.json -> metadata key, without the architecture's prefix
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -44,112 +37,8 @@ FIELDS = {  # field of config.json -> metadata key, without the architecture's p
 ARCH_KEYS = (  # an architecture's metadata keys that `_config` reads, or that have one value in all its models
     *(*FIELDS.values(), "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"),
     *("rope.scaling.type", "vocab_size", "tensor_data_layout", "attention.causal"),
+    *("rope.dimension_sections", "n_deepstack_layers"),  # of texts with images; equal positions rotate as one
 )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a GGUF file: shape (N, K) or (N,), type, and absolute position."""
-
-    shape: tuple[int, ...]
-    kind: str
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return prod(self.shape) // TYPES[self.kind].elements * TYPES[self.kind].nbytes
-
-
-class _Reader:
-    """Read values from the start of a file; each is checked against the number of remaining bytes."""
-
-    def __init__(self, raw: bytes, where: str) -> None:
-        self.raw, self.where, self.at = raw, where, 0
-
-    def take(self, n: int) -> bytes:
-        if n < 0 or self.at + n > len(self.raw):
-            raise DamagedError(f"{self.where} ends inside its header: truncated, or not a GGUF file; fetch it again")
-        self.at += n
-        return self.raw[self.at - n : self.at]
-
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def count(self, what: str) -> int:
-        n = self.number("<Q")
-        if n > MAX_COUNT:
-            raise DamagedError(f"{self.where} says it has {n} {what}; fetch it again")
-        return n
-
-    def string(self) -> str:
-        return self.take(self.count("characters")).decode("utf-8", "replace")
-
-    def name(self) -> str:
-        found = self.string()
-        if len(found) > MAX_NAME or not found.isprintable():
-            raise DamagedError(f"{self.where} has a tensor of the name {found[:MAX_NAME]!r}; fetch it again")
-        return found
-
-    def value(self, kind: int, nested: bool = False) -> Any:
-        if kind == STRING:
-            return self.string()
-        if kind == ARRAY and not nested:
-            of, n = self.number("<I"), self.count("values")
-            return [self.value(of, True) for _ in range(n)]
-        if kind not in SCALARS:
-            raise DamagedError(f"{self.where} has metadata of the unknown type {kind}")
-        return bool(self.number(SCALARS[kind])) if kind == BOOL else self.number(SCALARS[kind])
-
-
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
-    """Metadata, tensors and the CRC-32 of a file's head. Raises NotFoundError, DamagedError, UnsupportedError."""
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
-        raw = bytes(read_bytes(fd, 0, min(size, MAX_HEAD), str(path)))
-    finally:
-        os.close(fd)
-    r = _Reader(raw, str(path))
-    if r.take(4) != MAGIC:
-        raise DamagedError(f"{path} is no GGUF file; fetch it again")
-    if (version := r.number("<I")) not in (2, 3):
-        raise UnsupportedError(f"{path} is GGUF version {version}; lowq reads 2 and 3")
-    tensor_count, pair_count = r.count("tensors"), r.count("metadata values")
-    metadata = {}
-    for _ in range(pair_count):
-        key = r.string()
-        if key in metadata:
-            raise DamagedError(f"{path} says {key[:MAX_NAME]!r} twice; fetch it again")
-        metadata[key] = r.value(r.number("<I"))
-    rows = [_row(r) for _ in range(tensor_count)]
-    alignment = metadata.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or alignment < 8 or alignment % 8:
-        raise DamagedError(f"{path} has the alignment {alignment!r}")
-    start = -(-r.at // alignment) * alignment
-    tensors = {name: Entry(shape, kind, start + at) for name, shape, kind, at in rows}
-    if len(tensors) != len(rows):
-        raise DamagedError(f"{path} has two tensors of one name")
-    end = start
-    for name, t in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if t.offset < end or t.offset + t.nbytes > size:
-            raise DamagedError(f"{path}: {name} lies at {t.offset}, over another tensor or beyond the end; fetch it again")
-        end = t.offset + t.nbytes
-    return metadata, tensors, zlib.crc32(raw[: r.at])
-
-
-def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
-    name, dims = r.name(), r.number("<I")
-    if not 1 <= dims <= 4:
-        raise DamagedError(f"{r.where}: {name} has {dims} dimensions")
-    shape = tuple(reversed([r.number("<Q") for _ in range(dims)]))
-    number, at = r.number("<I"), r.number("<Q")
-    if number not in KNOWN:
-        raise UnsupportedError(f"{r.where}: {name} has the GGUF type {number}; lowq reads {', '.join(TYPES)}: take such a file")
-    kind = TYPES[KNOWN[number]]
-    if not all(0 < d < 1 << 40 for d in shape) or shape[-1] % kind.elements or dims == 1 < kind.elements:
-        raise DamagedError(f"{r.where}: {name} is {kind.name} of the shape {list(shape)}, which is not rows of whole blocks")
-    return name, shape, kind.name, at
 
 
 def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
@@ -159,17 +48,58 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
     """
     metadata, tensors, crc = read_gguf(path)
     arch = str(metadata.get("general.architecture"))
+    if arch == CLIP:
+        raise UnsupportedError(f"{path} is the tower of a model; give the file of its text, and this one is found beside it")
     if arch not in CLASSES:
         raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {', '.join(sorted(CLASSES))}")
+    tower, note = find_tower(path, arch, metadata)
+    config = _whole_config(path, arch, metadata, tensors, tower)
+    headers, stored = _text_headers(path, config, arch, tensors)
+    where, files = dict.fromkeys(headers, path.name), {path.name: FileHeader(path, headers, path.stat().st_size, crc)}
+    joined = dict[str, Joined]()
+    cache = home.cache_dir() / "tokenizers" / f"{path.stem}-{crc:08x}"
+    folder = path.parent if headers_only else tokenizer_folder(path, metadata, cache)
+    if tower:
+        own, of_tower, joined = tower_headers(tower)
+        headers, stored = headers | own, stored | of_tower
+        where |= dict.fromkeys(own, tower.path.name)
+        files[tower.path.name] = FileHeader(tower.path, own, tower.path.stat().st_size, tower.crc)
+        if not headers_only:
+            beside = Source(name, folder, {}, {}, {}, {})
+            folder = with_processor(tower, beside, cache.with_name(f"{cache.name}-{tower.crc:08x}"))
+    notes = (note,) if note else ()
+    return PairSource(name, folder, config | {"gguf": stored}, headers, files, where, notes, joined=joined)
+
+
+def _whole_config(
+    path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry], tower: GgufTower | None
+) -> dict[str, Any]:
+    """The config of the model: of text and tower, or of the text alone."""
     beside = path.with_name("config.json")
-    if beside.is_file():
-        check_config(config := read_json(beside), beside)
-        _check_beside(config, arch, metadata, path)
-    else:
-        config = _config(path, arch, metadata, tensors)
-    heads = _heads(config, path) if arch in PERMUTED else {}
-    headers: dict[str, TensorHeader] = {}
-    stored: dict[str, dict[str, Any]] = {}
+    if not beside.is_file():
+        text = _config(path, arch, metadata, tensors)
+        return tower.config(text, metadata) if tower else text
+    check_config(config := read_json(beside), beside)
+    _check_beside(text_config(config), arch, metadata, path)
+    family = families().get(str(config.get("model_type")))
+    if tower and config.get("model_type") != tower.model_type:
+        raise DamagedError(f"{beside} is of the model_type {config.get('model_type')}, {tower.path.name} of {tower.model_type}")
+    if tower or not family or not family.text:
+        return config
+    rope = text_config(config).get("rope_parameters") or text_config(config).get("rope_scaling") or {}
+    plain = {k: v for k, v in rope.items() if not k.startswith("mrope") and v != "mrope"}  # equal positions rotate as one
+    text = {k: v for k, v in text_config(config).items() if k not in ("vision_config", "rope_scaling")}
+    text |= {k: config[k] for k in ("tie_word_embeddings",) if k in config} | {"rope_parameters": plain or None}
+    return text | {"model_type": TYPES[CLASSES[arch]], "architectures": [CLASSES[arch]]}
+
+
+def _text_headers(
+    path: Path, config: Mapping[str, Any], arch: str, tensors: Mapping[str, Entry]
+) -> tuple[dict[str, TensorHeader], dict[str, dict[str, Any]]]:
+    """The text's tensors by the model's names, and those among them that the format decodes."""
+    heads = _heads(text_config(config), path) if arch in PERMUTED else {}
+    prefix, head = _place(config)
+    headers, stored = dict[str, TensorHeader](), dict[str, dict[str, Any]]()
     for theirs, t in tensors.items():
         ours = _name(theirs)
         if ours is None:
@@ -179,15 +109,22 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
         own = heads.get(ours.split(".")[-2])
         if own and len(t.shape) != 2:
             raise UnsupportedError(f"{path}: {theirs} is a bias in llama.cpp's order of rows, which lowq does not read")
+        ours = prefix + ours.removeprefix("model.") if ours.startswith("model.") else head + ours.removeprefix("lm_head")
         if t.kind not in PLAIN or own:
             stored[ours] = {"type": t.kind, "shape": list(t.shape), "heads": own}
             headers[ours] = TensorHeader((t.nbytes,), "U8", t.offset)
         else:
             headers[ours] = TensorHeader(t.shape, t.kind, t.offset)
-    files = {path.name: FileHeader(path, headers, path.stat().st_size, crc)}
-    cache = home.cache_dir() / "tokenizers" / f"{path.stem}-{crc:08x}"
-    folder = path.parent if headers_only else tokenizer_folder(path, metadata, cache)
-    return Source(name, folder, config | {"gguf": stored}, headers, files, dict.fromkeys(headers, path.name))
+    return headers, stored
+
+
+def _place(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The prefix of the text's names in the model, and its head's name."""
+    try:
+        model = read_config(config)[1]
+    except NotPlain:
+        return "model.", "lm_head"
+    return model.prefix, model.head
 
 
 def _heads(config: Mapping[str, Any], path: Path) -> dict[str, int]:
@@ -256,7 +193,7 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
         found
         | {k: v for k, v in tokens.items() if v is not None}
         | {
-            "model_type": arch,
+            "model_type": TYPES[CLASSES[arch]],
             "architectures": [CLASSES[arch]],
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in tensors,

@@ -53,6 +53,8 @@ def runnable(model: str | os.PathLike[str]) -> str:
         if fmt.name == "fp8" and _runs_in_fp8(source):
             return name
         target = cached(source)
+        for note in source.notes:
+            console.say(f"note: {note}")
         if _is_whole(target):
             copy_new(source, target)
         else:

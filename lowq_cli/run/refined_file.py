@@ -16,6 +16,7 @@ from lowq_cli.calibrate.file_matrix import Given, GivenBlocks, GivenCodes, Given
 from lowq_cli.calibrate.layer_file import load_item, load_tensor, save_item
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, sweep, unfinished
+from lowq_cli.files.safetensors_io import read_bytes
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.interop import export_checks, exporter
 from lowq_cli.interop.exported import Exported, Progress
@@ -139,19 +140,24 @@ class FolderFile:
 
 
 class GgufFile:
-    """A GGUF file: only the improved tensors' bytes change. Tensors of types that lowq only reads stay unchanged."""
+    """A GGUF file: only the improved tensors' bytes change. Tensors of types that lowq only reads stay unchanged, as does the
+    file of a tower beside it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.raw = path, open_foreign(path)
         self.kept = cached(self.raw, "refined")
         written = [k for k, s in gguf.SCHEMES.items() if gguf.type_for(s) == k]
-        stored = {n.removesuffix(".weight"): facts for n, facts in self.raw.config["gguf"].items()}
+        stored = {n.removesuffix(".weight"): facts for n, facts in self.raw.config["gguf"].items() if self._has(n)}
         self.facts = {n: f for n, f in stored.items() if f["type"] in BLOCK_KINDS or f["type"] in written}
         self.matrices = {n: ((f["shape"][0], f["shape"][1]), _scheme(f["type"])) for n, f in self.facts.items()}
 
+    def _has(self, name: str) -> bool:
+        """Whether a tensor of the model is in this file."""
+        return self.raw.where[name] == self.path.name
+
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `RefinedFile` says."""
-        headers = self.raw.headers.items()
+        headers = [(n, h) for n, h in self.raw.headers.items() if self._has(n)]
         return ((n, self.raw.read(n)) for n, h in headers if len(h.shape) == 1 and n.removesuffix(".weight") not in self.facts)
 
     def given(self, name: str) -> Given:
@@ -206,9 +212,12 @@ class GgufFile:
 
     def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
         """As `RefinedFile` says."""
-        result, run = open_foreign(work / RESULT), f"refined {work.name}"
-        spans = {n: (f"{n}.weight", 0, self.raw.headers[f"{n}.weight"].nbytes) for n in self.matrices}
-        better = sum(result.read_raw(*span) != self.raw.read_raw(*span) for span in spans.values())
+        run, better = f"refined {work.name}", 0
+        with open(open_regular(work / RESULT), "rb") as result:
+            for name in self.matrices:
+                h = self.raw.headers[f"{name}.weight"]
+                made = read_bytes(result.fileno(), h.offset, h.nbytes, RESULT)
+                better += made != self.raw.read_raw(f"{name}.weight", 0, h.nbytes)
         facts = Exported(str(out), "gguf", self.path.stat().st_size, len(self.matrices), ENGINES, ())
         if was_exported(out, run):
             sweep(out)

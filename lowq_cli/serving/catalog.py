@@ -220,7 +220,8 @@ def _in_folders(folders: Sequence[str]) -> list[Path]:
             found.append(folder.absolute())
             continue
         inner = sorted(folder.iterdir())
-        found += [p.absolute() for p in inner if (p / CONFIG).is_file() or (p.suffix == ".gguf" and p.is_file())]
+        files = [p for p in inner if p.suffix == ".gguf" and p.is_file() and "mmproj" not in p.name]  # towers, found by models
+        found += [p.absolute() for p in inner if (p / CONFIG).is_file() or p in files]
     return found
 
 

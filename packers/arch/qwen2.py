@@ -86,6 +86,6 @@ FAMILIES = (
         sizes=(151936, 2048, 5632, 24, 16, 32768, 1e-6)),
     Family("qwen2_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types, sizes=(152064, 8192, 29568, 80, 64, 32768, 1e-5)),
     Family("qwen2_5_vl_text", qwen2, VL, 1000000.0, layer_types=layer_types, sizes=(152064, 8192, 29568, 80, 64, 32768, 1e-5)),
-    Family("qwen2_vl", vl, VL_TOP, text="qwen2_vl_text", gguf="qwen2vl"),
-    Family("qwen2_5_vl", vl, VL_TOP, text="qwen2_5_vl_text", gguf="qwen2vl"),
+    Family("qwen2_vl", vl, VL_TOP, text="qwen2_vl_text", gguf="qwen2vl", gguf_class="Qwen2ForCausalLM"),
+    Family("qwen2_5_vl", vl, VL_TOP, text="qwen2_5_vl_text", gguf="qwen2vl", gguf_class="Qwen2ForCausalLM"),
 )  # fmt: skip

@@ -54,7 +54,8 @@ FAMILIES = (
     Family("qwen3_moe", qwen3_moe, DEFAULTS | MOE, gguf="qwen3moe", mlx=True, sizes=(151936, 2048, 6144, 24, 32, 32768, 1e-6)),
     Family("qwen3_vl_text", qwen3, VL, 500000.0, sizes=(151936, 4096, 22016, 32, 32, 128000, 1e-6)),
     Family("qwen3_vl_moe_text", qwen3_vl_moe_text, VL_MOE, 500000.0, sizes=(151936, 2048, 5632, 24, 16, 128000, 1e-6)),
-    Family("qwen3_vl", wrapper(qwen3, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_text", gguf="qwen3vl"),
+    Family("qwen3_vl", wrapper(qwen3, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_text", gguf="qwen3vl",
+        gguf_class="Qwen3ForCausalLM"),
     Family("qwen3_vl_moe", wrapper(qwen3_vl_moe_text, "model.visual.", **PICTURES), VL_TOP, text="qwen3_vl_moe_text",
         gguf="qwen3vlmoe"),
 )  # fmt: skip

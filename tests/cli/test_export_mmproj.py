@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import lowq
 from lowq_cli.interop.exporter import export
 from lowq_cli.run.pipeline import quantize
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats.gguf import permute_heads
 
 sys.path.append(str(Path(__file__).parents[1] / "families"))
@@ -160,3 +161,130 @@ def test_what_its_graph_of_a_tower_does_otherwise_is_refused(exported, part, cha
     with pytest.raises(UnsupportedError, match=message):
         export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
     assert not list(tmp_path.glob("*.gguf*"))
+
+
+def seen(folder, path):
+    """The logits (fp32) behind a picture, its row of features, and the tower's tensors of a model."""
+    from lowq_cli.engine.decoders import decoder_of
+    from lowq_cli.engine.prompts import encode
+    from lowq_cli.engine.vision import sight_of
+
+    model, tokenizer = lowq.load(str(folder), "cpu", dtype="float32")
+    picture = sight_of(model).picture(path)
+    ids = encode(tokenizer, QUESTION, True, (model, [picture]))
+    shown = sight_of(model).shown(ids, [picture])
+    tower = sight_of(model).load().model.state_dict()
+    return (
+        ids,
+        decoder_of(model).logits(torch.tensor([ids]), [shown])[0],
+        {n: t for n, t in tower.items() if "language_model" not in n and "lm_head" not in n},
+    )
+
+
+def test_a_pair_of_files_sees_as_the_folder_it_was_made_from(exported, tmp_path):
+    """Without any other file beside it: processor, config and tokenizer come from the metadata."""
+    _, folder, file = exported
+    sighted.drawing(3, (60, 44)).save(tmp_path / "a.png")
+    ids, wanted, tower = seen(folder, tmp_path / "a.png")
+    found_ids, found, found_tower = seen(file, tmp_path / "a.png")
+    assert found_ids == ids
+    assert tower.keys() == found_tower.keys()
+    assert [n for n, t in tower.items() if not torch.equal(t, found_tower[n])] == []
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+
+
+def pair(file, into):
+    """The two files alone in a folder."""
+    into.mkdir()
+    for name in (file.name, f"mmproj-{file.name}"):
+        shutil.copy(file.with_name(name), into / name)
+    return into / file.name
+
+
+@pytest.mark.parametrize("exported", ["qwen2_vl"], indirect=True)
+def test_a_pair_of_files_is_quantized_with_its_tower(exported, tmp_path):
+    """Kept as it was, and a tower in codes goes out and comes back in the same codes."""
+    _, folder, file = exported
+    sighted.drawing(3, (60, 44)).save(tmp_path / "a.png")
+    ids, _, tower = seen(folder, tmp_path / "a.png")
+    lowq.quantize(str(file), out=str(tmp_path / "four"), bits=4, group=32, dtype="float16")
+    assert seen(tmp_path / "four", tmp_path / "a.png")[0] == ids
+    assert all(torch.equal(t, tower[n]) for n, t in seen(tmp_path / "four", tmp_path / "a.png")[2].items())
+    lowq.quantize(str(file), out=str(tmp_path / "v"), bits=8, group=32, method="rtn", zero="none", dtype="float16", vision=8)
+    export(tmp_path / "v", "gguf", tmp_path / "v.gguf")
+    (_, wanted, tower), (_, found, again) = (seen(m, tmp_path / "a.png") for m in (tmp_path / "v", tmp_path / "v.gguf"))
+    assert [n for n, t in tower.items() if not torch.equal(t, again[n])] == []
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("exported", ["mistral3", "qwen2_vl", "qwen3_vl"], indirect=True)
+def test_a_text_without_its_tower_is_opened_alone_and_says_so(exported, tmp_path, capsys):
+    from lowq_cli.engine.decoders import decoder_of
+
+    family, folder, file = exported
+    alone = pair(file, tmp_path / "alone")
+    (tmp_path / "alone" / "mmproj-m.gguf").unlink()
+    (model, tokenizer), (whole, _) = (lowq.load(str(m), "cpu", dtype="float32") for m in (alone, folder))
+    ids = tokenizer(QUESTION, return_tensors="pt").input_ids
+    found, wanted = decoder_of(model).logits(ids)[0], decoder_of(whole).logits(ids)[0]
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+    note = "note: m.gguf is opened without its tower, as text alone: there is no mmproj*.gguf in"
+    assert (note in capsys.readouterr().err) == (family != "mistral3")  # Llama's files mostly have none
+    with pytest.raises(UnsupportedError, match="takes no pictures"):
+        lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
+
+
+@pytest.mark.parametrize("exported", ["qwen2_vl"], indirect=True)
+def test_another_models_tower_is_refused_or_passed_over_in_one_line(exported, tmp_path, capsys):
+    from lowq_cli.interop.foreign import open_decoded
+
+    file, other = pair(exported[2], tmp_path / "a"), tmp_path / "other"
+    quantize(
+        written("qwen3_vl", other / "dense"), out=other / "m", bits=8, group=32, method="rtn", zero="none", dtype="float16"
+    )
+    export(other / "m", "gguf", other / "m.gguf")
+    shutil.copy(other / "mmproj-m.gguf", tmp_path / "a" / "mmproj-b.gguf")
+    with open_decoded(file) as source:  # its own is chosen by its name
+        assert source.config["model_type"] == "qwen2_vl"
+    shutil.copy(other / "mmproj-m.gguf", tmp_path / "a" / "mmproj-m.gguf")
+    with pytest.raises(DamagedError, match=r"mmproj-m.gguf is the tower of another model: its projector is qwen3vl_merger"):
+        open_decoded(file)
+    (tmp_path / "a" / "mmproj-m.gguf").unlink()
+    with open_decoded(file) as source:
+        (note,) = source.notes
+    assert "as text alone: mmproj-b.gguf is another model's (its projector is qwen3vl_merger, the model takes" in note
+    with pytest.raises(UnsupportedError, match="is the tower of a model; give the file of its text"):
+        open_decoded(tmp_path / "a" / "mmproj-b.gguf")
+    shutil.copy(exported[2].with_name("mmproj-m.gguf"), tmp_path / "a" / "of-it-mmproj-F16.gguf")
+    with open_decoded(file) as source:  # of any name, where it is the one that fits
+        assert source.config["model_type"] == "qwen2_vl"
+
+
+def bent(path, old, new):
+    raw = path.read_bytes()
+    assert raw.count(old) == 1
+    path.write_bytes(raw.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"v.blk.0.attn_k.weight", b"v.blk.0.attn_x.weight", "v.blk.0.attn_x.weight has no place in a tower of qwen2_vl"),
+        (
+            b"v.blk.0.attn_k.weight",
+            b"v.blk.7.attn_k.weight",
+            r"the parts of model.visual.blocks.\d.attn.qkv.weight are missing",
+        ),
+        (b"clip.vision.patch_size", b"clip.vision.patch_sise", "clip.vision.patch_size=None, which must be a positive number"),
+        (b"clip.vision.image_mean", b"clip.vision.image_meen", "has no clip.vision.image_mean"),
+        (b"clip.vision.projection_dim", b"clip.vision.projection_dym", "its features have None values, the model's 64"),
+    ],
+)
+@pytest.mark.parametrize("exported", ["qwen2_vl"], indirect=True)
+def test_a_damaged_tower_is_refused_in_one_line(exported, old, new, message, tmp_path):
+    from lowq_cli.interop.foreign import open_decoded
+
+    file = pair(exported[2], tmp_path / "a")
+    bent(file.with_name("mmproj-m.gguf"), old, new)
+    with pytest.raises((DamagedError, UnsupportedError), match=message):
+        open_decoded(file)
