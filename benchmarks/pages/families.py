@@ -46,17 +46,17 @@ def decoder_of(row: dict[str, Any]) -> str:
 
 @part
 def described() -> str:
-    """Every described family: what its layers are made of, and what follows from that, at a published size."""
+    """Every described family: its layers, and what follows from them, at a published size or, of CLASS_SIZES, its class's."""
     sys.path.insert(0, str(ROOT / "tests" / "families"))
-    from sizes import CONFIGS
+    from sizes import CLASS_SIZES, CONFIGS
 
     cells = []
     for name, family in sorted(arch.families().items()):
         config = next((c for n, c in CONFIGS.items() if n.partition("/")[0] == name), None)
-        if config is None:  # the text part of a wrapper that has a row
+        if config is None and name not in CLASS_SIZES:  # the text part of a wrapper that has a row
             continue
         try:
-            model = read_config({"model_type": name, "max_position_embeddings": 4096, **config})[1]
+            model = read_config({"model_type": name, "max_position_embeddings": 4096, **(config or {})})[1]
         except NotPlain:
             cells.append((f"`{name}`", "(this config is read by transformers)", "", "", ""))
             continue
@@ -64,7 +64,7 @@ def described() -> str:
         rotates = "its tower reads and writes the stream" if model.beside else why_not(model) or "exact"
         formats = " ".join(f for f, held in (("GGUF", family.gguf), ("MLX", family.mlx)) if held)
         cells.append((f"`{name}`", ", ".join(sorted(kinds)), "yes" if model.extra else "", rotates, formats))
-    head = f"{len(arch.families())} model types are described; {len(cells)} with a published size:\n\n"
+    head = f"{len(arch.families())} model types are described; {len(cells)} are not the text part of another:\n\n"
     return head + table(("family", "layers", "further heads", "`--rotate`", "further formats"), cells)
 
 

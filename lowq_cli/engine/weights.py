@@ -94,7 +94,8 @@ def why_not(model: Any) -> str | None:
         weights = ModelWeights(model, described)
         routed = [weights.text.get_submodule(m.module) for _, m in mixers(described) if isinstance(m, Experts)]
         scale = embed_scale(weights.embed) if isinstance(weights.embed, nn.Embedding) else 1.0
-        weights.vector(f"{described.norm.name}.weight")
+        if described.norm.name:
+            weights.vector(f"{described.norm.name}.weight")
         assert weights.head is not None
     except AttributeError as e:  # torch raises it for a missing module
         if is_no_refusal(e):

@@ -1,11 +1,22 @@
-"""GLM-4: norms around each half, neighbours turn. GLM-4.5: DeepSeek V3's mixtures. GLM-4.7-Flash: its attention, too."""
+"""GLM-4: Llama whose neighbours turn; since 0414 with norms around each half.
+
+GLM-4.5: DeepSeek V3's mixtures. GLM-4.7-Flash: its attention, too.
+"""
 
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, head_norms, mlp, model, rms, rope
+from lowq_packers.arch.common import attention, head_norms, mlp, model, pre_norm, rms, rope
 from lowq_packers.arch.deepseek import by_sigmoid, decoder, latent, mixture
 from lowq_packers.arch.parts import Attention, Model, Update
+
+
+def glm(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        a = attention(c, p, bias=c.attention_bias, turned=rope(c, pairing="neighbours", share=0.5))
+        return pre_norm(c, p, a, mlp(c, f"{p}.mlp", names=("gate_up_proj",)))
+
+    return model(c, layer)
 
 
 def glm4(c: Any) -> Model:
@@ -48,6 +59,7 @@ LITE = DEFAULTS | {
     "v_head_dim": 256, "qk_nope_head_dim": 192, "rope_interleave": True, "mlp_layer_types": None,
 }  # fmt: skip
 FAMILIES = (
+    Family("glm", glm, GLM4, sizes=(151552, 4096, 13696, 40, 32, 131072, 1.5625e-7)),
     Family("glm4", glm4, GLM4, sizes=(151552, 4096, 13696, 40, 32, 131072, 1.5625e-7)),
     Family("glm4_moe", glm4_moe, MOE, sizes=(151552, 4096, 10944, 46, 96, 131072, 1e-5)),
     Family("glm4_moe_lite", glm4_moe_lite, LITE, sizes=(154880, 2048, 10240, 47, 20, 202752, 1e-5)),

@@ -1,4 +1,7 @@
-"""Granite: Llama with four constants. Its mixtures; and its hybrids, which are Mamba-2 layers between a few of attention."""
+"""Granite: Llama with four constants. Its mixtures, with and without a shared MLP.
+
+Its hybrids are Mamba-2 layers between a few of attention.
+"""
 
 from typing import Any
 
@@ -39,6 +42,15 @@ def granitemoe(c: Any) -> Model:
     return model(c, layer, renamed=(ROUTER,), **scaled(c))
 
 
+def granitemoeshared(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        inner = c.shared_intermediate_size
+        shared = mlp(c, f"{p}.shared_mlp", inner, ("input_linear",), "output_linear") if inner else None
+        return pre_norm(c, p, attend(c, p), mixture(c, p, shared=shared), scale=float(c.residual_multiplier))
+
+    return model(c, layer, renamed=(ROUTER,), **scaled(c))
+
+
 def granitemoehybrid(c: Any) -> Model:
     sizes = (
         c.mamba_n_heads,
@@ -67,6 +79,7 @@ DEFAULTS = {
     "attention_multiplier": 1.0,
 }  # fmt: skip
 MOE = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
+SHARED = MOE | {"shared_intermediate_size": 0}
 HYBRID = MOE | {
     "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None, "mamba_n_heads": 128,
     "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
@@ -75,5 +88,6 @@ HYBRID = MOE | {
 FAMILIES = (
     Family("granite", granite, DEFAULTS | {"mlp_bias": False}, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
     Family("granitemoe", granitemoe, MOE, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
+    Family("granitemoeshared", granitemoeshared, SHARED, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
     Family("granitemoehybrid", granitemoehybrid, HYBRID, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
 )

@@ -1,11 +1,11 @@
-"""LFM2: gated short convolutions in most layers, attention in the others."""
+"""LFM2: gated short convolutions in most layers, attention in the others. LFM2-MoE: its first layers alone have MLPs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import FULL, attention, head_dim, linear, mlp, model
-from lowq_packers.arch.parts import Conv, Mixer, Model, Norm, ShortConv, Update
+from lowq_packers.arch.common import FULL, attention, experts, head_dim, linear, mlp, model, router
+from lowq_packers.arch.parts import Conv, Experts, Mixer, Mlp, Model, Norm, ShortConv, Update
 
 
 def width(c: Any) -> int:
@@ -17,7 +17,8 @@ def width(c: Any) -> int:
     return inner if c.block_ffn_dim_multiplier is None else -(-int(c.block_ffn_dim_multiplier * inner) // to) * to
 
 
-def lfm2(c: Any) -> Model:
+def decoder(c: Any, feed: Callable[[int, str], Mlp | Experts]) -> Model:
+    """feed: what a layer has behind its convolution or attention, by its number and path."""
     H, bias = c.hidden_size, bool(c.conv_bias)
 
     def norm(name: str, size: int = 0) -> Norm:
@@ -31,10 +32,25 @@ def lfm2(c: Any) -> Model:
         return ShortConv(into, Conv(f"{p}.conv.conv", H, c.conv_L_cache, bias), out)
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        m = mlp(c, f"{p}.feed_forward", width(c), ("w1", "w3"), "w2", activation="silu")
+        m = feed(i, f"{p}.feed_forward")
         return Update((mixer(i, p),), norm(f"{p}.operator_norm")), Update((m,), norm(f"{p}.ffn_norm"))
 
     return model(c, layer, norm("embedding_norm"))
+
+
+def lfm2(c: Any) -> Model:
+    return decoder(c, lambda i, p: mlp(c, p, width(c), ("w1", "w3"), "w2", activation="silu"))
+
+
+def lfm2_moe(c: Any) -> Model:
+    def feed(i: int, p: str) -> Mlp | Experts:
+        if i < c.num_dense_layers:
+            return mlp(c, p, 0, ("w1", "w3"), "w2", activation="silu")
+        how = {"bias": f"{p}.expert_bias" if c.use_expert_bias else "", "normalise": c.norm_topk_prob, "sum_eps": 1e-6}
+        of = router(c, f"{p}.gate", c.num_experts, score="sigmoid", factor=float(c.routed_scaling_factor), **how)
+        return experts(c, p, of, c.moe_intermediate_size, ("w1", "w3", "w2"), activation="silu")
+
+    return decoder(c, feed)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
@@ -48,6 +64,12 @@ DEFAULTS = {
     "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "layer_types": None,
 }  # fmt: skip
+MOE = {
+    "eos_token_id": 2, "tie_word_embeddings": True, "num_key_value_heads": 8, "norm_eps": 1e-5, "conv_bias": False,
+    "conv_L_cache": 3, "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts_per_tok": 4, "num_experts": 32,
+    "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "layer_types": None,
+}  # fmt: skip
 FAMILIES = (
     Family("lfm2", lfm2, DEFAULTS, 1000000.0, layer_types=layer_types, sizes=(65536, 2560, 12288, 32, 32, 128000, None)),
+    Family("lfm2_moe", lfm2_moe, MOE, 1000000.0, sizes=(65536, 2048, 7168, 32, 32, 128000, None)),
 )

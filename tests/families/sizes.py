@@ -186,6 +186,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral4": sizes(131072, 4096, 12288, 36, 32, 32, **moe(128, 4, 2048, "n_routed_experts"), rms_norm_eps=1e-6)
     | latent(1024, 256, 64, 64, 128)
     | {"rope_parameters": MISTRAL4_ROPE},
+    "glm": sizes(151552, 4096, 13696, 40, 32, 2, head_dim=128, rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5)
+    | {"attention_bias": True, "rope_theta": 10000.0, "max_position_embeddings": 131072},
     "glm4": sizes(151552, 4096, 13696, 40, 32, 2, head_dim=128, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
     | {"attention_bias": True, "rope_theta": 10000.0, "max_position_embeddings": 32768},
     "glm4_moe": sizes(151552, 4096, 10944, 46, 96, 8, head_dim=128, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
@@ -216,6 +218,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2": sizes(65536, 2048, 12288, 16, 32, 8, norm_eps=1e-5, rope_theta=1000000.0, block_ff_dim=12288, conv_L_cache=3)
     | {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
     | {"max_position_embeddings": 128000},
+    "lfm2_moe": sizes(65536, 2048, 7168, 24, 32, 8, norm_eps=1e-5, rope_theta=1000000.0, conv_L_cache=3, conv_bias=False)
+    | {"layer_types": [F if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)], "max_position_embeddings": 128000}
+    | moe(32, 4, 1792, num_dense_layers=2, use_expert_bias=True, norm_topk_prob=True, routed_scaling_factor=1.0),
+    "olmo": sizes(50304, 4096, 11008, 32, 32, 32, rope_theta=10000.0, clip_qkv=None, max_position_embeddings=2048),
+    "flex_olmo": sizes(100352, 4096, 11008, 32, 32, 32, rms_norm_eps=1e-6, rope_theta=500000, max_position_embeddings=4096)
+    | {"num_experts": 7, "num_experts_per_tok": 5},
     "olmo2": sizes(100352, 4096, 11008, 32, 32, 32, rms_norm_eps=1e-6, rope_theta=500000, max_position_embeddings=4096),
     "olmoe": sizes(50304, 2048, 1024, 16, 16, 16, rms_norm_eps=1e-5, rope_theta=10000.0, clip_qkv=None, norm_topk_prob=False)
     | {"num_experts": 64, "num_experts_per_tok": 8, "max_position_embeddings": 4096},
@@ -232,6 +240,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"use_bias": True, "max_position_embeddings": 16384},
     "exaone4": sizes(102400, 5120, 27392, 64, 40, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000, sliding_window=4096)
     | {"layer_types": [S, S, S, F] * 16, "sliding_window_pattern": "LLLG", "max_position_embeddings": 131072},
+    "exaone_moe": sizes(153600, 6144, 18432, 48, 64, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000, sliding_window=128)
+    | moe(128, 8, 2048, num_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True)
+    | {"layer_types": [S, S, S, F] * 12, "sliding_window_pattern": "LLLG", "max_position_embeddings": 262144},
+    "dots1": sizes(152064, 4096, 10944, 62, 32, 32, head_dim=128, rms_norm_eps=1e-5, rope_theta=10000000, sliding_window=None)
+    | moe(128, 6, 1408, "n_routed_experts", n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True)
+    | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "max_position_embeddings": 32768},
+    "solar_open": sizes(196608, 4096, 10240, 48, 64, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000)
+    | moe(128, 8, 1280, "n_routed_experts", n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.0)
+    | {"max_position_embeddings": 131072},
+    "stablelm": sizes(100352, 2048, 5632, 24, 32, 32, layer_norm_eps=1e-5, partial_rotary_factor=0.25, use_qkv_bias=True)
+    | {"rope_theta": 10000, "max_position_embeddings": 4096},
+    "persimmon": sizes(262144, 4096, 16384, 36, 64, 64, layer_norm_eps=1e-5, partial_rotary_factor=0.5, rope_theta=25000.0)
+    | {"qk_layernorm": True, "hidden_act": "relu2", "max_position_embeddings": 16384},
+    "helium": sizes(48000, 2560, 7040, 24, 20, 20, head_dim=128, rms_norm_eps=1e-8, rope_theta=100000.0)
+    | {"max_position_embeddings": 4096},
+    "cwm": sizes(128256, 6144, 21504, 64, 48, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0, sliding_window=8192)
+    | {"rope_scaling": {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+       | {"original_max_position_embeddings": 8192}, "layer_types": [F, S, S, S] * 16, "max_position_embeddings": 131072},
+    "bamba": sizes(128256, 4096, 14336, 32, 32, 8, rms_norm_eps=1e-5, attn_layer_indices=[9, 18, 27], attn_rotary_emb=64)
+    | {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_n_groups": 1}
+    | {"mamba_expand": 2, "max_position_embeddings": 262144},
     "seed_oss": sizes(155136, 5120, 27648, 64, 80, 8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e7, attention_bias=True),
     "ernie4_5": sizes(103424, 1024, 3072, 18, 16, 2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0, use_bias=False),
     "ernie4_5_moe": sizes(103424, 2560, 12288, 28, 20, 4, rms_norm_eps=1e-5, rope_theta=500000.0, moe_num_experts=64, moe_k=6)
@@ -247,6 +276,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba2": {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64}
     | {"n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": False},
 }  # fmt: skip
+CLASS_SIZES = ("granitemoeshared",)  # families with no config here: the numbers of no published model are certain
 BILLIONS = {
     "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "mixtral": 46.7, "minimax_m2": 229,
     "phi": 2.78, "phi3": 3.82, "qwen2": 7.62, "mimo": 7.62, "qwen2_moe": 14.3, "qwen2_vl": 7.62, "qwen2_5_vl": 7.62,
@@ -254,9 +284,11 @@ BILLIONS = {
     "qwen3_moe": 30.5, "qwen3_vl": 8.19, "qwen3_vl_moe": 30.5, "qwen3_next": 79.7, "qwen3_5_text": 8.95, "qwen3_5": 26.9,
     "qwen3_5_moe": 34.7, "gemma": 8.54, "gemma2": 9.24, "gemma3_text": 1.0, "gemma3": 27.0, "gemma4": 30.7,
     "gemma4/26b-a4b": 25.2, "gemma4/e2b": 4.63, "gemma4_text": 4.63, "gpt_oss": 20.9, "deepseek_v2": 15.7, "deepseek_v3": 671,
-    "kimi_k2": 1026, "kimi_k25": 1026, "mistral4": 119, "glm4": 9.4, "glm4_moe": 106.9, "glm4_moe_lite": 29.9,
+    "kimi_k2": 1026, "kimi_k25": 1026, "mistral4": 119, "glm": 9.4, "glm4": 9.4, "glm4_moe": 106.9, "glm4_moe_lite": 29.9,
     "llama4_text": 107.8, "llama4": 107.8, "granite": 8.17, "granitemoe": 3.3, "granitemoehybrid": 6.94, "nemotron": 4.19,
     "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "olmoe": 6.92, "cohere": 35.0,
     "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361,
+    "lfm2_moe": 8.34, "olmo": 6.89, "flex_olmo": 33.3, "exaone_moe": 236.6, "dots1": 142.8, "solar_open": 102.6,
+    "stablelm": 1.64, "persimmon": 9.4, "helium": 2.17, "cwm": 32.6, "bamba": 9.78,
     "ernie4_5_moe": 21.8, "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "arcee": 4.62, "gpt_neox": 6.86, "mamba2": 7.29,
 }  # fmt: skip

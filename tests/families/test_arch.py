@@ -1,5 +1,6 @@
 """Descriptions of families: names and shapes are those of transformers, tiny and as published, in modules and in files."""
 
+import ast
 import math
 import sys
 from copy import deepcopy
@@ -15,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 sys.path.insert(0, str(Path(__file__).parent))
 from described import COPIES, NAMES, auto, config, model
-from sizes import BILLIONS, CONFIGS
+from sizes import BILLIONS, CLASS_SIZES, CONFIGS
+from start import printed
 
 from lowq_cli.engine.rope import by_kind
 from lowq_cli.engine.state import BLOCK, static_state
@@ -60,6 +62,15 @@ def shapes(model, d):
     return {k: v for k, v in held.items() if not (d.tied and k == f"{d.head}.weight")}
 
 
+def assert_same(ours, theirs):
+    """Compare names and shapes; a failure lists what differs, the first ten."""
+    missing = [f"{n} {theirs[n]} is transformers', not described" for n in theirs.keys() - ours.keys()]
+    beyond = [f"{n} {ours[n]} is described, not transformers'" for n in ours.keys() - theirs.keys()]
+    odd = [f"{n} is {theirs[n]} in transformers, described as {s}" for n, s in ours.items() if theirs.get(n, s) != s]
+    different = sorted(missing + beyond + odd)
+    assert not different, "\n".join(("", *different[:10]))
+
+
 def forms(d, form):
     """Names and shapes in one form, for each place that files may have."""
     return [{k: t.shape for k, t in tensors(d, form, place).items()} for place in (None, *d.files)]
@@ -71,15 +82,19 @@ def published(name):
 
 def test_every_family_has_a_tiny_model_and_a_published_size():
     inside = {name for name in families() if name.endswith("vl_text") or name == "qwen3_vl_moe_text"}
-    assert {n.partition("/")[0] for n in NAMES} == families().keys() - inside
-    assert {n.partition("/")[0] for n in CONFIGS} >= families().keys() - inside - {"qwen3_5_moe_text"}
+    without = families().keys() - inside - {n.partition("/")[0] for n in NAMES}
+    assert not without, "give each an entry in TEXTS of tests/families/described.py"
+    without = families().keys() - inside - {n.partition("/")[0] for n in CONFIGS} - {"qwen3_5_moe_text", *CLASS_SIZES}
+    assert not without, "give each an entry in CONFIGS and BILLIONS of tests/families/sizes.py"
+    assert {n.partition("/")[0] for n in (*NAMES, *CONFIGS, *CLASS_SIZES)} <= families().keys()
+    assert CONFIGS.keys() <= BILLIONS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_models_names_and_shapes_are_those_of_transformers(name):
     c = config(name)
     d = family_of(name).describe(c)
-    assert forms(d, "modules")[0] == shapes(on_meta(c), d)
+    assert_same(forms(d, "modules")[0], shapes(on_meta(c), d))
     assert {*map(type, forms(d, "modules")[0].values())} == {tuple}
 
 
@@ -88,7 +103,7 @@ def test_a_published_models_names_and_shapes_are_those_of_transformers(name):
     c = published(name)
     d = family_of(name).describe(c)
     found = forms(d, "modules")[0]
-    assert found == shapes(on_meta(c), d)
+    assert_same(found, shapes(on_meta(c), d))
     count = sum(map(math.prod, found.values()))
     print(f"{name}: {count:,} parameters")
     assert abs(count / 1e9 / BILLIONS[name] - 1) < 0.01
@@ -130,6 +145,16 @@ def test_defaults_are_those_of_transformers(name):
     assert family.local_rope_theta == of_kinds.get("sliding_attention", {}).get("rope_theta", 0.0)
 
 
+@pytest.mark.parametrize("name", ["helium", "persimmon"])
+def test_start_prints_the_defaults_of_every_family_as_its_file_has_them(name):
+    defaults, made = ast.parse(printed(name)).body
+    family = families()[name]
+    assert ast.literal_eval(defaults.value) == family.defaults
+    theta, sizes = (made.value.elts[0].args[3:], made.value.elts[0].keywords[0].value)
+    assert [ast.literal_eval(t) for t in theta] in ([], [family.rope_theta])
+    assert ast.literal_eval(sizes) == family.sizes
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_json_is_described_without_transformers_as_with_it(name):
     theirs = published(name)
@@ -146,8 +171,11 @@ UNSAID = {  # what a family's class itself has no working value for
     "deepseek_v2": {"num_experts_per_tok": 6},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe"]},
     "glm4_moe": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
 }
-SCALED = ("mistral4", "gemma4_text", "gpt_oss", "ministral3")  # whose class scales the rotation, which every publisher says
+# Their classes scale the rotation, which every publisher's config.json says
+SCALED = ("mistral4", "gemma4_text", "gpt_oss", "ministral3", "cwm")
 
 
 @pytest.mark.parametrize("name", [n for n, f in families().items() if not f.text])
@@ -176,7 +204,8 @@ def test_equal_configs_have_equal_descriptions(name):
     ("name", "extra"),
     [
         ("deepseek_v3", ("model.layers.61.",)), ("glm4_moe", ("model.layers.46.",)), ("glm4_moe_lite", ("model.layers.47.",)),
-        ("kimi_k2", ()), ("qwen3_next", ("mtp.",)), ("qwen3_5", ("mtp.",)), ("nemotron_h", ("mtp.",)),
+        ("kimi_k2", ()), ("exaone_moe", ("mtp.",)),
+        ("qwen3_next", ("mtp.",)), ("qwen3_5", ("mtp.",)), ("nemotron_h", ("mtp.",)),
     ],
 )  # fmt: skip
 def test_heads_for_further_tokens_are_named(name, extra):

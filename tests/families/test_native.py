@@ -29,7 +29,7 @@ from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.request import Request
 from lowq_kernels.modules.stack import Stack
-from lowq_packers.arch.parts import Attention, Router, walk
+from lowq_packers.arch.parts import Attention, Norm, Router, walk
 
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 4e-6 but for gated delta's 4e-5
 SEEN = 1e-3
@@ -173,6 +173,8 @@ def idle(described, fact):
     parts = list(walk(described))
     if fact == "norm_last":
         return not any(part.q_norm is not None and part.q_norm.name for part in parts if isinstance(part, Attention))
+    if fact == "eps":  # OLMo's is a constant, which tiny models cannot make large
+        return all(part.eps <= 1e-5 for part in parts if isinstance(part, Norm))
     return fact == "group_score" and all(part.groups[0] == part.groups[1] for part in parts if isinstance(part, Router))
 
 
