@@ -23,6 +23,13 @@ def activated(x: torch.Tensor, act: str) -> torch.Tensor:
     return ACTIVATIONS[act](x.float()).to(x.dtype)
 
 
+def xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """xIELU of x (M, N), with learnt scalars (1,): a parabola above 0, an exponential below. Source: arXiv:2411.13010."""
+    y, p, n, b = x.float(), F.softplus(alpha_p.float()), beta.float() + F.softplus(alpha_n.float()), beta.float()
+    below = (torch.expm1(torch.minimum(y, eps.float())) - y) * n
+    return (torch.where(y > 0, p * y * y, below) + b * y).to(x.dtype)
+
+
 def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
     """act(gate_scale * gate) * up for (M, 2 I) = gate, up side by side -> (M, I). act: one of ACTIVATIONS, or gpt-oss's
     "clamped_swiglu": gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7."""

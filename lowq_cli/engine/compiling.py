@@ -168,6 +168,8 @@ class Compiler:
     @_mixer.register
     def _(self, part: p.Attention) -> None:
         self._product(part.qkv, "qkv" if part.shares is None else "q")
+        if part.clip:
+            self._emit(s.Clip(part.clip))
         if part.state is not None:
             self.layer_state[self.number] = self._state(part.state)
         index = self.layer_state[self.number if part.shares is None else part.shares]
@@ -254,7 +256,10 @@ class Compiler:
     @_mixer.register
     def _(self, part: p.Mlp) -> None:
         self._product(part.up, "gate_up" if part.gated else "up")
-        self._emit(s.Gate(part.act, part.gated, part.gate_scale))
+        if part.act == "xielu":
+            self._emit(s.Xielu(tuple(self._vector(f"{part.scalars}.{name}") for name in p.SCALARS)))
+        else:
+            self._emit(s.Gate(part.act, part.gated, part.gate_scale))
         self._product(part.down, "down")
 
     @_mixer.register

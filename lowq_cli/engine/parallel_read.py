@@ -45,14 +45,14 @@ class Reader:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor, in the files' dtype or in `dtype`."""
-        return self.join([name], dtype)
+        return self.join([name], dtype).reshape(self.source.headers[name].shape)
 
     def join(self, names: Sequence[str], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Tensors concatenated along dim 0, in the files' dtype or in `dtype`."""
+        """Tensors concatenated along dim 0, in the files' dtype or in `dtype`; a scalar is one row."""
         headers = [self.source.headers[n] for n in names]
         if len({h.dtype for h in headers}) > 1:
             return torch.cat([self.read(n, dtype) for n in names])
-        rows, rest = [h.shape[0] for h in headers], headers[0].shape[1:]
+        rows, rest = [h.shape[0] if h.shape else 1 for h in headers], headers[0].shape[1:]
         kept = torch_dtype(headers[0].dtype)
         if self.device.type == "cpu" and dtype in (None, kept) and (there := self.source.mapped(names)) is not None:
             return there.reshape(sum(rows), *rest)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_kernels.decode import Ops
+from lowq_kernels.decode import Ops, activation
 from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
@@ -251,6 +251,28 @@ class Gate(Step):
             f.y = f.ops.gated(f.y, self.act)
         else:
             f.y = f.ops.gated(f.y, self.act, self.gate_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Xielu(Step):
+    """y = xIELU of y, with the scalars (1,) of the layer."""
+
+    scalars: tuple[torch.Tensor, ...]
+    what = "activation"
+
+    def run(self, f: Frame) -> None:
+        f.y = activation.xielu(f.y, *self.scalars)
+
+
+@dataclass(frozen=True, eq=False)
+class Clip(Step):
+    """y = y clamped to -limit .. limit."""
+
+    limit: float
+    what = "attention"
+
+    def run(self, f: Frame) -> None:
+        f.y = f.y.clamp(-self.limit, self.limit)
 
 
 @dataclass(frozen=True, eq=False)

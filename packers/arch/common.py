@@ -136,12 +136,14 @@ def mlp(
     **more: Any,
 ) -> Mlp:
     """Llama's gated MLP at path `p`. names: gate and up, one projection for both, or only up if it is not gated."""
-    inner = inner or c.intermediate_size
+    inner, name = inner or c.intermediate_size, activation or c.hidden_act
+    if name == "xielu" and not gated:
+        more["scalars"] = f"{p}.act_fn"
     rows = (2 * inner if gated and len(names) == 1 else inner,) * len(names)
     return Mlp(
         linear(c, tuple(f"{p}.{n}" for n in names), rows, bias=bias, cut="rows"),
         linear(c, f"{p}.{down}", c.hidden_size, inner, bias=bias, cut="columns"),
-        act(activation or c.hidden_act), gated, **more,
+        "xielu" if more.get("scalars") else act(name), gated, **more,
     )  # fmt: skip
 
 

@@ -93,6 +93,9 @@ def part_tensors(part: Any, form: Form, kind: str = "other") -> Named:
             yield from part_tensors((part.inputs, part.conv, part.out), form, "attention")
         case parts.Mlp():
             yield from part_tensors((part.up, part.down), form, "mlp")
+            if part.scalars:
+                sizes = (1,), (1,), (), ()
+                yield from _vectors("other", *((f"{part.scalars}.{n}", *s) for n, s in zip(parts.SCALARS, sizes, strict=True)))
         case parts.PerLayer():
             yield from part_tensors((part.gate, part.up), form, "mlp")
         case parts.Experts():

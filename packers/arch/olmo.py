@@ -27,13 +27,12 @@ from lowq_packers.arch.parts import Attention, Experts, Mlp, Model, Norm, Update
 
 
 def olmo(c: Any) -> Model:
-    unless(c.clip_qkv is not None, "queries, keys and values that are clipped")
-
     def norm(c: Any, name: str) -> Norm:
         return Norm("", c.hidden_size, 1e-5, "layer")
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        return pre_norm(c, p, attention(c, p, c.attention_bias, c.attention_bias), mlp(c, f"{p}.mlp"), norm)
+        a = attention(c, p, c.attention_bias, c.attention_bias, clip=float(c.clip_qkv or 0.0))
+        return pre_norm(c, p, a, mlp(c, f"{p}.mlp"), norm)
 
     return model(c, layer, norm(c, ""))
 

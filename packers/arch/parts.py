@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "xielu"]
+SCALARS = ("alpha_p", "alpha_n", "beta", "eps")  # of the activation xIELU, which transformers holds in a module
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Attention:
 
     qkv: q, k and v concatenated; gated: each head of q is followed by a gate of its output, sigmoid(gate) * y.
     order "heads": rows are (q, k, v) of head 0, then of head 1, ... (GPT-NeoX).
+    clip: values of q, k and v are clamped to -clip .. clip; 0: not.
     window: a token sees itself and the window - 1 tokens before it; 0: all. chunk: it sees only its own chunk of this size.
     norm_over: q_norm and k_norm are over "all" heads at once or over each "head". norm_last: they come after the rotation.
     key_scale: keys are multiplied by it. v_is_k: there is no v, values are the keys before norm and rotation.
@@ -120,6 +122,7 @@ class Attention:
     scale: float
     rope: Rope | None
     window: int = 0
+    clip: float = 0.0
     chunk: int = 0
     softcap: float = 0.0
     q_norm: Norm | None = None
@@ -250,13 +253,17 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(gate x) * up x), or down(act(up x)) if it is not gated. gate_scale: the factor of the gate."""
+    """down(act(gate x) * up x), or down(act(up x)) if it is not gated. gate_scale: the factor of the gate.
+
+    scalars: module of the scalars of the activation "xielu" (only without a gate): alpha_p, alpha_n, beta, eps.
+    """
 
     up: Linear
     down: Linear
     act: Act
     gated: bool = True
     gate_scale: float = 1.0
+    scalars: str = ""
     state = None
 
 

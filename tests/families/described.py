@@ -128,7 +128,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "lfm2_moe": EXPERTS
     | {"layer_types": ["conv", FULL] * 2, "conv_bias": True, "num_experts": 6, "num_dense_layers": 1}
     | {"routed_scaling_factor": 2.5},
-    "olmo": {"attention_bias": True},
+    "olmo": {"attention_bias": True, "clip_qkv": 0.5},
     "olmo2": {},
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
@@ -145,6 +145,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "stablelm/side_by_side": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
     "persimmon": {"num_key_value_heads": 4},
+    "apertus": {"attention_bias": True},
     "helium": BIASES,
     "cwm": {"sliding_window": 4},
     "bamba": BIASES

@@ -48,14 +48,14 @@ FACTS: dict[str, dict[str, Any]] = {  # class of a part -> its facts, and what t
     "Norm": {"kind": "rms", "add_one": False, "bias": False, "groups": 1, "eps": 1e-6},
     "Rope": {"pairing": "halves", "of": 0},
     "Attention": {
-        "window": 0, "chunk": 0, "softcap": 0.0, "q_norm": None, "k_norm": None, "v_norm": None, "norm_over": "head",
-        "norm_last": False, "gated": False, "order": "parts", "key_scale": 1.0, "sinks": "", "position_scale": None,
-        "scale": 1.0, "rope": None,
+        "window": 0, "clip": 0.0, "chunk": 0, "softcap": 0.0, "q_norm": None, "k_norm": None, "v_norm": None,
+        "norm_over": "head", "norm_last": False, "gated": False, "order": "parts", "key_scale": 1.0, "sinks": "",
+        "position_scale": None, "scale": 1.0, "rope": None,
     },
     "LatentAttention": {"scale": 1.0, "position_scale": None},
     "GatedDelta": {"grouped": False},
     "Mamba2": {"scales": (1.0,) * 5, "gate_last": False, "norm": None},
-    "Mlp": {"gate_scale": 1.0, "act": "silu"},
+    "Mlp": {"gate_scale": 1.0, "act": "silu", "scalars": ""},
     "Router": {
         "score": "softmax", "logits_bias": False, "bias": "", "groups": (1, 1), "normalise": True, "factor": 1.0, "norm": None,
         "scale": "", "each": "", "group_score": "top2",

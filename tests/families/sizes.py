@@ -253,6 +253,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"rope_theta": 10000, "max_position_embeddings": 4096},
     "persimmon": sizes(262144, 4096, 16384, 36, 64, 64, layer_norm_eps=1e-5, partial_rotary_factor=0.5, rope_theta=25000.0)
     | {"qk_layernorm": True, "hidden_act": "relu2", "max_position_embeddings": 16384},
+    "apertus": sizes(131072, 4096, 21504, 32, 32, 8, rms_norm_eps=1e-5, rope_theta=12000000, hidden_act="xielu")
+    | {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+       | {"original_max_position_embeddings": 8192}, "max_position_embeddings": 65536},
     "helium": sizes(48000, 2560, 7040, 24, 20, 20, head_dim=128, rms_norm_eps=1e-8, rope_theta=100000.0)
     | {"max_position_embeddings": 4096},
     "cwm": sizes(128256, 6144, 21504, 64, 48, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0, sliding_window=8192)
@@ -289,6 +292,6 @@ BILLIONS = {
     "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "olmoe": 6.92, "cohere": 35.0,
     "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361,
     "lfm2_moe": 8.34, "olmo": 6.89, "flex_olmo": 33.3, "exaone_moe": 236.6, "dots1": 142.8, "solar_open": 102.6,
-    "stablelm": 1.64, "persimmon": 9.4, "helium": 2.17, "cwm": 32.6, "bamba": 9.78,
+    "stablelm": 1.64, "persimmon": 9.4, "apertus": 8.05, "helium": 2.17, "cwm": 32.6, "bamba": 9.78,
     "ernie4_5_moe": 21.8, "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "arcee": 4.62, "gpt_neox": 6.86, "mamba2": 7.29,
 }  # fmt: skip

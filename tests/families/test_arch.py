@@ -31,7 +31,7 @@ from lowq_packers.arch.names import tensors
 
 OWN = [name for name in NAMES if "/" not in name]
 KINDS = {  # of some tensors, where names alone do not say it: what a description says -> what they are held for without one
-    ("router", "mlp"), ("router", "other"), ("mlp", "other"), ("attention", "other"),
+    ("router", "mlp"), ("router", "other"), ("mlp", "other"), ("other", "mlp"), ("attention", "other"),
     ("recurrent", "attention"), ("recurrent", "other"),
 }  # fmt: skip
 # Files that transformers writes in another form than publishers do; it reads both.
@@ -175,7 +175,7 @@ UNSAID = {  # what a family's class itself has no working value for
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
 }
 # Their classes scale the rotation, which every publisher's config.json says
-SCALED = ("mistral4", "gemma4_text", "gpt_oss", "ministral3", "cwm")
+SCALED = ("mistral4", "gemma4_text", "gpt_oss", "ministral3", "cwm", "apertus")
 
 
 @pytest.mark.parametrize("name", [n for n, f in families().items() if not f.text])
