@@ -75,7 +75,7 @@ def _devices() -> Iterator[Check]:
         found = f"{p.name}, compute capability {p.major}.{p.minor}, {free / 1e9:.1f} of {p.total_memory / 1e9:.1f} GB free"
         here = gpu.here(i)
         tested = here.capability >= gpu.LEAST
-        untested = ": only Triton's portable kernels, on which lowq was never tested"
+        untested = ": runs only Triton's portable kernels, which were never tested on this GPU"
         yield Check(f"gpu {i}", tested or None, found if tested else found + untested)
         fp8 = "tensor cores multiply fp8" if here.fp8 else "no fp8 tensor cores: fp8 falls back to 16 bits"
         yield Check(f"gpu {i} fp8", here.fp8 or None, fp8)
@@ -105,7 +105,7 @@ def _products() -> Iterator[Check]:
         if not device_lost(e):
             raise
         fix = "CUDA_LAUNCH_BLOCKING=1 LOWQ_DEBUG=1 lowq doctor shows the kernel; please report it"
-        yield Check("kernels", False, f"the GPU was lost while they were tried: {one_line(e)}", fix)
+        yield Check("kernels", False, f"the GPU was lost during these trials: {one_line(e)}", fix)
 
 
 def _kernels() -> Iterator[Check]:
@@ -155,7 +155,7 @@ def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device
     if device.type not in spec.devices:  # checked before packing: torch packs cpu_int4 only on a CPU
         return None, f"runs on {'/'.join(spec.devices)}, not on {device.type}"
     if LAYOUTS[layout].device not in (None, device.type):
-        return None, f"layout {layout} is packed on {LAYOUTS[layout].device} alone"
+        return None, f"layout {layout} is only for {LAYOUTS[layout].device}"
     zeros = "none" if "float" not in spec.zeros else "float"
     g = torch.Generator().manual_seed(bits)
     W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)

@@ -16,7 +16,7 @@ def check(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.absolute().parent}")
     if path.suffix[1:].lower() not in known:
-        raise UsageError(f"--plot {path}: the name says no format that can be drawn; use .png, .svg or .pdf")
+        raise UsageError(f"--plot {path}: the name does not end in a format that can be drawn; use .png, .svg or .pdf")
 
 
 def figure(width: float, height: float, **layout: Any) -> "Figure":

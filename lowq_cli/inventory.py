@@ -109,7 +109,7 @@ def named(names: list[str], cached: bool) -> list[Holding]:
         mine = [h for h in every if path in (h.path.resolve(), h.will_be)]
         mine = mine or [h for h in every if name.rstrip("/") in (h.path.name, h.will_be.name)]
         if not mine:
-            raise NotFoundError(f"{name} is nothing that lowq wrote and remembers (lowq ls lists that); remove it yourself")
+            raise NotFoundError(f"{name} is not in the list of what lowq wrote (lowq ls); remove it yourself")
         if len({h.will_be for h in mine}) > 1:
             raise UsageError(f"{name} may be {' or '.join(str(h.path) for h in mine)}; give the whole path")
         found += [h for h in mine if h not in found]

@@ -54,7 +54,7 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
     if prepared.bound:
         say(prepared.bound.told)
     if plan.recipe.act != "none":
-        but = ", experts take them as they are" if any(c.kind == "expert" for c in plan.classes) else ""
+        but = ", but not in experts" if any(c.kind == "expert" for c in plan.classes) else ""
         say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
     for note in (*plan.notes, *_kept_embedding(plan)):
         say(f"note: {note}")
@@ -176,5 +176,5 @@ def _show_layer(layer: "LayerDone", told: set[str]) -> None:
         console.say(f"note: {name}: {note}")
     for place in layer.unscaled:
         if place not in told:
-            console.say(f"note: the inputs of {place} are not scaled: nothing before it takes the factor exactly")
+            console.say(f"note: the inputs of {place} are not scaled: no earlier operation can absorb the factor exactly")
             told.add(place)

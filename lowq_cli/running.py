@@ -99,7 +99,7 @@ def connect(path: Path) -> socket.socket:
         if hasattr(socket, "SO_PEERCRED"):
             _, user, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
             if user != os.getuid():
-                raise OSError("it is another user's")
+                raise OSError("it belongs to another user")
     except OSError as e:
         found.close()
         if isinstance(e, ConnectionRefusedError):
@@ -168,7 +168,7 @@ class Reply:
         finally:
             self._rest.close()  # type: ignore[attr-defined]  # a generator: closing it disconnects from the server, which then stops
         if not ended:
-            raise LowqError("the server that was answering has ended; give the command again")
+            raise LowqError("the server that was answering has ended; run the command again")
 
 
 def model_path(model: str) -> str:
@@ -228,7 +228,7 @@ def ask_or_leave(body: dict[str, Any], keep_alive: str | None, device: str) -> R
         if keep_alive is None:
             raise
     if why := leave_behind(body["path"], keep_alive, ["--device", device, "--kv", body["kv"]]):
-        raise Declined(f"no server could be left behind: {why}")
+        raise Declined(f"no background server could be started: {why}")
     return ask(body)
 
 

@@ -36,7 +36,7 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
         said = [{"role": str(m["role"]), "content": str(m["content"])} for m in found["messages"]]
         return str(found["system"]), said
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DamagedError(f"{path} is no conversation; move it away, or take another --session") from None
+        raise DamagedError(f"{path} is not a saved conversation; move it away, or use another --session") from None
 
 
 def write(name: str, system: str, messages: list[dict[str, str]]) -> None:

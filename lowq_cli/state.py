@@ -163,7 +163,7 @@ def checkpoint_or_last(given: str | None) -> str:
         return given
     found = known(console.say)
     if not found:
-        raise NotFoundError("no checkpoint given, and none known that was written on this machine; run: lowq quantize demo")
+        raise NotFoundError("no checkpoint was given, and lowq has not written one on this machine; run: lowq quantize demo")
     here = [k for k in found if k.where == str(Path.cwd())]
     last = (here or found)[-1]
     elsewhere = f" (written from {last.where}; none was from here)" if last.where and not here else ""

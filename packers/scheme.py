@@ -51,7 +51,7 @@ class Scheme:
             raise SchemeError(f"zero={self.zero!r} is not a kind of zero; use one of {', '.join(ZERO_KINDS)}")
         if self.block_rows != 1:
             if self.block_rows < 1 or (self.bits, self.zero, self.table, self.scale) != (8, "none", E4M3, "f32"):
-                raise SchemeError(f"{self.block_rows} rows share a scale, which those of {E4M3} weights alone do")
+                raise SchemeError(f"{self.block_rows} rows share a scale, which only {E4M3} weights support")
             return
         if self.table and self.table not in TABLES:
             raise SchemeError(f"table={self.table!r} does not exist; use one of {', '.join(TABLES)}")
@@ -59,7 +59,7 @@ class Scheme:
             known = ", ".join(map(str, TABLES[self.table]))
             raise SchemeError(f"table {self.table} has {known} bits, not {self.bits}")
         if self.table and self.zero != "none":
-            raise SchemeError(f'zero={self.zero!r} beside table {self.table}, whose values need no zero; use zero="none"')
+            raise SchemeError(f'zero={self.zero!r} with table {self.table}, whose values need no zero; use zero="none"')
         if self.scale not in SCALE_KINDS:
             raise SchemeError(f"scale={self.scale!r} is not a kind of scale; use one of {', '.join(SCALE_KINDS)}")
         if self.scale != "float" and not self.table:

@@ -118,7 +118,7 @@ def check_shape(scheme: Scheme, companion: torch.Tensor | None, N: int) -> None:
         if companion.shape[1] == width and T and N % T == 0:
             return
     wanted = f"a float32 (T, {width}) whose T divides N={N}" if width else "none"
-    raise SchemeError(f"{scheme} needs {wanted} beside its scales, got {got}")
+    raise SchemeError(f"{scheme} needs {wanted} next to its scales, got {got}")
 
 
 def good_scales(scales: torch.Tensor, kind: str) -> torch.Tensor:

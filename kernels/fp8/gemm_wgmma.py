@@ -84,7 +84,7 @@ def refuse(call: Fp8Call, config: Config) -> str | None:
     if _mode(b, K) == BLOCK and config["TILE_COLUMNS"] > b[0]:
         return "a tile is wider than a block"
     if K % 16:
-        return f"K={K} is no multiple of 16"
+        return f"K={K} is not a multiple of 16"
     if config["SPLIT_K"] > math.ceil(K / BLOCK_K):
         return "nothing to split"
     stages, smem = plan(config, (_mode(a, K), _mode(b, K)))

@@ -153,7 +153,7 @@ class Calibration:
             if old != self.folder:
                 shutil.rmtree(old)
         if self.folder.is_symlink():
-            raise UsageError(f"{self.folder} is a link, and lowq writes through none; remove it")
+            raise UsageError(f"{self.folder} is a symbolic link, and lowq does not write through links; remove it")
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
         self.outputs = yield from self._curvature()
@@ -249,7 +249,7 @@ class Calibration:
             assert item.scheme is not None
             dtype = _dtype(item.outputs[1][1].dtype)
             method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-            notes[name] = f"{method}, because its layer does not call it: nothing tells what it is given"
+            notes[name] = f"{method}, because its layer does not call it, so its inputs are unknown"
             if self.file:
                 results |= self._kept(layer, name, self.file.given(name).to(self.device))
                 continue
@@ -275,7 +275,7 @@ class Calibration:
                 W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
                 if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
                     method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-                    why = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
+                    why = f"{method}, because {stage.moments.tokens} tokens of the calibration text reach this expert"
                     notes |= dict.fromkeys(names, why)
                     q = quantizers.get(method)(W, item.scheme, dtype)
                 else:

@@ -184,7 +184,7 @@ def spread(
     groups = {name: members for name, members in groups.items() if options[name]}
     if not groups:
         flag = next(name for name in BUDGETS if getattr(recipe, name) is not None).replace("_", "-")
-        raise UsageError(f"--{flag} finds no weight that the recipe leaves open; leave --override and --skip out")
+        raise UsageError(f"--{flag} has no width to choose: --override and --skip fix every weight; leave some of them out")
     schemes = {c.name: options[name] for name, members in groups.items() for c in members}
     candidates = [c for members in groups.values() for c in members]
     unmeasured = {c.name: dict.fromkeys(schemes[c.name], 0.0) for c in candidates}  # bytes need no errors

@@ -82,12 +82,12 @@ def _images(source: Source) -> Images:
     try:
         images = read_config(source.config, len(source.headers))[1].images
     except NotPlain as e:
-        raise UnsupportedError(f"{source.name} takes no pictures to calibrate on: {e}; give a text") from None
+        raise UnsupportedError(f"{source.name} cannot be calibrated on pictures: {e}; give a text") from None
     if images is None:
-        raise UnsupportedError(f"{source.name} takes no pictures to calibrate on; give a text")
+        raise UnsupportedError(f"{source.name} has no picture inputs to calibrate on; give a text")
     if images.deepstack or images.form == "tiles":
         what = "adds features of pictures behind its first layers" if images.deepstack else "takes pictures in tiles"
-        raise UnsupportedError(f"{source.name} {what}, which lowq does not calibrate by; give a text")
+        raise UnsupportedError(f"{source.name} {what}, which lowq cannot calibrate on; give a text")
     return images
 
 

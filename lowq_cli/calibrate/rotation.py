@@ -164,7 +164,7 @@ def _described(raw: Source, skeleton: Skeleton) -> Model:
         raise _refusal(raw, str(e)) from None
     named = Named.of_files(model, raw.headers)
     if further := next((n for n in raw.headers if named.beside(n)), None):
-        raise _refusal(raw, f"{further} reads or writes the residual stream, and would have to be rotated, too")
+        raise _refusal(raw, f"{further} reads or writes the residual stream and would have to be rotated as well")
     if reason := why_not(model):
         raise _refusal(raw, reason)
     return model

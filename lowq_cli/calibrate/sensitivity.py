@@ -91,7 +91,7 @@ class Sensitivities:
         inputs, others = entered(self.blocks, ids, batch)
         for name, c in self.candidates.items():
             if c.kind == "embedding" and c.shape[1] != inputs[0][0].shape[-1]:  # OPT-350m: no gradient here is by its rows
-                raise UnsupportedError(f"{name} is projected before the first layer, so what its rows cost is not measured")
+                raise UnsupportedError(f"{name} is projected before the first layer, so the error of its rows is not measured")
         errors, grads = self._head(ids, inputs.pop())
         if watch:
             watch(0, len(self.blocks))

@@ -50,9 +50,11 @@ def why_not(model: Model) -> str:
         "it has norms behind attention and MLP, whose weights do not commute with a rotation": any(
             [*(u.post for u in updates), *(b.post for _, b in branches)]
         ),
-        "it norms normed values, whose weights do not commute with a rotation": any(u.norm and b.norm for u, b in branches),
-        "its embedding is normed, whose weights do not commute with a rotation": model.embed_norm is not None,
-        "its router norms or scales what it reads": any(e.router.norm or e.router.scale for e in experts),
+        "it normalises values twice, and weights in between do not allow a rotation": any(
+            u.norm and b.norm for u, b in branches
+        ),
+        "it normalises its embedding, with weights that do not commute with a rotation": model.embed_norm is not None,
+        "its router normalises or scales its input": any(e.router.norm or e.router.scale for e in experts),
         "biases of its experts would have to be rotated, too": any(e.bias for e in experts),
     }
     return next((fact for fact, there in facts.items() if there), "")

@@ -139,8 +139,8 @@ def tokenize(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 def check_ids(ids: Iterable[int], rows: int) -> None:
     """Raise UsageError for a token id that is not below `rows`: the tokenizer is another model's, or has added tokens."""
     if (other := next((i for i in ids if not 0 <= i < rows), None)) is not None:
-        had = f"token id {other} is not from 0 to {rows - 1}, which are those that the model has"
-        raise UsageError(f"{had}; take the tokenizer that belongs to it")
+        had = f"token id {other} is not one of the model's ids, 0 to {rows - 1}"
+        raise UsageError(f"{had}; use the tokenizer of this model")
 
 
 def read_utf8(file: Path, what: str) -> str:

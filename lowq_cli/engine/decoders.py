@@ -26,7 +26,7 @@ def decoder_of(model: CausalModel, kv: str = PLAIN) -> Decoder:
         else:
             reason = why_not(model)
         if reason and kv != PLAIN:
-            raise UnsupportedError(f"this model goes by transformers' forward, whose cache is in 16 bits; leave --kv {kv} out")
+            raise UnsupportedError(f"this model runs in transformers' forward, whose cache has 16 bits; leave --kv {kv} out")
         kept = HfEagerDecoder(model, reason) if reason else NativeDecoder(model, kv=kv)
         own.decoder = kept
     return kept

@@ -187,7 +187,7 @@ def load(folder: str, model: Any) -> HeadPlan:
             read = read_head(source.config, _shapes(source), target)
             return _read(source, read, plan_of(model))
         except NotPlain as e:
-            raise UnsupportedError(f"the draft head {folder} is not run: {e}") from None
+            raise UnsupportedError(f"the draft head {folder} cannot be used: {e}") from None
 
 
 def inside(source: Source, model: Any) -> HeadPlan:
@@ -195,7 +195,7 @@ def inside(source: Source, model: Any) -> HeadPlan:
     try:
         return _read(source, mtp.read(source.config, _shapes(source), _target(model)), plan_of(model))
     except NotPlain as e:
-        raise UnsupportedError(f"the MTP layer of {source.name} is not run: {e}") from None
+        raise UnsupportedError(f"the MTP layer of {source.name} cannot be used: {e}") from None
 
 
 def _target(model: Any) -> Target:
@@ -251,7 +251,7 @@ def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:
     """The offsets from the head's ids to the target's. Raises DamagedError for ids outside the target's vocabulary."""
     header = source.headers[name]
     if header.dtype not in INTEGERS:
-        raise DamagedError(f"{name} of the draft head is {header.dtype}, not of whole numbers")
+        raise DamagedError(f"{name} of the draft head is {header.dtype}; it must hold whole numbers")
     found = torch.frombuffer(source.read_raw(name, 0, header.nbytes), dtype=INTEGERS[header.dtype]).long()
     ids = found + torch.arange(len(found))
     if not bool(((ids >= 0) & (ids < vocabulary)).all()):

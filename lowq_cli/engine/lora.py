@@ -68,7 +68,7 @@ def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
     plan.rewrite(step_of)
     for adapter, own in zip(given, used, strict=True):
         if left := sorted(set(adapter.factors) - own):
-            line = f"the adapter {adapter.name} changes {left[0]}, which this model has not as a product of its own"
+            line = f"the adapter {adapter.name} changes {left[0]}, which is not a separate matrix product in this model"
             raise UnsupportedError(f"{line}; merge it into its base model (peft: merge_and_unload)")
     plan.adapters = found
     return found
@@ -118,7 +118,7 @@ def attach(model: Any, given: Sequence[Adapter]) -> None:
     from lowq_cli.engine import plan as plans
 
     if reason := plans.why_not(model):
-        raise UnsupportedError(f"adapters need lowq's own decoder, which does not take this model: {reason}")
+        raise UnsupportedError(f"adapters need lowq's own decoder, which does not support this model: {reason}")
     adapt(plans.plan_of(model), given).all = 1
     for name, module in model.named_modules():
         for adapter in given[:1]:

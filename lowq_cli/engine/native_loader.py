@@ -257,7 +257,7 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
         except SchemeError as e:
             raise NotPlain(str(e)) from None
     if odd := {n for n in wanted.keys() ^ headers.keys() if not contents.named.beside(n)}:
-        raise NotPlain(f"{min(odd)} is missing or not asked for")
+        raise NotPlain(f"{min(odd)} is missing or not expected")
     for name, (shape, dtypes) in wanted.items():
         if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:
             raise NotPlain(f"{name} is {headers[name].dtype} {tuple(headers[name].shape)}")

@@ -36,7 +36,7 @@ class Shown:
         if len(at) != sum(p.rows for p in pictures):
             wanted = sum(p.rows for p in pictures)
             raise UsageError(
-                f"the prompt has {len(at)} tokens of pictures, its {len(pictures)} pictures have {wanted}; "
+                f"the prompt has {len(at)} picture tokens, but its {len(pictures)} pictures need {wanted}; "
                 f"leave the token that stands for a picture out of the text"
             )
         self.spans, first = list[tuple[int, int]](), 0
@@ -73,7 +73,7 @@ class Shown:
         added = tuple(torch.cat(layer).to(device, dtype) for layer in zip(*(more for _, more in features), strict=True))
         fit = all(len(f) == p.rows for p, (f, _) in zip(self.pictures, features, strict=True))
         if not fit or len(added) != self.images.deepstack:
-            raise DamagedError("the tower makes other features of a picture than config.json and its processor say")
+            raise DamagedError("the vision tower's features do not have the shape that config.json and the processor ask for")
         self.features = rows, added
         return self
 

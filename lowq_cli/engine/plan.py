@@ -98,7 +98,7 @@ class Plan:
             return ""
         config = fold.config_of(gates[0].layer, batch, self.dtype, fold.NORMED | fold.ACTS[gates[0].act])
         values = ",".join(map(str, config.values()))
-        return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
+        return f"norms, residual adds and activations are fused into the matmuls, with config {values} for gate_up"
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings (..., H) of token ids (...), scaled and normed for the first layer."""

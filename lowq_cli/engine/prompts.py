@@ -107,7 +107,7 @@ def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list
     from lowq_cli.engine.vision import sight_of
 
     if len(images) != prompts or any(isinstance(seen, str | bytes) for seen in images):
-        raise UsageError(f"images are a sequence for each of the {prompts} prompts, or one of a single prompt's")
+        raise UsageError(f"images must be one sequence per prompt ({prompts} prompts), or a flat one for a single prompt")
     sight = sight_of(model)
     return [[sight.picture(image) for image in seen] for seen in images]
 
@@ -177,7 +177,7 @@ def encode_messages(
     text.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
+        raise UsageError("this model has no chat template; leave --chat out and give a text to continue")
     for message in messages:
         content = message["content"]
         for part in [content] if isinstance(content, str) else [p["text"] for p in content if "text" in p]:
@@ -233,5 +233,5 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     found = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
     ids = found if isinstance(found, list | tuple) else [found]
     if not all(type(i) is int for i in ids):
-        raise DamagedError(f"the model's eos_token_id is {found!r}, which is no token")
+        raise DamagedError(f"the model's eos_token_id is {found!r}, which is not a token id")
     return frozenset(ids)

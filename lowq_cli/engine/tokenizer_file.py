@@ -50,7 +50,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
     _check_class(facts, model_type, head)
     _check_special(folder, facts, head)
     if model_type in ("mistral", "mixtral") and tokens.get_vocab_size() > 100_000:
-        raise NotPlain("a pattern that transformers mends")
+        raise NotPlain("a pre-tokenizer pattern that transformers corrects")
     named = {n: _spelled(facts[n]) for n in NAMED if facts.get(n) is not None}
     return FastTokenizer(tokens, named, chat_templates(folder, facts))
 
@@ -61,7 +61,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (LowqError, ValueError, RecursionError) as e:
         raise NotPlain(f"{path.name}: {e}") from None
     if not isinstance(found, dict):
-        raise NotPlain(f"{path.name} is no table")
+        raise NotPlain(f"{path.name} is not a table")
     return found
 
 
@@ -82,7 +82,7 @@ def _check_class(facts: Mapping[str, Any], model_type: str, head: Mapping[str, A
     """Raise NotPlain unless transformers builds the tokenizer that the file describes."""
     named = facts.get("tokenizer_class")
     if facts.get("auto_map") or not isinstance(named, str):
-        raise NotPlain("a tokenizer of no known class")
+        raise NotPlain("an unknown class of tokenizer")
     if model_type in ALWAYS_AS_IT_IS or (named in AS_IT_IS and model_type not in ALWAYS_QWEN):
         return
     if named.removesuffix("Fast") != "Qwen2Tokenizer" and model_type not in ALWAYS_QWEN:

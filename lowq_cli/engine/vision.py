@@ -93,10 +93,10 @@ def sight_of(model: Any) -> Sight:
     own = owned(model)
     if own.sight is None:
         if reason := why_not(model):
-            raise UnsupportedError(f"pictures need lowq's own decoder, which does not take this model: {reason}")
+            raise UnsupportedError(f"pictures need lowq's own decoder, which does not support this model: {reason}")
         images, folder = plan_of(model).model.images, own.folder or getattr(model, "name_or_path", "")
         if images is None:
-            raise UnsupportedError(f"{model.config.model_type} takes no pictures")
+            raise UnsupportedError(f"{model.config.model_type} has no picture inputs")
         own.sight = Sight(Path(folder), images, model.device, model.dtype)
     found: Sight = own.sight
     return found

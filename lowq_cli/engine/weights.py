@@ -75,7 +75,7 @@ def describe(config: Any) -> tuple[Model, Family]:
     """The description of a config's model, and its family. Raises NotDescribed."""
     kind = getattr(type(config), "model_type", "") or config.model_type  # Ministral's config may say "mistral"
     if (family := families().get(kind)) is None:
-        raise NotDescribed(f"{kind} is not one of the families that are described ({', '.join(families())})")
+        raise NotDescribed(f"{kind} is not one of the described families ({', '.join(families())})")
     text = config.get_text_config()
     if reason := rope.why_not(getattr(text, "rope_parameters", None)):
         raise NotDescribed(reason)

@@ -47,7 +47,9 @@ class Choice:
 
     def __str__(self) -> str:
         if self.act == "none":
-            return "activations stay in 16 bits: " + ("every layer costs too much" if self.kept else "no kernel gains by 8")
+            return "activations stay in 16 bits: " + (
+                "every layer loses too much" if self.kept else "no kernel is faster with 8"
+            )
         kept = f"; 16 bits in {', '.join(_short(self.kept))}" if self.kept else ""
         return f"activations in {self.act} for {self.share:.0%} of a prompt's products, KL divergence {self.kl:.5f}{kept}"
 

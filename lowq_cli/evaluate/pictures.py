@@ -17,7 +17,7 @@ def pairs(folder: Path) -> list[tuple[Path, str]]:
         raise NotFoundError(f"there is no folder {folder} of pictures")
     found = picture_pairs(folder)
     if not found:
-        raise UsageError(f"{folder} has no picture with a text beside it: a.png with a.txt")
+        raise UsageError(f"{folder} has no picture with a text file of the same name: a.png with a.txt")
     return found
 
 
@@ -38,7 +38,7 @@ def measure_pictures(
         found = [_log_probabilities(one, tokenizer, file, text) for one, tokenizer in loaded]
         (log_p, target), (log_ref, other) = found[0], found[-1]
         if not torch.equal(target, other) or log_p.shape != log_ref.shape:
-            raise UsageError("the models read a text behind a picture as other tokens")
+            raise UsageError("the models' tokenizers split a text after a picture differently")
         sums["nll"] -= float(log_p.gather(1, target[:, None]).double().sum())
         sums["base"] -= float(log_ref.gather(1, target[:, None]).double().sum())
         sums["kl"] += float((log_ref.exp() * (log_ref - log_p)).sum(1).double().sum())
@@ -66,6 +66,6 @@ def _log_probabilities(model: Any, tokenizer: Any, file: Path, text: str) -> tup
     shown = sight_of(model).shown(ids, [picture])
     first = shown.spans[-1][1]
     if first >= len(ids):
-        raise UsageError(f"the text beside {file} is empty")
+        raise UsageError(f"the text of {file} is empty")
     logits = decoder.logits(torch.tensor([ids], device=model.device), [shown])[0, first - 1 : -1]
     return logits.float().log_softmax(-1).cpu(), torch.tensor(ids[first:])

@@ -14,7 +14,7 @@ def check_names(names: Sequence[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError("--tasks needs lm-eval; install it with: pip install 'lm-eval<0.5'")
     if not names:
-        raise UsageError("--tasks names no task; give lm-eval's names or YAML files, with commas between")
+        raise UsageError("--tasks names no task; give lm-eval's names or YAML files, separated by commas")
     for name in names:
         if name.endswith(YAML) and not Path(name).expanduser().is_file():
             raise NotFoundError(f"there is no task file {name}")

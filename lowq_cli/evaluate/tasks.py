@@ -80,7 +80,7 @@ def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | No
         here = Path(name).expanduser().absolute()
         if name not in files and name not in manager.all_tasks:
             near = get_close_matches(name, manager.all_tasks, 3)
-            raise UsageError(f"lm-eval has no task {name!r}{'; near it: ' + ', '.join(near) if near else ''}")
+            raise UsageError(f"lm-eval has no task {name!r}{'; similar names:  ' + ', '.join(near) if near else ''}")
         missing = library_errors(NotFoundError, f"the task {name} cannot be loaded")  # e.g. no file, network or field
         with missing, contextlib.chdir(here.parent if name in files else "."):
             loaded = manager.load([str(here) if name in files else name])
@@ -254,6 +254,8 @@ def _settings(asked: dict[str, Any]) -> dict[str, Any]:
         elif name == "temperature" and value and drawn is None:
             settings[name] = value  # lm-eval samples if there is a temperature
     if others := {k: v for k, v in given.items() if v not in (None, False) and (k, v) != ("num_beams", 1)}:
-        raise UnsupportedError(f"a task draws its texts by {', '.join(f'{k}={v}' for k, v in others.items())}; lowq does not")
+        raise UnsupportedError(
+            f"a task samples with {', '.join(f'{k}={v}' for k, v in others.items())}, which lowq does not support"
+        )
     stop = [s for s in ([until] if isinstance(until, str) else until) if s]
     return {**settings, "stop": stop, "seed": 0, "max_new_tokens": int(lengths[0] if lengths else NEW_TOKENS)}

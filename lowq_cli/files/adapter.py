@@ -54,7 +54,7 @@ def read_adapter(folder: str | Path, name: str = "") -> Adapter:
         for tensor, facts in header.tensors.items():
             parts = FACTOR.fullmatch(tensor)
             if parts is None:
-                raise UnsupportedError(f"{path} holds {tensor}; lowq takes adapters of linear layers alone (lora_A, lora_B)")
+                raise UnsupportedError(f"{path} holds {tensor}; lowq supports only adapters of linear layers (lora_A, lora_B)")
             raw = read_bytes(file.fileno(), facts.offset, facts.nbytes, str(path / WEIGHTS))
             digest.update(raw)
             module = parts["module"].removeprefix(PREFIX)
@@ -69,7 +69,7 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedError unless the adapter is a plain LoRA."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError(f"{path} is an adapter of the kind {kind}; lowq takes LORA")
+        raise UnsupportedError(f"{path} is an adapter of the kind {kind}; lowq supports only LORA")
     unplain = {
         "use_dora": config.get("use_dora"),
         "bias": config.get("bias") not in (None, "none"),
@@ -86,7 +86,7 @@ def _factors(
     module: str, pair: Mapping[str, "torch.Tensor"], config: Mapping[str, Any], path: Path
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     if pair.keys() != {"A", "B"} or pair["A"].dim() != 2 or pair["B"].dim() != 2 or pair["A"].shape[0] != pair["B"].shape[1]:
-        raise DamagedError(f"{path / WEIGHTS}: {module} has not the two factors A (r, K) and B (N, r)")
+        raise DamagedError(f"{path / WEIGHTS}: {module} lacks one of the two factors A (r, K) and B (N, r)")
     if not all(bool(t.isfinite().all()) for t in pair.values()):
         raise DamagedError(f"{path / WEIGHTS}: {module} holds numbers that are not finite")
     rank, alpha = pair["A"].shape[0], _alpha(module, config)

@@ -152,7 +152,7 @@ class Checkpoint:
         known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # validated by _check_report
         if unknown := [t.name for t in self.tensors if known and t.name not in known]:
             more = f" ({len(unknown)} such)" if len(unknown) > 1 else ""
-            raise DamagedError(f"{unknown[0]} has no checksum in {REPORT}{more}: nothing vouches for it")
+            raise DamagedError(f"{unknown[0]} has no checksum in {REPORT}{more}, so it cannot be verified")
         done = 0
         for t in self.tensors:
             names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]

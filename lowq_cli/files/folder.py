@@ -107,7 +107,7 @@ def check_free(target: Path) -> None:
 def check_apart(target: Path, source: Path | None) -> None:
     """Raise UsageError if `target` is inside the folder that a model is read from."""
     if source is not None and (inside := target.resolve()).is_relative_to(source.resolve()) and inside != source.resolve():
-        raise UsageError(f"{target} lies in {source}, the folder of the model itself; use --out with a folder beside it")
+        raise UsageError(f"{target} lies in {source}, the folder of the model itself; use --out with a folder outside of it")
 
 
 def sweep(target: Path) -> None:

@@ -37,7 +37,7 @@ def decode(data: bytes, name: str = "the picture") -> "Image":
     if len(data) > MOST_BYTES:
         raise UsageError(f"{name} has {len(data) >> 20} MB; at most {MOST_BYTES >> 20} MB are read, make it smaller")
     if not any(data.startswith(start) for start in STARTS.values()):
-        raise UsageError(f"{name} is no PNG, JPEG, WebP or GIF; convert it to one of them")
+        raise UsageError(f"{name} is not a PNG, JPEG, WebP or GIF; convert it to one of them")
     try:
         with library_errors(UsageError, f"{name} cannot be read"), Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, name)

@@ -61,5 +61,7 @@ def check_companions(found: list[Path]) -> list[Path]:
     for path in found:
         os.close(open_bounded(path, MAX_TEXT if path.name.startswith(LARGE) or path.suffix in LARGE else MAX_CONFIG))
         if not is_own(path):
-            raise DamagedError(f"{path} is a link to {path.resolve()}, outside the model's folder; copy it there if it belongs")
+            raise DamagedError(
+                f"{path} is a link to {path.resolve()}, outside the model's folder; copy it there if it belongs to the model"
+            )
     return found

@@ -141,7 +141,7 @@ def _entry(name: str, entry: object, where: str) -> tuple[str, tuple[int, ...], 
     sound = whole(shape) and len(shape) <= MAX_DIMS and (0 not in shape or prod(d or 1 for d in shape) < 1 << 62)
     if not sound or not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         spelled = f"shape {str(shape)[:200]} and data_offsets {str(offsets)[:200]}"
-        raise DamagedError(f"{where}: {name} has {spelled}, which make no sense")
+        raise DamagedError(f"{where}: {name} has {spelled}, which are impossible")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
@@ -152,7 +152,7 @@ def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
         found = dict(pairs)
         if once and len(found) != len(pairs):
             twice = Counter(k for k, _ in pairs).most_common(1)[0][0]
-            raise DamagedError(f"{where}: {twice!r} is there twice")
+            raise DamagedError(f"{where}: {twice!r} occurs twice")
         return found
 
     try:
@@ -233,5 +233,5 @@ def torch_dtype(name: str) -> "torch.dtype":
 def check_file_name(name: str, where: str) -> str:
     """`name` if it is a bare file name. Raises DamagedError: an index must not point outside its folder."""
     if not isinstance(name, str) or not name or Path(name).name != name or name in (".", ".."):
-        raise DamagedError(f"{where} names the file {name!r}; only files beside it are allowed")
+        raise DamagedError(f"{where} names the file {name!r}; only files in the same folder are allowed")
     return name

@@ -244,7 +244,7 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
         return _open_folder(name, _folder_of(path))
     if path.is_absolute() or name.startswith((".", "~")) or not HUB_ID.fullmatch(name):
         way_out = nearby(name) or "give a model folder, org/name, or demo"
-        raise NotFoundError(f"no folder {name}, and that is no hub id either; {way_out}")
+        raise NotFoundError(f"there is no folder {name}, and that is not a hub id either; {way_out}")
     _refuse_mistyped(name)
     return _hub_headers(name) if headers_only else _open_folder(name, _download(name))
 

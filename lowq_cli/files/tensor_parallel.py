@@ -67,12 +67,12 @@ def fused_name(name: str) -> str | None:
 def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
     """Why `ranks` ranks cannot share a matrix along K, with a group size or rank count that works; None if they can."""
     if K % ranks:
-        return f"{name}: K={K} is no multiple of {ranks}"
+        return f"{name}: K={K} is not a multiple of {ranks}"
     own = K // ranks
     if s.group_size != K and own % s.group_size:
         fitting = fit_group(own, s.group_size)
         way_out = f"--override '{name.rpartition('.')[2]}={s.bits}:{fitting}'" if fitting else "fewer ranks"
-        return f"{name}: K={K} over {ranks} ranks is {own}, no multiple of group_size={s.group_size}; quantize with {way_out}"
+        return f"{name}: K={K} over {ranks} ranks is {own}, not a multiple of group_size={s.group_size}; use {way_out}"
     if own * s.bits % 32:
         return f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"
     return None
@@ -80,12 +80,12 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
 
 def table_problem(name: str, s: Scheme) -> str | None:
     """The reason why lowq's own ranks cannot share a matrix of this scheme at all (vLLM's can); None if they can."""
-    return f"{name} is {s}: lowq shares no weight with a table of its own among ranks; use one" if s.table_width else None
+    return f"{name} is {s}: lowq cannot split a weight with its own table among ranks; use one rank" if s.table_width else None
 
 
 def column_problem(name: str, N: int, ranks: int) -> str | None:
     """The reason why `ranks` ranks cannot share a matrix along N; None if they can."""
-    return f"{name}: N={N} is no multiple of {ranks}" if N % ranks else None
+    return f"{name}: N={N} is not a multiple of {ranks}" if N % ranks else None
 
 
 def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str | None:

@@ -28,7 +28,7 @@ def why_not(source: Source) -> str | None:
     for name in quantized(source.headers):
         place = skeleton.place(name)
         if place is None or place.merged or type(skeleton.module(place.param)) is not nn.Linear:
-            return f"{name} is no plain linear weight"
+            return f"{name} is not a plain linear weight"
     return None
 
 

@@ -118,7 +118,7 @@ def _check_filled(source: Source, config: Any, found: dict[str, Any]) -> None:
     extra = extra_of(config, source.headers)
     if unknown := sorted(k for k in map(str, found.get("unexpected_keys", ())) if not extra or not k.startswith(extra)):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        console.warn(f"{source.name} holds weights that its model does not know, and that are not used: {unknown[0]}{more}")
+        console.warn(f"{source.name} holds weights that its model does not have, which are ignored: {unknown[0]}{more}")
 
 
 def _spelled(shape: Any) -> str:

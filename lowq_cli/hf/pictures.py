@@ -118,7 +118,7 @@ class Processor:
             rows = int(made["num_soft_tokens_per_image"][0])
             found = Picture(_only(made, "pixel_values", "image_position_ids"), rows)
         if not 0 < found.rows <= MOST_ROWS:
-            raise UsageError(f"the picture makes {found.rows} tokens; from 1 to {MOST_ROWS} can be, change its size")
+            raise UsageError(f"the picture makes {found.rows} tokens; allowed are 1 to {MOST_ROWS}, change its size")
         return found
 
 
@@ -134,7 +134,7 @@ def _check_sizes(processor: Any) -> None:
     for name, n in sizes.items():
         most = MOST_AREA if area or name in AREAS else MOST_SIDE
         if type(n) in (int, float) and not 0 < n <= most:
-            raise DamagedError(f"the processor's config has {name} = {n}; at most {most} can be")
+            raise DamagedError(f"the processor's config has {name} = {n}; at most {most} is allowed")
 
 
 def place(images: Images, spelled: Spelled) -> str:

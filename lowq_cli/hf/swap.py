@@ -137,7 +137,7 @@ def _tables(skeleton: Skeleton, param: str, members: Mapping[str, Stored], slice
     stack = shape[0] if len(shape) == 3 else 1
     cuts = [slices.get(stem + WEIGHT) for stem in members]
     if len({cut.rows[1] - cut.rows[0] if cut and cut.rows else -1 for cut in cuts}) > 1 or len(members) % stack:
-        raise UnsupportedError(f"{param} is made of tensors of unlike sizes with a table each; lowq holds such of one size")
+        raise UnsupportedError(f"{param} is made of tensors of different sizes with a table each; lowq needs one size")
     return len(members) // stack
 
 

@@ -228,7 +228,7 @@ def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) 
         part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first, table=table)
         for n, t in _encoded(fmt, name, unpack(part), config).items():
             if t.dim() == 2 and not same_bytes(t, tensors[n][-len(t) :] if first else tensors[n][: len(t)]):  # 1-D: shape
-                raise AssertionError(f"{n} ({p.scheme}) is not what its codes are encoded as")
+                raise AssertionError(f"{n} ({p.scheme}) does not match its encoded codes")
     return tensors
 
 

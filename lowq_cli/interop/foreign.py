@@ -230,7 +230,7 @@ def _open_qmodel(name: str, folder: Path) -> TensorSource:
 
     config = read_json(folder / "config.json")
     path = folder / QMODEL
-    refused = library_errors(UnsupportedError, f"{path} is no plain HQQ checkpoint, and lowq runs no pickled code")
+    refused = library_errors(UnsupportedError, f"{path} is not a plain HQQ checkpoint, and lowq does not run pickled code")
     with refused, opened(path) as name_of_open:  # e.g. a truncated zip, or a class not on torch's list
         loaded = torch.load(name_of_open, map_location="cpu", weights_only=True, mmap=True)
     tensors = flatten(loaded) if isinstance(loaded, Mapping) else {}

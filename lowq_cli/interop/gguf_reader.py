@@ -86,7 +86,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
         os.close(fd)
     r = _Reader(raw, str(path))
     if r.take(4) != MAGIC:
-        raise DamagedError(f"{path} is no GGUF file; fetch it again")
+        raise DamagedError(f"{path} is not a GGUF file; fetch it again")
     if (version := r.number("<I")) not in (2, 3):
         raise UnsupportedError(f"{path} is GGUF version {version}; lowq reads 2 and 3")
     tensor_count, pair_count = r.count("tensors"), r.count("metadata values")

@@ -34,7 +34,7 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
     model = content.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(model.get("vocab"), dict):
         raise UnsupportedError(
-            f"its tokenizer is {model.get('type')} and no byte-level BPE; convert it with llama.cpp's own script"
+            f"its tokenizer is {model.get('type')} , not a byte-level BPE; convert it with llama.cpp's own script"
         )
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     known = {**model["vocab"], **{t["content"]: t["id"] for t in content.get("added_tokens") or ()}}
@@ -152,7 +152,7 @@ def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mappi
     beside = [node["SpecialToken"]["id"] for node in (nodes[:at] if name == "bos" else nodes[at + 1 :])]
     own = _text_of(settings.get(f"{name}_token"))
     if beside and own and beside != [own]:
-        raise UnsupportedError(f"its tokenizer puts {' '.join(beside)} beside a text, GGUF's would put its {name} token {own}")
+        raise UnsupportedError(f"its tokenizer puts {' '.join(beside)} around a text, GGUF's would put its {name} token {own}")
     return bool(beside)
 
 

@@ -157,7 +157,7 @@ def _lowq(folder: Path, name: str) -> Inspection:
             rows.append(Row(t.name, kind, t.shape, str(t.scheme), t.scheme.bits, t.nbytes, True, own.get("rel_error")))
         else:
             rows.append(_kept(t.name, found.source.headers[t.name], kind))
-    notes: tuple[str, ...] = () if known else (f"no {REPORT}: errors of the tensors are not known",)
+    notes: tuple[str, ...] = () if known else (f"no {REPORT}, so the errors of the tensors are unknown",)
     for layout in sorted({t.layout for t in found.tensors} - {DISK}):
         n = sum(t.layout == layout for t in found.tensors)
         notes += (f"{n} of {len(found.schemes)} packed matrices are stored in layout {layout}: as kernels read them",)
@@ -199,7 +199,7 @@ def _hybrid_experts(source: Source) -> list[str]:
     stacked = [n for n in source.headers if re.search(r"experts\.(gate_up|down)_proj_(scale|zero)", n)]
     single = any(re.search(r"experts\.\d+\.", n) for n in source.headers)
     return (
-        [f"{stacked[0]}: scales of stacked experts beside single experts; only transformers reads this mix"]
+        [f"{stacked[0]}: scales of stacked experts and of single experts; only transformers reads this mix"]
         if stacked and single
         else []
     )

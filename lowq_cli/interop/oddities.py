@@ -23,7 +23,7 @@ def oddities(model: str) -> list[str]:
         with (checkpoint := open_checkpoint(folder)).source as source:
             found += _of_model(source, folder)
             if not checkpoint.report:
-                found.append(f"no {REPORT}: nothing says what the weights should be")
+                found.append(f"no {REPORT}, so the weights cannot be verified")
             for check in (checkpoint.check_files, checkpoint.check_values):
                 try:
                     unhashed = check()
@@ -39,17 +39,17 @@ def oddities(model: str) -> list[str]:
 def _of_path(path: Path) -> Iterator[str]:
     """The oddities of one entry of a folder."""
     if visible(path.name) != path.name:
-        yield f"{path.name} has a name that a terminal would obey"
+        yield f"{path.name} has control characters in its name"
     if path.is_symlink() and not is_own(path):
         yield f"{path.name} is a link to {path.resolve()}, outside the folder"
     elif not path.is_file() and not path.is_dir():
-        yield f"{path.name} is no regular file"
+        yield f"{path.name} is not a regular file"
     if any(path.match(p) for p in PICKLES):
-        yield f"{path.name} is a pickle, which other programs may open and which can run any code then"
+        yield f"{path.name} is a pickle, which can run any code when another program opens it"
     if any(path.match(p) for p in CODE):
-        yield f"{path.name} is code, which lowq does not run and others may"
+        yield f"{path.name} is code, which other programs may run (lowq does not)"
     if path.name.startswith(("adapter_", "lowq-calibrated-")) or path.name.endswith(".partial"):
-        yield f"{path.name} is no part of the model"
+        yield f"{path.name} does not belong to the model"
     if path.suffix == ".json" and path.is_file():
         try:
             said = read_json(path)
@@ -57,7 +57,7 @@ def _of_path(path: Path) -> Iterator[str]:
             yield str(e)
             return
         if said.get("auto_map"):
-            yield f"{path.name} has auto_map: code that lowq does not run and others may"
+            yield f"{path.name} has auto_map: code that other programs may run (lowq does not)"
 
 
 def _of_model(source: Source, folder: Path) -> list[str]:

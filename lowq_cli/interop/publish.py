@@ -33,7 +33,7 @@ def publish(
     Raises UsageError for an invalid repository name, NotFoundError if the hub refuses or cannot be reached.
     """
     if not REPO.fullmatch(repo):
-        raise UsageError(f"{repo!r} is no repository; write it as name/model")
+        raise UsageError(f"{repo!r} is not a repository; write it as name/model")
     with (found := open_checkpoint(checkpoint)).source:
         if not dry_run:
             _check_logged_in()
@@ -55,7 +55,7 @@ def _files(found: Checkpoint) -> list[str]:
         if not (found.folder / name).is_file():
             raise DamagedError(f"{found.folder / name} is missing, which {REPORT} lists; quantize again")
         if not is_own(found.folder / name):
-            raise DamagedError(f"{found.folder / name} is a link to somewhere else, which is not sent; copy it there")
+            raise DamagedError(f"{found.folder / name} is a link to a file outside, which lowq does not upload; copy it there")
     return sorted((listed | optional) - {CARD, LOG, JOURNAL})
 
 
@@ -84,6 +84,6 @@ def _send(folder: Path, files: list[str], repo: str, private: bool, card: str) -
             raise
         reason = str(e).strip().splitlines()
         raise NotFoundError(
-            f"the hub did not take {repo}: {reason[0] if reason else type(e).__name__}; check the name, or: hf auth login"
+            f"the hub refused {repo}: {reason[0] if reason else type(e).__name__}; check the name, or: hf auth login"
         ) from e
     return str(url)

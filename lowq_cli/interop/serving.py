@@ -58,7 +58,7 @@ def command(
     served = str(folder) if model == "demo" else model
     if served.startswith("-"):  # vLLM would parse it as an option, even without the =
         if not folder.is_dir():
-            raise UsageError(f"{model} is no model: it begins with a dash")
+            raise UsageError(f"{model} is not a model: it begins with a dash")
         served = str(folder.absolute())
     if is_checkpoint(folder):
         target, kernels = prepare(folder, ranks, native, write=False)
@@ -92,7 +92,7 @@ def installed() -> str:
     try:
         found = version("vllm")
     except PackageNotFoundError:
-        return "vLLM is not installed beside lowq: where it runs, lowq must be installed for the plugin to be found"
+        return "vLLM is not installed here: install lowq where vLLM runs, so that vLLM finds the plugin"
     known = ".".join(found.split(".")[:2]) in TESTED
     return f"vLLM {found}{'' if known else ', which lowq was not tested with (' + ', '.join(TESTED) + ' were)'}"
 
@@ -107,7 +107,7 @@ def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels
     if problem and (native or not exported):
         raise UnsupportedError(f"{where}: {problem}")
     if native is False and not exported:
-        raise UnsupportedError(f"{where} by its own kernels: it has none for these schemes; leave --export out")
+        raise UnsupportedError(f"{where} with its own kernels: it has none for these schemes; leave --export out")
     if native is not None:
         return Kernels(NATIVE if native or not exported else exported, "asked for")
     if not exported:

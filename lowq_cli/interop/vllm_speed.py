@@ -110,7 +110,7 @@ def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> lis
     from lowq_cli.state import user_path
 
     if find_spec("vllm") is None:
-        raise UnsupportedError("vLLM is not installed beside lowq: pip install vllm (Linux with a GPU)")
+        raise UnsupportedError("vLLM is not installed here: pip install vllm (Linux with a GPU)")
     arguments = ("--batches", ",".join(map(str, batches)), "--tp", str(ranks))
     found: dict[str, dict[int, float]] = {}
     for whose, native in (("vllm", False), (NATIVE, True)):

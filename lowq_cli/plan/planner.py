@@ -112,7 +112,7 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
     if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
         notes.append(
-            f"an expert that fewer than {quantizers.FEW_TOKENS} tokens of the calibration text visit is quantized without it; "
+            f"an expert that fewer than {quantizers.FEW_TOKENS} tokens of the calibration text reach is quantized without it; "
             f"the run and lowq_report.json name those"
         )
     untie = any(i.kind == "head" and i.scheme for i in items)
@@ -130,7 +130,7 @@ def wordless(source: Source) -> list[str]:
     cls = model_class(source.config)
     if cls.can_generate():
         return []
-    return [f"a {cls.__name__} generates no text: transformers' from_pretrained runs it, lowq generate and serve do not"]
+    return [f"a {cls.__name__} does not generate text: transformers' from_pretrained runs it, lowq generate and serve do not"]
 
 
 def roles(source: Source) -> dict[str, Role]:
@@ -219,7 +219,7 @@ def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
             )
         for part in role.parts:
             if part.name in names:
-                raise DamagedError(f"{part.name} is there twice, in {name} too; fetch the model again")
+                raise DamagedError(f"{part.name} occurs twice, also in {name}; fetch the model again")
             names.add(part.name)
             shape = _cut_shape(name, header.shape, part.cut)
             target = part.target or part.name
@@ -274,9 +274,9 @@ def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
             f"override on {c.name}: group {group} does not divide K={K}; use {request.bits}:{fitting or 'channel'}"
         )
     if fitting is None and recipe.fixed_group(request.bits):
-        return Decision(None, f"K={K} is no multiple of {group}, the groups of {recipe.format}")
+        return Decision(None, f"K={K} is not a multiple of {group}, the group size of {recipe.format}")
     if fitting is None:
-        return Decision(None, f"K={K} is no multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
+        return Decision(None, f"K={K} is not a multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
     return Decision(recipe.scheme(request.bits, fitting), f"group {fitting}, because {group} does not divide K={K}")
 
 
@@ -313,7 +313,7 @@ def _tied_head(
 def _why_not_head(source: Source) -> str | None:
     """Why an output head made from the embedding cannot be packed, or None."""
     if is_head(source.config):
-        return "a draft head without one guesses by that of the model"
+        return "a draft head without one uses the model's"
     extra = extra_roles(source.config, source.headers)
     if known_roles(source.config, {n: h for n, h in source.headers.items() if n not in extra}) is not None:
         return None
@@ -370,8 +370,8 @@ def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str
     if asked == DISK:
         return asked, ""
     if c.kind in ("embedding", "expert") or c.target in shared:
-        return DISK, f"stored in {DISK}: {asked} is for linear layers of their own"
-    why = stored(asked).why_not(scheme, *c.shape) or (f"N={c.shape[0]} is no multiple of {step}" if c.shape[0] % step else "")
+        return DISK, f"stored in {DISK}: {asked} is only for separate linear layers"
+    why = stored(asked).why_not(scheme, *c.shape) or (f"N={c.shape[0]} is not a multiple of {step}" * bool(c.shape[0] % step))
     return (DISK, f"stored in {DISK}: {why}") if why else (asked, "")
 
 

@@ -101,7 +101,7 @@ def percent(value: object) -> object:
     try:
         return float(value.strip().removesuffix("%")) if isinstance(value, str) else value
     except ValueError:
-        raise UsageError(f"max_ppl={value!r} is no percentage; write 1% or 0.5") from None
+        raise UsageError(f"max_ppl={value!r} is not a percentage; write 1% or 0.5") from None
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -176,5 +176,5 @@ def matches(pattern: str, names: Iterable[str]) -> list[str]:
     if not found:
         near = difflib.get_close_matches(pattern, {*names, *(p for n in names for p in n.split("."))}, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else "; lowq inspect MODEL --tensors lists the names"
-        raise UsageError(f"pattern {pattern!r} fits no weight of this model{hint}")
+        raise UsageError(f"pattern {pattern!r} matches no weight of this model{hint}")
     return found

@@ -84,16 +84,16 @@ class Bound:
     def told(self) -> str:
         """The result as a line of the printed plan."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
-        why = f"{named} binds" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
+        why = f"{named} decides" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
         if self.binding == "tokens_per_s":
-            why = f"--tokens-per-s {self.tokens_per_s:g} binds: what is smaller meets {named} and is slower"
+            why = f"--tokens-per-s {self.tokens_per_s:g} decides: smaller checkpoints meet {named} but are slower"
         known = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
         others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in known]
         told = f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
         if self.tps is None:
             return told
         here, slower, faster = self.tps
-        return f"{told}; {here:.4g} tokens/s here, a bit per weight more about {slower:.4g}, one less {faster:.4g}"
+        return f"{told}; {here:.4g} tokens/s here, about {slower:.4g} with one bit per weight more, {faster:.4g} with one less"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

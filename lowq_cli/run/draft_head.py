@@ -100,7 +100,7 @@ def sizes(plan: Plan, guesses: int, kind: str = KINDS[0]) -> Sizes:
     own = next((m for _, m in mixers(model) if isinstance(m, Attention)), None)
     n, H = len(model.layers), model.hidden
     if n < 3:
-        raise UnsupportedError(f"a head that reads three layers is not made for a model of {n}")
+        raise UnsupportedError(f"a draft head reads three layers, and the model has only {n}")
     mlp = next((m.down.columns for _, m in mixers(model) if isinstance(m, Mlp)), 0) or 4 * H
     heads, kv, dim = (own.heads, own.kv_heads, own.dim) if own else (max(1, H // 128), max(1, H // 128), min(H, 128))
     rope = getattr(config, "rope_parameters", None) or {}

@@ -85,7 +85,7 @@ class Outlook:
     def told(self) -> str:
         """The text as a line of the printed plan."""
         by = "" if self.bits == 16 else f" by a quick {self.bits}-bit copy"
-        when = f"about {duration(self.seconds)} to write" if self.seconds else "kept from before"
+        when = f"about {duration(self.seconds)} to write" if self.seconds else "already written"
         return f"calibrated on the model's own text, {self.tokens:,} tokens{by}, seed {self.seed}: {when}"
 
 
@@ -106,7 +106,7 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
             writing, quantizing = WRITING * source.params * recipe.tokens, operations(make_plan(source, _plain(recipe)))
             if writing > quantizing:
                 times = writing / max(quantizing, 1)
-                why = f"its own would take {times:.1f} times as much to write as to quantize by; --calib self has it written"
+                why = f"writing its own text would take {times:.1f} times as long as quantizing; --calib self writes it"
     except (DoesNotFitError, NotFoundError) as e:
         if recipe.calib == texts.SELF:
             raise
@@ -225,7 +225,7 @@ class _Author:
         rows = yield from self._drawn(start, seed, room, before, 0.0 if kind == GREEDY else 1.0)
         ids = torch.tensor([t for s, row in zip(start, rows, strict=True) for t in (*s, *row)], dtype=torch.int32)
         if sum(map(len, rows)) < min(FEW, room) * len(rows):
-            raise UnsupportedError("the model ends its own texts at once; give a text with --calib, or --calib bundled")
+            raise UnsupportedError("the model writes only empty texts; give a text with --calib, or --calib bundled")
         self.spent, self.made = self.spent + time.monotonic() - began, self.made + len(ids)
         with writing(path):  # the round's file is written last: after a kill here, the next process repeats both
             write_whole(self.plan.folder / "rate.json", json.dumps({"tokens_per_s": self.made / self.spent}).encode())

@@ -100,7 +100,7 @@ def _plan(plan: Plan, file: RefinedFile) -> Plan:
         scheme = scheme if i.scheme and i.kind not in NOT_CALIBRATED else None
         if scheme and shape != i.shape:
             raise UnsupportedError(
-                f"{i.name} is {list(shape or ())} in the file and {list(i.shape)} in the model; name its own"
+                f"{i.name} is {list(shape or ())} in the file and {list(i.shape)} in the model; name the file's own model"
             )
         items.append(replace(i, scheme=scheme, method=i.method if scheme else None))
     if not any(i.scheme for i in items):

@@ -63,9 +63,7 @@ def opened(checkpoint: str, path: Path) -> RefinedFile:
     with open_foreign(checkpoint) as source:
         read = foreign_matrices(source)
     if read is None:
-        raise UsageError(
-            f"{checkpoint} is no file that another tool quantized; for a model: lowq quantize MODEL --method learn"
-        )
+        raise UsageError(f"{checkpoint} is not a checkpoint of another tool; for a model: lowq quantize MODEL --method learn")
     fmt, matrices = read
     if fmt.export is None:
         raise UnsupportedError(f"lowq reads {fmt.title} but does not write it; quantize the original instead")

@@ -215,7 +215,7 @@ def _in_folders(folders: Sequence[str]) -> list[Path]:
     for name in folders:
         folder = state.user_path(name)
         if not folder.is_dir():
-            raise NotFoundError(f"{name} is no folder; --models takes a folder with models in it")
+            raise NotFoundError(f"{name} is not a folder; --models takes a folder with models in it")
         if (folder / CONFIG).is_file():
             found.append(folder.absolute())
             continue
@@ -229,7 +229,7 @@ def size(value: str | int, where: str) -> int:
     """Return the bytes that "40GB", "1.5 GiB" or a number stands for. Raises UsageError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value), re.I)
     if found is None or not float(found[1]):
-        raise UsageError(f"{where} = {value} is no size; write it as 40GB")
+        raise UsageError(f"{where} = {value} is not a size; write it as 40GB")
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 
@@ -240,7 +240,7 @@ def seconds(value: str | float, where: str) -> float:
     if text == "never":
         return float("inf")
     if not parts or re.fullmatch(r"(\d+(?:\.\d+)?\s*(ms|s|m|h|d|)\s*)+", text) is None:
-        raise UsageError(f"{where} = {value} is no time; write it as 30s, 10m, 1h or never")
+        raise UsageError(f"{where} = {value} is not a time; write it as 30s, 10m, 1h or never")
     return sum(float(n) * SECONDS[unit] for n, unit in parts)
 
 

@@ -169,7 +169,7 @@ class ContinuousEngine:
             plan.tap(tuple(i for i in drafter.layers if i >= 0))
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
-            raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
+            raise UsageError(f"{most} requests at once; allowed are 1 to {MOST_RUNNING}")
         host = None if deterministic else host
         beside = 0 if host is None else host.room
         wanted = (most, cache_tokens, deterministic, reads, cache_bytes, draft != "none", beside)

@@ -43,7 +43,7 @@ class Printer:
             try:
                 job()
             except Exception as e:  # an error of one line, such as a character that the terminal cannot show: go on
-                log_error("a line of the server's log is not printed", e)
+                log_error("a line of the server's log could not be printed", e)
             if self._lost and self._jobs.empty():
                 lost, self._lost = self._lost, 0
-                console.say(f"{lost} lines were lost while this log took none")
+                console.say(f"{lost} lines were lost while this log could not be written")

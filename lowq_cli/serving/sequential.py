@@ -73,7 +73,7 @@ class SequentialEngine:
         """Queue a request and return its number."""
         check(request, self.limits.longest, self.vocabulary)
         if request.pictures:
-            raise UnsupportedError(f"pictures need lowq's own decoder, which does not take this model: {self.reason}")
+            raise UnsupportedError(f"pictures need lowq's own decoder, which does not support this model: {self.reason}")
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)

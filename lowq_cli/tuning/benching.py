@@ -74,9 +74,9 @@ def measure(
     if kernel and kernel != "all":
         op = named(kernel).op
     if op not in EXAMPLES:
-        raise UnsupportedError(f"nothing times {op} alone: it is part of a decode step (lowq generate --profile)")
+        raise UnsupportedError(f"{op} cannot be timed alone: it is part of a decode step (lowq generate --profile)")
     if kv != PLAIN and op != "attend":
-        raise UsageError("--kv goes with --op attend")
+        raise UsageError("--kv needs --op attend")
     more = (kv,) if op == "attend" else ()
     for shape in shapes:
         for M in batches:

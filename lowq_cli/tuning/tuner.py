@@ -127,7 +127,7 @@ class Steps:
         self.decoder: Any = decoder_of(model)  # a NativeDecoder unless it has a reason
         self.dtype = model.dtype
         recorded = isinstance(self.decoder, NativeDecoder) and self.decoder.graphs
-        self.reason = "" if recorded else self.decoder.reason or "its steps are not recorded"
+        self.reason = "" if recorded else self.decoder.reason or "its steps do not run as CUDA graphs"
 
     def race(self, M: int, entries: Sequence[Entry], left: Callable[[], bool]) -> tuple[list[Entry], float, float]:
         """(entries for M sequences with winners chosen in whole steps; microseconds of a step before and after)."""

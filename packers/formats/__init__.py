@@ -173,9 +173,9 @@ def check_used(matrices: Sequence[Matrix], headers: Headers) -> None:
         if tensor not in used and leaf == "weight" and headers[tensor].dtype not in FLOATS:
             if scale := next((n for n in headers if n.startswith(f"{stem}.") and "scale" in n), None):
                 raise UnsupportedError(f"{tensor} is {headers[tensor].dtype} with {scale}, which lowq does not read here")
-            raise DamagedError(f"{tensor} is {headers[tensor].dtype}, and nothing beside it says what its codes mean")
+            raise DamagedError(f"{tensor} is {headers[tensor].dtype}, and no other tensor or setting says what its codes mean")
         if tensor not in used and stem in names and leaf not in NO_WEIGHT:
-            raise UnsupportedError(f"{tensor} is beside a quantized weight, and lowq does not know what it does to it")
+            raise UnsupportedError(f"{tensor} belongs to a quantized weight, and lowq does not know what it does to it")
 
 
 def detect(config: Config, headers: Headers) -> Format | None:

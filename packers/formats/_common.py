@@ -65,14 +65,14 @@ def names(table: Mapping[str, Any], field: str) -> Sequence[str]:
     """A field that is a list of names, () if it is missing. Raises DamagedError for anything else."""
     found = table.get(field) or ()
     if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(n, str) for n in found):
-        raise DamagedError(f"quantization_config has {field}={str(found)[:80]}, which is no list of names")
+        raise DamagedError(f"quantization_config has {field}={str(found)[:80]}, which is not a list of names")
     return found
 
 
 def pair(value: object, where: str) -> tuple[int, int]:
     """A field that is a pair of sizes. Raises DamagedError for anything else."""
     if not isinstance(value, Sequence) or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
-        raise DamagedError(f"{where}={value!r}, which is no pair of sizes")
+        raise DamagedError(f"{where}={value!r}, which is not a pair of sizes")
     return value[0], value[1]
 
 
@@ -100,14 +100,14 @@ def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[
     """The rules of the `dynamic` table: "+:pattern" or "pattern" -> settings; "-:pattern" excludes modules."""
     dynamic = q.get("dynamic")
     if dynamic is not None and not isinstance(dynamic, Mapping):
-        raise DamagedError(f"quantization_config has dynamic={str(dynamic)[:80]}, which is no table of rules")
+        raise DamagedError(f"quantization_config has dynamic={str(dynamic)[:80]}, which is not a table of rules")
     rules: list[tuple[str, Mapping[str, Any]]] = []
     for pattern, values in (dynamic or {}).items():
         if pattern.startswith("-:"):
             rules.append((pattern[2:], {EXCLUDED: True}))
             continue
         if not isinstance(values, Mapping):
-            raise DamagedError(f"quantization_config: the dynamic rule {pattern!r} is no table")
+            raise DamagedError(f"quantization_config: the dynamic rule {pattern!r} is not a table")
         check_fields(values, used, harmless, f"dynamic {pattern!r}: ")
         rules.append((pattern.removeprefix("+:"), values))
     return Rules(rules)

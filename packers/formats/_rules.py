@@ -127,11 +127,11 @@ KNOWN = (
 def _parse(pattern: str) -> Any:
     """The parse tree of a pattern. Raises DamagedError, and UnsupportedError for nodes that `Rules` does not support."""
     if len(pattern) > MAX_PATTERN:
-        raise DamagedError(f"quantization_config: a rule of {len(pattern)} characters is no regular expression that lowq reads")
+        raise DamagedError(f"quantization_config: a rule of {len(pattern)} characters is longer than lowq reads")
     try:
         tree = parser.parse(pattern)
     except (error, RecursionError, OverflowError) as e:
-        raise DamagedError(f"quantization_config: rule {pattern!r} is no regular expression: {e}") from None
+        raise DamagedError(f"quantization_config: rule {pattern!r} is not a regular expression: {e}") from None
     if tree.state.flags & ~32 or not _is_known(tree):  # 32: str, not bytes
         raise UnsupportedError(f"quantization_config: rule {pattern!r} needs backtracking, which lowq does not do")
     return tree

@@ -84,7 +84,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
         return f"AWQ holds 4 bits, not {s.bits}; nearest: --bits 4 --zero int"
     if s.zero != "int":
         return f"AWQ holds whole-number zeros, not {s.zero} ones; nearest: quantize with --zero int"
-    return f"AWQ packs 8 columns to a word, N={N} is no multiple; nearest: compressed-tensors" if N % 8 else None
+    return f"AWQ packs 8 columns to a word, N={N} is not a multiple; nearest: compressed-tensors" if N % 8 else None
 
 
 def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:

@@ -85,9 +85,9 @@ def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> S
     try:
         said = json.loads(bytes(fetch(name).tolist()))
     except (ValueError, RecursionError):
-        raise DamagedError(f"{name} is no JSON; fetch the model again") from None
+        raise DamagedError(f"{name} is not JSON; fetch the model again") from None
     if not isinstance(said, Mapping):
-        raise DamagedError(f"{name} is no table of settings; fetch the model again")
+        raise DamagedError(f"{name} is not a table of settings; fetch the model again")
     c.check_fields(said, FIELDS, (), f"{name}: ")
     kind, shape, dtype = said.get("quant_type"), said.get("shape"), said.get("dtype")
     if isinstance(kind, str) and kind not in TABLES:
@@ -107,7 +107,7 @@ def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> S
             f"{name} says nested_blocksize, nested_dtype = {str(nested)[:80]}; lowq reads {NESTED} and float32"
         )
     if offset is not None and not isinstance(offset, float):
-        raise DamagedError(f"{name} says nested_offset={str(offset)[:40]}, which is no number")
+        raise DamagedError(f"{name} says nested_offset={str(offset)[:40]}, which is not a number")
     return State(kind, (shape[0], shape[1]), said["blocksize"], DTYPES[dtype], offset)
 
 

@@ -68,7 +68,7 @@ def flatten(qmodel: Mapping[str, Any]) -> Tensors:
     tensors = {}
     for module, state in qmodel.items():
         if not isinstance(module, str) or not isinstance(state, Mapping):
-            raise DamagedError("qmodel.pt does not map module names to their tensors; it is no HQQ checkpoint")
+            raise DamagedError("qmodel.pt does not map module names to their tensors; it is not an HQQ checkpoint")
         nested = state.get("meta")
         meta = nested if isinstance(nested, Mapping) else {}
         for leaf, value in {**state, **meta}.items():
@@ -113,7 +113,7 @@ def _setting(p: str, leaf: str, headers: Headers, fetch: Fetch, default: int | N
         return default
     value = _number(name, fetch)
     if isinstance(value, float):
-        raise DamagedError(f"{name} is no whole number")
+        raise DamagedError(f"{name} is not a whole number")
     return value
 
 
@@ -121,7 +121,7 @@ def _number(name: str, fetch: Fetch) -> int | float:
     """A setting that is one number. Fractions are rounded to two digits, e.g. 1.58 bits for three values (in 2-bit words)."""
     value = fetch(name).flatten()
     if value.numel() != 1:
-        raise DamagedError(f"{name} is no number")
+        raise DamagedError(f"{name} is not a number")
     return round(float(value), 2) if value.is_floating_point() else int(value)
 
 
@@ -144,7 +144,7 @@ def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
     group = _setting(p, "group_size", headers, fetch, 0) or (K if axis else N)
     for leaf in ("quant_scale", "quant_zero"):
         if _setting(p, leaf, headers, fetch, 0):
-            raise UnsupportedError(f"{p}: HQQ with quantized scales or zeros is no longer read, by hqq neither")
+            raise UnsupportedError(f"{p}: HQQ with quantized scales or zeros is not supported, nor by hqq itself any more")
     if axis not in (0, 1) or group < 1 or N * K % group:
         raise DamagedError(f"{p}: axis {axis} and group_size {group} do not fit {N} x {K}")
     if not _setting(p, "channel_wise", headers, fetch, 1):

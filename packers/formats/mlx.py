@@ -48,7 +48,9 @@ def _claims(config: Config, headers: Headers) -> bool:
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization")
     if config.get("quantization_config") not in (None, q):
-        raise UnsupportedError("config.json has a quantization and another quantization_config; which one counts is not said")
+        raise UnsupportedError(
+            "config.json has a quantization and another quantization_config; it is not clear which one counts"
+        )
     simple = {k: v for k, v in q.items() if not isinstance(v, Mapping | bool)}  # others: settings of modules
     c.check_fields(simple, FIELDS, ("quant_method",))
     return [m for p in c.modules(headers, ".scales") for m in _module(p, q, headers)]

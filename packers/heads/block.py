@@ -32,8 +32,8 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target, kind: str) -
     said = {**config, **own}
     odd = [n for n in ("attention_sink_bias", "use_swa") if said.get(n)]
     unless(odd, f"its config.json has {', '.join(odd)}")
-    unless("sliding_attention" in (inside.get("layer_types") or ()), "some of its layers look back over a window")
-    unless(said.get("is_neox_style") is False, "its heads turn by neighbours")
+    unless("sliding_attention" in (inside.get("layer_types") or ()), "some of its layers have sliding-window attention")
+    unless(said.get("is_neox_style") is False, "its rotary embedding pairs neighbouring values")
     unless(
         said.get("projector_type", kind.lower()) not in ("dflash", "dspark"), f"its projector is {said.get('projector_type')}"
     )
@@ -96,7 +96,7 @@ def _block(said: Mapping[str, Any], kind: str, shapes: Shapes, vocab: int, guess
         how = str(said.get("markov_head_type", "vanilla"))
         joins = {"vanilla": (), "gated": (Linear((GATE,), (rank,), H + rank, True),)}
         joins["rnn"] = (Linear((JOINT,), (3 * rank,), 2 * rank + H, True),)
-        unless(how not in joins, f"its guesses are corrected by {how}")
+        unless(how not in joins, f"its drafts are corrected by {how}")
         markov = Markov(how, rank, W1, Linear((W2,), (guesses,), rank), joins[how])
     return Block(size, mask, earlier, causal, markov, "mask_embedding" if "mask_embedding" in shapes else "")
 

@@ -72,7 +72,7 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     prefix = prefix_of(config, target, shapes)
     if style is None or not prefix:
         kind = config.get("model_type")
-        why = "are not run" if style is None else "are not in its files, whatever config.json says of them"
+        why = "are not supported" if style is None else "are not in its files, whatever config.json says of them"
         raise UnsupportedError(f"MTP layers of {kind} {why}; drafts without a model: --draft ngram")
     files = {style.ours + name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
     shapes = {ours: shapes[name] for ours, name in files.items()}

@@ -53,7 +53,7 @@ class PackedWeight:
     def __post_init__(self) -> None:
         if (self.table is not None) != bool(self.scheme.table_width):
             raise SchemeError(
-                f"a weight of {self.scheme} has {'no' if self.table is None else 'a stray'} table beside its scales"
+                f"a weight of {self.scheme} has {'no' if self.table is None else 'a stray'} table next to its scales"
             )
 
     @property

@@ -116,7 +116,7 @@ CASES = [
     Case("shape not the bytes", lambda m: header(m, lambda h: h.replace("[64,64]", "[64,65]", 1)), 3, "bytes but has"),
     Case("shape permuted", lambda m: header(m, lambda h: h.replace("[96,64]", "[64,96]", 1)), 3, "config.json asks for"),
     Case("offsets overlap", lambda m: header(m, lambda h: h.replace("[0,", "[4,", 1)), 3, "bytes but has"),
-    Case("name twice", lambda m: header(m, lambda h: h.replace("layers.1.mlp.up", "layers.0.mlp.up")), 3, "is there twice"),
+    Case("name twice", lambda m: header(m, lambda h: h.replace("layers.1.mlp.up", "layers.0.mlp.up")), 3, "occurs twice"),
     Case("tensor missing", lambda m: tensors(m, lambda t: t.pop(Q)), 3, f"lacks {Q}"),
     Case("shard missing", lambda m: split(m, lost=True), 3, "fetch 1 missing file"),
     Case("index at odds with its files", lambda m: split(m, wrong=True), 3, "fetch the model again"),

@@ -186,7 +186,7 @@ def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, tr
         (["--max-kl", "0.1", "--bpw", "3"], "--bpw and --max-kl are 2 budgets"),
         (["--max-kl", "0.1", "--bits", "3"], "--max-kl chooses the bits"),
         (["--max-kl", "-1"], "must be a positive number"),
-        (["--max-ppl", "much"], "is no percentage"),
+        (["--max-ppl", "much"], "is not a percentage"),
         (["--tokens-per-s", "9"], "--tokens-per-s goes with --max-kl or --max-ppl"),
         (["--max-kl", "0.1", "--tokens-per-s", "-2"], "must be a positive number, such as 30"),
         (["--fit", "2GB"], "--fit goes with --max-kl or --max-ppl; alone it is --size"),

@@ -179,7 +179,7 @@ def test_words_that_are_taken_as_they_are_are_those_of_the_codes(to, bits, zero,
         tensors = fmt.write_words(name, p, config)
         return {n: t.flip(0) if n.endswith("scale") and p.N == N else t for n, t in tensors.items()}
 
-    with pytest.raises(AssertionError, match="not what its codes are encoded as"):
+    with pytest.raises(AssertionError, match="does not match its encoded codes"):
         encoded(replace(fmt, write_words=write), "m", pack(q), config)
 
 

@@ -207,7 +207,7 @@ def test_tokenizers_that_it_would_split_otherwise_are_refused(demo4, tmp_path):
         export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
     content["model"]["byte_fallback"] = True
     path.write_text(json.dumps(content))
-    with pytest.raises(UnsupportedError, match="no byte-level BPE"):
+    with pytest.raises(UnsupportedError, match="not a byte-level BPE"):
         export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
 
 

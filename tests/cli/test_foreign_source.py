@@ -93,11 +93,11 @@ def test_hqq_qmodel_is_a_source_and_a_pickle_of_code_is_not(bf16_checkpoints, tm
             return (marker.write_text, ("x",))
 
     torch.save({"model": Hostile()}, folder / "qmodel.pt")
-    with pytest.raises(UnsupportedError, match="runs no pickled code"):
+    with pytest.raises(UnsupportedError, match="does not run pickled code"):
         open_decoded(folder)
     assert not marker.exists()
     (folder / "qmodel.pt").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UnsupportedError, match="no plain HQQ checkpoint"):
+    with pytest.raises(UnsupportedError, match="not a plain HQQ checkpoint"):
         open_decoded(folder)
 
 

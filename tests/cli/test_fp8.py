@@ -178,7 +178,7 @@ def test_damage_is_one_line(checkpoint, tmp_path):
         (("--format", "fp9"), "use one of lowq, fp8"),
         (("--block", "128x128"), "--block needs --format fp8"),
         (("--act", "int4"), "use one of none, int8, fp8"),
-        (("--format", "fp8", "--skip", "nothing"), "fits no weight"),
+        (("--format", "fp8", "--skip", "nothing"), "matches no weight"),
     ],
 )
 def test_flags_that_contradict(flags, says, tmp_path):

@@ -55,7 +55,7 @@ def test_the_choice_is_remembered_by_kind_and_refused_where_no_cache_of_ours_is(
     with pytest.raises(UsageError, match="--kv 8 must be one of 16, fp8, 4"):
         stream(model, TOKENIZER, [1, 2], kv="8")
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedError, match="whose cache is in 16 bits; leave --kv 4 out"):
+    with pytest.raises(UnsupportedError, match="whose cache has 16 bits; leave --kv 4 out"):
         decoder_of(gpt2, "4")
 
 

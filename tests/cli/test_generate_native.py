@@ -136,7 +136,7 @@ def test_folding_changes_no_token(name):
     decoder = NativeDecoder(model := build(name))
     decoder.plan.ops = replace(decoder.plan.ops, fold=Fold)
     assert any(isinstance(step, folding.ProductAdd) for step in decoder.plan.program(2)) == (name != "gemma3_text")
-    assert decoder.about(2).endswith("by the products, which takes config 4,2 for gate_up") == (name != "gemma3_text")
+    assert decoder.about(2).endswith("into the matmuls, with config 4,2 for gate_up") == (name != "gemma3_text")
     assert tokens(model, decoder, **lively) == wanted
 
 

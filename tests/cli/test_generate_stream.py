@@ -97,7 +97,7 @@ def test_context_limit_is_respected_and_a_longer_prompt_refused(story, monkeypat
 
 @pytest.mark.parametrize("token", [-1, 4_000_000_000])
 def test_tokens_that_the_model_lacks_are_refused(story, token):
-    with pytest.raises(UsageError, match=f"token id {token} is not from 0 to"):
+    with pytest.raises(UsageError, match=f"token id {token} is not one of the model's ids, 0 to"):
         plain(story, [5, token, 6])
 
 

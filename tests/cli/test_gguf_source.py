@@ -112,7 +112,7 @@ ROW = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2)
     [
         (b"", DamagedError, "ends inside"),
         (b"GGUF", DamagedError, "ends inside"),
-        (b"PK\x03\x04" + bytes(40), DamagedError, "no GGUF file"),
+        (b"PK\x03\x04" + bytes(40), DamagedError, "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), UnsupportedError, "version 1"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), DamagedError, "1152921504606846976 tensors"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 40), DamagedError, "characters"),

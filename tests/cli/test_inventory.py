@@ -64,7 +64,7 @@ def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
         ("mine", "checkpoint"), ("model-1", "import"), ("model-2", "export")}  # fmt: skip
     assert found["bytes"] == 3 * sum(p.stat().st_size for p in stranger.iterdir())
     code, _, err = lowq("rm", "stranger", "--yes")
-    assert (code, "nothing that lowq wrote" in err) == (3, True)
+    assert (code, "not in the list of what lowq wrote" in err) == (3, True)
     code, _, err = lowq("rm", "mine")
     assert (code, "add --yes" in err) == (2, True)
     (tmp_path / "link").symlink_to(mine)

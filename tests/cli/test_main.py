@@ -135,7 +135,7 @@ def test_a_name_that_the_system_refuses_is_a_line(args, monkeypatch, capsys):
 def test_the_name_of_a_file_is_no_hub_id(name):
     done = run("inspect", name)
     assert done.returncode == 3
-    assert f"no folder {name}, and that is no hub id either" in done.stderr
+    assert f"no folder {name}, and that is not a hub id either" in done.stderr
 
 
 @pytest.mark.parametrize("reader", ["true", "head -1"])

@@ -206,8 +206,8 @@ def _rewritten(folder, change):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing or not asked for"),
-        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "model.extra.weight is missing or not asked for"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing or not expected"),
+        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "model.extra.weight is missing or not expected"),
         (lambda t: t.update({"model.norm.weight": torch.ones(32)}), r"model.norm.weight is F32 \(32,\)"),
     ],
     ids=["missing", "extra", "short"],
@@ -446,7 +446,7 @@ def test_tokenizers_of_several_kinds_give_the_ids_of_transformers(tmp_path, mode
         ("llama", {"tokenizer_class": "LlamaTokenizer"}, "builds its own"),
         ("qwen2", {}, "builds another one"),
         ("llama", {"pad_token": "<|pad|>"}, "does not have"),
-        ("llama", {"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "no known class"),
+        ("llama", {"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "an unknown class"),
         ("llama", {"added_tokens_decoder": {"7": {"content": "<|c|>", "special": True}}}, "added tokens"),
         ("llama", {"image_token": "<|a|>"}, "of the model's own"),
     ],

@@ -136,7 +136,7 @@ def test_without_a_text_it_is_the_default_where_it_is_quick(family_checkpoints, 
             assert prepared.plan.recipe.calib == ("self" if quick else "bundled")
             assert prepared.out == tmp_path / "o"
             note = prepared.plan.notes[-1]
-            assert ("own text, 4,096 tokens" if quick else "calibrated on the bundled text: its own would take") in note
+            assert ("own text, 4,096 tokens" if quick else "calibrated on the bundled text: writing its own") in note
 
 
 @pytest.mark.parametrize("work", [1.0, 1e9])
@@ -157,7 +157,7 @@ def test_no_clock_and_no_cache_chooses_the_text(family_checkpoints, tmp_path, mo
 def test_a_model_that_says_nothing_is_told_so_and_by_default_reads_ours(family_checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(own_text, "stop_ids", lambda *_: frozenset(range(160)))
     dense = family_checkpoints("llama").dense
-    with pytest.raises(UnsupportedError, match="ends its own texts at once"):
+    with pytest.raises(UnsupportedError, match="writes only empty texts"):
         list(pipeline.run(dense, recipe(), tmp_path / "a"))
     monkeypatch.setattr(own_text, "WRITING", 1.0)
     list(pipeline.run(dense, recipe(calib=None), tmp_path / "b"))

@@ -108,7 +108,7 @@ def test_only_what_the_report_lists_is_sent(folder, monkeypatch, capsys):
     assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["files"] == ["config.json", "lowq_report.json", "model.safetensors", "README.md"]
     (folder / "model.txt").symlink_to("/etc/passwd")
-    for files, says in ((["../x"], "only files beside it"), (["gone.json"], "is missing"), (["model.txt"], "a link")):
+    for files, says in ((["../x"], "only files in the same folder"), (["gone.json"], "is missing"), (["model.txt"], "a link")):
         (folder / "lowq_report.json").write_text(json.dumps(report | {"files": files}))
         assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run") == 3
         assert says in capsys.readouterr().err

@@ -239,7 +239,7 @@ def test_a_matrix_keeps_what_is_better(bf16_checkpoints, text, tmp_path):
 def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
-    with pytest.raises(UsageError, match="no file that another tool quantized"):
+    with pytest.raises(UsageError, match="not a checkpoint of another tool"):
         Refining(str(made.packed), str(made.dense), recipe(text), str(tmp_path / "out"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()

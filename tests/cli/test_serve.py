@@ -173,7 +173,7 @@ def test_the_faster_kernels_are_taken_and_why_is_one_line(family_checkpoints, tm
     made = family_checkpoints("llama", "bfloat16", SYM)
     assert serving.command(str(made.packed))[2] == str(made.packed.resolve())
     err = capsys.readouterr().err
-    assert "lowq's kernels, by its plugin: measured faster; vLLM is not installed beside lowq" in err
+    assert "lowq's kernels, by its plugin: measured faster; vLLM is not installed here" in err
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (8, 9))
     assert serving.command(str(made.packed), write=False)[2] != str(made.packed.resolve())

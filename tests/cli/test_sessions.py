@@ -53,7 +53,7 @@ def test_what_is_no_name_and_no_conversation(home):
     sessions.write("a", "", [{"role": "user", "content": "half \udc80"}, {"role": "assistant", "content": "b"}])
     assert sessions.read("a")[1][0]["content"] == "half ?"
     sessions.path_of("a").write_text("[1]")
-    with pytest.raises(DamagedError, match="is no conversation"):
+    with pytest.raises(DamagedError, match="is not a saved conversation"):
         sessions.read("a")
     if os.getuid():
         sessions.path_of("a").parent.chmod(0o500)

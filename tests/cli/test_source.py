@@ -71,19 +71,19 @@ OK = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"\xff{}", 0, "valid JSON"),
         (b"[1]", 0, "JSON object"),
         (b"{" * 5000, 0, "valid JSON"),
-        (b'{"a": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}, "a": 1}', 8, "'a' is there twice"),
+        (b'{"a": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}, "a": 1}', 8, "'a' occurs twice"),
         (header_bytes(a={**OK, "dtype": "F31"}), 8, "dtype 'F31'"),
         (header_bytes(a={**OK, "dtype": ["F32"]}), 8, "dtype"),
-        (header_bytes(a={**OK, "shape": [-2]}), 8, "make no sense"),
-        (header_bytes(a={**OK, "shape": [2.0]}), 8, "make no sense"),
-        (header_bytes(a={**OK, "shape": [True]}), 8, "make no sense"),
+        (header_bytes(a={**OK, "shape": [-2]}), 8, "are impossible"),
+        (header_bytes(a={**OK, "shape": [2.0]}), 8, "are impossible"),
+        (header_bytes(a={**OK, "shape": [True]}), 8, "are impossible"),
         (header_bytes(a={**OK, "shape": [1 << 61, 1 << 61]}), 8, "but has 8"),
         (header_bytes(a={**OK, "shape": [3]}), 8, "12 bytes but has 8"),
-        (header_bytes(a={**OK, "data_offsets": [8, 0]}), 8, "make no sense"),
-        (header_bytes(a={**OK, "data_offsets": [0]}), 8, "make no sense"),
-        (header_bytes(a={**OK, "data_offsets": [-8, 0]}), 8, "make no sense"),
-        (header_bytes(a={**OK, "data_offsets": [0, True]}), 8, "make no sense"),
-        (header_bytes(a={**OK, "data_offsets": [1 << 63, (1 << 63) + 8]}), 8, "make no sense"),
+        (header_bytes(a={**OK, "data_offsets": [8, 0]}), 8, "are impossible"),
+        (header_bytes(a={**OK, "data_offsets": [0]}), 8, "are impossible"),
+        (header_bytes(a={**OK, "data_offsets": [-8, 0]}), 8, "are impossible"),
+        (header_bytes(a={**OK, "data_offsets": [0, True]}), 8, "are impossible"),
+        (header_bytes(a={**OK, "data_offsets": [1 << 63, (1 << 63) + 8]}), 8, "are impossible"),
         (header_bytes(a={**OK, "data_offsets": [1 << 61, (1 << 61) + 8]}), 8, "truncated or padded"),
         (header_bytes(a=OK, b=OK), 8, "overlaps"),
         (header_bytes(a=OK, b={"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}), 8, "overlaps"),
@@ -131,7 +131,7 @@ def shard(folder, **files):
 def test_an_index_names_no_file_outside_its_folder(folder, name):
     shard(folder, one=["a.weight", "b.weight", "mask"])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
-    with pytest.raises(DamagedError, match="only files beside it"):
+    with pytest.raises(DamagedError, match="only files in the same folder"):
         open_source(folder)
 
 
@@ -158,7 +158,7 @@ def test_an_index_must_agree_with_its_files(folder):
         ({"a__weight": "one", "b__weight": "one", "mask": "two"}, "b.weight in one.safetensors, but it is in two"),
         ({"a__weight": "one", "c__weight": "two"}, "it is in no file"),
         ({"a__weight": "one", "b__weight": "three"}, "three.safetensors, which is not"),
-        ({"a__weight": "../one"}, "only files beside it"),
+        ({"a__weight": "../one"}, "only files in the same folder"),
     ]:
         listed(**where)
         with pytest.raises(DamagedError, match=message):

@@ -207,7 +207,7 @@ def test_bench_times_other_operations(asked):
         (["--shape", "64x64", "--group", "32", "--op", "fp8_product"], "no kernel takes"),
         (["--shape", "64x64", "--group", "32", "--op", "multiply"], "--op 'multiply'"),
         (["--op", "attend"], "needs --shape"),
-        (["--shape", "64x64", "--group", "32", "--kv", "4"], "--kv goes with --op attend"),
+        (["--shape", "64x64", "--group", "32", "--kv", "4"], "--kv needs --op attend"),
         (["--shape", "512x64", "--group", "32", "--op", "attend", "--kv", "5"], "--kv 5 must be one of"),
         (["--shape", "64x64", "--group", "32", "--kernel", "cuda/experts"], "cuda/experts .* runs on cuda, not on cpu"),
         (["--shape", "64x64", "--group", "32", "--kernel", "cuda/tile_mma"], "cuda/tile_mma .* runs on cuda, not on cpu"),

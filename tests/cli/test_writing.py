@@ -208,7 +208,7 @@ def test_strict_says_all_that_is_odd(family_checkpoints, tmp_path, monkeypatch, 
     capsys.readouterr()
     assert cli(monkeypatch, "inspect", model, "--strict") == 3
     said = " ".join(capsys.readouterr().err.split())
-    for name in ("pytorch_model.bin", "modeling.py", "NOTICE", "auto_map", "other.safetensors", "pipe is no regular"):
+    for name in ("pytorch_model.bin", "modeling.py", "NOTICE", "auto_map", "other.safetensors", "pipe is not a regular"):
         assert name in said, name
     assert "has 6 problems" in said
     quantize(family_checkpoints("llama").dense, tmp_path / "q", method="rtn")

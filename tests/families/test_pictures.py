@@ -171,7 +171,7 @@ def test_the_tower_of_a_folder_makes_what_the_whole_model_makes(name, tmp_path):
 
 def test_tokens_and_pictures_that_do_not_fit_are_refused_in_one_line():
     both, (ids, pictures) = Both("gemma3"), some("gemma3")[0]
-    with pytest.raises(UsageError, match=r"has 5 tokens of pictures, its 1 pictures have 4"):
+    with pytest.raises(UsageError, match=r"has 5 picture tokens, but its 1 pictures need 4"):
         Shown(both.images, [*ids, pictured.TOKEN], pictures)
     with pytest.raises(UnsupportedError, match="longer than the 4 tokens"):
         passes(1, 0, 20, 4, [(3, 9)])
@@ -252,7 +252,7 @@ def test_a_picture_that_cannot_be_seen_ends_its_own_text_alone():
     wrong = engine.submit(Request((*ids, pictured.TOKEN), 2, pictures=(packed(a),)))
     number, event = heard.get(timeout=60)
     assert (number, event.finish_reason) == (wrong, "refused")
-    assert "tokens of pictures" in event.message
+    assert "picture tokens" in event.message
     right = engine.submit(Request(tuple(ids), 1, pictures=tuple(map(packed, pictures))))
     number, event = heard.get(timeout=60)
     assert (number, event.finish_reason) == (right, "length")

@@ -161,7 +161,7 @@ def test_generate_and_run_take_files_of_pictures(folders, run, tmp_path):
     ("given", "error", "why"),
     [
         (["nothing.png"], NotFoundError, "there is no picture nothing.png"),
-        ([b"%PDF-1.7"], UsageError, "is no PNG, JPEG, WebP or GIF"),
+        ([b"%PDF-1.7"], UsageError, "is not a PNG, JPEG, WebP or GIF"),
         (["text", "x.png"], NotFoundError, "there is no picture text"),
     ],
 )
@@ -318,4 +318,4 @@ def test_eval_compares_predictions_behind_pictures(folders, run, tmp_path):
     assert refused.returncode == 2
     assert "leave --text out" in refused.stderr + refused.stdout
     empty = run("eval", folder, "--images", tmp_path, "--device", "cpu")
-    assert "no picture with a text beside it" in empty.stderr
+    assert "no picture with a text file of the same name" in empty.stderr

@@ -102,7 +102,7 @@ REFUSED = {
     "no layers": ({"target_layer_ids": None}, {}, "does not say which layers it reads"),
     "layers that are not there": ({"target_layer_ids": [0, 2, 40]}, {}, "reads layers [0, 2, 40] of a model that has 6"),
     "no mask": ({"mask_token_id": None}, {}, "mask_token_id = None"),
-    "a window": ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "look back over a window"),
+    "a window": ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "have sliding-window attention"),
     "sinks": ({"attention_sink_bias": True}, {}, "attention_sink_bias"),
     "Domino": ({"projector_type": "domino"}, {}, "its projector is domino"),
 }

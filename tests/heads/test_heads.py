@@ -317,7 +317,7 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
     "a tensor of another kind": (lambda t, c: t.update(mask_hidden=torch.ones(1, 1, 8)), "does not use: mask_hidden"),
     "another width": (lambda t, c: t.update({"norm.weight": torch.ones(32)}), "norm.weight of the draft head is (32,)"),
     "a map to nowhere": (lambda t, c: t.update(d2t=t["d2t"] + 1000), "names tokens that the model does not have"),
-    "a map of floats": (lambda t, c: t.update(d2t=t["d2t"].float()), "not of whole numbers"),
+    "a map of floats": (lambda t, c: t.update(d2t=t["d2t"].float()), "it must hold whole numbers"),
     "another vocabulary": (lambda t, c: c.update(vocab_size=999), "a vocabulary of 999, the model has 160"),
     "another model's width": (lambda t, c: c.update(target_hidden_size=128), "hidden states of 128 values, the model has 64"),
     "layers that are not there": (lambda t, c: c.update({IDS: [2, 3, 99]}), "reads layers [2, 3, 99] of a model that has 6"),

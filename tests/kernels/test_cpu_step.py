@@ -12,7 +12,7 @@ from lowq_kernels.products.cpu import native, packed
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.layouts import pack
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not in use: {native.why_not()}")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"lowq's CPU kernels are not in use: {native.why_not()}")
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}  # relative Frobenius error
 SETS = [i for i, (_, here) in enumerate(native.sets()) if here]
 HEADS = [(8, 2, 64, 64, 0, False), (6, 6, 80, 40, 0, True), (10, 2, 128, 128, 20, False), (4, 4, 16, 16, 7, True)]

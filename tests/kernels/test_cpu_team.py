@@ -127,7 +127,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     if native.library() is None:
-        pytest.skip(f"own CPU kernels are not in use: {native.why_not()}")
+        pytest.skip(f"lowq's CPU kernels are not in use: {native.why_not()}")
     found = Library(native.library())
     monkeypatch.setattr(native, "library", lambda: found)
     return found

@@ -60,8 +60,8 @@ def test_answers_are_those_of_the_server_and_a_killed_batch_goes_on(server, talk
     ("line", "why"),
     [
         ("nonsense", "is not JSON"),
-        ("[1]", "must be an object of custom_id"),
-        (request("a", other=1), "must be an object of custom_id"),
+        ("[1]", "must be an object with custom_id"),
+        (request("a", other=1), "must be an object with custom_id"),
         (request(1), "must be texts"),
         (request("a", method="GET"), "must be texts, and method POST"),
         (request("a") + "\n" + request("a"), "line 2 of f has the custom_id 'a' of another line"),
@@ -84,7 +84,7 @@ def test_what_is_asked_again_and_what_is_no_file_of_answers(tmp_path):
     assert answered(out) == {"a", "c"}
     assert out.read_bytes() == row("a", 200) + row("c", 400)
     out.write_text("my diary\n")
-    with pytest.raises(UsageError, match="holds no answers"):
+    with pytest.raises(UsageError, match="does not hold answers"):
         answered(out)
     assert out.read_text() == "my diary\n"
 

@@ -1,4 +1,4 @@
-"""Many requests side by side: each answered as if it were alone."""
+"""Many requests at once: each answered as if it were alone."""
 
 import pytest
 from asking import TOKENIZER, Client, build, prompts
@@ -207,7 +207,7 @@ def test_what_cannot_be_answered_is_told_and_a_full_queue_is_busy(model, client)
             c.ask(prompt, n)
     with pytest.raises(UsageError):
         c.ask([3], 5, logit_bias={320: 1.0})
-    with pytest.raises(UsageError, match="5000 requests side by side"):
+    with pytest.raises(UsageError, match="5000 requests at once"):
         client(running=5000)
     with pytest.raises(Busy, match="1 requests wait already"):
         [c.ask([3], 250) for _ in range(9)]

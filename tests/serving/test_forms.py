@@ -153,7 +153,7 @@ def test_what_a_tool_said_goes_back_to_the_model(make):
         ({"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}, "leave one out"),
         ({"tool_choice": "required"}, "tool_choice: required needs tools"),
         ({"tool_choice": "always"}, "tool_choice: must be"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "is none of the tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "is not one of the tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "up to 64 letters"),
     ],
     ids=lambda v: v[:12] if isinstance(v, str) else "",

@@ -76,7 +76,7 @@ REFUSED = [
     ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "serve with --allow-image-urls"),
     ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "must be data:image"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}}, "not base64"),
-    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "no PNG, JPEG, WebP or GIF"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "not a PNG, JPEG, WebP or GIF"),
     ({"type": "image_url", "image_url": {"link": "x"}}, "unknown field"),
     ({"type": "image_url", "image_url": 7}, "must be an object"),
     ({"type": "image"}, "send a picture as"),
@@ -162,7 +162,7 @@ def test_pictures_of_all_kinds_are_read_right_or_refused():
             decode(data[: len(data) // 2])
     with pytest.raises(UsageError, match="at most 20 MB"):
         decode(b"\x89PNG\r\n\x1a\n" + bytes(21 << 20))
-    with pytest.raises(UsageError, match="no PNG, JPEG, WebP or GIF"):
+    with pytest.raises(UsageError, match="not a PNG, JPEG, WebP or GIF"):
         decode(sighted.encoded(a, "TIFF"))
     assert picture_file.MOST_PIXELS == MOST_PIXELS == 1 << 26
 

@@ -80,7 +80,7 @@ def _check(path: Path) -> None:
         check_own(path, fd)
         digest = read_text(path.with_suffix(DIGEST), 1024) if path.with_suffix(DIGEST).exists() else ""
         if hashlib.sha256(os.pread(fd, MOST_BYTES, 0)).hexdigest() != digest:
-            raise DamagedError(f"{path} is not what was built")
+            raise DamagedError(f"{path} is not the file that was built")
     finally:
         os.close(fd)
 
@@ -121,7 +121,7 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
         path = ready or _built(str(cxx), units)
     except (OSError, LowqError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
-        whose = f"{cxx} does not build them" if isinstance(e, subprocess.SubprocessError) else "they cannot be kept"
+        whose = f"{cxx} does not build them" if isinstance(e, subprocess.SubprocessError) else "they cannot be stored"
         return None, 0, f"{whose}: {(log or repr(e)).splitlines()[0]}"
     try:
         lib = ctypes.CDLL(str(path))
@@ -135,7 +135,11 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
         if here and wanted in ("", name):
             return lib, i, name
     names = ", ".join(name for name, _ in found)
-    return None, 0, f"LOWQ_CPU_ISA={wanted} is none that this CPU has of {names}" if wanted else f"this CPU has none of {names}"
+    return (
+        None,
+        0,
+        f"LOWQ_CPU_ISA={wanted} is not available on this CPU, of {names}" if wanted else f"this CPU has none of {names}",
+    )
 
 
 def _sets(lib: ctypes.CDLL) -> list[tuple[str, bool]]:

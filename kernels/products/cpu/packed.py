@@ -18,7 +18,7 @@ BLOCKS = (128, 64, 32)  # k that share a scale of x: the first that divides the 
 
 def refuse(call: Call) -> str | None:
     """Why no kernel of this folder takes any call, or None."""
-    return f"own CPU kernels are not in use: {why}" if (why := native.why_not()) else None
+    return f"lowq's CPU kernels are not in use: {why}" if (why := native.why_not()) else None
 
 
 @register("cpu/packed", layouts=("cpu",), devices=("cpu",), refuse=refuse, rank=5)

@@ -21,7 +21,7 @@ OWN = "draft"  # the subfolder of a checkpoint where `lowq draft train` writes i
 def check(draft: str) -> str:
     """Returns `draft`. Raises UsageError for an unknown name, NotFoundError for a folder without a checkpoint."""
     if draft not in (*NAMES, "demo") and "/" not in draft and not user_path(draft).exists():
-        raise UsageError(f"--draft {draft}: it can be {', '.join(NAMES)}, or the folder of a draft head or model")
+        raise UsageError(f"--draft {draft} must be {', '.join(NAMES)}, or the folder of a draft head or model")
     if draft not in NAMES:
         check_there(draft)
     return draft
@@ -65,7 +65,9 @@ def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
 
     if name == "mtp":
         if (found := heads.inside(model)) is None:
-            raise UnsupportedError("the checkpoint has no MTP layer that is run; leave --draft mtp out, or name a draft model")
+            raise UnsupportedError(
+                "the checkpoint has no MTP layer that lowq runs; leave --draft mtp out, or name a draft model"
+            )
         return found
     with open_source(name) as source:
         is_head = heads.takes(source.config)

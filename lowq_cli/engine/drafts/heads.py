@@ -32,7 +32,7 @@ class HeadDrafter(StaticCache):
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()
         if any(getattr(spec, "window", 0) for spec in plan.states):
-            raise UnsupportedError("a draft head whose layers look back over a window is not run")
+            raise UnsupportedError("a draft head with sliding-window attention is not supported")
         self.plan, self.name, self.layers = plan, plan.described.kind, plan.layers
 
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:

@@ -26,7 +26,7 @@ class ModelDrafter(StaticCache):
     def __init__(self, plan: Plan, name: str, vocabulary: int) -> None:
         super().__init__()
         if not all(isinstance(spec, Pages) and not spec.window for spec in plan.states):
-            raise UnsupportedError(f"{name} has layers with a recurrent state or a window, which is not run as a draft model")
+            raise UnsupportedError(f"{name} has layers with a recurrent state or a window; a draft model may not")
         self.plan, self.name, self.vocabulary = plan, f"model {name}", vocabulary
 
     def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
@@ -93,9 +93,9 @@ def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
 
     small, its = ready(folder, str(model.device))
     if (reason := why_not(small)) is not None:
-        raise UnsupportedError(f"{folder} is not run as a draft model: {reason}")
+        raise UnsupportedError(f"{folder} cannot be used as a draft model: {reason}")
     if its.get_vocab() != tokenizer.get_vocab():
         raise UsageError(
-            f"{folder} has another tokenizer than the model, so its guesses are other tokens; take one of its family"
+            f"{folder} has another tokenizer than the model, so its drafts cannot be checked; use one of the same family"
         )
     return ModelDrafter(plan_of(small), folder.rstrip("/").rsplit("/", 1)[-1], plan_of(model).vocabulary)

@@ -47,7 +47,7 @@ def read(text: str, where: str) -> list[Line]:
         except (ValueError, RecursionError):
             raise UsageError(f"{at} is not JSON") from None
         if not isinstance(given, dict) or set(given) - FIELDS or not isinstance(given.get("body"), dict):
-            raise UsageError(f"{at} must be an object of custom_id, method, url and body, the last one an object too")
+            raise UsageError(f"{at} must be an object with custom_id, method, url and body, and body an object")
         name, url = given.get("custom_id"), given.get("url")
         if not isinstance(name, str) or not isinstance(url, str) or given.get("method", "POST") != "POST":
             raise UsageError(f"{at}: custom_id and url must be texts, and method POST")
@@ -76,7 +76,7 @@ def answered(out: Path) -> set[str]:
         status = [row["response"]["status_code"] for row in found]
         names = [str(row["custom_id"]) for row in found]
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{out} is there and holds no answers of a batch; name another file with --out") from None
+        raise UsageError(f"{out} exists and does not hold answers of a batch; name another file with --out") from None
     kept = [i for i, code in enumerate(status) if code < 500 and code not in AGAIN]
     if (whole := b"".join(rows[i] for i in kept)) != raw:
         write_whole(out, whole)

@@ -73,4 +73,4 @@ class Bodies:
 
 
 def _crowded() -> Refusal:
-    return Refusal(429, "too many bodies come at once; send this one again", "rate_limit_error", code="rate_limit_exceeded")
+    return Refusal(429, "too many request bodies at once; try again", "rate_limit_error", code="rate_limit_exceeded")

@@ -72,7 +72,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     def data_received(self, data: bytes) -> None:
         """Handle received bytes."""
         if not self.placed:  # only now: a client that has not sent its request yet would lose the response
-            self._say(Refusal(503, f"{self.most} requests come at once; try again later", "server_error"))
+            self._say(Refusal(503, f"{self.most} requests are open already; try again later", "server_error"))
             self.transport.close()
             return
         self.begun = True

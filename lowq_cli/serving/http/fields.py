@@ -69,7 +69,7 @@ def text(name: str, value: Any) -> str:
     try:
         check_characters(value)
     except UsageError:
-        raise wrong(name, "holds half a surrogate pair, which is no character") from None
+        raise wrong(name, "holds half a surrogate pair, which is not a character") from None
     return value
 
 
@@ -287,7 +287,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number in JSON")
+    raise ValueError(f"{word} is not a number in JSON")
 
 
 def shown(value: Any) -> str:

@@ -71,7 +71,7 @@ class Grammars:
             raise Refusal(400, "response_format and forced tool calls need a library: pip install llguidance") from None
         definition = self.tokenizer.definition()
         if definition is None or not self.ends:
-            raise Refusal(400, "this model's tokenizer is not one that forms can be written with")
+            raise Refusal(400, "this model's tokenizer does not support answers in a form")
         return LLMatcher, LLTokenizer(definition, n_vocab=self.vocabulary, eos_token=self.ends)
 
     def schema(self, schema: dict[str, Any], param: str) -> Callable[[], Mask]:

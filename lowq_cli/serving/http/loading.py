@@ -120,7 +120,7 @@ def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
     from lowq_packers.errors import UnsupportedError
 
     if reason := plans.why_not(model):
-        raise UnsupportedError(f"adapters need lowq's own decoder, which does not take this model: {reason}")
+        raise UnsupportedError(f"adapters need lowq's own decoder, which does not support this model: {reason}")
     adapt(plans.plan_of(model), [read_adapter(folder, name) for name, folder in folders.items()])
     return tuple(folders)
 

@@ -50,7 +50,7 @@ class Asked:
         default = next((n for n, o in found.items() if default in o.aliases), default)
         if default not in found:
             raise NotFoundError(
-                f"default = {default} is none of the models that there are: {', '.join(found)}"
+                f"default = {default} is not one of the models: {', '.join(found)}"
                 if default
                 else "no model here; run: lowq quantize demo, or name a folder of models with --models DIR"
             )

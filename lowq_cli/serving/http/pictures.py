@@ -64,7 +64,7 @@ def _part(name: str, given: Any, found: list[tuple[str, str]]) -> Any:
     part = table(name, given)
     kind = part.get("type")
     if kind in OTHERS:
-        raise wrong(f"{name}.type", f"{shown(kind)} is not taken: this server takes texts and pictures, no {OTHERS[kind]}")
+        raise wrong(f"{name}.type", f"{shown(kind)} is not supported: this server takes texts and pictures, not {OTHERS[kind]}")
     if kind != "image_url":
         if kind == "image":  # "image" is our own placeholder
             raise wrong(f"{name}.type", '"image" is not supported; send a picture as "image_url"')
@@ -228,7 +228,7 @@ def fetch(url: str) -> bytes:
     for _ in range(REDIRECTS + 1):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-            raise UsageError(f"{shown(url)} is no link to a picture")
+            raise UsageError(f"{shown(url)} is not a link to a picture")
         found = _get(parts, until)
         if isinstance(found, bytes):
             return found

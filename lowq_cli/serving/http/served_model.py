@@ -85,7 +85,9 @@ class ServedModel:
         names = self.facts.adapters
         if asked is not None and asked not in names:
             has = f"there are {', '.join(map(shown, names))}" if names else "it has none"
-            raise Refusal(404, f"lora: {shown(asked)} is no adapter of this model; {has}", param="lora", code="model_not_found")
+            raise Refusal(
+                404, f"lora: {shown(asked)} is not an adapter of the model; {has}", param="lora", code="model_not_found"
+            )
         name = asked or (model if model in names else None)
         return (0, self.name) if name is None else (names.index(name) + 1, name)
 

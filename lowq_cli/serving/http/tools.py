@@ -48,7 +48,7 @@ def read(asked: Asked) -> Tools:
     if isinstance(choice, dict):
         choice = text("tool_choice.function.name", table("tool_choice.function", choice.get("function")).get("name"))
         if choice not in [t["function"]["name"] for t in given]:
-            raise wrong("tool_choice", f"{shown(choice)} is none of the tools")
+            raise wrong("tool_choice", f"{shown(choice)} is not one of the tools")
     elif choice not in ("none", "auto", "required"):
         raise wrong("tool_choice", f"must be none, auto, required or one of the tools, not {shown(choice)}")
     elif choice == "required" and not given:

@@ -57,9 +57,9 @@ def _with(edit):
 
 
 BAD = {
-    "no JSON": (STATE, lambda t: t[:-1], "no JSON"),
-    "a list": (STATE, lambda t: torch.tensor(list(b"[1]"), dtype=torch.uint8), "no table of settings"),
-    "nested": (STATE, lambda t: torch.tensor(list(b"[" * 4000), dtype=torch.uint8), "no JSON"),
+    "not JSON": (STATE, lambda t: t[:-1], "not JSON"),
+    "a list": (STATE, lambda t: torch.tensor(list(b"[1]"), dtype=torch.uint8), "not a table of settings"),
+    "nested": (STATE, lambda t: torch.tensor(list(b"[" * 4000), dtype=torch.uint8), "not JSON"),
     "long": (STATE, lambda t: t.repeat(99), "4096 bytes"),
     "another kind": (STATE, _with({"quant_type": "fp4"}), "quant_type=fp4"),
     "another shape": (STATE, _with({"shape": [8, 32]}), "codes of 4 bits fill 128"),

@@ -82,7 +82,7 @@ def test_words_are_exported_as_codes_are_at_any_number_of_rows(fmt):
 def test_an_export_whose_words_are_not_its_codes_is_seen():
     fmt, q = formats.get("compressed-tensors"), random_q(4, 16, "e2m1/e4m3", 320, 128)
     bent = replace(fmt, write_words=lambda name, p, config: {n: t.flip(0) for n, t in fmt.write_words(name, p, config).items()})
-    with pytest.raises(AssertionError, match="is not what its codes are encoded as"):
+    with pytest.raises(AssertionError, match="does not match its encoded codes"):
         encoded(bent, NAME, pack(q), {**written(fmt, q)[1], "round": True})
 
 

@@ -84,7 +84,7 @@ def test_weights_of_another_float_than_the_format_reads():
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     with pytest.raises(UnsupportedError, match="F8_E5M2"):
         matrices("fp8", e5m2, config)
-    with pytest.raises(DamagedError, match="nothing beside it says"):
+    with pytest.raises(DamagedError, match="no other tensor or setting says"):
         matrices("fp8", {f"{NAME}.weight": e5m2[f"{NAME}.weight"]}, config)
 
 
