@@ -112,7 +112,7 @@ def test_right_numbers(case):
         (256, "c * BLOCK_K + p * 64, m0,", "c * BLOCK_K, m0,"),
         (256, "other < team; other++", "other + 1 < team; other++"),
         (16, "if (EXACT && at * 16 % SPAN == 0)", "if (EXACT && at == 0)"),
-        (16, "if (EXACT) flush(which, both[which]);", ""),
+        (16, "if (EXACT) add_group(acc, sum[which], scales.both[which]);", ""),
         (256, "C::small(of) && C::small(of >> 16)", "true"),
     ],
     ids=[
