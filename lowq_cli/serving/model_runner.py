@@ -92,8 +92,7 @@ class ModelRunner:
         # recorded
         latents = any(isinstance(one, KeyValues) and one.v is None for one in state)
         self.by_text = latents or bool(self.recurrent)
-        # prompts of recurrent layers could be recorded, because their runs are on the device; this is not tested on a GPU yet
-        self.most_recorded = 0 if self.by_text else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        self.most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.turned: dict[int, Captured] = {}  # steps by number of rows, with rotary positions of three parts for images
         self.pool: Any = None  # memory that all recordings share

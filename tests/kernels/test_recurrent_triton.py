@@ -36,6 +36,7 @@ CASES = {
     "delta": a_delta,
     "delta, grouped": lambda: a_delta(grouped=True),
     "delta, odd sizes": lambda: a_delta(3, 9, 5, 7, 3, True, True),
+    "delta, values of a head in blocks": lambda: a_delta(1, 2, 8, 72),
     "delta, a key head each": lambda: a_delta(4, 4, 8, 8, 2, kind="layer"),
     "mamba2": a_mamba2,
     "mamba2, gate last": lambda: a_mamba2(gate_last=True),
@@ -205,16 +206,18 @@ def test_what_the_kernels_refuse(name):
     )
     assert select(call)[0].name == f"triton/{call.op}"
     run = dataclasses.replace(call, run=True)
-    short = {"delta": getattr(call, "k_dim", 128), "mamba2": getattr(call, "N", 128), "short_conv": 128}[call.op] < 128
-    assert select(run)[0].name == (f"torch/{call.op}" if short else f"triton/{call.op}_runs")
-    assert select(dataclasses.replace(run, dtype=torch.float32))[0].name == f"torch/{call.op}"
     assert "not a run" in refusals(run)[f"triton/{call.op}"]
     assert "takes runs" in refusals(call)[f"triton/{call.op}_runs"]
+    keys = {"delta": "k_dim", "mamba2": "N"}.get(call.op)
     for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
-        for dtype in (torch.bfloat16, torch.float16):
-            wide = {"delta": {"k_dim": 128, "v_dim": 128}, "mamba2": {"N": 128}, "short_conv": {}}[call.op]
-            there = dataclasses.replace(run, capability=capability, dtype=dtype, **wide)
-            assert select(there)[0].name == f"triton/{call.op}_runs"
+        for dtype in TOLERANCE:
+            most = 64 if dtype == torch.float32 else 128  # more do not fit on every GPU
+            for n in {min(getattr(call, keys), most), most} if keys else {0}:
+                there = dataclasses.replace(run, capability=capability, dtype=dtype, **({keys: n} if keys else {}))
+                assert select(there)[0].name == f"triton/{call.op}_runs"
+    if keys:
+        assert select(dataclasses.replace(run, **{keys: runs_triton.MOST_KEYS}))[0].name == f"triton/{call.op}_runs"
+        assert select(dataclasses.replace(run, **{keys: 2 * runs_triton.MOST_KEYS}))[0].name == f"torch/{call.op}"
     if call.op == "delta":
         assert select(dataclasses.replace(call, k_dim=256, v_dim=256))[0].name == "torch/delta"
 

@@ -35,9 +35,6 @@ from lowq_kernels.decode.recurrent.steps_triton import MOST_NORMED, normed
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
 MOST_KEYS = 256  # max. values per key
-# On a GPU, min. values per key, and only in 16 bits. On an H100 (2026-11-26) models with keys of 128 and 256 values gave the
-# right numbers; tests/kernels/test_recurrent_triton.py, with shorter keys and fp32, ended in a CUDA error of unknown cause.
-SEEN_KEYS = 128
 OUT_ROWS = 16  # tokens per program of `out`
 PART: tl.constexpr = tl.constexpr(16)  # rows of a diagonal block of the triangular system, which is inverted row by row
 IEEE, BF16, TF32 = 0, 1, 2
@@ -45,6 +42,9 @@ IEEE, BF16, TF32 = 0, 1, 2
 # tokens, 32 heads of 128: bf16 (32, 3, 4) 48 us, (32, 2, 4) 66 us; fp16 one stage of 8 warps 110 us, two of 4 151 us (spills).
 SHORT_KEYS = ((32, 2, 4), (32, 1, 4), (16, 1, 4))  # keys of fewer than 128 values: their tiles are too small for more warps
 NARROW, WIDE = ((32, 3, 4), *SHORT_KEYS), ((32, 1, 8), (16, 1, 4))
+# Mamba2's keys of more than 128 values in bf16 on Hopper: with fewer than 64 value dims per program, code of Triton 3.6 reads
+# past its shared memory (compute-sanitizer, H200, 2026-11-26: 200 and 256 values; wrong numbers or a CUDA error).
+DEEP = ((64, 2, 8), (64, 1, 4))
 KINDS = {torch.float32: IEEE, torch.bfloat16: BF16, torch.float16: TF32}
 
 
@@ -229,23 +229,23 @@ def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
     if not call.run:
         return "takes runs, not one token of each sequence"
     keys = None if isinstance(call, ShortConvCall) else call.k_dim if isinstance(call, DeltaCall) else call.N
-    if call.capability >= gpu.LEAST and (call.dtype == torch.float32 or (keys or SEEN_KEYS) < SEEN_KEYS):
-        return f"takes 16 bits and keys of at least {SEEN_KEYS} values: with others a test ended in a CUDA error"
     if keys is None:
         return None
-    if keys > MOST_KEYS or _scan(keys, KINDS[call.dtype], gpu.of(call.capability).smem_block) is None:
+    delta, on = isinstance(call, DeltaCall), gpu.of(call.capability)
+    if keys > MOST_KEYS or _scan(keys, KINDS[call.dtype], delta, on) is None:
         return f"takes keys of up to {MOST_KEYS} values that fit into shared memory, not {keys}"
     if isinstance(call, Mamba2Call) and call.norm and call.heads * call.dim > MOST_NORMED:
         return f"takes norms over up to {MOST_NORMED} values, not {call.heads * call.dim}"
     return None
 
 
-def _scan(keys: int, kind: int, smem: int) -> tuple[int, int, int] | None:
+def _scan(keys: int, kind: int, delta: bool, on: gpu.Gpu) -> tuple[int, int, int] | None:
     """The config of `scan` (value dims, stages, warps) that fits: tiles of each stage, and their operands."""
     K, stored, cut = padded(keys), 4 if kind == IEEE else 2, 2 if kind == BF16 else 4
-    for values, stages, warps in SHORT_KEYS if K < 128 else NARROW if kind == BF16 else WIDE:
+    deep = K > 128 and kind == BF16 and not delta and on.wgmma
+    for values, stages, warps in DEEP if deep else SHORT_KEYS if K < 128 else NARROW if kind == BF16 else WIDE:
         stage = CHUNK * ((2 * K + values) * stored + CHUNK * (4 + cut))
-        if stages * stage + (K + 2 * CHUNK) * values * cut <= smem:
+        if stages * stage + (K + 2 * CHUNK) * values * cut <= on.smem_block:
             return values, stages, warps
     return None
 
@@ -289,7 +289,7 @@ def _scanned(
         x, mixed, f.a_log, f.dt_bias, runs.tiles, solved, inside, factors, x.shape[1], C, how.q_first, how.k_first,
         how.b_first, how.a_first, how.step, by_dt, *limits, **sizes, SIZE=CHUNK, num_warps=4, **pdl(x),
     )  # fmt: skip
-    found = _scan(how.keys, kind, gpu.here(x.device.index).smem_block)
+    found = _scan(how.keys, kind, how.delta, gpu.here(x.device.index))
     assert found is not None
     BLOCK_V, stages, warps = found
     _scan_kernel[(triton.cdiv(how.values, BLOCK_V), how.heads, runs.table.shape[0])](

@@ -3,7 +3,8 @@
 Several rows of one sequence are its newest token and drafts: after each the state is copied to a snapshot slot.
 
     conv   as `conv_triton`: gated delta and Mamba2 read what it writes, in fp32; of a short convolution it is all
-    delta  (B, v_heads): a head's state, read and written once; norm and gate included
+    delta  (B, v_heads, values in blocks): columns of a head's state, read and written once. The last program of a head computes
+           its norm and gate
     mamba2 (B, heads, dims in blocks): rows of a head's state. Where there is a norm over heads, a third kernel computes it
 
 Early   with dependent launch, states are read before the previous kernel has ended: they were written in an earlier step,
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowq_kernels.counters import counters
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.recurrent import Rows, States
 from lowq_kernels.decode.recurrent.conv_triton import GROUPED, PLAIN, SHORT, Conv, convolved, parted, place, silu, softplus
@@ -26,25 +28,45 @@ from lowq_kernels.decode.recurrent.delta import EPS, Delta, DeltaCall
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2, Mamba2Call
 from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
+from lowq_kernels.products.triton.partial import arrived_last
 
 Steps = torch.Tensor | Rows  # slots of sequences with one token each, or rows of one sequence
-LARGEST = 1 << 15  # max. values of a state tile in registers: 128 KiB
+LARGEST = 1 << 15  # max. values of a head's state
+# Columns of a delta state per program, whatever the batch, so that a sequence's bits do not depend on it.
+COLUMNS = 32
 MOST_NORMED = 65536  # max. values of Mamba2's norm: one block of a program
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
 
 @triton.jit
+def _gated_norm(
+    y, z, weight_ptr, bias_ptr, eps, offs_v, mask_v, VD: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """norm(y) silu(z) of one head, fp32; y is 0 outside mask_v."""
+    if LAYER:
+        y = tl.where(mask_v, y - tl.sum(y, 0) / VD, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / VD + eps)
+    if WEIGHT:
+        y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    if BIAS:
+        y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    return y * silu(z)
+
+
+@triton.jit
 def _delta_kernel(
-    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, y_ptr, wide, scale,
-    eps,
+    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, sums_ptr, count_ptr, y_ptr,
+    wide, scale, eps,
     KH: tl.constexpr, VH: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, GROUPED: tl.constexpr, LAYER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    ALL_V: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    sequence, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     EACH: tl.constexpr = VH // KH
     C: tl.constexpr = 2 * KH * KD + VH * VD
-    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    PARTS: tl.constexpr = ALL_V // BLOCK_V
+    offs_k, offs_v = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = offs_k < KD, offs_v < VD
     mask = mask_k[:, None] & mask_v[None, :]
     if TRIGGER:
@@ -70,7 +92,6 @@ def _delta_kernel(
         q = tl.load(mixed + k_head * KD + offs_k, mask=mask_k, other=0.0)
         k = tl.load(mixed + (KH + k_head) * KD + offs_k, mask=mask_k, other=0.0)
         v = tl.load(mixed + 2 * KH * KD + h * VD + offs_v, mask=mask_v, other=0.0)
-        z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
         k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
         S = S * decay
@@ -78,15 +99,25 @@ def _delta_kernel(
         S = S + k[:, None] * written[None, :]
         at = place(own, copies_ptr, sequence, t, ROWS) * VH * KD * VD
         tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask)
-        y = tl.sum(S * q[:, None], 0)
-        if LAYER:
-            y = tl.where(mask_v, y - tl.sum(y, 0) / VD, 0.0)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) / VD + eps)
-        if WEIGHT:
-            y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-        if BIAS:
-            y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-        tl.store(y_ptr + (row * VH + h) * VD + offs_v, (y * silu(z)).to(y_ptr.dtype.element_ty), mask=mask_v)
+        y, out = tl.sum(S * q[:, None], 0), (row * VH + h) * VD + offs_v
+        if PARTS == 1:
+            z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+            y = _gated_norm(y, z, weight_ptr, bias_ptr, eps, offs_v, mask_v, VD, LAYER, WEIGHT, BIAS)
+            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+        else:
+            tl.store(sums_ptr + out, y, mask=mask_v)
+    if PARTS > 1:
+        if not arrived_last(count_ptr + sequence * VH + h, PARTS):
+            return
+        offs_v = tl.arange(0, ALL_V)
+        mask_v = offs_v < VD
+        for t in range(ROWS):
+            row = sequence * ROWS + t
+            out = (row * VH + h) * VD + offs_v
+            z = tl.load(x_ptr + row * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+            y = tl.load(sums_ptr + out, mask=mask_v, other=0.0, cache_modifier=".cg")  # past the first-level cache
+            y = _gated_norm(y, z, weight_ptr, bias_ptr, eps, offs_v, mask_v, VD, LAYER, WEIGHT, BIAS)
+            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit
@@ -185,12 +216,16 @@ def delta(x: torch.Tensor, f: Delta, states: States, places: Steps, config: Conf
     grouped = (f.k_heads, f.k_dim, f.v_dim, f.v_heads // f.k_heads)
     convolved(x, f.weight, f.bias, states, places, mixed, Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
     y, (slots, copies, rows) = x.new_empty(B, f.v_heads * f.v_dim), parted(x, places)
-    BLOCK_K, BLOCK_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
-    _delta_kernel[(B // rows, f.v_heads)](
-        x, mixed, f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, copies, y, x.shape[1], f.k_dim**-0.5,
-        norm.eps,
+    BLOCK_K, ALL_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
+    BLOCK_V = min(ALL_V, COLUMNS)
+    sequences, parts = B // rows, ALL_V // BLOCK_V
+    sums = torch.empty(B * f.v_heads * f.v_dim if parts > 1 else 0, dtype=torch.float32, device=x.device)
+    count = counters(sequences * f.v_heads, x.device) if parts > 1 else sums
+    _delta_kernel[(sequences, f.v_heads, parts)](
+        x, mixed, f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, copies, sums, count, y, x.shape[1],
+        f.k_dim**-0.5, norm.eps,
         KH=f.k_heads, VH=f.v_heads, KD=f.k_dim, VD=f.v_dim, GROUPED=f.grouped, LAYER=norm.kind == "layer",
-        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, ROWS=rows, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V,
+        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, ROWS=rows, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, ALL_V=ALL_V,
         num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
     )  # fmt: skip
     return y
