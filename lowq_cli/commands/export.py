@@ -74,7 +74,7 @@ def write(
         raise KeyboardInterrupt("run the same command again to continue") from None
 
 
-def show_mixture(model: str, kind: str, on_stdout: bool = False) -> list[tuple[str, int, int, int]]:
+def show_mixture(model: str, kind: str, on_stdout: bool = False, calibrated: bool = False) -> list[tuple[str, int, int, int]]:
     """The plan of a GGUF file of `kind`: a line for each type; the totals. Reads no weight."""
     from math import fsum
 
@@ -90,7 +90,8 @@ def show_mixture(model: str, kind: str, on_stdout: bool = False) -> list[tuple[s
         f"{model} as {kind.upper()}", ("type", ">tensors", ">weights", ">bits each", ">size"), shown, on_stdout=on_stdout
     )
     say = console.out_line if on_stdout else console.say
-    say(f"{console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, without a text")
+    how = "then better codes and scales on the text" if calibrated else "without a text; --calib self chooses better ones"
+    say(f"{console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, {how}")
     return rows
 
 

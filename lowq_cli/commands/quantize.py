@@ -148,7 +148,7 @@ def quantize(
 
     if kind:
         others = {"for": engine, "recipe": recipe, "plot": plot, **flags}
-        return _mixture(model, kind, to, out, {n: v for n, v in others.items() if v is not None}, dry_run, as_json)
+        return _mixture(model, kind, to, out, {n: v for n, v in others.items() if v is not None}, device, dry_run, as_json)
     engine = targets.of_export(to, engine) if to else engine
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
@@ -227,24 +227,25 @@ def quantize(
 
 
 def _mixture(
-    model: str, kind: str, to: str | None, out: str | None, others: dict[str, Any], dry_run: bool, as_json: bool
+    model: str, kind: str, to: str | None, out: str | None, others: dict[str, Any], device: str, dry_run: bool, as_json: bool
 ) -> None:
-    """A GGUF file in one of llama.cpp's mixtures of types, straight from a model."""
-    from lowq_cli.commands import export
+    """A GGUF file in one of llama.cpp's mixtures of types, straight from a model; with a text, calibrated on it."""
+    from lowq_cli.commands import export, refine
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.gguf_types import get
 
     get(kind)
     if to not in (None, "gguf"):
         raise UsageError(f"--type {kind} is a mixture of GGUF's types; use it with --export gguf, not {to}")
+    text: dict[str, Any] = {name: others.pop(name) for name in ("calib", "calib_tokens", "calib_seed") if name in others}
     if others:
         name = next(iter(others)).replace("_", "-")
         raise UsageError(f"--type {kind} sets the type of every weight; leave --{name} or --type out")
     check_there(model)
     with console.status(f"reading {model}"):
-        rows = export.show_mixture(model, kind, dry_run and not as_json)
+        rows = export.show_mixture(model, kind, dry_run and not as_json, calibrated=bool(text))
     if not dry_run:
-        done = export.write(model, "gguf", out, kind=kind)
+        done = refine.calibrated(model, kind, out, device, text) if text else export.write(model, "gguf", out, kind=kind)
         return console.out_json(vars(done)) if as_json else export.show(done)
     if as_json:
         console.out_json(

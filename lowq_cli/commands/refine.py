@@ -1,12 +1,16 @@
 """lowq refine: better codes and scales inside another tool's quantized file, given the model it was made from."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowq_cli import completion, console
 from lowq_cli.commands import AsJson, Device, option
 from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.interop.exported import Exported
+    from lowq_cli.run.refine import Refined
 
 EXAMPLES = """Examples:
   lowq refine my-model-gptq --model my-model
@@ -31,27 +35,12 @@ def refine(
     as_json: AsJson = False,
 ) -> None:
     """Choose better codes and scales in another tool's file: GPTQ, AWQ, GGUF, MLX, NVFP4, MXFP4; format and schemes stay."""
-    from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
-    from lowq_cli.plan.recipe import make_recipe
-    from lowq_cli.run_report import STEPS, follow_calibration
 
     if not model:
         raise UsageError("refine needs the model that the file was made from; add --model MODEL")
     check_there(ckpt, model)
-    fixed = {"method": "gptq", "group": "channel", "dtype": "float32", "lm_head": "keep"}
-    recipe = make_recipe(**fixed, calib=calib, calib_tokens=calib_tokens)
-    wake(device)
-    with console.status("starting"):
-        from lowq_cli.run.refine import Refining
-
-        refining = Refining(ckpt, model, recipe, out, device)
-    try:
-        follow_calibration(refining.run())
-        with console.progress("export", STEPS) as advance:
-            done = refining.export(lambda percent, name: advance(STEPS * percent // 100, name))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("run the same command again to continue") from None
+    done = improved(ckpt, model, out, device, calib=calib, calib_tokens=calib_tokens)
     if as_json:
         console.out_json({**vars(done.exported), "better": done.better})
     else:
@@ -61,3 +50,36 @@ def refine(
             f"{done.better} of {done.matrices} weights have a smaller error now; {console.size(done.exported.bytes)}, "
             f"{done.exported.format} as before{there}"
         )
+
+
+def improved(ckpt: str, model: str, out: str | None, device: str, **text: Any) -> "Refined":
+    """Improve a file behind progress bars. text: the fields of a recipe that choose the calibration text."""
+    from lowq_cli.devices import wake
+    from lowq_cli.plan.recipe import make_recipe
+    from lowq_cli.run_report import STEPS, follow_calibration
+
+    recipe = make_recipe(method="gptq", group="channel", dtype="float32", lm_head="keep", **text)
+    wake(device)
+    with console.status("starting"):
+        from lowq_cli.run.refine import Refining
+
+        refining = Refining(ckpt, model, recipe, out, device)
+    try:
+        follow_calibration(refining.run())
+        with console.progress("export", STEPS) as advance:
+            return refining.export(lambda percent, name: advance(STEPS * percent // 100, name))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from None
+
+
+def calibrated(model: str, kind: str, out: str | None, device: str, text: dict[str, Any]) -> "Exported":
+    """Write a model as a GGUF file in a mixture of types: by least squares in the cache first, then improved on a text."""
+    from dataclasses import replace
+
+    from lowq_cli.interop.exporter import mixture_path
+    from lowq_cli.run.refine import least_squares
+
+    with console.progress("export", 100) as advance:
+        start = least_squares(model, kind, lambda percent, name: advance(percent, name))
+    done = improved(start.out, model, out or str(mixture_path(model, kind)), device, **text).exported
+    return replace(done, notes=start.notes)

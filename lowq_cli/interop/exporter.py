@@ -113,6 +113,11 @@ def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
+def mixture_path(model: str | os.PathLike[str], kind: str) -> Path:
+    """The default path of a model as a GGUF file with a mixture of types."""
+    return Path(f"{Path(model).resolve().name.removesuffix('.gguf')}-{kind.upper()}.gguf")
+
+
 def _quantized_gguf(
     model: str | os.PathLike[str], kind: str, out: str | os.PathLike[str] | None, progress: Progress | None
 ) -> Exported:
@@ -122,8 +127,7 @@ def _quantized_gguf(
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
     with whole.source:
         found = as_held(whole, fmt)
-        target = Path(out or f"{Path(model).resolve().name.removesuffix('.gguf')}-{kind.upper()}.gguf")
-        written = export_gguf(found, target, False, progress, mixture)
+        written = export_gguf(found, Path(out or mixture_path(model, kind)), False, progress, mixture)
         notes = _left_out(whole, found, fmt)
         if found.schemes or isinstance(found.source, DecodedSource):
             source = source_of(found.folder, found.report)

@@ -10,6 +10,7 @@ from lowq_cli import quantizers
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.interop.exported import check_same
 from lowq_cli.interop.gguf_file import GgufTensor, Value
+from lowq_cli.interop.gguf_names import ROUTER
 from lowq_cli.quantizers._block_search import quantize_blocks
 from lowq_packers.errors import LowqError, UnsupportedError
 from lowq_packers.formats import gguf
@@ -46,8 +47,8 @@ class File:
 
 
 def chosen(row: GgufTensor) -> bool:
-    """Whether a mixture determines the type of a tensor."""
-    return len(row.shape) > 1 and row.kind != "F32" and row.name.endswith(".weight")
+    """Whether a mixture determines the type of a tensor: of a matrix that is not a router."""
+    return len(row.shape) > 1 and row.name.endswith(".weight") and not row.name.endswith(f"{ROUTER}.weight")
 
 
 def stored(found: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Iterator[torch.Tensor]:

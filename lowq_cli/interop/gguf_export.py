@@ -23,7 +23,7 @@ from lowq_cli.interop.exported import Exported, Progress, run_name
 from lowq_cli.interop.gguf_bytes import File, Piece, chosen, stored
 from lowq_cli.interop.gguf_file import INT32, GgufTensor, Value, array, f32, head, text, u32
 from lowq_cli.interop.gguf_mmproj import mmproj
-from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTERS, TOP
+from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTER, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
 from lowq_cli.plan.gguf_types import Facts, Mixture, type_of
@@ -231,7 +231,7 @@ def _tensor(own: str, t: CheckpointTensor) -> GgufTensor:
         raise UnsupportedError(f"{t.name} has no place in llama.cpp's graph of this family")
     if t.scheme:
         return GgufTensor(f"{name}.{leaf}", t.shape, gguf.type_for(t.scheme) or "")
-    whole = len(t.shape) == 1 or name.endswith(ROUTERS["mlp.gate"])  # llama.cpp keeps norms, biases and routers in fp32
+    whole = len(t.shape) == 1 or name.endswith(ROUTER)  # llama.cpp keeps norms, biases and routers in fp32
     return GgufTensor(f"{name}.{leaf}", t.shape, "F32" if whole else t.dtype)
 
 

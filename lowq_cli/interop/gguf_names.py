@@ -13,4 +13,5 @@ LAYER = {
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
-ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp")
+ROUTER = "ffn_gate_inp"
+ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), ROUTER)

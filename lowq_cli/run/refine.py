@@ -17,7 +17,9 @@ import torch
 from lowq_cli.calibrate.calibration import Calibration
 from lowq_cli.files.folder import check_free, new_folder
 from lowq_cli.files.source import Source
+from lowq_cli.interop import exporter
 from lowq_cli.interop.exported import Exported, Progress
+from lowq_cli.interop.importer import cached
 from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.recipe import NOT_CALIBRATED, Recipe
 from lowq_cli.run import refined_file
@@ -90,6 +92,20 @@ class Refining:
         """Write the result in the file's format. It stays in the cache (until `lowq rm`), where the same call finds it."""
         done, better = self.file.export(self.work, self.out, progress)
         return Refined(done, len(self.file.matrices), better)
+
+
+def least_squares(model: str, kind: str, progress: Progress | None = None) -> Exported:
+    """Write a model to the cache as a GGUF file in a mixture of types such as Q4_K_M, without a text, for `Refining`.
+
+    Raises UnsupportedError for a model with a tower, whose second file `Refining` does not write; else as `exporter.export`.
+    """
+    with exporter.with_weights(model).source as source:
+        path = cached(source, "exports") / kind.upper() / exporter.mixture_path(model, kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = exporter.export(model, "gguf", path, progress=progress, kind=kind)
+    if list(path.parent.glob("mmproj-*")):
+        raise UnsupportedError(f"{model} has a tower, next to which no layers are calibrated for GGUF; leave --calib out")
+    return made
 
 
 def _plan(plan: Plan, file: RefinedFile) -> Plan:

@@ -1,6 +1,8 @@
 """Better codes and scales inside another tool's file: its format and zeros stay, the outputs come nearer, refusals are told."""
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from conftest import Bytes
 from exported import HEAD, INT4, SYM, dense_tensors
 from transformers import AutoModelForCausalLM, LlamaConfig
+from vocabularies import tokenizer
 
+from lowq_cli import main
 from lowq_cli.calibrate.requirements import LayerDone
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.files.source import open_source
@@ -132,7 +136,7 @@ def wide(tmp_path_factory):
     """A Llama of one layer whose rows are whole blocks of 256."""
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=160, max_position_embeddings=512)  # fmt: skip
+                         num_key_value_heads=2, vocab_size=402, max_position_embeddings=512)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.05)
@@ -156,7 +160,7 @@ def write_blocks_of(folder, path, kind):
         W = permute_heads(W, 4 if theirs.endswith("q") else 2) if theirs in ("blk.0.attn_q", "blk.0.attn_k") else W
         rows.append(GgufTensor(f"{theirs}.weight", tuple(W.shape), kind if packed else "F32"))
         raw.append(gguf_bytes._encoded(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
-    facts = {"context_length": 512, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 160,
+    facts = {"context_length": 512, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 402,
              "attention.head_count": 4, "attention.head_count_kv": 2}  # fmt: skip
     metadata = [("general.architecture", text_value("llama")), ("general.name", text_value("kept as it is"))]
     metadata += [(f"llama.{k}", u32(v)) for k, v in facts.items()]
@@ -187,6 +191,27 @@ def test_gguf_blocks_get_better_codes_and_scales(kind, wide, text, tmp_path):
     with open_decoded(tmp_path / "n.gguf") as source:
         ours = source.read("model.layers.0.self_attn.q_proj.weight").reshape(256, 256)
     assert torch.equal(permute_heads(theirs, 4, inverse=True).to(ours.dtype), ours)
+
+
+def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, monkeypatch, capsys):
+    """`quantize --type --calib`: the plain mixture's types and bytes, outputs nearer; the same call again finds the file."""
+    plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
+    tokenizer("llama3", ("<|begin|>", "<|end|>")).save(str(wide / "tokenizer.json"))
+    export(wide, None, plain, kind="Q3_K_M")
+    line = ["lowq", "quantize", str(wide), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
+    monkeypatch.setattr(sys, "argv", line)
+    told = []
+    for _ in range(2):
+        assert main._run() == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert [t["already_done"] for t in told] == [False, True]
+    assert [t["out"] for t in told] == [str(made)] * 2
+    assert made.stat().st_size == plain.stat().st_size
+    with open_foreign(plain) as a, open_foreign(made) as b:
+        assert a.config["gguf"] == b.config["gguf"]
+        assert {f["type"] for f in a.config["gguf"].values()} == {"Q3_K", "Q4_K", "Q5_K", "Q6_K"}  # of a model in fp32, too
+    old, new = errors_of(wide, text, plain, made)
+    assert 0 < new < 0.9 * old
 
 
 def test_a_killed_run_of_blocks_goes_on_with_the_same_bytes(wide, text, tmp_path):
