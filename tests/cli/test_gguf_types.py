@@ -156,7 +156,7 @@ def test_plans_and_refusals(monkeypatch, capsys):
     assert [t["type"] for t in told["types"]] == ["Q4_K", "Q6_K", "F32"]
     for wrong, said in (
         (["quantize", "demo", "--type", "Q9_K"], "--type Q9_K does not exist; use one of Q2_K"),
-        (["quantize", "demo", "--type", "Q4_K_M", "--bits", "3"], "leave --bits out"),
+        (["quantize", "demo", "--type", "Q4_K_M", "--bits", "3"], "leave --bits or --type out"),
         (["quantize", "demo", "--type", "Q4_K_M", "--export", "mlx"], "use it with --export gguf"),
         (["export", "demo", "--type", "Q4_K_M", "--to", "mlx"], "leave --to mlx out"),
     ):
