@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3: latent attention, dense first layers, experts chosen by groups beside shared ones.
 
-Kimi K2 is V3 by another name. Mistral 4 is V3 whose experts are chosen by a softmax and whose queries grow with their position.
+Kimi K2 is V3 by another name, Youtu-LLM V3 without experts.
+Mistral 4 is V3 whose experts are chosen by a softmax and whose queries grow with their position.
 """
 
 import math
@@ -28,6 +29,7 @@ from lowq_packers.arch.parts import Experts, LatentAttention, Linear, Mixer, Mod
 def latent(c: Any, p: str, pairing: Any = "neighbours", **more: Any) -> LatentAttention:
     """DeepSeek's attention at path `p`; its inner norms have an eps of 1e-6 whatever the config says."""
     H, q_dim, bias = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim, bool(c.attention_bias)
+    v_dim = c.v_head_dim or c.hidden_size // H
     q: tuple[Linear | Norm, ...] = (linear(c, f"{p}.q_proj", H * q_dim, cut="rows"),)
     if rank := c.q_lora_rank:
         down, up = linear(c, f"{p}.q_a_proj", rank, bias=bias), linear(c, f"{p}.q_b_proj", H * q_dim, rank, cut="rows")
@@ -36,9 +38,9 @@ def latent(c: Any, p: str, pairing: Any = "neighbours", **more: Any) -> LatentAt
         q,
         linear(c, f"{p}.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, bias=bias),
         Norm(f"{p}.kv_a_layernorm", c.kv_lora_rank, 1e-6),
-        linear(c, f"{p}.kv_b_proj", H * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank, cut="rows"),
-        linear(c, f"{p}.o_proj", c.hidden_size, H * c.v_head_dim, bias=bias, cut="columns"),
-        H, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank, _scale(c, q_dim),
+        linear(c, f"{p}.kv_b_proj", H * (c.qk_nope_head_dim + v_dim), c.kv_lora_rank, cut="rows"),
+        linear(c, f"{p}.o_proj", c.hidden_size, H * v_dim, bias=bias, cut="columns"),
+        H, c.qk_nope_head_dim, c.qk_rope_head_dim, v_dim, c.kv_lora_rank, _scale(c, q_dim),
         Rope(c.qk_rope_head_dim, pairing=pairing), **more,
     )  # fmt: skip
 
@@ -88,6 +90,14 @@ def deepseek_v3(c: Any) -> Model:
     return decoder(c, lambda p: latent(c, p, pairing), lambda p: mixture(c, p, by_sigmoid(c, p)))
 
 
+def youtu(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        pairing = "neighbours" if c.rope_interleave else "halves"
+        return pre_norm(c, p, latent(c, f"{p}.self_attn", pairing), mlp(c, f"{p}.mlp"))
+
+    return model(c, layer)
+
+
 def mistral4(c: Any) -> Model:
     pairing, groups = "neighbours" if c.rope_interleave else "halves", (c.n_group or 1, c.topk_group or 1)
     of = {"groups": groups, "normalise": bool(c.norm_topk_prob), "sum_eps": 1e-20, "rounded": True}
@@ -116,6 +126,10 @@ MISTRAL4 = {k: v for k, v in V3.items() if k != "num_nextn_predict_layers"} | {
     "n_group": 1, "n_routed_experts": 128, "qk_nope_head_dim": 64, "routed_scaling_factor": 1.0, "topk_group": 1,
     "num_experts_per_tok": 4,
 }  # fmt: skip
+YOUTU = SHARED | {
+    "eos_token_id": 128001, "tie_word_embeddings": True, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
+}  # fmt: skip
 TOWERS = ("model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector.")
 PLACEHOLDERS = {"image_token_id": 163605, "video_token_id": 163840}
 kimi_k25 = wrapper(deepseek_v3, *TOWERS, placeholders=PLACEHOLDERS)
@@ -124,5 +138,6 @@ FAMILIES = (
     Family("deepseek_v3", deepseek_v3, V3, sizes=(129280, 7168, 18432, 61, 128, 4096, 1e-6)),
     Family("kimi_k2", deepseek_v3, V3, sizes=(129280, 7168, 18432, 61, 128, 4096, 1e-6)),
     Family("kimi_k25", kimi_k25, {"tie_word_embeddings": True}, text="deepseek_v3"),
+    Family("youtu", youtu, YOUTU, sizes=(128256, 2048, 6144, 32, 16, 131072, 1e-6)),
     Family("mistral4", mistral4, MISTRAL4, sizes=(131072, 4096, 12288, 36, 32, 1048576, 1e-6)),
 )

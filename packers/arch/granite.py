@@ -1,12 +1,12 @@
 """Granite: Llama with four constants. Its mixtures, with and without a shared MLP.
 
-Its hybrids are Mamba-2 layers between a few of attention.
+Its hybrids are Mamba-2 layers between a few of attention. HyperCLOVA X: Granite with norms behind each half, too.
 """
 
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, experts, mamba2, mlp, model, pre_norm, rope, router
+from lowq_packers.arch.common import attention, experts, head_dim, mamba2, mlp, model, pre_norm, rms, rope, router
 from lowq_packers.arch.parts import Attention, Experts, Mixer, Mlp, Model, Update
 
 ROUTER = (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight")
@@ -27,6 +27,19 @@ def granite(c: Any) -> Model:
         return pre_norm(c, p, attend(c, p), mlp(c, f"{p}.mlp", bias=c.mlp_bias), scale=float(c.residual_multiplier))
 
     return model(c, layer, **scaled(c))
+
+
+def hyperclovax(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        more = {"bias": c.attention_bias, "o_bias": c.attention_bias}
+        a = attention(c, p, scale=c.attention_multiplier or head_dim(c) ** -0.5, **more)
+        names = ("input_layernorm", "post_attention_layernorm", "post_norm1", "post_norm2")
+        first, second, *after = (rms(c, f"{p}.{n}") for n in names)
+        post = after if c.use_post_norm else (None, None)
+        m, scale = mlp(c, f"{p}.mlp", bias=c.mlp_bias), float(c.residual_multiplier)
+        return Update((a,), first, post[0], scale), Update((m,), second, post[1], scale)
+
+    return model(c, layer, embed_scale=float(c.embedding_multiplier), logit_scale=float(c.logits_scaling))
 
 
 def mixture(c: Any, p: str, **more: Any) -> Experts:
@@ -79,6 +92,7 @@ DEFAULTS = {
     "attention_multiplier": 1.0,
 }  # fmt: skip
 MOE = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
+CLOVA = DEFAULTS | {"mlp_bias": False, "attention_multiplier": None, "head_dim": None, "use_post_norm": True}
 SHARED = MOE | {"shared_intermediate_size": 0}
 HYBRID = MOE | {
     "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None, "mamba_n_heads": 128,
@@ -87,6 +101,7 @@ HYBRID = MOE | {
 }  # fmt: skip
 FAMILIES = (
     Family("granite", granite, DEFAULTS | {"mlp_bias": False}, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
+    Family("hyperclovax", hyperclovax, CLOVA, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
     Family("granitemoe", granitemoe, MOE, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
     Family("granitemoeshared", granitemoeshared, SHARED, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),
     Family("granitemoehybrid", granitemoehybrid, HYBRID, sizes=(32000, 4096, 11008, 32, 32, 2048, 1e-6)),

@@ -253,6 +253,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"rope_theta": 10000, "max_position_embeddings": 4096},
     "persimmon": sizes(262144, 4096, 16384, 36, 64, 64, layer_norm_eps=1e-5, partial_rotary_factor=0.5, rope_theta=25000.0)
     | {"qk_layernorm": True, "hidden_act": "relu2", "max_position_embeddings": 16384},
+    "minicpm3": sizes(73448, 2560, 6400, 62, 40, 40, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=32768)
+    | latent(768, 256, 64, 32, 64) | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True},
+    "internlm3": sizes(128512, 4096, 10240, 48, 32, 2, head_dim=128, rms_norm_eps=1e-5, rope_theta=50000000, bias=False)
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}, "qkv_bias": False, "max_position_embeddings": 32768},
+    "iquestcoder": sizes(76800, 5120, 27648, 80, 40, 8, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=131072),
     "apertus": sizes(131072, 4096, 21504, 32, 32, 8, rms_norm_eps=1e-5, rope_theta=12000000, hidden_act="xielu")
     | {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
        | {"original_max_position_embeddings": 8192}, "max_position_embeddings": 65536},
@@ -279,7 +284,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba2": {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64}
     | {"n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": False},
 }  # fmt: skip
-CLASS_SIZES = ("granitemoeshared",)  # families with no config here: the numbers of no published model are certain
+# Families with no config here, whose published numbers are not certain
+CLASS_SIZES = ("granitemoeshared", "hy_v3", "hyperclovax", "jais2", "youtu")
 BILLIONS = {
     "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "mixtral": 46.7, "minimax_m2": 229,
     "phi": 2.78, "phi3": 3.82, "qwen2": 7.62, "mimo": 7.62, "qwen2_moe": 14.3, "qwen2_vl": 7.62, "qwen2_5_vl": 7.62,
@@ -292,6 +298,7 @@ BILLIONS = {
     "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "olmoe": 6.92, "cohere": 35.0,
     "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361,
     "lfm2_moe": 8.34, "olmo": 6.89, "flex_olmo": 33.3, "exaone_moe": 236.6, "dots1": 142.8, "solar_open": 102.6,
-    "stablelm": 1.64, "persimmon": 9.4, "apertus": 8.05, "helium": 2.17, "cwm": 32.6, "bamba": 9.78,
+    "stablelm": 1.64, "persimmon": 9.4, "minicpm3": 4.07, "internlm3": 8.80, "iquestcoder": 39.8, "apertus": 8.05,
+    "helium": 2.17, "cwm": 32.6, "bamba": 9.78,
     "ernie4_5_moe": 21.8, "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "arcee": 4.62, "gpt_neox": 6.86, "mamba2": 7.29,
 }  # fmt: skip

@@ -19,12 +19,12 @@ from lowq_packers.errors import UnsupportedError
 
 REASONS = {
     "subtracts the mean": (
-        *("cohere", "cohere2", "gpt_neox", "gpt_neox/one_after_the_other", "nemotron", "olmo", "persimmon", "phi", "stablelm"),
-        *("stablelm/side_by_side", "starcoder2"),
+        *("cohere", "cohere2", "gpt_neox", "gpt_neox/one_after_the_other", "jais2", "nemotron", "olmo"),
+        *("persimmon", "phi", "stablelm", "stablelm/side_by_side", "starcoder2"),
     ),
     "norms behind": (
         *("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_text/31b", "gemma4_text/e2b"),
-        *("glm4", "olmo2", "olmo3", "flex_olmo", "exaone4", "exaone4/no_window"),
+        *("glm4", "olmo2", "olmo3", "flex_olmo", "hyperclovax", "exaone4", "exaone4/no_window"),
     ),
     "biases of its experts": ("gpt_oss",),
     "would have to be rotated, too": (
