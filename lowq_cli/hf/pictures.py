@@ -100,7 +100,11 @@ class Processor:
 
     def _picture(self, made: dict[str, Any]) -> Picture:
         images, pixels = self.images, made["pixel_values"]
-        if images.form == "run":
+        if any(int(n) for n in made.get("num_crops", ())):
+            raise UnsupportedError(f"{self.folder}/{NAMES[0]} has do_pan_and_scan, whose texts lowq does not write; take it out")
+        if images.rows:
+            found = Picture(_only(made, "pixel_values"), images.rows * pixels.shape[0])
+        elif images.form == "run":
             _, h, w = (int(n) for n in made["image_grid_thw"][0])
             h, w = h // images.merge, w // images.merge
             found = Picture(_only(made, "pixel_values", "image_grid_thw"), h * w, (h, w))
@@ -112,8 +116,6 @@ class Processor:
             each = (pixels.shape[-2] // images.patch) * (pixels.shape[-1] // images.patch) // images.merge**2
             tiles = tuple(int(n) for n in made["aspect_ratios"][0])
             found = Picture({"pixel_values": pixels.flatten(0, -4)}, each * pixels.shape[-4], tiles=tiles)
-        elif images.rows:
-            found = Picture(_only(made, "pixel_values"), images.rows)
         else:
             rows = int(made["num_soft_tokens_per_image"][0])
             found = Picture(_only(made, "pixel_values", "image_position_ids"), rows)

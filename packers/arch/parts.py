@@ -420,7 +420,7 @@ class Images:
 
     token: the id of the image token. form: the tokens of an image in the text (`hf.pictures.written`): a "run" of image tokens,
     "framed" by two others, "rows" that end in a token, or "tiles". begin, end: ids of the two others.
-    around: text around the image, for which templates write `begin`. rows: per image; 0: they depend on its size.
+    around: text around the image, for which templates write `begin`. rows: per image, or per crop of one; 0: by its size.
     patch: side of a patch in pixels. merge: patches per side that become one row of features.
     sections: pairs of a head rotated by a token's position in time, height and width; () if it has one position. interleaved:
     pairs alternate between the three, else sections follow one another. Source: Qwen2-VL (arXiv:2409.12191).

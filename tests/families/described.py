@@ -175,6 +175,7 @@ WRAPPERS = {  # -> the text part above whose fields it has
     "gemma3": "gemma3_text", "mistral3": "mistral", "mistral3/ministral3": "ministral3", "mistral3/mistral4": "mistral4",
     "gemma4": "gemma4_text/e2b", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "llama4": "llama4_text", "kimi_k25": "deepseek_v3",
+    "llava": "llama", "internvl": "qwen2",
 }  # fmt: skip
 TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1, "num_heads": 2,
@@ -192,7 +193,7 @@ def config(name: str, outer: dict[str, Any] | None = None, **more: Any) -> Any:
         return CONFIG_MAPPING[model_type](**deepcopy({**BASE, **TEXTS[name], **more}))  # which they write into
     cls = CONFIG_MAPPING[model_type]
     own = cls().text_config.model_type if "/" not in name else name.partition("/")[2]
-    text = {**BASE, **TEXTS[WRAPPERS[name]], **(MROPE if "vl" in name else {}), "model_type": own, **more}
+    text = {**BASE, **TEXTS[WRAPPERS[name]], **(MROPE if "_vl" in name else {}), "model_type": own, **more}
     return cls(text_config=deepcopy(text), vision_config=TOWER, **(outer or {}))
 
 

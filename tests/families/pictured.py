@@ -21,7 +21,16 @@ SIZES: dict[str, dict[str, Any]] = {  # of the tower, beside TOWER
     "gemma4": {"patch_size": 4},
     "mistral3": {"patch_size": 4, "image_size": 64},
     "llama4": {"patch_size": 4, "image_size": 16, "intermediate_size": 128},
+    "llava": {"patch_size": 4, "image_size": 16, "num_hidden_layers": 2},
+    "llava/pixtral": {"patch_size": 4, "image_size": 64, "num_hidden_layers": 2, "model_type": "pixtral"},
+    "internvl": {"patch_size": (4, 4), "image_size": (16, 16)},
 }
+OUTER: dict[str, dict[str, Any]] = {  # of the whole config
+    "gemma3": {"mm_tokens_per_image": 4}, "gemma4": {"audio_config": None}, "internvl": {"image_seq_length": 4},
+    "llava": {"image_seq_length": 16}, "llava/pixtral": {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+}  # fmt: skip
+BY_INDEX = ("gemma3", "mistral3", "llama4", "llava")  # whose config has image_token_index
+NO_KINDS = ("mistral3", "llama4", "llava", "internvl")  # which take no types of tokens
 NAMES = (*SIZES, "gemma4/whole")
 MANY = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}  # of any size, places of three parts
 
@@ -35,11 +44,12 @@ def model(name: str, seed: int = 0, ids: dict[str, int] | None = None, text: dic
     more = {"use_bidirectional_attention": "vision"} if name == "gemma4/whole" else {}
     if ids is None:
         ids = {"image_token_id": TOKEN, "video_token_id": 8, "audio_token_id": 7}
-        ids = {"image_token_index": TOKEN} if family in ("gemma3", "mistral3", "llama4") else ids
-    of_family = {"mm_tokens_per_image": 4} if family == "gemma3" else {"audio_config": None} if family == "gemma4" else {}
+        ids = {"image_token_index": TOKEN} if family in BY_INDEX else ids
     whole = config(family, **more, **(text or {}))
-    fields = whole.to_dict() | ids | {"vision_config": {**whole.vision_config.to_dict(), **TOWER, **SIZES[family]}}
-    return random_model(family, seed, made_of=type(whole).from_dict(fields | of_family))
+    fields = (
+        whole.to_dict() | ids | {"vision_config": {**whole.vision_config.to_dict(), **TOWER, **SIZES.get(name, SIZES[family])}}
+    )
+    return random_model(family, seed, made_of=type(whole).from_dict(fields | OUTER.get(name, OUTER.get(family, {}))))
 
 
 def picture(name: str, seed: int, h: int = 2, w: int = 3) -> Picture:
@@ -52,6 +62,10 @@ def picture(name: str, seed: int, h: int = 2, w: int = 3) -> Picture:
     if family in MANY:
         grid = torch.tensor([[1, 2 * h, 2 * w]])
         return Picture({"pixel_values": noise(4 * h * w, 3 * 2 * 4 * 4), "image_grid_thw": grid}, h * w, (h, w))
+    if name == "llava/pixtral":
+        return Picture({"pixel_values": noise(1, 3, 4 * h, 4 * w), "image_sizes": torch.tensor([[4 * h, 4 * w]])}, h * w)
+    if family == "internvl":
+        return Picture({"pixel_values": noise(2, 3, 16, 16)}, 8)  # two crops
     if family == "mistral3":
         return Picture({"pixel_values": noise(1, 3, 8 * h, 8 * w), "image_sizes": torch.tensor([[8 * h, 8 * w]])}, h * w)
     if family == "gemma4":
@@ -59,7 +73,7 @@ def picture(name: str, seed: int, h: int = 2, w: int = 3) -> Picture:
         places = torch.stack(torch.meshgrid(torch.arange(w * k), torch.arange(h * k), indexing="xy"), -1).reshape(1, -1, 2)
         values = noise(1, h * w * k * k, 3 * 4 * 4).sigmoid()
         return Picture({"pixel_values": values, "image_position_ids": places}, h * w)
-    return Picture({"pixel_values": noise(1, 3, 16, 16)}, 4)
+    return Picture({"pixel_values": noise(1, 3, 16, 16)}, 16 if family == "llava" else 4)
 
 
 def text(*parts: Picture | list[int]) -> tuple[list[int], list[Picture]]:
@@ -87,7 +101,7 @@ def inputs_of(config: Any, ids: list[int], pictures: list[Picture]) -> dict[str,
             most = max(t.shape[1] for t in rows)
             rows = [torch.nn.functional.pad(t, (0, 0, 0, most - t.shape[1]), value=-1 if "ids" in key else 0) for t in rows]
         inputs[key] = torch.cat(rows)
-    if pictures and family not in ("mistral3", "llama4"):
+    if pictures and family not in NO_KINDS:
         token = getattr(config, "image_token_id", None) or config.image_token_index
         inputs["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = (there == token).long()
     return {"input_ids": there, **inputs}

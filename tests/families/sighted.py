@@ -15,17 +15,36 @@ from lowq_cli.files.source import DEMO
 
 VOCAB = 480
 TURNS = ("<|im_start|>", "<|im_end|>", "<bos>")
-PLACES = {"gemma3": "<start_of_image>", "gemma4": "<|image|>", "mistral3": "[IMG]", "llama4": "<|image|>"}
+PLACES = {
+    "gemma3": "<start_of_image>", "gemma4": "<|image|>", "mistral3": "[IMG]", "llama4": "<|image|>",
+    "llava": "<image>", "internvl": "<IMG_CONTEXT>",
+}  # fmt: skip
 TOKENS = {  # beside TURNS; the first stands for a row
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "gemma4": ("<|image|>", "<|image>", "<image|>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "llava": ("<image>", "<pad>", "<unk>"),
+    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>"),
     "llama4": ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 }
 QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 MEAN = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}, **MEAN},
+    "llava": {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 16},
+        "crop_size": {"height": 16, "width": 16},
+        **MEAN,
+    },
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "crop_to_patches": True,
+        "min_patches": 1,
+        "max_patches": 4,
+        **MEAN,
+    },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 48}, "patch_size": 4, **MEAN},
 }
@@ -38,7 +57,7 @@ TEMPLATE = (
     "{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NAMES = tuple(n for n in pictured.SIZES if n != "llama4")  # whose processor needs torchvision
+NAMES = tuple(n for n in pictured.SIZES if n not in ("llama4", "llava/pixtral"))  # Llama 4's processor needs torchvision
 
 
 def tokenizer(family: str) -> Tokenizer:
@@ -58,9 +77,9 @@ def write(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more:
     tokens = tokenizer(family)
     row, begin, end = (tokens.token_to_id(t) for t in TOKENS.get(family, QWEN)[:3])
     ids = {"image_token_id": row, "boi_token_id": begin, "eoi_token_id": end}
-    if family in ("gemma3", "mistral3", "llama4"):
+    if family in pictured.BY_INDEX:
         ids = {"image_token_index": row, "boi_token_index": begin, "eoi_token_index": end}
-    elif family != "gemma4":
+    elif family not in ("gemma4", "internvl"):
         ids = {"image_token_id": row, "vision_start_token_id": begin, "vision_end_token_id": end}
     eos = tokens.token_to_id("<|im_end|>")
     model = pictured.model(family, ids=ids, text=dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB), **more)

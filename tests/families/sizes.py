@@ -114,6 +114,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": sizes(131072, 5120, 32768, 40, 32, 8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e9)
         | {"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 131072}, "tie_word_embeddings": False,
     },
+    "llava": {
+        "text_config": sizes(32064, 4096, 11008, 32, 32, 32, rms_norm_eps=1e-5, max_position_embeddings=4096)
+        | {"model_type": "llama"},
+    },
+    "internvl": {"text_config": QWEN25 | {"model_type": "qwen2", "vocab_size": 151674}, "tie_word_embeddings": False},
     "mixtral": sizes(32000, 4096, 14336, 32, 32, 8, rms_norm_eps=1e-5, rope_theta=1e6, max_position_embeddings=32768)
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "minimax_m2": sizes(200064, 3072, 1536, 62, 48, 8, head_dim=128, rms_norm_eps=1e-6, rope_theta=5000000, rotary_dim=64)
@@ -287,7 +292,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # Families with no config here, whose published numbers are not certain
 CLASS_SIZES = ("granitemoeshared", "hy_v3", "hyperclovax", "jais2", "youtu")
 BILLIONS = {
-    "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "mixtral": 46.7, "minimax_m2": 229,
+    "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "llava": 6.74,
+    "internvl": 7.61, "mixtral": 46.7, "minimax_m2": 229,
     "phi": 2.78, "phi3": 3.82, "qwen2": 7.62, "mimo": 7.62, "qwen2_moe": 14.3, "qwen2_vl": 7.62, "qwen2_5_vl": 7.62,
     "qwen3": 8.19,
     "qwen3_moe": 30.5, "qwen3_vl": 8.19, "qwen3_vl_moe": 30.5, "qwen3_next": 79.7, "qwen3_5_text": 8.95, "qwen3_5": 26.9,

@@ -34,7 +34,8 @@ from lowq_packers.errors import UnsupportedError, UsageError
 
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 5e-6
 SEEN = 1e-3
-WITH_FACTS = [n for n in pictured.NAMES if n not in ("gemma4", "mistral3", "llama4")]
+OTHERS = (8, 7)  # tokens of videos and of sound
+WITH_FACTS = [n for n in pictured.NAMES if n not in ("gemma4", "mistral3", "llama4", "llava", "llava/pixtral", "internvl")]
 
 
 class Both:
@@ -78,6 +79,25 @@ def test_logits_of_whole_texts_are_those_of_transformers(name):
     both = Both(name)
     for ids, pictures in some(name):
         assert off(both.logits(ids, pictures), both.wanted(ids, pictures)) < CLOSE
+
+
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_placeholders_that_are_only_typed_are_read_as_transformers_reads_them(name):
+    """A picture's token without a picture, whole and as a step; tokens of videos and sound behind a picture."""
+    both, (a, b) = Both(name), texts(pictured.VOCAB, 5, 4)
+    typed = [*a, pictured.TOKEN, *b, pictured.TOKEN, pictured.TOKEN]
+    assert off(both.logits(typed, []), both.wanted(typed, [])) < CLOSE
+    both.decoder._make_room(1, 40)
+    both.decoder.start([typed], Sampling(), 2)
+    with torch.inference_mode():
+        both.decoder.token[0] = pictured.TOKEN
+    both.decoder.step()
+    assert off(both.decoder.sampler.logits[0], both.wanted([*typed, pictured.TOKEN], [])[-1]) < CLOSE
+    ids, pictures = pictured.text(a, pictured.picture(name, 1), b)
+    behind = [*ids, *OTHERS, 5]
+    assert off(both.logits(behind, pictures), both.wanted(behind, pictures)) < CLOSE
+    with pytest.raises(UsageError, match="leave the token that stands for a picture out of the text"):
+        both.logits([*ids, pictured.TOKEN], pictures)
 
 
 @pytest.mark.parametrize("name", pictured.NAMES)
@@ -159,7 +179,9 @@ def test_places_that_are_shifted_give_other_logits(name):
 
 @pytest.mark.parametrize("name", pictured.NAMES)
 def test_the_tower_of_a_folder_makes_what_the_whole_model_makes(name, tmp_path):
+    """Also where the pad token is beyond the small vocabulary of the text model that the tower is loaded with."""
     theirs = pictured.model(name)
+    theirs.config.get_text_config().pad_token_id = pictured.VOCAB - 1
     theirs.save_pretrained(tmp_path)
     with open_source(tmp_path) as source:
         own = load_tower(source, torch.device("cpu"), torch.float32)

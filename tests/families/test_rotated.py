@@ -29,7 +29,7 @@ REASONS = {
     "biases of its experts": ("gpt_oss",),
     "would have to be rotated, too": (
         *("mistral3", "mistral3/ministral3", "mistral3/mistral4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("qwen3_5", "qwen3_5_moe", "llama4", "gemma3", "gemma4"),
+        *("qwen3_5", "qwen3_5_moe", "llama4", "gemma3", "gemma4", "llava", "internvl"),
     ),
 }
 

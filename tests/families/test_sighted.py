@@ -35,7 +35,7 @@ PROCESSORS = {  # whose text we write: module and class
     "qwen2_5_vl": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
     "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor", "gemma3": "gemma3.processing_gemma3.Gemma3Processor",
     "gemma4": "gemma4.processing_gemma4.Gemma4Processor",
-    "llama4": "llama4.processing_llama4.Llama4Processor",
+    "llama4": "llama4.processing_llama4.Llama4Processor", "internvl": "internvl.processing_internvl.InternVLProcessor",
 }  # fmt: skip
 
 
@@ -117,9 +117,11 @@ def test_a_picture_is_written_as_their_processors_write_it(name, tmp_path):
             picture = Picture({}, each * (h * w + (h * w > 1)), tiles=(h, w))
         else:
             made = {"image_grid_thw": torch.tensor([[1, 2 * h, 2 * w]]), "num_crops": [0], "num_soft_tokens_per_image": [h * w]}
+            made["num_patches"] = [h * w]
             asked = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token=own[0], boi_token=own[1])
             asked.eoi_token, asked.full_image_sequence = own[2], f"\n\n{own[1]}{own[0] * 4}{own[2]}\n\n"
-            picture = Picture({}, images.rows or h * w, (h, w))
+            asked.start_image_token, asked.end_image_token, asked.image_seq_length = own[1], own[2], images.rows
+            picture = Picture({}, images.rows * (h * w if name == "internvl" else 1) or h * w, (h, w))
         assert written(images, picture, tokens.id_to_token) == replace.replace_image_token(asked, made, 0)
 
 
@@ -189,6 +191,17 @@ def test_a_folder_without_a_processor_says_what_is_missing(tmp_path):
     model, tokenizer = ready(str(tmp_path), "cpu")
     with pytest.raises(NotFoundError, match=r"has no preprocessor_config\.json"):
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
+
+
+def test_crops_that_are_written_otherwise_are_refused_in_one_line(tmp_path):
+    sighted.write("gemma3", tmp_path)
+    facts = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    facts |= {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4}
+    facts |= {"pan_and_scan_min_ratio_to_activate": 1.2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(facts))
+    model, tokenizer = ready(str(tmp_path), "cpu")
+    with pytest.raises(UnsupportedError, match="has do_pan_and_scan, whose texts lowq does not write"):
+        lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1, (90, 30))])
 
 
 @pytest.mark.parametrize("edges", [(1 << 40, 1 << 41), (-4, 100)])
