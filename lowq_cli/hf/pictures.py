@@ -101,7 +101,7 @@ class Processor:
     def _picture(self, made: dict[str, Any]) -> Picture:
         images, pixels = self.images, made["pixel_values"]
         if any(int(n) for n in made.get("num_crops", ())):
-            raise UnsupportedError(f"{self.folder}/{NAMES[0]} has do_pan_and_scan, whose texts lowq does not write; take it out")
+            raise UnsupportedError(f"{self.folder}/{NAMES[0]} has do_pan_and_scan, which lowq does not write; take it out")
         if images.rows:
             found = Picture(_only(made, "pixel_values"), images.rows * pixels.shape[0])
         elif images.form == "run":

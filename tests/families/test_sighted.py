@@ -200,7 +200,7 @@ def test_crops_that_are_written_otherwise_are_refused_in_one_line(tmp_path):
     facts |= {"pan_and_scan_min_ratio_to_activate": 1.2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(facts))
     model, tokenizer = ready(str(tmp_path), "cpu")
-    with pytest.raises(UnsupportedError, match="has do_pan_and_scan, whose texts lowq does not write"):
+    with pytest.raises(UnsupportedError, match="has do_pan_and_scan, which lowq does not write"):
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1, (90, 30))])
 
 
