@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 ATTRIBUTE = "_lowq"
+DRAFT = "draft"  # the subfolder of a checkpoint where `lowq draft train` writes its head
 
 
 @dataclass
@@ -41,6 +42,10 @@ def tuned_by(model: Any, folder: str) -> None:
 
 
 def file_facts(folder: str) -> list[tuple[str, int, int, int]]:
-    """Name, size, time of change and inode of each file of a model's folder: what differs once its files have changed."""
-    files = ((f, f.stat()) for f in [Path(folder), *Path(folder).glob("*")] if folder and f.is_file())
+    """Name, size, time of change and inode of each file of a model's folder: what differs once its files have changed.
+
+    The files of a draft head trained for the model count, too: with another head a cache has other contents.
+    """
+    paths = [Path(folder), *Path(folder).glob("*"), *Path(folder, DRAFT).glob("*")]
+    files = ((f, f.stat()) for f in paths if folder and f.is_file())
     return sorted((str(f), facts.st_size, facts.st_mtime_ns, facts.st_ino) for f, facts in files)

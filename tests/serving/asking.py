@@ -1,9 +1,12 @@
 """Tiny models of random weights, and a client that asks an engine for their texts."""
 
+import json
 import queue
+import random
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import save_file
 
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.engines import engine_of
@@ -11,6 +14,7 @@ from lowq_cli.serving.request import Draw, Request
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+TARGETS = ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "out_proj")
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
 
 
@@ -56,3 +60,18 @@ class Client:
 def prompts(*lengths, seed=3):
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(2, 320, (n,), generator=g).tolist() for n in lengths]
+
+
+def adapter(folder, model, seed, rank=3):
+    """An adapter of random factors for some of a model's layers."""
+    rng, tensors = random.Random(seed), {}
+    g = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if name.endswith(TARGETS) and rng.random() < 0.7:
+            n, k = module.weight.shape
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, k, generator=g) / k**0.5
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(n, rank, generator=g)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))
+    return folder

@@ -11,13 +11,19 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from asking import Client, build, prompts
+from asking import Client, adapter, build, prompts
 from swaps import make_models
+from test_device_drafts import always
 
+from lowq_cli.engine.drafts.model import ModelDrafter
+from lowq_cli.engine.lora import adapt
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.files.adapter import read_adapter
 from lowq_cli.serving.host_blocks import HostBlocks
 from lowq_cli.serving.host_memory import HostMemory, Kept
 from lowq_cli.serving.http.loading import _known
 from lowq_cli.serving.http.model_pool import PROCESS
+from lowq_cli.serving.request import Request
 
 KINDS = {
     "llama": {},
@@ -99,6 +105,39 @@ def test_the_next_engine_of_the_same_model_goes_on_from_what_one_left(model, len
     later.engine.stop(0)
 
 
+ALL = {"llama": "another model", "gemma3_text": "ngram", "lfm2": "another model"}
+
+
+@pytest.mark.parametrize("model", ALL, indirect=True)
+def test_adapters_drafts_and_blocks_in_host_memory_together(models, model, lend, tmp_path, request):
+    """Each text is that of the merged model alone, also by the next engine, which has the adapters in another order."""
+    kind, names = request.node.callspec.params["model"], ("none", "a", "b")
+    folders = {n: adapter(tmp_path / n, model, seed) for seed, n in enumerate(names[1:])}
+    begin, memory, wanted = prompts(140)[0], lend(), {}
+    asked = [begin + p if i % 2 else p for i, p in enumerate(prompts(70, 90, 110, 130))]
+    for name in names:
+        merged = build(kind, **KINDS[kind])
+        for layer, (A, B) in read_adapter(folders[name]).factors.items() if name != "none" else ():
+            merged.get_submodule(layer).weight.data += B @ A
+        alone = Client(merged, running=1)
+        wanted |= {(name, i): alone.tokens(alone.ask(p, 20))[0] for i, p in enumerate(asked)}
+        alone.engine.stop(0)
+    assert len(set(map(tuple, wanted.values()))) == len(wanted)
+    for order in (["none", "a", "b"], ["none", "b", "a"]):
+        own = build(kind, **KINDS[kind])
+        adapt(plan_of(own), [read_adapter(folders[n], n) for n in order[1:]])
+        drafter = ModelDrafter(plan_of(models["llama"]), "another", 320) if ALL[kind] != "ngram" else "ngram"
+        c = Client(own, running=3, cache_tokens=512, host=(lent := memory.lend("m")), draft=drafter)
+        if drafter != "ngram":
+            always(c)
+        todo = random.Random(len(order[1])).sample(list(wanted) * 2, 14)
+        numbers = [c.engine.submit(Request(tuple(asked[i]), 20, adapter=order.index(n))) for n, i in todo]
+        assert c.tokens(*numbers) == [wanted[t] for t in todo]
+        assert c.engine.stats().host_hits > 0
+        c.engine.stop(0)
+        memory.take_back("m", lent, c.engine.keep())
+
+
 def test_a_deterministic_engine_has_no_use_for_it(model, lend):
     c = Client(model, running=2, deterministic=True, host=lend().lend("m"))
     c.tokens(c.ask(prompts(100)[0], 5))
@@ -120,6 +159,22 @@ def test_what_a_changed_model_left_is_not_taken(tmp_path):
     assert known(mine, act="int8").kept is None
     (tmp_path / "model.safetensors").write_bytes(b"others!")
     assert known(mine).kept is None
+
+
+def test_what_was_left_with_another_draft_head_is_not_taken(tmp_path):
+    """Its keys and values lie in the blocks, too: with a head that came, went or changed all places are others."""
+    lent, head = HostMemory(1 << 20, 1).lend("m"), tmp_path / "draft" / "model.safetensors"
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    head.parent.mkdir()
+    for draft in ("auto", str(head.parent)):
+        keys = []
+        for there in (None, b"a head", b"another", None):
+            head.unlink(missing_ok=True)
+            if there is not None:
+                head.write_bytes(there)
+            keys.append(_known(lent, "m", str(tmp_path) if draft == "auto" else "", {"kv": "16", "draft": draft}).key)
+        assert keys[0] == keys[3]
+        assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,12 +1,9 @@
 """Adapters in the server: many at once over one base, each text that of its adapter alone; by name, field and file."""
 
-import json
 import random
 
 import pytest
-import torch
-from asking import Client, build, prompts
-from safetensors.torch import save_file
+from asking import Client, adapter, build, prompts
 from saying import byte_tokenizer, posts
 
 from lowq_cli.engine.lora import adapt
@@ -20,28 +17,13 @@ from lowq_cli.serving.http.served_model import Facts, ServedModel
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import UsageError
 
-MANY, TARGETS = 32, ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def write(folder, model, seed, rank):
-    """An adapter of random factors for some of a model's layers."""
-    rng, tensors = random.Random(seed), {}
-    g = torch.Generator().manual_seed(seed)
-    for name, module in model.named_modules():
-        if name.endswith(TARGETS) and rng.random() < 0.7:
-            n, k = module.weight.shape
-            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, k, generator=g) / k**0.5
-            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(n, rank, generator=g)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))
-    return folder
+MANY = 32
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root, model = tmp_path_factory.mktemp("adapters"), build("llama")
-    return [write(root / f"a{i}", model, i, rank=1 + i % 9) for i in range(MANY)]
+    return [adapter(root / f"a{i}", model, i, rank=1 + i % 9) for i in range(MANY)]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +126,7 @@ def test_the_command_serves_adapters(start_on, tmp_path):
 
     import lowq
 
-    folder = write(tmp_path / "own", lowq.load("demo", device="cpu")[0], 3, 4)
+    folder = adapter(tmp_path / "own", lowq.load("demo", device="cpu")[0], 3, 4)
     server = start_on("demo", "--lora", f"own={folder}")
     texts = []
     for name in ("own", "demo"):

@@ -6,7 +6,7 @@ from typing import Any
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, PagedDrafter
 from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.engine.model_record import owned
+from lowq_cli.engine.model_record import DRAFT, owned
 from lowq_cli.files.source import check_there, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -15,7 +15,6 @@ NAMES = ("auto", "ngram", "mtp", "none")
 # Devices on which "auto" means n-grams if no head was trained. On a GPU "auto" then means no drafts: on an H100, with base in
 # 16 bits, n-grams gave 0.9 to 0.97 of the speed on texts that copy (2026-11-26); later changes have not been measured there.
 BY_NGRAMS = ("cpu",)
-OWN = "draft"  # the subfolder of a checkpoint where `lowq draft train` writes its head
 
 
 def check(draft: str) -> str:
@@ -38,7 +37,7 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
 
     Raises UsageError for an unknown name, UnsupportedError and DamagedError for a drafter that does not fit the model.
     """
-    trained = Path(owned(model).tuned or "/nowhere") / OWN
+    trained = Path(owned(model).tuned or "/nowhere") / DRAFT
     name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type)
     if name == "none":
         return None

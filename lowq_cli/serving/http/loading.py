@@ -130,7 +130,8 @@ def _known(lent: Lent, model: str, folder: str, how: Mapping[str, Any]) -> Lent:
     from lowq_cli.engine.model_record import file_facts
 
     others = sorted((n, str(v)) for n, v in how.items() if n in KEYED)
-    key = blake2b(repr((model, file_facts(folder), others)).encode(), digest_size=32).digest()
+    files = file_facts(folder), file_facts(str(state.user_path(str(how.get("draft", "")))))
+    key = blake2b(repr((model, files, others)).encode(), digest_size=32).digest()
     return replace(lent, key=key, kept=lent.kept if lent.kept is not None and lent.kept.key == key else None)
 
 
