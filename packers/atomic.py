@@ -48,19 +48,19 @@ def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Itera
 def write_whole(path: Path, content: bytes) -> None:
     """Write a whole file; creates its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as made:
-        made.write_bytes(content)
+    with replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 def write_new(path: Path, content: bytes) -> None:
     """As `write_whole`, but never overwrites. Raises FileExistsError, OSError."""
     _sweep(path)
-    made, fd = _own(path)
+    partial, fd = _own(path)
     try:
-        made.write_bytes(content)
-        publish(made, path)
+        partial.write_bytes(content)
+        publish(partial, path)
     finally:
-        made.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         os.close(fd)
 
 
@@ -121,31 +121,31 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
     """
     _remove_left(parent, rf"{re.escape(name)}-[0-9a-f]{{12}}", _own_tree)
     while True:
-        made = parent / f"{name}-{uuid.uuid4().hex[:12]}"
-        made.mkdir(0o700)
+        folder = parent / f"{name}-{uuid.uuid4().hex[:12]}"
+        folder.mkdir(0o700)
         with suppress(OSError):  # a file system without locks, or another process has just swept it away
-            fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX)
-            if made.is_dir():
+            if folder.is_dir():
                 break
             os.close(fd)
     try:
-        yield made
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
 
 
 def _own(path: Path) -> tuple[Path, int]:
     """A new empty file in the folder of `path`, and a locked descriptor of it, which another process's `_sweep` respects."""
     while True:
-        made = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
-        fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
+        partial = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
         with suppress(OSError):  # a file system without locks, or `_sweep` is at it this very moment
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink:
-            return made, fd
+            return partial, fd
         os.close(fd)
 
 

@@ -29,10 +29,10 @@ class Fp8Matrix:
     def __post_init__(self) -> None:
         if self.q.dim() != 2 or self.q.dtype != FP8:
             raise SchemeError(f"an fp8 matrix is (M, K) float8_e4m3fn, got {tuple(self.q.shape)} {self.q.dtype}")
-        wanted = scale_shape(self.q.shape, self.block)
-        if tuple(self.scales.shape) != wanted or self.scales.dtype != torch.float32:
+        expected = scale_shape(self.q.shape, self.block)
+        if tuple(self.scales.shape) != expected or self.scales.dtype != torch.float32:
             got = f"{tuple(self.scales.shape)} {self.scales.dtype}"
-            raise SchemeError(f"blocks of {self.block[0]}x{self.block[1]} need {wanted} float32 scales, got {got}")
+            raise SchemeError(f"blocks of {self.block[0]}x{self.block[1]} need {expected} float32 scales, got {got}")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The (M, K) values, computed in fp32 and rounded once to `dtype`; SLAB of them at a time."""

@@ -30,16 +30,16 @@ def _folder(variable: str, below_home: str) -> Path:
     with suppress(OSError):  # a home that is read-only or missing: writing there reports it
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(0o700, exist_ok=True)
-        found = path.stat()
-        if found.st_uid != os.getuid():
+        status = path.stat()
+        if status.st_uid != os.getuid():
             raise NotFoundError(f"{path} belongs to another user; name a folder of your own: {variable}=DIR")
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        if stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(0o700)
     return path
 
 
 def check_own(path: Path, fd: int) -> None:
     """Raise UnsupportedError unless the open file `fd` is this user's and no other user may write into it."""
-    found = os.fstat(fd)
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+    status = os.fstat(fd)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise UnsupportedError(f"other users can write to {path}, so lowq does not run it")

@@ -107,8 +107,8 @@ class QuantizedTensor:
         for name, t in (("scales", self.scales), ("zeros", self.zeros)):
             right = t is None or (t.dtype == torch.uint8 if self.scale in tables.BYTES else t.is_floating_point())
             if t is not None and (tuple(t.shape) != expected or not right):
-                wanted = "uint8" if self.scale in tables.BYTES else "float"
-                raise SchemeError(f"{name} must be {expected} {wanted} for W_q {(N, K)}, got {tuple(t.shape)} {t.dtype}")
+                kind_of_scale = "uint8" if self.scale in tables.BYTES else "float"
+                raise SchemeError(f"{name} must be {expected} {kind_of_scale} for W_q {(N, K)}, got {tuple(t.shape)} {t.dtype}")
         tables.check_shape(self.scheme, self.table, N)
         if self.bits < 8 and self.W_q.numel() and int(self.W_q.max()) >= self.scheme.levels:
             raise SchemeError(f"W_q holds code {int(self.W_q.max())}; {self.bits} bits end at {self.scheme.levels - 1}")

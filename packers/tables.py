@@ -73,10 +73,10 @@ def to_bytes(scales: torch.Tensor, kind: str) -> torch.Tensor:
 
 def wide(scheme: Scheme, scales: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:
     """Scales (N, G) in fp32, with the factor that multiplies those of a row."""
-    found = scales.float() if scheme.scale == "float" else from_bytes(scales, scheme.scale)
+    values = scales.float() if scheme.scale == "float" else from_bytes(scales, scheme.scale)
     if companion is None or scheme.table == "fitted":
-        return found
-    return found * companion.repeat_interleave(scales.shape[0] // companion.shape[0], 0)
+        return values
+    return values * companion.repeat_interleave(scales.shape[0] // companion.shape[0], 0)
 
 
 def look_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -99,12 +99,12 @@ def rows_of(companion: torch.Tensor | None, N: int, first: int, last: int) -> to
 
 def joined(companions: Sequence[torch.Tensor | None], rows: Sequence[int]) -> torch.Tensor | None:
     """The companion (tables, width) of matrices of so many rows each, one after the other."""
-    found = [t for t in companions if t is not None]
-    if not found:
+    present = [t for t in companions if t is not None]
+    if not present:
         return None
-    each = [n // t.shape[0] for n, t in zip(rows, found, strict=True)]
+    each = [n // t.shape[0] for n, t in zip(rows, present, strict=True)]
     step = gcd(*each)
-    return torch.cat([t.repeat_interleave(n // step, 0) for n, t in zip(each, found, strict=True)])
+    return torch.cat([t.repeat_interleave(n // step, 0) for n, t in zip(each, present, strict=True)])
 
 
 def check_shape(scheme: Scheme, companion: torch.Tensor | None, N: int) -> None:
@@ -117,8 +117,8 @@ def check_shape(scheme: Scheme, companion: torch.Tensor | None, N: int) -> None:
         T = companion.shape[0]
         if companion.shape[1] == width and T and N % T == 0:
             return
-    wanted = f"a float32 (T, {width}) whose T divides N={N}" if width else "none"
-    raise SchemeError(f"{scheme} needs {wanted} next to its scales, got {got}")
+    expected = f"a float32 (T, {width}) whose T divides N={N}" if width else "none"
+    raise SchemeError(f"{scheme} needs {expected} next to its scales, got {got}")
 
 
 def good_scales(scales: torch.Tensor, kind: str) -> torch.Tensor:

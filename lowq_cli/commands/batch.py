@@ -50,9 +50,9 @@ def batch(
         console.say(f"{len(lines) - len(left)} of {len(lines)} requests are answered in {target} already")
     counts = {"answered": 0, "refused": 0}
     if left:
-        asked = Asked(ckpt, tuple(models or ()), config, memory, None, None)
+        flags = Asked(ckpt, tuple(models or ()), config, memory, None, None)
         how = {"running": max_batch, "cache_tokens": None, "deterministic": False, "kv": kv, "act": None}
-        opening = Opening(asked, asked.read(), device, how)
+        opening = Opening(flags, flags.read(), device, how)
         try:
             counts = _answer(opening, left, target)
         finally:

@@ -78,11 +78,11 @@ class Settings:
         if key not in asdict(self):
             raise UsageError(f"there is no setting {name!r}; the settings are {', '.join(asdict(self)).replace('_', '-')}")
         try:
-            made: Any = [unescaped(value)] * bool(value) if key == "stop" else type(getattr(self, key))(value)
+            parsed: Any = [unescaped(value)] * bool(value) if key == "stop" else type(getattr(self, key))(value)
         except ValueError:
             raise UsageError(f"{name} takes a number, not {value!r}") from None
         before = getattr(self, key)
-        setattr(self, key, made)
+        setattr(self, key, parsed)
         try:
             self.check()
         except UsageError:
@@ -124,27 +124,27 @@ def chat(
     Settings(**{n: v for n, v in given.items() if v is not None}, **others).check()
     before: list[dict[str, str]] = []
     if session is not None:
-        told, before = sessions.read(session)
-        if before and system and system != told:
+        saved_system, before = sessions.read(session)
+        if before and system and system != saved_system:
             raise UsageError(f"the session {session} exists already; leave --system out, or use another name")
-        system = told if before else system
+        system = saved_system if before else system
     folder = state.checkpoint_or_last(checkpoint)
     think = False if no_think else None
-    own = partial(_Own, folder, given, device, kv, draft, think, session)
-    asked = threads is None and draft == "auto"
-    speaker: _Own | _Server = (asked and _server(folder, given, device, kv, keep_alive, think)) or own()
+    load = partial(_Own, folder, given, device, kv, draft, think, session)
+    may_ask = threads is None and draft == "auto"
+    speaker: _Own | _Server = (may_ask and _server(folder, given, device, kv, keep_alive, think)) or load()
     settings = Settings(**speaker.drawn, **others)
     line_input.prepare()
     talk = speaker.begin(system, before)
     _greet(speaker, settings, session, len(before))
     turn = len(before) // 2
-    while (said := line_input.ask()) is not None:
-        if (order := line_input.command(said)) is not None:
+    while (typed := line_input.ask()) is not None:
+        if (order := line_input.command(typed)) is not None:
             if order[0] == "quit":
                 break
             try:
                 if order[0] == "image" and isinstance(speaker, _Server):  # a server accepts only text
-                    speaker, talk = _moved(talk, own)
+                    speaker, talk = _moved(talk, load)
                 talk = _obey(*order, talk, settings, speaker.begin)
                 _keep(session, talk)
             except LowqError as e:
@@ -154,16 +154,16 @@ def chat(
         drawn = asdict(settings) | {"seed": settings.seed + turn}
         try:
             try:
-                answer = speaker.answer(talk, said, drawn)
+                answer = speaker.answer(talk, typed, drawn)
             except Declined:  # the server has ended: continue without it
-                speaker, talk = _moved(talk, own)
-                answer = speaker.answer(talk, said, drawn)
+                speaker, talk = _moved(talk, load)
+                answer = speaker.answer(talk, typed, drawn)
             with line_input.unechoed():
                 _write(answer)
         except LowqError as e:  # the context is full, or the input is not valid text
             console.say(f"{e}; /new starts over")
             continue
-        speaker.answered(talk, said, answer)
+        speaker.answered(talk, typed, answer)
         _keep(session, talk)
     if session is not None and isinstance(speaker, _Own) and any(m["role"] == "user" for m in talk.messages):
         speaker.keep(session)
@@ -254,11 +254,11 @@ class _Server:
             return request_body(folder, said, settings, drawn.get("seed", 0), "conversation", device)
 
         self.body, self.ask = body, running.ask
-        asked = running.ask_or_leave(body(" ", {**given, "max_new_tokens": 0}), keep_alive, device)
-        self.drawn, self.origins = asked.told["sampling"], asked.told["sampling_from"]
-        self.begin = partial(Turns, asked.told["template"])
-        self.where = f"answered by the running server (process {asked.told['process']}); "
-        for _ in asked:
+        reply = running.ask_or_leave(body(" ", {**given, "max_new_tokens": 0}), keep_alive, device)
+        self.drawn, self.origins = reply.told["sampling"], reply.told["sampling_from"]
+        self.begin = partial(Turns, reply.told["template"])
+        self.where = f"answered by the running server (process {reply.told['process']}); "
+        for _ in reply:
             pass
 
     def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Reply":

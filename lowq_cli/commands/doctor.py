@@ -42,4 +42,4 @@ def _rows(checks: "list[Check]") -> list[tuple[str, str, str]]:
     marks = {True: "ok", False: "FAIL", None: "-"}
     reasons = Counter(c.found for c in checks if c.ok is None)
     rows = [(marks[c.ok], c.name, c.found) for c in checks if c.ok is not None or reasons[c.found] < MANY]
-    return rows + [("-", f"{n} kernels", found) for found, n in reasons.items() if n >= MANY]
+    return rows + [("-", f"{n} kernels", reason) for reason, n in reasons.items() if n >= MANY]

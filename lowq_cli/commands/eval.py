@@ -134,12 +134,12 @@ def eval(
             f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
         )
     if as_json:
-        found = {**vars(report), "stride": report.window, "kv": kv}
+        result = {**vars(report), "stride": report.window, "kv": kv}
         if layers:
-            found["layers"] = [vars(e) for e in errors]
+            result["layers"] = [vars(e) for e in errors]
         if failure:
-            found |= {"error": str(failure), "exit_code": failure.exit_code}
-        console.out_json(found)
+            result |= {"error": str(failure), "exit_code": failure.exit_code}
+        console.out_json(result)
     else:
         rows = [
             ("perplexity", f"{report.ppl:.3f}", f"{report.tokens} tokens, windows of {report.window}, stride {report.window}")
@@ -184,9 +184,9 @@ def _tasks(
     if as_json:
         from importlib.metadata import version
 
-        told: dict[str, Any] = {"model": name, "tasks": [vars(s) for s in models[0]]}
-        told |= {} if against is None else {"against": against, "tasks_of_against": [vars(s) for s in models[1]]}
-        console.out_json(told | {"kv": kv, "limit": limit, "lm_eval": version("lm_eval"), "seconds": round(seconds, 3)})
+        result: dict[str, Any] = {"model": name, "tasks": [vars(s) for s in models[0]]}
+        result |= {} if against is None else {"against": against, "tasks_of_against": [vars(s) for s in models[1]]}
+        console.out_json(result | {"kv": kv, "limit": limit, "lm_eval": version("lm_eval"), "seconds": round(seconds, 3)})
         return
     columns: tuple[str, ...] = ("task", "metric", ">value", ">stderr", ">questions", ">examples")
     rows = [

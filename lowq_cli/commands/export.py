@@ -47,13 +47,13 @@ def export(
     """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: the same weights bit for bit, or an error."""
     from lowq_cli import state
 
-    found = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding, kind)
+    exported = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding, kind)
     if as_json:
-        console.out_json(vars(found))
+        console.out_json(vars(exported))
     else:
-        show(found)
+        show(exported)
     if to is None and kind is None:
-        console.say(f"{found.format} is the first format that stores it exactly; --to picks another")
+        console.say(f"{exported.format} is the first format that stores it exactly; --to picks another")
 
 
 def write(
@@ -82,8 +82,8 @@ def show_mixture(model: str, kind: str, on_stdout: bool = False, calibrated: boo
     from lowq_cli.interop.gguf_export import totals
     from lowq_cli.plan.gguf_types import get
 
-    with (found := with_weights(model)).source:
-        rows = totals(found, get(kind))
+    with (opened := with_weights(model)).source:
+        rows = totals(opened, get(kind))
     weights, size = fsum(r[2] for r in rows), sum(r[3] for r in rows)
     shown = [(t, n, f"{w / 1e6:,.1f} M", f"{8 * b / w:.2f}", console.size(b)) for t, n, w, b in rows]
     console.table(

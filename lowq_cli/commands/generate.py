@@ -125,8 +125,8 @@ def generate(
     }
     here = f"{'--explain' if explain else '--profile'} measures this process" if explain or profile else ""
     here = here or ("several texts need a process of their own" if prompts is not None or (batch or 1) > 1 else "")
-    own = threads is not None or draft != "auto" or bool(image) or lora is not None
-    here = here or ("--threads, --draft, --lora and pictures do not go to a running server" if own else "")
+    local_only = threads is not None or draft != "auto" or bool(image) or lora is not None
+    here = here or ("--threads, --draft, --lora and pictures do not go to a running server" if local_only else "")
     answer(checkpoint, prompt, prompts, settings, seed, "greedy", batch, device, explain, profile, as_json, keep_alive, here)
 
 
@@ -202,8 +202,8 @@ def answer(
 
             attach(model, [adapter])
         drawn, origins = settle(model, given, DEFAULTS[default])
-    asked = {n: v for n, v in settings.items() if n not in NAMES}
-    settings = {"kv": "16", "draft": "auto", "stop": []} | asked | drawn | {"seed": seed}
+    generation_settings = {n: v for n, v in settings.items() if n not in NAMES}
+    settings = {"kv": "16", "draft": "auto", "stop": []} | generation_settings | drawn | {"seed": seed}
     if many is not None:
         _answer_all(model, tokenizer, many, batch, settings, origins, as_json)
         return
@@ -254,25 +254,25 @@ def _answered_by_a_server(
         reply = running.ask_or_leave(body, keep_alive, device)
     except running.Declined as e:
         return str(e)
-    told = reply.told
-    marks = told.pop("marks", None)
+    facts = reply.told
+    marks = facts.pop("marks", None)
     interrupted = _exhausted(reply) if as_json else thinking.write(reply, marks)
     if as_json:
         unknown = dict.fromkeys(("peak_memory_bytes", "roofline_pct", "roofline", "drafts"))
         numbers = {**_apart(reply.text, marks), "tokens": reply.tokens[0], "finish_reason": reply.finish_reason}
         numbers |= {n: round(getattr(reply, n), 4) for n in ("prefill_tps", "decode_tps", "ttft_s")}
-        console.out_json({**numbers, "kv": body["kv"], "decoder_reason": "", **unknown, **told})
+        console.out_json({**numbers, "kv": body["kv"], "decoder_reason": "", **unknown, **facts})
     else:
         console.out("")
-        made, read = len(reply.tokens[0]), _count(told["prompt_tokens"], "prompt token")
+        new_tokens, read = len(reply.tokens[0]), _count(facts["prompt_tokens"], "prompt token")
         first = f", first token after {reply.ttft_s:.2f} s" if reply.ttft_s else ""
         speed = f" at {reply.decode_tps:.1f}/s" if reply.decode_tps else ""
         drawn = (
-            f"; {_sampling(told['sampling'], told['sampling_from'])}, seed {seed}" if told["sampling"]["temperature"] else ""
+            f"; {_sampling(facts['sampling'], facts['sampling_from'])}, seed {seed}" if facts["sampling"]["temperature"] else ""
         )
         ended = ENDED.get(reply.finish_reason, reply.finish_reason)
-        line = f"{read}{first}; {_count(made, 'new token')}{speed} ({ended})"
-        console.say(f"{line}; by the running server (process {told['process']}){drawn}")
+        line = f"{read}{first}; {_count(new_tokens, 'new token')}{speed} ({ended})"
+        console.say(f"{line}; by the running server (process {facts['process']}){drawn}")
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     return ""
@@ -336,7 +336,7 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
         text = sys.stdin.read() if where == "-" else read_utf8(Path(where), "prompts in")
     except UnicodeDecodeError:
         raise UsageError("stdin is not UTF-8 text; --prompts takes JSONL") from None
-    found = []
+    requests = []
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # str.splitlines also splits at U+2028
         if not line.strip():
             continue
@@ -359,10 +359,10 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
             raise UsageError(f"line {number} of {where} has pictures, which --prompts does not take; use --prompt with --image")
         elif not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
-        found.append(line)
-    if not found:
+        requests.append(line)
+    if not requests:
         raise UsageError(f"{where} holds no prompts")
-    return found
+    return requests
 
 
 def _are_messages(value: Any) -> bool:
@@ -396,8 +396,8 @@ def _answer_all(
     from lowq_cli.serving.offline import answers
 
     settings.pop("images", None)
-    said = [line.get("prompt", line.get("messages")) for line in asked]
-    ids = _encode_all(model, tokenizer, said, settings.pop("chat"), settings.pop("think", None))
+    contents = [line.get("prompt", line.get("messages")) for line in asked]
+    ids = _encode_all(model, tokenizer, contents, settings.pop("chat"), settings.pop("think", None))
     lines, tokens, began = [], 0, time.perf_counter()
     for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):
         line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
@@ -409,11 +409,11 @@ def _answer_all(
     speed = tokens / max(time.perf_counter() - began, 1e-9)
     if as_json:
         console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
-    made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
+    totals = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
     drawn = (
         f"; {_sampling({n: settings[n] for n in origins}, origins)}, seed {settings['seed']}" if settings["temperature"] else ""
     )
-    console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
+    console.say(f"{totals} at {speed:.1f}/s, prefill included{drawn}")
 
 
 def _encode_all(
@@ -422,16 +422,16 @@ def _encode_all(
     """The token ids of each prompt, a text or messages. Raises UsageError naming the first that cannot be answered."""
     from lowq_cli.engine.prompts import check_length, encode, encode_messages
 
-    found = []
+    encoded = []
     for number, text in enumerate(prompts, 1):
         try:
             one = isinstance(text, str)
             ids = encode(tokenizer, text, chat, think=think) if one else encode_messages(tokenizer, text, think=think)
-            found.append(ids)
-            check_length(model, len(found[-1]))
+            encoded.append(ids)
+            check_length(model, len(encoded[-1]))
         except UsageError as e:
             raise UsageError(f"prompt {number} of {len(prompts)}: {e}") from None
-    return found
+    return encoded
 
 
 def _exhausted(pieces: Iterable[Any]) -> bool:
@@ -504,12 +504,12 @@ def _count(n: int, what: str) -> str:
 
 def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
-    made = sum(map(len, generation.tokens))
+    new_tokens = sum(map(len, generation.tokens))
     speed = f" at {n['prefill_tps']:.0f}/s" if n["prompt_tokens"] >= TIMED else ""
     read = f"{speed}, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # there may be no first token
     line = f"{_count(n['prompt_tokens'], 'prompt token')}{read}; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
-    line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
+    line += f"{_count(new_tokens, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
     if n["drafts"] and n["drafts"]["drafted"]:
@@ -537,8 +537,8 @@ def _show_profile(model: "CausalModel", generation: "Generation", timeline: Path
         each = f"{r.us / r.calls:.1f}" if r.calls else ""
         cells.append((r.what[:60], f"{r.us:.1f}", f"{r.calls:g}", each, f"{100 * r.us / rows[-1].us:.0f}%", percent))
     columns = ("one step", ">us", ">calls", ">us each", ">of the step", ">of the read roofline")
-    told = None if any(row[-1] for row in cells) else -1
-    console.table("", columns[:told], [row[:told] for row in cells])
+    end = None if any(row[-1] for row in cells) else -1
+    console.table("", columns[:end], [row[:end] for row in cells])
     console.say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
 
 
@@ -561,8 +561,8 @@ def _show_kernels(model: "CausalModel", generation: "Generation") -> None:
     rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
     columns = ("layers", ">count", ">NxK", "weight", "layout", "kernel", "config", "by")
     cells = [_kernel_row(r) for r in rows]
-    told = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # drop empty columns: CPU kernels have no configs
-    console.table("", [columns[i] for i in told], [[row[i] for i in told] for row in cells])
+    shown = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # drop empty columns: CPU kernels have no configs
+    console.table("", [columns[i] for i in shown], [[row[i] for i in shown] for row in cells])
     choices = [r for r in rows if r.refused]
     layers: dict[tuple[str, str], list[str]] = {}
     for r in choices:

@@ -29,29 +29,29 @@ def inspect(
     from lowq_cli.interop.inspection import inspect_model
 
     name = state.checkpoint_or_last(path)
-    found = inspect_model(name)
+    inspection = inspect_model(name)
     unhashed = _verify(name) if verify else []
     if strict:
         _strict(name)
     if as_json:
-        console.out_json(found.to_json() | ({"verified": True, "without_hash": unhashed} if verify else {}))
+        console.out_json(inspection.to_json() | ({"verified": True, "without_hash": unhashed} if verify else {}))
         return
-    params = sum(r.params for r in found.rows)
-    of_quantized = f" ({found.quantized_bpw:.3f} over the quantized ones)" if found.quantized_bpw is not None else ""
-    console.out_line(f"{found.path}: {found.format}, {found.model_type}, {params:,} weights")
-    console.out_line(f"{console.size(found.bytes)}, {found.bpw:.3f} bits per weight{of_quantized}")
-    top = max(found.histogram.values())
+    params = sum(r.params for r in inspection.rows)
+    of_quantized = f" ({inspection.quantized_bpw:.3f} over the quantized ones)" if inspection.quantized_bpw is not None else ""
+    console.out_line(f"{inspection.path}: {inspection.format}, {inspection.model_type}, {params:,} weights")
+    console.out_line(f"{console.size(inspection.bytes)}, {inspection.bpw:.3f} bits per weight{of_quantized}")
+    top = max(inspection.histogram.values())
     rows: list[tuple[object, ...]] = [
-        (bits, f"{n:,}", f"{n / params:.1%}", "#" * max(1, round(30 * n / top))) for bits, n in found.histogram.items()
+        (bits, f"{n:,}", f"{n / params:.1%}", "#" * max(1, round(30 * n / top))) for bits, n in inspection.histogram.items()
     ]
     console.table("bits", (">bits", ">weights", ">share", ""), rows, on_stdout=True)
     rows = [
         (c["kind"], c["tensors"], f"{c['params']:,}", console.size(c["bytes"]), f"{c['bpw']:.2f}", ", ".join(c["schemes"]))
-        for c in found.classes
+        for c in inspection.classes
     ]
     console.table("classes", ("class", ">tensors", ">weights", ">size", ">bits", "schemes"), rows, on_stdout=True)
-    errors = sorted((r for r in found.rows if r.rel_error is not None), key=lambda r: -(r.rel_error or 0))
-    shown = list(found.rows) if tensors else errors[:5]
+    errors = sorted((r for r in inspection.rows if r.rel_error is not None), key=lambda r: -(r.rel_error or 0))
+    shown = list(inspection.rows) if tensors else errors[:5]
     if shown:
         rows = []
         for r in shown:
@@ -59,10 +59,10 @@ def inspect(
             rows.append((r.name, r.scheme, " x ".join(map(str, r.shape)), console.size(r.bytes), error))
         title = "tensors" if tensors else f"largest errors of {len(errors)} (all: --tensors)"
         console.table(title, ("tensor", "scheme", "shape", ">size", ">error"), rows, on_stdout=True)
-    console.out_line(f"serves in: {', '.join(found.engines)}")
-    if found.format == "lowq":
-        console.out_line(f"tuned for: {', '.join(found.tuned) or 'nothing yet (lowq tune)'}")
-    for note in found.notes:
+    console.out_line(f"serves in: {', '.join(inspection.engines)}")
+    if inspection.format == "lowq":
+        console.out_line(f"tuned for: {', '.join(inspection.tuned) or 'nothing yet (lowq tune)'}")
+    for note in inspection.notes:
         console.out_line(f"note: {note}")
 
 
@@ -71,11 +71,11 @@ def _strict(name: str) -> None:
     from lowq_cli.interop.oddities import oddities
     from lowq_packers.errors import DamagedError
 
-    found = oddities(name)
-    for line in found:
+    problems = oddities(name)
+    for line in problems:
         console.warn(line)
-    if found:
-        raise DamagedError(f"{name} has {len(found)} problems; the first: {found[0]}")
+    if problems:
+        raise DamagedError(f"{name} has {len(problems)} problems; the first: {problems[0]}")
 
 
 def _verify(name: str) -> list[str]:

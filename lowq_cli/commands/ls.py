@@ -12,16 +12,16 @@ def ls(as_json: AsJson = False) -> None:
     """List what lowq wrote on this disk: checkpoints, and the imports, exports and runs in its cache."""
     from lowq_cli import inventory
 
-    found = inventory.holdings()
-    total = sum(h.nbytes for h in found)
+    holdings = inventory.holdings()
+    total = sum(h.nbytes for h in holdings)
     if as_json:
-        rows = [{"path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in found]
+        rows = [{"path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in holdings]
         console.out_json({"holdings": rows, "bytes": total})
         return
-    if not found:
+    if not holdings:
         console.say("nothing yet; lowq quantize demo writes a checkpoint")
         return
-    cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in found]
+    cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in holdings]
     console.table("", ("folder", "kind", ">size", ">age"), cells, on_stdout=True)
-    folders = "1 folder" if len(found) == 1 else f"{len(found)} folders"
+    folders = "1 folder" if len(holdings) == 1 else f"{len(holdings)} folders"
     console.say(f"{console.size(total)} in {folders}; lowq rm FOLDER removes one, lowq rm --cached all of the cache")

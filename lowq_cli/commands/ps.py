@@ -12,15 +12,15 @@ def ps(as_json: AsJson = False) -> None:
     """List the servers that are running: those of `lowq serve`, and those that --keep-alive left running."""
     from lowq_cli import running
 
-    found = running.all_info()
+    servers = running.all_info()
     if as_json:
-        console.out_json({"servers": found})
+        console.out_json({"servers": servers})
         return
-    if not found:
+    if not servers:
         console.say("no server is running; lowq serve starts one, lowq run MODEL TEXT --keep-alive 10m keeps one")
         return
     cells = []
-    for server in found:
+    for server in servers:
         loaded = [m for m in server["models"] if m["state"] != "absent"]
         where = server["url"] or "left behind"
         for model in loaded or [{"name": "-", "state": "", "bytes": 0}]:

@@ -32,12 +32,12 @@ def push(
 
             return vars(perplexity.measure(folder, perplexity.read_text(None), against, progress=advance))
 
-        found = publish(state.checkpoint_or_last(ckpt), repo, against, private, dry_run, measure if against else None)
+        published = publish(state.checkpoint_or_last(ckpt), repo, against, private, dry_run, measure if against else None)
     if as_json:
-        console.out_json(found)
+        console.out_json(published)
     elif dry_run:
-        console.out(found["card"])
-        for name in found["files"]:
+        console.out(published["card"])
+        for name in published["files"]:
             console.say(f"would send {name}")
     else:
-        console.out(found["url"])
+        console.out(published["url"])

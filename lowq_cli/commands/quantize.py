@@ -150,16 +150,16 @@ def quantize(
         others = {"for": engine, "recipe": recipe, "plot": plot, **flags}
         return _mixture(model, kind, to, out, {n: v for n, v in others.items() if v is not None}, device, dry_run, as_json)
     engine = targets.of_export(to, engine) if to else engine
-    asked = _recipes(recipe, flags, engine)
+    recipes = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
-    budgeted = any(one.budgeted for one in asked)
+    budgeted = any(one.budgeted for one in recipes)
     for name, value in (("plot", plot), ("widths", flags["widths"])):
         if value and not budgeted:
             raise UsageError(f"--{name} {value} needs --bpw, --size, --max-kl or --max-ppl")
     if flags["calib_tokens"] is not None and not any(
-        one.method != "auto" and quantizers.needs_text(one.method) for one in asked
+        one.method != "auto" and quantizers.needs_text(one.method) for one in recipes
     ):
-        raise UsageError(f"--calib-tokens is for methods that read a text; {asked[0].method} does not: add --method gptq")
+        raise UsageError(f"--calib-tokens is for methods that read a text; {recipes[0].method} does not: add --method gptq")
     if plot:
         drawing.check(Path(plot))
 
@@ -178,9 +178,9 @@ def quantize(
                 advance(STEPS * done // total, f"round {done}: {found}" if found else f"{done} of {total} layers")
 
             faults = []
-            for one in asked:
-                made = maker(model, device, largest)
-                begun = prepare(model, one, out, device, largest, headers_only=dry_run, watch=watch, make=made)
+            for one in recipes:
+                make = maker(model, device, largest)
+                begun = prepare(model, one, out, device, largest, headers_only=dry_run, watch=watch, make=make)
                 prepared = stack.enter_context(begun)
                 fault = None if engine is None else targets.problem(engine, prepared.plan)
                 if fault is None:
@@ -345,9 +345,9 @@ def _show_exports(out: str, model: str) -> None:
     from lowq_cli.interop.export_checks import exportable, reachable
 
     others = {"vLLM": "compressed-tensors", "llama.cpp": "gguf", "MLX": "mlx"}
-    with (found := open_checkpoint(out)).source:
-        held = exportable(found)
-        missing = {engine: form for engine, form in others.items() if form not in held and reachable(found, form)}
+    with (checkpoint := open_checkpoint(out)).source:
+        held = exportable(checkpoint)
+        missing = {engine: form for engine, form in others.items() if form not in held and reachable(checkpoint, form)}
     if held:
         more = f" (or {', '.join(held[1:])})" if held[1:] else ""
         console.say(f"other engines: lowq export {state.as_argument(out)} --to {held[0]}{more}")

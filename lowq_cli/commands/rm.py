@@ -27,11 +27,11 @@ def rm(
 
     if not names and not cached:
         raise UsageError("name what to remove (lowq ls lists it), or --cached for all of the cache")
-    found = inventory.named(names or [], cached)
+    holdings = inventory.named(names or [], cached)
     if not yes:
-        _ask([f"{h.path} ({h.kind}, {console.size(h.nbytes)})" for h in found], as_json)
+        _ask([f"{h.path} ({h.kind}, {console.size(h.nbytes)})" for h in holdings], as_json)
     removed = []
-    for h in found:
+    for h in holdings:
         if left := inventory.remove(h):
             console.warn(f"{h.path} stays: it holds {len(left)} files that lowq did not write, such as {left[0]}")
         else:

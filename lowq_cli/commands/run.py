@@ -57,8 +57,10 @@ def run(
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": None}
     settings |= {"images": pictures or [], "draft": draft, "think": False if no_think else None}
     here = "--draft and pictures do not go to a running server" if draft != "auto" or pictures else ""
-    said = "-" if text is None else text
-    answer(folder, said, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here)
+    prompt = "-" if text is None else text
+    answer(
+        folder, prompt, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here
+    )
 
 
 def _quantized(model: str, recipe: str | None, device: str) -> str:
@@ -70,7 +72,7 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     from lowq_cli.plan.recipe import make_recipe
     from lowq_packers import home
 
-    asked = make_recipe(recipe)
+    parsed = make_recipe(recipe)
     check_there(model)
     if is_checkpoint(state.user_path(model)):
         return model
@@ -85,10 +87,10 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
             with open_foreign(model) as source:
                 if source.config.get("quantization_config") or source.config.get("quantization"):
                     return model  # quantized by another tool: `generate` imports it
-                target = home.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
+                target = home.cache_dir() / "runs" / f"{default_out(model, parsed).name}-{source.identity}"
             if is_checkpoint(target):
                 return str(target)
-            prepared = stack.enter_context(prepare(model, asked, target, device, make=maker(model, device)))
+            prepared = stack.enter_context(prepare(model, parsed, target, device, make=maker(model, device)))
         plan = prepared.plan
         size = console.size(plan.nbytes)
         console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")

@@ -142,8 +142,18 @@ def serve(
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     if through_vllm:
         many = models or config or memory or keep_alive or kv_host
-        own = (host != "127.0.0.1", api_key, name, max_batch, cache_tokens, deterministic, act, kv != "16", prefer != PREFER[0])
-        if many or any(own):
+        own_options = (
+            host != "127.0.0.1",
+            api_key,
+            name,
+            max_batch,
+            cache_tokens,
+            deterministic,
+            act,
+            kv != "16",
+            prefer != PREFER[0],
+        )
+        if many or any(own_options):
             raise UsageError(f"{OWN} are for lowq's own engine; pass vLLM's options with --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
@@ -151,19 +161,19 @@ def serve(
 
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         how |= {"act": act, "prefer": prefer, "draft": draft}
-        asked = Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt), kv_host)
+        flags = Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt), kv_host)
         address = None if local else (host, port)
-        _serve(asked, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
+        _serve(flags, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
 
 
 def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
     """NAME=DIR as names and folders. Raises UsageError."""
-    found = dict(one.partition("=")[::2] for one in given)
+    folders = dict(one.partition("=")[::2] for one in given)
     if given and ckpt is None:
         raise UsageError("--lora needs one model; name it, or give adapters in a --config FILE.toml (lora = {name = dir})")
     if wrong := next((one for one in given if not all(one.partition("=")[::2])), None):
         raise UsageError(f"--lora {wrong}: write NAME=DIR, such as german=./german-lora")
-    return found
+    return folders
 
 
 def _serve(
@@ -186,8 +196,8 @@ def _serve(
     from lowq_cli.serving.printer import Printer
 
     offers = asked.read()
-    bound, own = None if address is None else run.listen(*address), None if dry_run else running.listen()
-    if bound is None and own is None and not dry_run:
+    bound, local = None if address is None else run.listen(*address), None if dry_run else running.listen()
+    if bound is None and local is None and not dry_run:
         raise UnsupportedError("--local needs a Unix socket in a folder that you own; name one: XDG_STATE_HOME=DIR")
     opening, printer = Opening(asked, offers, device, how), Printer()
     try:
@@ -206,7 +216,7 @@ def _serve(
         if as_json:
             console.out_json(plan)
         if not dry_run:
-            _run(served, [s for s in (bound, own) if s is not None], grace, plan, printer, asked)
+            _run(served, [s for s in (bound, local) if s is not None], grace, plan, printer, asked)
     finally:
         running.forget()
         opening.stop()
@@ -309,8 +319,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
         console.say(f"loaded on their first request: {some}")
     if plan["sampling"]:
-        said = ", ".join(f"{n} {v:g}" for n, v in plan["sampling"].items())
-        console.say(f"requests that set no sampling use generation_config.json's: {said}")
+        settings = ", ".join(f"{n} {v:g}" for n, v in plan["sampling"].items())
+        console.say(f"requests that set no sampling use generation_config.json's: {settings}")
 
 
 def _show_ready(plan: dict[str, Any]) -> None:
@@ -365,16 +375,16 @@ def _until_told(line: list[str]) -> int:
     import signal  # imported here: it would add 5 ms to `lowq --help`
     import subprocess
 
-    told: list[int] = []
+    signals: list[int] = []
     process = subprocess.Popen(line, process_group=0)  # a separate process group: Ctrl-C reaches it only through this process
 
     def pass_on(number: int, frame: object) -> None:
-        told.append(number)
+        signals.append(number)
         process.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     code = process.wait()
-    if not told:
+    if not signals:
         console.warn(f"vLLM's server ended with exit code {code}; its last lines above say why")
-    return code or int(not told)
+    return code or int(not signals)

@@ -20,13 +20,13 @@ def stop(
     """End the servers that --keep-alive left running; answers in progress are finished first."""
     from lowq_cli import running
 
-    found = [s for s in running.all_info() if s["kept"] or every]
+    servers = [s for s in running.all_info() if s["kept"] or every]
     if models:
-        found = [s for s in found if {m["name"] for m in s["models"] if m["state"] != "absent"} & set(models)]
-        if not found:
+        servers = [s for s in servers if {m["name"] for m in s["models"] if m["state"] != "absent"} & set(models)]
+        if not servers:
             raise NotFoundError(f"no background server has loaded {' or '.join(models)}; lowq ps lists all servers")
-    for server in found:
+    for server in servers:
         running.stop(server["process"])
         console.say(f"stopped process {server['process']} ({', '.join(m['name'] for m in server['models'])})")
-    if not found:
+    if not servers:
         console.say("no background server is running; lowq ps lists all servers, lowq stop --all also ends those of lowq serve")

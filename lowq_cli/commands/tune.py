@@ -93,9 +93,9 @@ def tune(
     if not on_gpu and stopped != "interrupted":
         chosen = _unless_slower(opened, where, chosen, batches)
     path = tuner.save(opened.folder, where, chosen)
-    kept, lost = tuner.taken(chosen)
-    if kept:
-        _report(kept, as_json)
+    winners, lost = tuner.taken(chosen)
+    if winners:
+        _report(winners, as_json)
     for line in [*lost, *tuner.crossovers(chosen)]:
         console.say(line)
     for name, why in sorted(measure.failed.items()):
@@ -120,13 +120,13 @@ def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batc
         console.say("two models do not fit into memory, so whole steps with and without the entries were not compared")
         return chosen
     with console.status("whole steps with and without the entries"):
-        found = trial.race(opened.folder, where, chosen, batches)
-    for t in found:
+        trials = trial.race(opened.folder, where, chosen, batches)
+    for t in trials:
         console.say(f"batch {t.M}: {t.plain_us / 1e3:.2f} ms a step without the entries, {t.tuned_us / 1e3:.2f} with them")
-    kept = trial.kept(chosen, found)
-    if chosen and not kept:
+    faster = trial.kept(chosen, trials)
+    if chosen and not faster:
         console.warn("steps are slower with the entries, so none is kept: dispatch chooses as without tuning")
-    return kept
+    return faster
 
 
 def _in_steps(
@@ -141,8 +141,8 @@ def _in_steps(
     try:
         with console.progress("whole steps", len(batches)) as advance:
             while waiting and clock.left:
-                found, before, after = steps.race(waiting[0], entries, lambda: clock.left)
-                raced += found
+                winners, before, after = steps.race(waiting[0], entries, lambda: clock.left)
+                raced += winners
                 M = waiting.pop(0)
                 text = f"{before / 1e3:.3f} ms a step, {after / 1e3:.3f} with the winners in place"
                 advance(batches.index(M) + 1, f"batch {M}: {text}")

@@ -48,14 +48,14 @@ def compare(
 
     reference: Any = None
     inspected = [inspect_model(name) for name in models]  # raises for missing models before measuring
-    for name, found in zip(models, inspected, strict=True):
+    for name, inspection in zip(models, inspected, strict=True):
         model, tokenizer = ready(name, device)
         ids = tokenize(tokenizer, text)
         window = window_of(model)
         report = evaluate(model, ids, reference, window, max_tokens)
         speed = decode_tps(model, tokenizer, ids, new_tokens)
         distance = (report.ppl_increase_pct, report.kl, report.top1_agreement)
-        yield Compared(name, found.bytes, found.bpw, report.ppl, *distance, speed, report.tokens, window)
+        yield Compared(name, inspection.bytes, inspection.bpw, report.ppl, *distance, speed, report.tokens, window)
         if reference is None:
             reference = model
         del model
@@ -66,13 +66,13 @@ def decode_tps(model: CausalModel, tokenizer: Tokenizer, ids: torch.Tensor, new_
     from lowq_cli.engine import stream
 
     prompt = tokenizer.decode(ids[:PROMPT_TOKENS])
-    found = []
+    speeds = []
     for length in (4, *[new_tokens] * times):
         generation = stream(model, tokenizer, prompt, max_new_tokens=length, temperature=0)
         for _ in generation:
             pass
-        found.append(float(generation.decode_tps))
-    return max(found[1:])
+        speeds.append(float(generation.decode_tps))
+    return max(speeds[1:])
 
 
 def plot(rows: Sequence[Compared], path: Path) -> None:

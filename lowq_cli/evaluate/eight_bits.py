@@ -50,8 +50,8 @@ class Choice:
             return "activations stay in 16 bits: " + (
                 "every layer loses too much" if self.kept else "no kernel is faster with 8"
             )
-        kept = f"; 16 bits in {', '.join(_short(self.kept))}" if self.kept else ""
-        return f"activations in {self.act} for {self.share:.0%} of a prompt's products, KL divergence {self.kl:.5f}{kept}"
+        exceptions = f"; 16 bits in {', '.join(_short(self.kept))}" if self.kept else ""
+        return f"activations in {self.act} for {self.share:.0%} of a prompt's products, KL divergence {self.kl:.5f}{exceptions}"
 
 
 def apply_act(
@@ -72,9 +72,9 @@ def own_text(model: CausalModel, tokenizer: LoadedTokenizer) -> torch.Tensor:
     """Token ids (TEXTS, T) that the model samples."""
     room = min(TOKENS, window_of(model)) - 1
     start, decoder = encode(tokenizer, "")[:1], decoder_of(model)
-    found = [decoder.start([start] * TEXTS, Sampling(temperature=1.0, seed=1), room).clone()]
-    found += [decoder.step().clone() for _ in range(room - 1)]
-    texts = torch.stack(found, 1).cpu().long()
+    steps = [decoder.start([start] * TEXTS, Sampling(temperature=1.0, seed=1), room).clone()]
+    steps += [decoder.step().clone() for _ in range(room - 1)]
+    texts = torch.stack(steps, 1).cpu().long()
     return torch.cat([torch.tensor([start] * TEXTS), texts], 1)
 
 
@@ -92,9 +92,11 @@ def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choic
     best = Choice("none", (), tuple(layers), 0.0, 0.0)
     modes = {act: [n for n, m in layers.items() if _gains(m, act)] for act in SAVED}
     for act, able in modes.items():
-        found = _taken(model, ids, expected, {n: layers[n] for n in able}, act, limit) if able and ids.numel() > STEPS else None
-        if found is not None:
-            rounded, kl = found
+        choice = (
+            _taken(model, ids, expected, {n: layers[n] for n in able}, act, limit) if able and ids.numel() > STEPS else None
+        )
+        if choice is not None:
+            rounded, kl = choice
             share = sum(_work(layers[n]) for n in rounded) / sum(map(_work, layers.values()))
             if share * SAVED[act] > best.share * SAVED.get(best.act, 0):
                 best = Choice(act, tuple(rounded), tuple(n for n in layers if n not in rounded), share, kl)
@@ -131,15 +133,15 @@ def _groups(names: list[str]) -> list[list[str]]:
     if len(names) <= ALONE:
         return [[n] for n in names]
     depth = 1 + max(_depth(n) for n in names)
-    found: dict[tuple[str, int], list[str]] = {}
+    groups: dict[tuple[str, int], list[str]] = {}
     for n in names:
-        found.setdefault((n.rpartition(".")[2], _depth(n) * PARTS // depth), []).append(n)
-    return list(found.values())
+        groups.setdefault((n.rpartition(".")[2], _depth(n) * PARTS // depth), []).append(n)
+    return list(groups.values())
 
 
 def _depth(name: str) -> int:
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found[1]) if found else 0
+    match = re.search(r"\.(\d+)\.", name)
+    return int(match[1]) if match else 0
 
 
 def _gains(m: QuantLinear, act: Act) -> bool:

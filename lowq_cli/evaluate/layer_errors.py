@@ -48,13 +48,13 @@ def layer_errors(model: str | Path, against: str | Path, text: str, device: str 
         number = re.search(r"\.(\d+)\.(.*)", row.name)
         if number and row.rel_error is not None:
             errors.setdefault(int(number[1]), {})[number[2]] = row.rel_error
-    found = []
+    of_layers = []
     for i, (h, h0) in enumerate(zip(*pairs, strict=True)):
         mine = errors.get(i, {})
         mean = sum(mine.values()) / len(mine) if mine else None
         output = float((h - h0).square().sum() / h0.square().sum())
-        found.append(LayerError(i, mean, max(mine, key=lambda n: mine[n]) if mine else "", output))
-    return found
+        of_layers.append(LayerError(i, mean, max(mine, key=lambda n: mine[n]) if mine else "", output))
+    return of_layers
 
 
 def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
@@ -62,12 +62,12 @@ def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
     from lowq_cli.hf.layers import find_layers
 
     check_ids(cut.unique().tolist(), model.config.get_text_config().vocab_size)
-    found: dict[int, list[torch.Tensor]] = {}
+    states: dict[int, list[torch.Tensor]] = {}
 
     def hook(number: int) -> Any:
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
-            found.setdefault(number, []).append(first.float().cpu())
+            states.setdefault(number, []).append(first.float().cpu())
 
         return note
 
@@ -78,4 +78,4 @@ def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
     finally:
         for h in hooks:
             h.remove()
-    return [torch.cat(found[i]) for i in sorted(found)]
+    return [torch.cat(states[i]) for i in sorted(states)]

@@ -150,11 +150,11 @@ def measure_modes(
 
     loaded, tokenizer = ready(model, device)
     ids = tokenize(tokenizer, text)
-    found: dict[str, Report] = {}
+    reports: dict[str, Report] = {}
     for act in modes(loaded):
         set_activations(loaded, act)
-        found[act] = evaluate(loaded, ids, None, window_of(loaded), max_tokens, progress)
-    return found
+        reports[act] = evaluate(loaded, ids, None, window_of(loaded), max_tokens, progress)
+    return reports
 
 
 def perplexity(

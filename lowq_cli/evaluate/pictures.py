@@ -15,10 +15,10 @@ def pairs(folder: Path) -> list[tuple[Path, str]]:
     """The images of a folder that have a text file (a.txt for a.png), with the texts. Raises NotFoundError, UsageError."""
     if not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder} of pictures")
-    found = picture_pairs(folder)
-    if not found:
+    files = picture_pairs(folder)
+    if not files:
         raise UsageError(f"{folder} has no picture with a text file of the same name: a.png with a.txt")
-    return found
+    return files
 
 
 @torch.inference_mode()
@@ -31,12 +31,12 @@ def measure_pictures(
     """
     from lowq_cli.engine.open_model import ready
 
-    asked = pairs(Path(folder))
+    examples = pairs(Path(folder))
     loaded = [ready(str(name), device) for name in (model, against) if name is not None]
     sums, tokens, predicted, longest = {"nll": 0.0, "base": 0.0, "kl": 0.0, "agree": 0.0}, 0, 0, 0
-    for i, (file, text) in enumerate(asked):
-        found = [_log_probabilities(one, tokenizer, file, text) for one, tokenizer in loaded]
-        (log_p, target), (log_ref, other) = found[0], found[-1]
+    for i, (file, text) in enumerate(examples):
+        results = [_log_probabilities(one, tokenizer, file, text) for one, tokenizer in loaded]
+        (log_p, target), (log_ref, other) = results[0], results[-1]
         if not torch.equal(target, other) or log_p.shape != log_ref.shape:
             raise UsageError("the models' tokenizers split a text after a picture differently")
         sums["nll"] -= float(log_p.gather(1, target[:, None]).double().sum())
@@ -45,7 +45,7 @@ def measure_pictures(
         sums["agree"] += float((log_p.argmax(1) == log_ref.argmax(1)).sum())
         predicted, longest, tokens = predicted + len(target), max(longest, len(target)), tokens + len(target)
         if progress:
-            progress(100 * (i + 1) // len(asked), file.name)
+            progress(100 * (i + 1) // len(examples), file.name)
     ppl, base = (math.exp(min(sums[k] / predicted, 700.0)) for k in ("nll", "base"))
     if against is None:
         return Report(ppl, tokens, predicted, longest)

@@ -75,7 +75,7 @@ def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | No
     metrics.bootstrap_stderr = lambda f, xs, iters: math.nan  # it prints on stdout and forks this process with its model
     files = [name for name in names if name.endswith(YAML)]
     manager = TaskManager(include_defaults=len(files) < len(names))  # lm-eval's index takes 20 s
-    found: dict[str, Any] = defaultdict(dict)
+    groups: dict[str, Any] = defaultdict(dict)
     for name in names:
         here = Path(name).expanduser().absolute()
         if name not in files and name not in manager.all_tasks:
@@ -85,18 +85,18 @@ def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | No
         with missing, contextlib.chdir(here.parent if name in files else "."):
             loaded = manager.load([str(here) if name in files else name])
             for kind, things in loaded.items():
-                found[kind] |= things
+                groups[kind] |= things
             for task in loaded["tasks"].values():
                 len(task.eval_docs)  # fetches the data now
     rows = []
-    for name, task in found["tasks"].items():
+    for name, task in groups["tasks"].items():
         fixed = task.get_config("num_fewshot")
         if fixed != 0:  # 0 in a task stays 0
             task.set_config(key="num_fewshot", value=fewshot if fewshot is not None else fixed or 0)
         task.set_fewshot_seed(seed=SEED)
         questions = len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs))
         rows.append((str(name), str(task.OUTPUT_TYPE), questions, int(task.get_config("num_fewshot"))))
-    return Loaded(dict(found), tuple(rows))
+    return Loaded(dict(groups), tuple(rows))
 
 
 def scores(tasks: Loaded, judge: "Judge", limit: int | None = None) -> list[Score]:
@@ -107,21 +107,21 @@ def scores(tasks: Loaded, judge: "Judge", limit: int | None = None) -> list[Scor
     from lm_eval import evaluator
 
     try:
-        found = evaluator.evaluate(lm=judge, task_dict=tasks.found, limit=limit, log_samples=False)
+        results = evaluator.evaluate(lm=judge, task_dict=tasks.found, limit=limit, log_samples=False)
     except ValueError as e:
         raise UsageError(f"lm-eval refuses: {one_line(e)}") from e
-    sizes = {name: n["effective"] for name, n in found["n-samples"].items()}
+    sizes = {name: n["effective"] for name, n in results["n-samples"].items()}
     rows = []
-    for name, metrics in (found["results"] | found.get("groups", {})).items():
-        parts = [n for n in found.get("group_subtasks", {}).get(name, []) if n in sizes]
+    for name, metrics in (results["results"] | results.get("groups", {})).items():
+        parts = [n for n in results.get("group_subtasks", {}).get(name, []) if n in sizes]
         questions = sizes.get(name, sum(sizes[n] for n in parts))
         for key, value in metrics.items():
-            metric, comma, kept = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-                stderr = metrics.get(f"{metric}_stderr,{kept}")
+                stderr = metrics.get(f"{metric}_stderr,{filter_name}")
                 stderr = float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-                shown = metric if kept == "none" else f"{metric} ({kept})"
-                rows.append(Score(name, shown, float(value), stderr, questions, int(found["n-shot"].get(name, 0) or 0)))
+                shown = metric if filter_name == "none" else f"{metric} ({filter_name})"
+                rows.append(Score(name, shown, float(value), stderr, questions, int(results["n-shot"].get(name, 0) or 0)))
     return rows
 
 
@@ -150,17 +150,17 @@ class Judge:
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """For each (document,): ln of its probability, in windows of at most LONGEST tokens; the last is filled by overlap."""
         longest = min(self.limit or LONGEST, LONGEST)
-        asked, whose = [], []
+        requests_of_windows, whose = [], []
         for i, r in enumerate(requests):
             ids = self._encode(r.args[0])
             for at in range(0, len(ids), longest):
                 end = min(at + longest, len(ids))
                 context = [self.start] if at == 0 else ids[max(0, end - longest - 1) : at]
-                asked.append((context, ids[at:end]))
+                requests_of_windows.append((context, ids[at:end]))
                 whose.append(i)
         sums = [0.0] * len(requests)
-        for i, (found, _) in zip(whose, self._read(asked, "documents"), strict=True):
-            sums[i] += found
+        for i, (likelihood, _) in zip(whose, self._read(requests_of_windows, "documents"), strict=True):
+            sums[i] += likelihood
         return sums
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
@@ -168,15 +168,15 @@ class Judge:
         alike: dict[str, list[int]] = defaultdict(list)
         for i, r in enumerate(requests):
             alike[repr(sorted(r.args[1].items()))].append(i)
-        found, done = [""] * len(requests), 0
+        answers, done = [""] * len(requests), 0
         with self.progress("texts", len(requests)) as advance:
             for those in alike.values():
                 settings = _settings(requests[those[0]].args[1]) | {"kv": self.kv}
                 prompts = [self._cut(requests[i].args[0], settings["max_new_tokens"]) for i in those]
                 for i, answer in zip(those, self.answers(self.model, self.tokenizer, prompts, settings), strict=True):
-                    found[i], done = answer.text, done + 1
+                    answers[i], done = answer.text, done + 1
                     advance(done, f"{done} of {len(requests)} texts")
-        return found
+        return answers
 
     def _cut(self, text: str, room: int) -> list[int]:
         """The prompt's tokens, cut at its start, as in lm-eval, to leave room for `room` new tokens."""
@@ -214,7 +214,7 @@ class Judge:
             if self.limit is not None and len(continuation) > self.limit:
                 raise UsageError(f"a task's continuation of {len(continuation)} tokens exceeds the context of {self.limit}")
             rows[tuple(read if self.limit is None else read[-self.limit :])].append(i)
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(asked)
+        likelihoods: list[tuple[float, bool]] = [(0.0, False)] * len(asked)
         by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for row in rows:
             by_length[len(row)].append(row)
@@ -228,10 +228,10 @@ class Judge:
                     part = alike[at : at + most]
                     for row, logits in zip(part, logits_of(self.model, torch.tensor(part), self.kv), strict=True):
                         for i in rows[row]:
-                            found[i] = _likelihood(logits, asked[i][1])
+                            likelihoods[i] = _likelihood(logits, asked[i][1])
                     done += len(part) * length
                     advance(done, f"{done} of {total} tokens")
-        return found
+        return likelihoods
 
 
 def _likelihood(logits: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:

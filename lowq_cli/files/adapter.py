@@ -48,7 +48,7 @@ def read_adapter(folder: str | Path, name: str = "") -> Adapter:
     if not (path / WEIGHTS).is_file():
         raise NotFoundError(f"{path} holds no {WEIGHTS}; save the adapter as safetensors")
     header = read_header(path / WEIGHTS)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
     digest = hashlib.blake2b(repr(sorted(config.items(), key=str)).encode(), digest_size=32)
     with open(open_bounded(path / WEIGHTS, LARGEST), "rb") as file:
         for tensor, facts in header.tensors.items():
@@ -58,10 +58,10 @@ def read_adapter(folder: str | Path, name: str = "") -> Adapter:
             raw = read_bytes(file.fileno(), facts.offset, facts.nbytes, str(path / WEIGHTS))
             digest.update(raw)
             module = parts["module"].removeprefix(PREFIX)
-            found.setdefault(module, {})[parts["which"]] = as_tensor(raw, facts.dtype, facts.shape).float()
-    if not found:
+            by_module.setdefault(module, {})[parts["which"]] = as_tensor(raw, facts.dtype, facts.shape).float()
+    if not by_module:
         raise DamagedError(f"{path / WEIGHTS} holds no factors")
-    factors = {module: _factors(module, pair, config, path) for module, pair in found.items()}
+    factors = {module: _factors(module, pair, config, path) for module, pair in by_module.items()}
     return Adapter(name or path.resolve().name, factors, digest.digest())
 
 

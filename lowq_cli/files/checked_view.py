@@ -20,10 +20,10 @@ from lowq_packers.atomic import scratch
 def known_type(config: Mapping[str, Any]) -> Any:
     """A config.json's model_type as transformers names it: Kimi K2's code is a copy of DeepSeek V3's, MiMo's is a copy of
     Qwen 2's."""
-    found = config.get("model_type")
-    if found == "kimi_k2" and config.get("architectures") == ["DeepseekV3ForCausalLM"]:
+    kind = config.get("model_type")
+    if kind == "kimi_k2" and config.get("architectures") == ["DeepseekV3ForCausalLM"]:
         return "deepseek_v3"
-    return "qwen2" if found == "mimo" else found
+    return "qwen2" if kind == "mimo" else kind
 
 
 @contextmanager

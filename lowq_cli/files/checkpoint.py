@@ -156,11 +156,11 @@ class Checkpoint:
         done = 0
         for t in self.tensors:
             names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]
-            found = [n for n in names if n in self.source.headers]
-            crcs = [_crc(self.source, n) for n in found]
+            present = [n for n in names if n in self.source.headers]
+            crcs = [_crc(self.source, n) for n in present]
             if known.get(t.name, crcs) != crcs:
                 raise DamagedError(f"{t.name} in {self.folder} is not what lowq wrote (checksum); quantize again")
-            for n in found[1:]:
+            for n in present[1:]:
                 self._check_values(t, n.rpartition(".")[2], self.source.read(n))
             done += t.nbytes
             advance(done, t.name)
@@ -230,34 +230,34 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTensor, ...]:
     """Every tensor of the folder, scales and zeros with their matrix. Raises DamagedError if one contradicts its scheme."""
-    found = []
+    tensors = []
     for name, header in source.headers.items():
         stem, _, leaf = name.rpartition(".")
         if leaf == "weight" and stem in schemes:
-            found.append(_packed(source, stem, schemes[stem]))
+            tensors.append(_packed(source, stem, schemes[stem]))
         elif leaf in COMPANIONS:
             if stem not in schemes:
                 raise DamagedError(f"{name} is there, but quantization_config has no scheme for {stem}")
         elif leaf == "weight" and header.dtype not in FLOATS:
             raise DamagedError(f"{name} is {header.dtype}, but quantization_config has no scheme for it")
         else:
-            found.append(CheckpointTensor(name, header.shape, None, header.dtype, header.nbytes))
-    return tuple(found)
+            tensors.append(CheckpointTensor(name, header.shape, None, header.dtype, header.nbytes))
+    return tuple(tensors)
 
 
 def _packed(source: Source, name: str, how: Stored) -> CheckpointTensor:
     """One packed matrix. Its scales determine N and K, and the shape of its words must agree."""
-    found = {leaf: h for leaf in ("weight", *COMPANIONS) if (h := source.headers.get(f"{name}.{leaf}"))}
-    scales = found.get("weight_scale")
+    leaves = {leaf: h for leaf in ("weight", *COMPANIONS) if (h := source.headers.get(f"{name}.{leaf}"))}
+    scales = leaves.get("weight_scale")
     groups = scales.shape[1] if scales and len(scales.shape) > 1 else 1
-    N, K = packed_tensors.rows(how, found["weight"].shape), groups * how.scheme.group_size
+    N, K = packed_tensors.rows(how, leaves["weight"].shape), groups * how.scheme.group_size
     why = packed_tensors.misfit(name, how, N, K, source.headers) if N and K else f"{name} has no rows, or no groups"
-    if not why and len({h.dtype for leaf, h in found.items() if leaf in COMPANIONS[:2]}) > 1:
-        why = f"{name}.weight_zero is {found['weight_zero'].dtype}, its scales are {found['weight_scale'].dtype}"
+    if not why and len({h.dtype for leaf, h in leaves.items() if leaf in COMPANIONS[:2]}) > 1:
+        why = f"{name}.weight_zero is {leaves['weight_zero'].dtype}, its scales are {leaves['weight_scale'].dtype}"
     if why:
         raise DamagedError(f"{why}; config.json and weights do not belong together, quantize again")
     assert scales
-    return CheckpointTensor(name, (N, K), how.scheme, scales.dtype, sum(h.nbytes for h in found.values()), how.layout)
+    return CheckpointTensor(name, (N, K), how.scheme, scales.dtype, sum(h.nbytes for h in leaves.values()), how.layout)
 
 
 def _is_line(line: Any) -> bool:

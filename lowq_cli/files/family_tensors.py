@@ -136,13 +136,15 @@ def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
 
 def head_roles(headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
     """Roles of the tensors in a draft head's folder: its matrices are quantized without calibration, the rest is kept."""
-    found = {}
+    role_of = {}
     for name, header in headers.items():
         stem = name.removesuffix(".weight")
         kind = next((kind for mark, kind in OF_HEADS.items() if re.search(mark, stem)), "")
         product = kind and stem != name and len(header.shape) == 2 and header.dtype in FLOATS
-        found[name] = Role(kind, (Part(stem),), extra=True) if product else Role("other", reason="of a draft head", extra=True)
-    return found
+        role_of[name] = (
+            Role(kind, (Part(stem),), extra=True) if product else Role("other", reason="of a draft head", extra=True)
+        )
+    return role_of
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:
@@ -155,14 +157,14 @@ def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
     if any(part.stacked for part in walk(model.layers) if isinstance(part, Experts)):
         return None
     named = Named.of_files(model, headers)
-    wanted = named.tensors
-    fits = wanted.keys() == headers.keys() and all(
-        tuple(headers[n].shape) == t.shape and headers[n].dtype in FLOATS for n, t in wanted.items()
+    expected = named.tensors
+    fits = expected.keys() == headers.keys() and all(
+        tuple(headers[n].shape) == t.shape and headers[n].dtype in FLOATS for n, t in expected.items()
     )
-    if not fits or any(t.kind in ("recurrent", "other") for t in wanted.values()):
+    if not fits or any(t.kind in ("recurrent", "other") for t in expected.values()):
         return None
-    found = dict(_roles(named))
-    return {name: found[name] for name in headers}
+    by_name = dict(_roles(named))
+    return {name: by_name[name] for name in headers}
 
 
 def linear_weights(raw: Mapping[str, Any], tensors: int) -> set[str]:

@@ -94,8 +94,8 @@ def unfinished(target: Path, run: str | None = None) -> Iterator[Path]:
 
 def staged(folder: Path) -> list[Path]:
     """The folders of calibrated layers in an output folder: those with lowq's names that are not links."""
-    found = (p for p in folder.glob(STAGED + "*") if p.is_dir() and not p.is_symlink())
-    return [p for p in found if re.fullmatch("[0-9a-f]{16}", p.name.removeprefix(STAGED))]
+    folders = (p for p in folder.glob(STAGED + "*") if p.is_dir() and not p.is_symlink())
+    return [p for p in folders if re.fullmatch("[0-9a-f]{16}", p.name.removeprefix(STAGED))]
 
 
 def check_free(target: Path) -> None:
@@ -126,7 +126,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
     The parent folder is locked meanwhile, so only one process searches at a time. Raises OSError, BusyError.
     """
     parent = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    found: tuple[Path, int] | None = None
+    claim: tuple[Path, int] | None = None
     try:
         for _ in range(PATIENCE):  # a search takes milliseconds; a process holding the parent longer writes a run in it
             if _lock(parent) is not False:
@@ -137,18 +137,18 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
             locked, mine = _lock(fd), run is not None and owner.get("run") == run
             if run is not None and locked is False:
                 raise BusyError(f"another lowq is writing to {target}; wait for it, or use another --out")
-            if mine and not found:
-                found = path, fd
+            if mine and not claim:
+                claim = path, fd
                 continue
             try:
                 if locked or (locked is None and time.time() - path.stat().st_mtime > LEFT):
                     discard(path)
             finally:
                 os.close(fd)
-        return found or _make(target, run)
+        return claim or _make(target, run)
     except BaseException:
-        if found:
-            os.close(found[1])
+        if claim:
+            os.close(claim[1])
         raise
     finally:
         os.close(parent)
@@ -169,15 +169,15 @@ def _make(target: Path, run: str | None) -> tuple[Path, int]:
 
 def left(target: Path) -> list[tuple[Path, dict[str, str]]]:
     """lowq's unfinished folders of `target` with their OWNER data: folders whose OWNER repeats their id, or empty ones."""
-    found = []
+    folders = []
     for path in target.parent.iterdir():
         named = re.fullmatch(rf"{re.escape(target.name)}\.([0-9a-f]{{12}})\.partial", path.name)
         if named and stat.S_ISDIR(path.lstat().st_mode):
             owner = _owner(path / OWNER)
             torn = not owner and {p.name for p in path.iterdir()} <= {OWNER} and not _size(path / OWNER)
             if torn or owner.get("id") == named[1]:
-                found.append((path, owner))
-    return found
+                folders.append((path, owner))
+    return folders
 
 
 def discard(folder: Path) -> None:
@@ -199,7 +199,7 @@ def _owner(path: Path) -> dict[str, str]:
     """The contents of an OWNER file; {} if it is not a valid one or not a regular file."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
-            said = json.loads(f.read(1 << 16)) if stat.S_ISREG(os.fstat(f.fileno()).st_mode) else {}
+            owner = json.loads(f.read(1 << 16)) if stat.S_ISREG(os.fstat(f.fileno()).st_mode) else {}
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return owner if isinstance(owner, dict) else {}

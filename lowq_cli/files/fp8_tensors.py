@@ -21,9 +21,9 @@ def why_not(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> s
         return f"blocks of {q.get('weight_block_size')}"
     if q.get("activation_scheme", "dynamic") != "dynamic" or q.get(ACT_KEY, "fp8") not in ("fp8", "none"):
         return "activations with scales of their own"
-    found = quantized(headers)
+    scales = quantized(headers)
     for name, header in headers.items():
-        if header.dtype.startswith("F8") and (name not in found or headers[found[name]].dtype != "F32"):
+        if header.dtype.startswith("F8") and (name not in scales or headers[scales[name]].dtype != "F32"):
             return f"{name} has no {OF_BLOCKS[1:]} in float32"
     return None
 

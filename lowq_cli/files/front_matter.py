@@ -18,5 +18,5 @@ def license_of(folder: Path) -> dict[str, str]:
     except LowqError:
         return {}
     front = re.match(r"---\r?\n(.*?)\r?\n---\s", text, re.DOTALL)
-    found = {k: re.search(rf"^{k}:\s*(?:\n?\s*-\s+)?{VALUE}\s*$", front[1], re.M) if front else None for k in LICENSE}
-    return {k: m[1] for k, m in found.items() if m}
+    matches = {k: re.search(rf"^{k}:\s*(?:\n?\s*-\s+)?{VALUE}\s*$", front[1], re.M) if front else None for k in LICENSE}
+    return {k: m[1] for k, m in matches.items() if m}

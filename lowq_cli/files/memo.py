@@ -20,10 +20,10 @@ def key(facts: Any) -> str:
 def recall(file: str | Path) -> dict[str, Any]:
     """The table in a file of the cache folder; {} without a home folder, a file, or a table in the file."""
     try:
-        found = json.loads(read_text(cache_dir() / file))
+        entry = json.loads(read_text(cache_dir() / file))
     except (LowqError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return entry if isinstance(entry, dict) else {}
 
 
 def keep(file: str | Path, table: dict[str, Any]) -> None:

@@ -40,15 +40,15 @@ def rows(how: Stored, words: tuple[int, ...]) -> int:
 def misfit(stem: str, how: Stored, N: int, K: int, headers: Mapping[str, TensorHeader]) -> str | None:
     """A message if the tensors of an (N, K) matrix do not match this format, else None."""
     try:
-        wanted = tensors(how, N, K)
+        expected = tensors(how, N, K)
     except SchemeError as e:
         return f"{stem} cannot be {how.scheme}: {e}"
     for suffix in (SCALE, ZERO, TABLE, OF_BLOCKS):
-        if suffix in wanted and stem + suffix not in headers:
+        if suffix in expected and stem + suffix not in headers:
             return f"{stem}{suffix} is missing; {how.scheme} needs it"
-        if suffix not in wanted and stem + suffix in headers:
+        if suffix not in expected and stem + suffix in headers:
             return f"{stem}{suffix} is in the files, but {how.scheme} stores none"
-    for suffix, (shape, dtypes) in wanted.items():
+    for suffix, (shape, dtypes) in expected.items():
         header = headers[stem + suffix]
         if tuple(header.shape) != shape or header.dtype not in dtypes:
             form = "" if how.layout == DISK else f" in layout {how.layout}"

@@ -122,7 +122,7 @@ def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
     known = set(names)
     if missing := [key for key in tensors if "*" not in key.split(".") and key not in known]:
         raise DamagedError(f"quantization_config names {missing[0]}, which the checkpoint does not hold ({len(missing)} such)")
-    found: dict[str, Stored] = {}
+    by_name: dict[str, Stored] = {}
     for name in names:
         chosen = tensors.get(name)
         if chosen is None:
@@ -136,8 +136,8 @@ def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
                         raise DamagedError(f"quantization_config gives {name} two schemes, {chosen} and {scheme}")
                     chosen, stars = scheme, count
         if chosen is not None:
-            found[name] = schemes[chosen]
-    return found
+            by_name[name] = schemes[chosen]
+    return by_name
 
 
 def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, str]]:

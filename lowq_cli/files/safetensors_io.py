@@ -149,11 +149,11 @@ def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
     """Parse a JSON object. Raises DamagedError on bad UTF-8, bad JSON, another JSON type, and with `once` on duplicate keys."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict:
-        found = dict(pairs)
-        if once and len(found) != len(pairs):
+        table = dict(pairs)
+        if once and len(table) != len(pairs):
             twice = Counter(k for k, _ in pairs).most_common(1)[0][0]
             raise DamagedError(f"{where}: {twice!r} occurs twice")
-        return found
+        return table
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)

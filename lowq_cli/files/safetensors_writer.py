@@ -88,7 +88,7 @@ class SafetensorsWriter:
 def _write(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
     """Write one file, flush it to disk, then rename it."""
     start, placed = build_header([(n, TensorHeader(tuple(t.shape), name_of(t))) for n, t in tensors.items()], kind)
-    with writing(path), replacing(path, path.with_suffix(".tmp"), sync=True) as made, open(made, "wb") as f:
+    with writing(path), replacing(path, path.with_suffix(".tmp"), sync=True) as partial, open(partial, "wb") as f:
         f.write(start)
         for name in placed:  # in the order of their positions
             f.write(tensors[name].flatten().view(torch.uint8).numpy().data)

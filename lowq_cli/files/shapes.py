@@ -64,10 +64,10 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     """Check that every stack of layers is numbered without gaps, and that one has the number of layers in the config."""
     stacks: dict[str, set[int]] = defaultdict(set)
     for name in shapes:
-        if found := _LAYER.match(name):
-            if len(found[2]) > MOST_DIGITS:
-                raise DamagedError(f"{name[:100]} is in a layer of {len(found[2])} digits; fetch the model again")
-            stacks[found[1]].add(int(found[2]))
+        if match := _LAYER.match(name):
+            if len(match[2]) > MOST_DIGITS:
+                raise DamagedError(f"{name[:100]} is in a layer of {len(match[2])} digits; fetch the model again")
+            stacks[match[1]].add(int(match[2]))
     for stack, numbers in stacks.items():
         if len(numbers) <= max(numbers):  # names may contain any number: never allocate by its value
             missing = next(i for i in count() if i not in numbers)
@@ -84,9 +84,9 @@ def _described(config: Mapping[str, Any], count: int) -> dict[str, list[tuple[in
         _, model, _ = read_config(config, count)
     except NotPlain:
         return {}
-    found: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    shapes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for place in (None, *model.files):
         for form in ("split", "files"):
             for name, tensor in tensors(model, form, place).items():
-                found[name].append(tensor.shape)
-    return found
+                shapes[name].append(tensor.shape)
+    return shapes

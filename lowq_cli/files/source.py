@@ -142,14 +142,14 @@ class Source:
         """Tokenizer and generation files to copy, sorted by name. Raises as `check_companions`."""
         if self.folder is None:
             return []
-        found = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.exists() and not p.is_dir()}
-        return check_companions(sorted(found, key=lambda p: p.name))
+        paths = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.exists() and not p.is_dir()}
+        return check_companions(sorted(paths, key=lambda p: p.name))
 
     def companion_files(self) -> dict[str, bytes]:
         """Names and contents of the companions, all in one folder as in a checkpoint. Raises as `companions`."""
-        found = self.companions()
-        beside = {p.name: read_regular(p) for p in found if p.parent == self.folder}
-        return in_one_folder(beside, {p.stem: read_regular(p).decode() for p in found if p.parent != self.folder})
+        paths = self.companions()
+        beside = {p.name: read_regular(p) for p in paths if p.parent == self.folder}
+        return in_one_folder(beside, {p.stem: read_regular(p).decode() for p in paths if p.parent != self.folder})
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
         """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of the stored dtype in new memory."""
@@ -324,11 +324,11 @@ def _open_folder(name: str, folder: Path) -> Source:
 
 def _add_modelopt(config: dict[str, Any], path: Path) -> None:
     """Copy the weight settings of ModelOpt's file into `config`. Raises DamagedError if they contradict each other."""
-    said = read_json(path).get("quantization")
-    if not isinstance(said, dict):
+    quantization = read_json(path).get("quantization")
+    if not isinstance(quantization, dict):
         raise DamagedError(f"{path} has no quantization; fetch the model again")
-    ours = config.setdefault("quantization_config", {**said, "quant_method": "modelopt"})
-    theirs = said.get("quant_algo")
+    ours = config.setdefault("quantization_config", {**quantization, "quant_method": "modelopt"})
+    theirs = quantization.get("quant_algo")
     if isinstance(ours, dict) and ours.get("quant_algo") != theirs:
         raise DamagedError(f"{path} says quant_algo={str(theirs)[:40]}, config.json {str(ours.get('quant_algo'))[:40]}")
 
@@ -344,11 +344,11 @@ def _weight_files(folder: Path) -> list[str]:
         if missing:
             raise DamagedError(f"{INDEX} lists {missing[0]}, which is not in {folder}; fetch {len(missing)} missing file(s)")
         return names
-    found = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
-    if len(found) == 1:
-        return found
-    if found:
-        raise DamagedError(f"{folder} holds {len(found)} safetensors files and no {INDEX} that says which belong together")
+    present = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
+    if len(present) == 1:
+        return present
+    if present:
+        raise DamagedError(f"{folder} holds {len(present)} safetensors files and no {INDEX} that says which belong together")
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedError(f"{folder} is a LoRA adapter; give its base model, and the adapter by --lora")
     for pattern in PICKLES:
@@ -370,8 +370,8 @@ def _check_index(index: Path, where: dict[str, str]) -> None:
     """Raise DamagedError unless every tensor in the index is in the file that the index names."""
     for tensor, file in _weight_map(index).items():
         if where.get(tensor) != file:
-            found = f"is in {where[tensor]}" if tensor in where else "is in no file"
-            raise DamagedError(f"{index.name} lists {tensor} in {file}, but it {found}; fetch the model again")
+            fault = f"is in {where[tensor]}" if tensor in where else "is in no file"
+            raise DamagedError(f"{index.name} lists {tensor} in {file}, but it {fault}; fetch the model again")
 
 
 def _download(repo: str) -> Path:
@@ -398,7 +398,7 @@ def _hub_headers(repo: str) -> Source:
     try:
         HfApi().model_info(repo, timeout=10)  # fails at once without a network, where hf_hub_download retries for 24 s
         config = read_json(Path(hf_hub_download(repo, "config.json")))
-        found = get_safetensors_metadata(repo)
+        metadata = get_safetensors_metadata(repo)
     except Exception as e:  # of the hub's client and the network: `_hub_error` says which
         if is_no_refusal(e):
             raise
@@ -406,7 +406,7 @@ def _hub_headers(repo: str) -> Source:
     headers: dict[str, TensorHeader] = {}
     where: dict[str, str] = {}
     files: dict[str, FileHeader] = {}
-    for file, meta in sorted(found.files_metadata.items()):
+    for file, meta in sorted(metadata.files_metadata.items()):
         tensors = {}
         for tensor, info in sorted(meta.tensors.items(), key=lambda kv: kv[1].data_offsets):
             if info.dtype not in ITEMSIZE:

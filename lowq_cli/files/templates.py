@@ -18,8 +18,8 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Templat
     """The template of a folder, or several by name; None without a template."""
     files = [*folder.glob(f"{OTHERS}/*.jinja"), *folder.glob(OWN)]
     if files:
-        found = {"default" if f.name == OWN else f.stem: read_text(f, MAX_CONFIG) for f in files}
-        return found["default"] if found.keys() == {"default"} else found
+        templates = {"default" if f.name == OWN else f.stem: read_text(f, MAX_CONFIG) for f in files}
+        return templates["default"] if templates.keys() == {"default"} else templates
     named = tokenizer_config.get("chat_template")
     if isinstance(named, list):
         return {str(t["name"]): str(t["template"]) for t in named}
@@ -30,17 +30,17 @@ def has_template(folder: Path) -> bool:
     """Whether a model's folder holds a chat template."""
     config = folder / TOKENIZER
     try:
-        said = read_text(config, MAX_CONFIG) if config.exists() else ""
+        text = read_text(config, MAX_CONFIG) if config.exists() else ""
     except LowqError:
-        said = ""
-    return any(folder.glob("chat_template.*")) or '"chat_template"' in said
+        text = ""
+    return any(folder.glob("chat_template.*")) or '"chat_template"' in text
 
 
 def old_template(folder: Path) -> str | None:
     """The template in a file of vision models' processors, which transformers' tokenizers do not read."""
     path = folder / OLD
-    found = read_json(path, MAX_CONFIG).get("chat_template") if path.is_file() else None
-    return found if isinstance(found, str) else None
+    template = read_json(path, MAX_CONFIG).get("chat_template") if path.is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def in_one_folder(files: Mapping[str, bytes], others: Mapping[str, str]) -> dict[str, bytes]:

@@ -27,19 +27,19 @@ def shard_problems(
 
     packed_zeros: integer zeros are packed along N, as in other tools' formats.
     """
-    found: list[str | None] = [*fusion_problems(schemes)]
+    problems: list[str | None] = [*fusion_problems(schemes)]
     heads = whole(text_config(config), "num_key_value_heads", "num_attention_heads")
     for name, scheme in schemes.items():
         N, K = shapes[name]
         leaf = name.rpartition(".")[2]
         if leaf in ROW:
-            found.append(row_problem(name, scheme, K, ranks))
+            problems.append(row_problem(name, scheme, K, ranks))
         elif leaf != "lm_head":
             copies = heads if leaf in ("k_proj", "v_proj") and heads and ranks > heads else ranks  # few KV heads are replicated
-            found.append(column_problem(name, N, copies))
-            if packed_zeros and not found[-1]:
-                found.append(_packed_zeros_problem(name, scheme, N, copies))
-    return [line for line in found if line]
+            problems.append(column_problem(name, N, copies))
+            if packed_zeros and not problems[-1]:
+                problems.append(_packed_zeros_problem(name, scheme, N, copies))
+    return [line for line in problems if line]
 
 
 def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
@@ -68,13 +68,13 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
     """Why `ranks` ranks cannot share a matrix along K, with a group size or rank count that works; None if they can."""
     if K % ranks:
         return f"{name}: K={K} is not a multiple of {ranks}"
-    own = K // ranks
-    if s.group_size != K and own % s.group_size:
-        fitting = fit_group(own, s.group_size)
+    part = K // ranks
+    if s.group_size != K and part % s.group_size:
+        fitting = fit_group(part, s.group_size)
         way_out = f"--override '{name.rpartition('.')[2]}={s.bits}:{fitting}'" if fitting else "fewer ranks"
-        return f"{name}: K={K} over {ranks} ranks is {own}, not a multiple of group_size={s.group_size}; use {way_out}"
-    if own * s.bits % 32:
-        return f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"
+        return f"{name}: K={K} over {ranks} ranks is {part}, not a multiple of group_size={s.group_size}; use {way_out}"
+    if part * s.bits % 32:
+        return f"{name}: K={K} over {ranks} ranks is {part} {s.bits}-bit codes, not whole words; use fewer ranks"
     return None
 
 
@@ -90,7 +90,7 @@ def column_problem(name: str, N: int, ranks: int) -> str | None:
 
 def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str | None:
     """As `column_problem`, for formats that pack integer zeros along N."""
-    own = N // ranks
-    if s.zero == "int" and own * s.bits % 32:
-        return f"{name}: N={N} over {ranks} ranks is {own} {s.bits}-bit zeros, not whole words; quantize with --zero none"
+    part = N // ranks
+    if s.zero == "int" and part * s.bits % 32:
+        return f"{name}: N={N} over {ranks} ranks is {part} {s.bits}-bit zeros, not whole words; quantize with --zero none"
     return None

@@ -39,10 +39,10 @@ def lifted(config: dict[str, Any]) -> dict[str, Any]:
 
 def way_out(missing: str, names: Iterable[str]) -> str:
     """A hint for a tensor that is missing from the files; they may have it under a text model's name."""
-    parts, found = missing.split("."), set(names)
+    parts, present = missing.split("."), set(names)
     other = ".".join(p for p in parts if p != "language_model")
-    tower = next((n for n in sorted(found) if TOWERS.search(n)), None)
-    if other == missing or other not in found or tower is None:
+    tower = next((n for n in sorted(present) if TOWERS.search(n)), None)
+    if other == missing or other not in present or tower is None:
         return "fetch the model again"
     return (
         f"the files have it as {other}, the name of a text model, beside {tower}: a derivative that its tool renamed in part; "

@@ -31,8 +31,8 @@ class _AfterImport:  # not a MetaPathFinder: importlib.abc would double the time
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in AFTER:
             return None
-        found = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
-        spec = next((s for s in found if s is not None), None)
+        specs = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        spec = next((s for s in specs if s is not None), None)
         loader = None if spec is None else spec.loader
         if loader is None:
             return spec

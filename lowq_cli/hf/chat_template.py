@@ -35,16 +35,16 @@ def render(
             assert worker.stdout
             worker.stdin.write(line)
             worker.stdin.flush()
-            said = worker.stdout.readline(BYTES)
+            reply = worker.stdout.readline(BYTES)
         except OSError:
-            said = b""
+            reply = b""
         except BaseException:  # e.g. Ctrl-C: the process's next answer would belong to an earlier call
             _end()
             raise
-        if not said.endswith(b"\n"):
+        if not reply.endswith(b"\n"):
             _end()
             raise DamagedError(f"the model's chat template takes more than {SECONDS:g} s or {BYTES >> 20} MB; it is not used")
-    answer = json.loads(said)
+    answer = json.loads(reply)
     if "error" in answer:
         raise DamagedError(f"the model's chat template cannot write this conversation: {answer['error']}")
     return str(answer["text"])
@@ -96,11 +96,11 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
-            told: dict[str, Any] = {"text": call(**json.loads(line))[0][0]}
+            answer: dict[str, Any] = {"text": call(**json.loads(line))[0][0]}
         except MemoryError:
-            told = {"error": f"it takes more than {2 * BYTES >> 20} MB of memory"}
+            answer = {"error": f"it takes more than {2 * BYTES >> 20} MB of memory"}
         except Exception as e:  # untrusted code may raise anything; the error is the answer
-            told = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
+            answer = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps(told).encode() + b"\n")
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()

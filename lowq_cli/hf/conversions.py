@@ -46,12 +46,12 @@ class Cut(SplitModulelist):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         """Turn {pattern: stack} into {name: tensor}, where the expert's index replaces the pattern's star."""
-        found: dict[str, torch.Tensor] = {}
+        pieces: dict[str, torch.Tensor] = {}
         for pattern, tensors in input_dict.items():
             stack = tensors[0] if isinstance(tensors, list) else tensors
             names = self.get_target_patterns(input_dict, pattern, target_patterns, stack.shape[self.dim])
-            found |= zip(names, stack.unbind(self.dim), strict=True)
-        return found
+            pieces |= zip(names, stack.unbind(self.dim), strict=True)
+        return pieces
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -62,13 +62,13 @@ class Cut(SplitModulelist):
 def with_companions(rules: Sequence[Any], model: PreTrainedModel) -> list[Any]:
     """The rules; a rule for a packed parameter is followed by its copies for the parameter's scales, zeros and tables."""
     names = "\n".join(name for name, _ in model.named_parameters())
-    found: list[Any] = []
+    all_rules: list[Any] = []
     for rule in rules:
         packed = isinstance(rule, WeightConverter) and all(s.endswith(WEIGHT) for s in _bare(rule._original_source_patterns))
         target = _bare(rule._original_target_patterns)[0] if packed else ""
-        own = [leaf for leaf in COMPANIONS if target and re.search(f"{target}{leaf}$", names, re.MULTILINE)]
-        found += [_copy(rule, leaf) for leaf in ("", *own)] if own else [rule]
-    return found
+        leaves = [leaf for leaf in COMPANIONS if target and re.search(f"{target}{leaf}$", names, re.MULTILINE)]
+        all_rules += [_copy(rule, leaf) for leaf in ("", *leaves)] if leaves else [rule]
+    return all_rules
 
 
 def _bare(patterns: Sequence[str]) -> list[str]:
@@ -90,11 +90,11 @@ def dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """The dtype to load each parameter of a model on the meta device in; empty where transformers casts correctly."""
     if not KEEPS_DTYPE_OF_FILE:
         return {}
-    found = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    by_name = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
     if plan := model._get_dtype_plan(model.dtype):
         pattern, globs, _ = build_glob_alternation(list(plan))
-        found |= {name: plan[globs[m.lastgroup]] for name in found if (m := pattern.search(name)) and m.lastgroup}
-    return found
+        by_name |= {name: plan[globs[m.lastgroup]] for name in by_name if (m := pattern.search(name)) and m.lastgroup}
+    return by_name
 
 
 def cast(model: PreTrainedModel, wanted: dict[str, torch.dtype]) -> None:

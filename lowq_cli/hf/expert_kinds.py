@@ -79,26 +79,26 @@ class Kind:
 
 def kind_of(module: nn.Module) -> Kind | str:
     """The `Kind` of a module of experts, or the reason why lowq does not support the module."""
-    own = type(module).__name__
-    if own in LISTED:
+    class_name = type(module).__name__
+    if class_name in LISTED:
         return Kind("weight")
-    known = own in (*EVERY_TOKEN, *IDENTITIES)
+    known = class_name in (*EVERY_TOKEN, *IDENTITIES)
     if not known and not callable(getattr(module, "_apply_gate", None)):
-        return f"experts of a kind lowq does not know ({own})"
+        return f"experts of a kind lowq does not know ({class_name})"
     if getattr(module, "has_post_expert_norm", False):
         return "experts with has_post_expert_norm=True"
     kind = Kind(
         "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj",
-        own in EVERY_TOKEN or bool(getattr(module, "is_transposed", False)),
+        class_name in EVERY_TOKEN or bool(getattr(module, "is_transposed", False)),
         not getattr(module, "is_concatenated", True),
         bool(getattr(module, "has_bias", False)),
-        own in EVERY_TOKEN,
-        own in IDENTITIES,
+        class_name in EVERY_TOKEN,
+        class_name in IDENTITIES,
     )
-    wanted = {*kind.stacks, *(f"{n}_bias" for n in kind.stacks if kind.bias)}
+    expected = {*kind.stacks, *(f"{n}_bias" for n in kind.stacks if kind.bias)}
     held = {name for name, _ in module.named_parameters()} | {n for n, _ in module.named_buffers() if n in kind.stacks}
-    if odd := held ^ wanted:
-        return f"experts with further parameters ({min(odd)})" if odd - wanted else f"experts without {min(odd)}"
+    if odd := held ^ expected:
+        return f"experts with further parameters ({min(odd)})" if odd - expected else f"experts without {min(odd)}"
     return kind
 
 
@@ -125,19 +125,19 @@ def converters(stacks: Iterable[tuple[str, bool]], known: Sequence["WeightConver
         WeightConverter,
     )  # 3 s that decoding can do without
 
-    own: dict[str, list[str]] = defaultdict(list)
+    targets: dict[str, list[str]] = defaultdict(list)
     dense = set()
     for path, packed in stacks:
         if any(path.endswith(t.strip("^$")) for c in known for t in c._original_target_patterns):
             continue
         suffix = ".".join(path.split(".")[-3:])
-        own[suffix] += [path] if packed else []
+        targets[suffix] += [path] if packed else []
         dense |= set() if packed else {suffix}
-    found = []
-    for suffix, paths in own.items():  # one rule for all layers, unless some layers have dense experts
+    rules = []
+    for suffix, paths in targets.items():  # one rule for all layers, unless some layers have dense experts
         for target in paths if suffix in dense else [suffix] * bool(paths):
             parent, _, name = target.rpartition(".")
             files = [f"{parent}.*.{leaf}.weight" for leaf in LEAVES[name]] if name in LEAVES else [f"{parent}.*.{name}"]
             merge = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(files) > 1 else [])]
-            found.append(WeightConverter(files, target, merge))
-    return found
+            rules.append(WeightConverter(files, target, merge))
+    return rules

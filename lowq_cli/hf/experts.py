@@ -114,8 +114,8 @@ class QuantExperts(nn.Module):
         for name, scheme in self.schemes.items():
             now = self.stack(name)
             assert now.scales is not None
-            own = now.scales.dtype if scheme.scale == "float" else self.dtype
-            self._move(name, best_layout(scheme, now.N, now.K, dtype or own, now.words.device))
+            scale_dtype = now.scales.dtype if scheme.scale == "float" else self.dtype
+            self._move(name, best_layout(scheme, now.N, now.K, dtype or scale_dtype, now.words.device))
         return self
 
     def forward(
@@ -147,10 +147,10 @@ class QuantExperts(nn.Module):
         """Row s of x (S, H) through expert `experts[s]` -> (S, H)."""
         first, down = self.kind.stacks
         gating, last = self.__dict__["gating"], self.shapes[down][0] - 1
-        own = experts.clamp(max=last) if self.kind.identities else experts
-        h = self._product(x, own, first)
+        computed = experts.clamp(max=last) if self.kind.identities else experts
+        h = self._product(x, computed, first)
         h = self.kind.as_gated(h) if first in self.schemes else h
-        y = self._product(between(gating, h), own, down)
+        y = self._product(between(gating, h), computed, down)
         return torch.where((experts > last)[:, None], x, y) if self.kind.identities else y
 
     def _every_token(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -260,12 +260,12 @@ def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torc
 
 def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
     """The same with one matmul per row, on a copy of its expert's weight. No device sync: a CUDA graph can capture it."""
-    at_once, made = max(1, COPIED // stack.words[0].nbytes), list[torch.Tensor]()
+    at_once, products = max(1, COPIED // stack.words[0].nbytes), list[torch.Tensor]()
     for first in range(0, x.shape[0], at_once):
         rows = x[first : first + at_once]
         chosen = stack.take(experts[first : first + at_once])
-        made += [chosen.product(rows[s : s + 1], s) for s in range(rows.shape[0])]
-    return torch.cat(made)
+        products += [chosen.product(rows[s : s + 1], s) for s in range(rows.shape[0])]
+    return torch.cat(products)
 
 
 @torch.library.custom_op("lowq::experts_linear", mutates_args=())

@@ -86,17 +86,17 @@ class DecoderLayers:
 
     def linears(self, number: int) -> dict[str, Spot]:
         """Checkpoint name without ".weight" -> place in the layer, for each linear weight, including those of experts."""
-        found = {}
+        places = {}
         for tensor in self._mine[number]:
             module, leaf = _owner(self.layers[number], tensor.inside)
             path = tensor.inside.rpartition(".")[0]
             if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
                 rows = tensor.cut.rows if tensor.cut else None
-                found[tensor.name] = Spot(path, cut=Cut(rows=rows, transposed=isinstance(module, Conv1D)))
+                places[tensor.name] = Spot(path, cut=Cut(rows=rows, transposed=isinstance(module, Conv1D)))
             elif leaf in self._stacks(whole := f"{self._prefix}{number}.{tensor.inside}"):
                 cuts = {tensor.name: tensor.cut} if tensor.cut else self.skeleton.inside(whole)
-                found |= {name: Spot(path, leaf, cut) for name, cut in cuts.items()}
-        return {name.removesuffix(".weight"): spot for name, spot in found.items()}
+                places |= {name: Spot(path, leaf, cut) for name, cut in cuts.items()}
+        return {name.removesuffix(".weight"): spot for name, spot in places.items()}
 
     def _stacks(self, param: str) -> tuple[str, ...]:
         """The stacks of the parameter's module of experts; empty if calls do not give the experts that a token visits."""

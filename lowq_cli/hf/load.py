@@ -29,10 +29,10 @@ def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.devi
     """The dtype argument for transformers. Raises UsageError for a dtype that is not a 16- or 32-bit float."""
     if dtype is None:
         return torch.bfloat16 if packed and device.type == "cpu" else "auto"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float16, torch.bfloat16, torch.float32):
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if torch_dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UsageError(f"dtype {dtype!r} is not one lowq computes in; use float16, bfloat16 or float32")
-    return found
+    return torch_dtype
 
 
 def load_model(source: Source, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -58,7 +58,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     if packed and isinstance(dtype := getattr(torch, kind, kind) if isinstance(kind, str) else kind, torch.dtype):
         check_dtype(source, dtype)
     loaded: Any
-    found: dict[str, Any]
+    info: dict[str, Any]
     # directly to a GPU if accelerate, which transformers needs for that, is installed; otherwise through host memory
     direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
     if ranks.world() > 1:
@@ -76,7 +76,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
             _silent(),
             only_its_files(source) as view,
         ):
-            loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
+            loaded, info = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 str(view),
                 dtype=kind,
                 local_files_only=True,
@@ -86,7 +86,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
                 **direct,
             )
         loaded.name_or_path = loaded.config._name_or_path = str(source.folder)
-        _check_filled(source, loaded.config, found)
+        _check_filled(source, loaded.config, info)
         if not all(b.isfinite().all() for name, b in loaded.named_buffers() if name.endswith("inv_freq")):
             raise DamagedError("rope_parameters in config.json give angles that are not finite")
         if source.folder is not None:
@@ -107,14 +107,14 @@ def check_dtype(source: Source, dtype: torch.dtype) -> None:
 
 def _check_filled(source: Source, config: Any, found: dict[str, Any]) -> None:
     """Raise DamagedError if weights are missing or have the wrong shape; warn of weights that the model does not know."""
-    said = f"{source.name} does not fill the model its config.json describes"
-    for name, have, wanted in sorted(found.get("mismatched_keys", ()), key=str):
-        raise DamagedError(f"{said}: {name} is {_spelled(have)}, not {_spelled(wanted)}")
+    line = f"{source.name} does not fill the model its config.json describes"
+    for name, have, expected in sorted(found.get("mismatched_keys", ()), key=str):
+        raise DamagedError(f"{line}: {name} is {_spelled(have)}, not {_spelled(expected)}")
     for name in sorted(map(str, found.get("missing_keys", ()))):
-        raise DamagedError(f"{said}: {name} is missing; {way_out(name, source.headers)}")
+        raise DamagedError(f"{line}: {name} is missing; {way_out(name, source.headers)}")
     for fault in ("error_msgs", "conversion_errors"):
         if names := found.get(fault):
-            raise DamagedError(f"{said}: {fault} {sorted(map(str, names))[0]}")
+            raise DamagedError(f"{line}: {fault} {sorted(map(str, names))[0]}")
     extra = extra_of(config, source.headers)
     if unknown := sorted(k for k in map(str, found.get("unexpected_keys", ())) if not extra or not k.startswith(extra)):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

@@ -50,13 +50,13 @@ def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, *
 
 def _maybe_include_all_linear_layers(peft_config: Any, model: Any) -> Any:
     """PEFT's function, which now also finds packed layers, except the output layer and layers that have adapters."""
-    asked = getattr(peft_config, "target_modules", None)
-    found: Any = _expand(peft_config, model)
-    if isinstance(asked, str) and asked.lower() == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:
+    targets = getattr(peft_config, "target_modules", None)
+    expanded: Any = _expand(peft_config, model)
+    if isinstance(targets, str) and targets.lower() == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         packed = {n for n, m in model.named_modules() if isinstance(m, packed_classes()) and m is not head}
-        found.target_modules |= {name for name in packed if not name.endswith(".base_layer")}
-    return found
+        expanded.target_modules |= {name for name in packed if not name.endswith(".base_layer")}
+    return expanded
 
 
 LoraModel._create_new_module = staticmethod(_create_new_module)  # type: ignore[method-assign]

@@ -128,8 +128,8 @@ def settle(model: PreTrainedModel) -> None:
 def _plan(model: PreTrainedModel) -> dict[str, Any]:
     config: Any = model.config.distributed_config
     others = {k: getattr(config, k, None) for k in ("fsdp_size", "pp_size", "ep_size", "dp_replicate_size")}
-    if asked := [k for k, size in others.items() if size not in (None, 1)]:
-        raise UnsupportedError(f"{asked[0]}={others[asked[0]]}: lowq spreads packed weights by tp_size only")
+    if unsupported := [k for k, size in others.items() if size not in (None, 1)]:
+        raise UnsupportedError(f"{unsupported[0]}={others[unsupported[0]]}: lowq spreads packed weights by tp_size only")
     if isinstance(config.tp_plan, dict) or getattr(config, "enable_expert_parallel", False):
         raise UnsupportedError("lowq cuts packed weights by the family's own tp_plan; leave tp_plan and experts' plans out")
     if not model._tp_plan:
@@ -149,8 +149,8 @@ def _check(path: str, module: QuantLinear, style: str, n: int) -> None:
     N, K = module.out_features, module.in_features
     if module.layout != DISK:
         raise UnsupportedError(f"{path} is stored in layout {module.layout}, which processes cannot share; use {DISK}")
-    own = row_problem(path, module.scheme, K, n) if style in ROW else column_problem(path, N, n)
-    if problem := table_problem(path, module.scheme) or own:
+    reason = row_problem(path, module.scheme, K, n) if style in ROW else column_problem(path, N, n)
+    if problem := table_problem(path, module.scheme) or reason:
         raise UnsupportedError(problem)
 
 

@@ -95,33 +95,33 @@ class Processor:
         if self.images.form == "rows":
             how["patch_size"] = self.images.patch * self.images.merge
         with library_errors(UsageError, "the model's processor refuses the picture"):
-            made = dict(self.own(images=[image], **how))
-        return self._picture(made)
+            prepared = dict(self.own(images=[image], **how))
+        return self._picture(prepared)
 
     def _picture(self, made: dict[str, Any]) -> Picture:
         images, pixels = self.images, made["pixel_values"]
         if any(int(n) for n in made.get("num_crops", ())):
             raise UnsupportedError(f"{self.folder}/{NAMES[0]} has do_pan_and_scan, which lowq does not write; take it out")
         if images.rows:
-            found = Picture(_only(made, "pixel_values"), images.rows * pixels.shape[0])
+            picture = Picture(_only(made, "pixel_values"), images.rows * pixels.shape[0])
         elif images.form == "run":
             _, h, w = (int(n) for n in made["image_grid_thw"][0])
             h, w = h // images.merge, w // images.merge
-            found = Picture(_only(made, "pixel_values", "image_grid_thw"), h * w, (h, w))
+            picture = Picture(_only(made, "pixel_values", "image_grid_thw"), h * w, (h, w))
         elif images.form == "rows":
             h, w = (int(n) // (images.patch * images.merge) for n in made["image_sizes"][0])
             sizes = torch.as_tensor(made["image_sizes"])
-            found = Picture({"pixel_values": pixels, "image_sizes": sizes}, h * w, (h, w))
+            picture = Picture({"pixel_values": pixels, "image_sizes": sizes}, h * w, (h, w))
         elif images.form == "tiles":
             each = (pixels.shape[-2] // images.patch) * (pixels.shape[-1] // images.patch) // images.merge**2
             tiles = tuple(int(n) for n in made["aspect_ratios"][0])
-            found = Picture({"pixel_values": pixels.flatten(0, -4)}, each * pixels.shape[-4], tiles=tiles)
+            picture = Picture({"pixel_values": pixels.flatten(0, -4)}, each * pixels.shape[-4], tiles=tiles)
         else:
             rows = int(made["num_soft_tokens_per_image"][0])
-            found = Picture(_only(made, "pixel_values", "image_position_ids"), rows)
-        if not 0 < found.rows <= MOST_ROWS:
-            raise UsageError(f"the picture makes {found.rows} tokens; allowed are 1 to {MOST_ROWS}, change its size")
-        return found
+            picture = Picture(_only(made, "pixel_values", "image_position_ids"), rows)
+        if not 0 < picture.rows <= MOST_ROWS:
+            raise UsageError(f"the picture makes {picture.rows} tokens; allowed are 1 to {MOST_ROWS}, change its size")
+        return picture
 
 
 def _only(made: Mapping[str, Any], *names: str) -> "dict[str, torch.Tensor]":
@@ -148,8 +148,12 @@ def place(images: Images, spelled: Spelled) -> str:
 
 def framed(images: Images, spelled: Spelled) -> str:
     """The same for a prompt without a template."""
-    own = place(images, spelled)
-    return _text(spelled, images.begin) + own + _text(spelled, images.end) if images.form == "run" and images.begin else own
+    placeholder = place(images, spelled)
+    return (
+        _text(spelled, images.begin) + placeholder + _text(spelled, images.end)
+        if images.form == "run" and images.begin
+        else placeholder
+    )
 
 
 def written(images: Images, picture: Picture | Packed, spelled: Spelled) -> str:
@@ -171,19 +175,19 @@ def written(images: Images, picture: Picture | Packed, spelled: Spelled) -> str:
 
 def expanded(text: str, pictures: Sequence[Picture | Packed], images: Images, spelled: Spelled) -> str:
     """The text with the placeholders of its images. Raises UsageError if images and places differ in number."""
-    own = place(images, spelled)
-    parts = text.split(own)
+    placeholder = place(images, spelled)
+    parts = text.split(placeholder)
     if len(parts) - 1 != len(pictures):
         raise UsageError(
-            f"the text has {len(parts) - 1} places for pictures ({own}) and there are {len(pictures)} pictures; "
-            f"leave {own} out of what you write"
+            f"the text has {len(parts) - 1} places for pictures ({placeholder}) and there are {len(pictures)} pictures; "
+            f"leave {placeholder} out of what you write"
         )
-    made = [part for pair in zip(parts, (written(images, p, spelled) for p in pictures), strict=False) for part in pair]
-    return "".join([*made, parts[-1]])
+    pieces = [part for pair in zip(parts, (written(images, p, spelled) for p in pictures), strict=False) for part in pair]
+    return "".join([*pieces, parts[-1]])
 
 
 def _text(spelled: Spelled, token: int) -> str:
-    found = spelled(token)
-    if not found:
+    token_text = spelled(token)
+    if not token_text:
         raise UnsupportedError(f"the tokenizer has no token {token}, which config.json names for pictures")
-    return found
+    return token_text

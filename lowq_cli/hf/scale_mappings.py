@@ -63,9 +63,9 @@ def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) ->
             after = tuple(n for m in together for n in by_module[m])
             mappings.append(ScaleMapping(f"{norm} -> {', '.join(together)}", after, norm, _offset(layer, norm)))
             continue
-        found = _linear(layer, module, by_module, spots)
-        if found:
-            mappings.append(found)
+        mapping = _linear(layer, module, by_module, spots)
+        if mapping:
+            mappings.append(mapping)
         else:
             missing.append(module)
     return mappings, missing
@@ -75,18 +75,18 @@ def _flow(layer: nn.Module, modules: list[str], run: Callable[[], object]) -> tu
     """{id of a norm's output: the norm's path} and {linear's path: id of its input}."""
     norms: dict[int, str] = {}
     inputs: dict[str, int] = {}
-    kept: list[Any] = []  # kept alive, so that no two tensors get the same id
+    alive: list[Any] = []  # kept alive, so that no two tensors get the same id
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, out: torch.Tensor) -> None:
-            kept.append(out)
+            alive.append(out)
             norms[id(out)] = name
 
         return hook
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            kept.append(args[0])
+            alive.append(args[0])
             inputs[name] = id(args[0])
 
         return hook

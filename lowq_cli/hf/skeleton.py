@@ -51,9 +51,9 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
         )
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is CONFIG_MAPPING[model_type]:
-            return found  # not a class of another model_type
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.config_class is CONFIG_MAPPING[model_type]:
+            return cls  # not a class of another model_type
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if causal is None:
         raise UnsupportedError(f"model_type {model_type!r} has no language model in transformers {transformers.__version__}")
@@ -62,8 +62,8 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 
 def _model_type(config: dict[str, Any]) -> Any:
     """The config as AutoConfig reads it: Mistral with layer_types becomes Ministral, with a window in some layers only."""
-    found = known_type(config)
-    return "ministral" if found == "mistral" and "layer_types" in config else found
+    kind = known_type(config)
+    return "ministral" if kind == "mistral" and "layer_types" in config else kind
 
 
 def build(config: dict[str, Any]) -> PreTrainedModel:
@@ -117,8 +117,8 @@ class Place:
 
 def _only_turns(rule: Any) -> bool:
     """Whether a rule of transformers only transposes tensors that files may hold either way (Qwen3-VL's experts)."""
-    own = isinstance(rule, WeightConverter) and rule.source_patterns == rule.target_patterns
-    return own and all(isinstance(op, Transpose) for op in rule.operations)
+    same_names = isinstance(rule, WeightConverter) and rule.source_patterns == rule.target_patterns
+    return same_names and all(isinstance(op, Transpose) for op in rule.operations)
 
 
 class Skeleton:
@@ -210,15 +210,15 @@ class Skeleton:
         rows = shape[-2]
         numbers = torch.arange(shape[:-1].numel(), device="cpu").reshape(*shape[:-1], 1)
         numbers = numbers.expand(*shape[:-1], 2)  # transformers before 5.23 would drop a dimension of size 1
-        found = {}
+        cuts = {}
         for name, piece in self._revert({param: numbers}).items():
             ids = piece[..., 0].flatten()
             first, last = int(ids[0]), int(ids[-1])
             if piece.dim() != 2 or last - first != len(ids) - 1 or first // rows != last // rows:
                 return {}
             expert = first // rows if len(shape) == 3 else None
-            found[name] = Cut(expert, (first % rows, last % rows + 1))
-        return found
+            cuts[name] = Cut(expert, (first % rows, last % rows + 1))
+        return cuts
 
     def inside(self, param: str) -> dict[str, Cut]:
         """`split` as cuts of the parameter itself."""
@@ -233,8 +233,8 @@ class Skeleton:
     @cached_property
     def _saving(self) -> list[Any]:
         """The rules for `revert_weight_conversion` with a model that was not loaded from files."""
-        found = get_model_conversion_mapping(self.model, add_legacy=False)
-        return [c for c in found if not isinstance(c, PrefixChange) and not _only_turns(c)] + self.own
+        rules = get_model_conversion_mapping(self.model, add_legacy=False)
+        return [c for c in rules if not isinstance(c, PrefixChange) and not _only_turns(c)] + self.own
 
     def _revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if getattr(self.model, "_weight_conversions", None) is not None:  # loaded: the rules that saving will use

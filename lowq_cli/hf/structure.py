@@ -33,13 +33,13 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
     """
     check_plausible(config, len(headers))
     skeleton = Skeleton(build(config))
-    found: dict[str, Role] = {}
+    by_name: dict[str, Role] = {}
     filled: set[str] = set()
     merged: dict[str, int] = defaultdict(int)  # parameter -> rows of the tensors that are merged into it
     for name, header in headers.items():
         place = skeleton.place(name)
         if place is None:
-            found[name] = Role("other", reason="the model does not know it")
+            by_name[name] = Role("other", reason="the model does not know it")
             continue
         filled.add(place.param)
         check_shape(skeleton, place, name, header)
@@ -48,21 +48,21 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
         role = _role(skeleton, name, place, tuple(header.shape))
         if role.parts and header.dtype not in FLOATS:
             role = replace(role, parts=(), reason=f"stored as {header.dtype}")
-        found[name] = role
+        by_name[name] = role
     check_complete(skeleton, filled, headers)
     for param, rows in merged.items():
         shape, kind = skeleton.params[param].shape, skeleton.kinds.get(param.rpartition(".")[0])
         if rows != (total := shape[::2] if getattr(kind, "transposed", False) else shape[:-1]).numel():
             raise DamagedError(f"the tensors that make up {param} have {rows} rows; config.json asks for {total.numel()}")
-    return found
+    return by_name
 
 
 def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeader) -> None:
     """Raise DamagedError if a tensor that alone fills a parameter has a different shape."""
-    wanted = tuple(skeleton.params[place.param].shape)
-    turned = (*wanted[:-2], *wanted[:-3:-1]) if skeleton.turns(name) else wanted
-    if not place.merged and tuple(header.shape) not in (wanted, turned):
-        raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
+    expected = tuple(skeleton.params[place.param].shape)
+    turned = (*expected[:-2], *expected[:-3:-1]) if skeleton.turns(name) else expected
+    if not place.merged and tuple(header.shape) not in (expected, turned):
+        raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {expected}")
 
 
 def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
@@ -174,10 +174,10 @@ def _weight_used_directly(skeleton: Skeleton, param: str) -> str | None:
 @cache
 def _read_by(leaf: str, around: tuple[Any, ...]) -> str | None:
     """The same by classes, with the linear's parent last; cached because layers are alike and this takes 0.5 ms."""
-    name, own = re.escape(leaf), _source(around[-1])
-    if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
+    name, source = re.escape(leaf), _source(around[-1])
+    if re.search(rf"\bself\.{name}\.weight\b", source) and not re.search(rf"\bself\.{name}\(", source):
         return "its model multiplies by the weight itself"
-    if re.search(rf"\.to\(self\.{name}\.weight\.dtype\)", own):
+    if re.search(rf"\.to\(self\.{name}\.weight\.dtype\)", source):
         return "its model casts to the weight's dtype"
     if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _source(cls)) for cls in around[:-1]):
         return "its model rescales the weight itself"
@@ -211,16 +211,16 @@ def _kind(skeleton: Skeleton, param: str, module: nn.Module) -> str:
     """The kind of weight: "attention", "mlp", "expert", "router", "embedding", "head", "norm" or "other"."""
     path = param.split(".")
     names = path[:-1]
-    own = type(module).__name__.lower()
+    class_name = type(module).__name__.lower()
     if module is skeleton.model.get_output_embeddings():
         return "head"
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if "norm" in own or (names and re.search(r"norm|(^|_)ln(_|$)", names[-1])):
+    if "norm" in class_name or (names and re.search(r"norm|(^|_)ln(_|$)", names[-1])):
         return "norm"
-    if _is_router(skeleton, names, own):
+    if _is_router(skeleton, names, class_name):
         return "router"
-    if isinstance(skeleton.params[param], torch.Tensor) and ("experts" in names or own.endswith("experts")):
+    if isinstance(skeleton.params[param], torch.Tensor) and ("experts" in names or class_name.endswith("experts")):
         return "expert"
     for component in reversed(names):
         if "attn" in component or "attention" in component:

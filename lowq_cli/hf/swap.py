@@ -81,11 +81,13 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         slices = skeleton.split(param) if len(members) > 1 else {}
         for stem, how in members.items():
             part = slices.get(stem + WEIGHT)
-            own = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else None
-            if why := misfit(stem, how, rows(how, headers[stem + WEIGHT].shape) if own is None else own, K, headers):
+            member_rows = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else None
+            if why := misfit(
+                stem, how, rows(how, headers[stem + WEIGHT].shape) if member_rows is None else member_rows, K, headers
+            ):
                 raise DamagedError(why)
-        if (found := packed_rows[param]) != N:
-            raise DamagedError(f"{param} has {N} rows; the checkpoint packs {found} for it, in {len(members)} tensors")
+        if (packed := packed_rows[param]) != N:
+            raise DamagedError(f"{param} has {N} rows; the checkpoint packs {packed} for it, in {len(members)} tensors")
         agreed = set(members.values())
         if len(agreed) > 1:
             some = sorted(f"{how.scheme}{'' if how.layout == DISK else f' in {how.layout}'}" for how in agreed)
@@ -97,10 +99,10 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         if len(members) > 1 and how.scheme.table_width:
             tables[module, leaf] = _tables(skeleton, param, members, slices)
     for path, leaves in by_module.items():
-        made = _packed_module(skeleton, path, leaves, tables)
-        if isinstance(made, QuantLinear) and made.in_blocks:  # including the head
-            made.set_act(config["activations"])
-        model.set_submodule(path, made)
+        packed_module = _packed_module(skeleton, path, leaves, tables)
+        if isinstance(packed_module, QuantLinear) and packed_module.in_blocks:  # including the head
+            packed_module.set_act(config["activations"])
+        model.set_submodule(path, packed_module)
     _share_tied(model, skeleton)
     parallel.split(model)
 
@@ -150,11 +152,11 @@ def _packed_module(
         if isinstance(kind := skeleton.kinds.get(path, "no experts"), str):
             raise UnsupportedError(f"{path} is packed: {kind}, which lowq cannot compute with")
         _rowstream_only(path, leaves, "experts")
-        own = {leaf: tables[path, leaf] for leaf in leaves if (path, leaf) in tables}
+        of_path = {leaf: tables[path, leaf] for leaf in leaves if (path, leaf) in tables}
         schemes = {leaf: how.scheme for leaf, how in leaves.items()}
         config, parent = skeleton.model.config.get_text_config(), skeleton.model.get_submodule(path.rpartition(".")[0])
         top_k = getattr(parent, "top_k", None) or getattr(config, "num_experts_per_tok", None) or 1
-        return QuantExperts(module, schemes, skeleton.params[f"{path}.{kind.stacks[-1]}"].dtype, own, top_k)
+        return QuantExperts(module, schemes, skeleton.params[f"{path}.{kind.stacks[-1]}"].dtype, of_path, top_k)
     if leaves.keys() == {"weight"}:
         (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
@@ -162,9 +164,9 @@ def _packed_module(
             return QuantEmbedding(module, scheme, dtype)
         if is_linear(module) or type(module) is Conv1D:
             N, K = _dense_shape(skeleton, f"{path}.weight")
-            made = QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
-            made.weight_table = blank_table(scheme, "meta", tables.get((path, "weight"), 1))
-            return made
+            linear = QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
+            linear.weight_table = blank_table(scheme, "meta", tables.get((path, "weight"), 1))
+            return linear
     raise UnsupportedError(f"{path}.{min(leaves)} is packed, but lowq cannot compute with a packed {type(module).__name__}")
 
 
@@ -250,8 +252,8 @@ def _check_values(packed: Mapping[str, Packed]) -> None:
             if scheme and role in ("scale", "zero", "table"):
                 full = f"{name}{OF_BLOCKS if scheme.block_rows > 1 else f'.{leaf}'}"  # the name in files
                 tests[p.device].append((full, plausible(p, scheme, role)))
-    for found in tests.values():
-        for (name, _), good in zip(found, torch.stack([g for _, g in found]).tolist(), strict=True):
+    for checks in tests.values():
+        for (name, _), good in zip(checks, torch.stack([g for _, g in checks]).tolist(), strict=True):
             if not good:
                 kind = {"zero": "zeros", "table": "numbers of a table"}.get(name.rpartition("_")[2], "scales")
                 raise DamagedError(
@@ -270,7 +272,7 @@ def saved_config(model: PreTrainedModel) -> dict[str, Any]:
         elif isinstance(module, QuantLinear | QuantEmbedding | JoinedRows) and not isinstance(module, TiedHead):
             shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
-    found = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}
+    packed = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}
     dense = {n: p.shape[:-1] for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point()}
-    kept = {saved.removesuffix(WEIGHT) for n, rows in dense.items() for saved in skeleton.saved_names(n, rows)}
-    return compact(found, kept - found.keys())
+    dense_names = {saved.removesuffix(WEIGHT) for n, rows in dense.items() for saved in skeleton.saved_names(n, rows)}
+    return compact(packed, dense_names - packed.keys())

@@ -20,8 +20,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """
     try:  # trust_remote_code=False: without it transformers asks on stdin whether to run the folder's code
         with only_its_files(source) as view, no_panic(f"the tokenizer of {source.name}"):
-            found = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
-        found.name_or_path = str(source.folder)
+            tokenizer = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
+        tokenizer.name_or_path = str(source.folder)
     except Exception as e:  # tokenizer classes raise various errors for missing or damaged files
         if is_no_refusal(e):
             raise
@@ -35,16 +35,16 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
                 f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"
             ) from e
         raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
-    if hasattr(found, "deprecation_warnings"):  # turns off the warning of long texts: callers check lengths
-        found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    if found.is_fast:
-        check_growth(found.backend_tokenizer, f"the tokenizer of {source.name}")
-    if found.chat_template is None and source.folder is not None:
-        found.chat_template = old_template(source.folder)
-    found.apply_chat_template = _WithinMeans(found)  # type: ignore[method-assign]
+    if hasattr(tokenizer, "deprecation_warnings"):  # turns off the warning of long texts: callers check lengths
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    if tokenizer.is_fast:
+        check_growth(tokenizer.backend_tokenizer, f"the tokenizer of {source.name}")
+    if tokenizer.chat_template is None and source.folder is not None:
+        tokenizer.chat_template = old_template(source.folder)
+    tokenizer.apply_chat_template = _WithinMeans(tokenizer)  # type: ignore[method-assign]
     for name in ("_encode_plus", "_decode"):
-        setattr(found, name, _InALine(found, name))
-    return found
+        setattr(tokenizer, name, _InALine(tokenizer, name))
+    return tokenizer
 
 
 def is_its_backend(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -45,8 +45,10 @@ class Tower:
         there = {k: t.to(self.device) for k, t in inputs.items()}
         there["pixel_values"] = there["pixel_values"].to(self.dtype)
         more = {}
-        asked = signature(self.model.get_image_features).parameters.get(STRATEGY)
-        if asked is not None and asked.default is asked.empty:  # required but unused by Llama 4 in transformers 5.17
+        parameter = signature(self.model.get_image_features).parameters.get(STRATEGY)
+        if (
+            parameter is not None and parameter.default is parameter.empty
+        ):  # required but unused by Llama 4 in transformers 5.17
             more[STRATEGY] = "default"
         out = self.model.get_image_features(**there, **more, return_dict=True)
         rows = out.pooler_output
@@ -65,16 +67,16 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
     names = [n for n in source.headers if n.startswith(prefixes) and not any(part in n for part in AUDIO)]
     tensors = _dense(source, names, dtype)
     model: Any
-    found: dict[str, Any]
+    info: dict[str, Any]
     with library_errors(DamagedError, f"the tower of {source.name} cannot be built"), _silent():
         config = _config(source.config)
-        model, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
+        model, info = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     text = ("language_model.", "lm_head.")
-    missing = sorted(n for n in map(str, found["missing_keys"]) if not any(part in n for part in (*text, *AUDIO)))
-    if missing or found["mismatched_keys"]:
-        what = missing or sorted(str(m[0]) for m in found["mismatched_keys"])
+    missing = sorted(n for n in map(str, info["missing_keys"]) if not any(part in n for part in (*text, *AUDIO)))
+    if missing or info["mismatched_keys"]:
+        what = missing or sorted(str(m[0]) for m in info["mismatched_keys"])
         raise DamagedError(f"the tower of {source.name} is not whole: {what[0]} is missing or of another shape")
     return Tower(model.to(device).eval())
 
@@ -84,13 +86,13 @@ def _dense(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, to
     quantization = source.config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD or source.folder is None:
         return {n: source.read(n).reshape(source.headers[n].shape) for n in names}
-    checkpoint, found = open_checkpoint(source.folder), dict[str, torch.Tensor]()
+    checkpoint, tensors = open_checkpoint(source.folder), dict[str, torch.Tensor]()
     with checkpoint.source:
         for t in checkpoint.tensors:
             name = f"{t.name}.weight" if t.scheme else t.name
             if name in names:
-                found[name] = checkpoint.read_matrix(t).dequantize().to(dtype) if t.scheme else checkpoint.read_plain(t)
-    return found
+                tensors[name] = checkpoint.read_matrix(t).dequantize().to(dtype) if t.scheme else checkpoint.read_plain(t)
+    return tensors
 
 
 def _config(raw: Mapping[str, Any]) -> Any:

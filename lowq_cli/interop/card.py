@@ -74,8 +74,8 @@ def _recipe(report: Mapping[str, Any]) -> list[str]:
     if not isinstance(recipe, Mapping):
         return []
     plain = {k: _counted(v) if isinstance(v, list) else v for k, v in recipe.items()}
-    asked = ", ".join(f"{k} {v}" for k, v in plain.items() if v not in (None, "", "auto", "source"))
-    return [f"| recipe | {_plain(asked)} |", f"| method | {_plain(', '.join(methods))} |"]
+    settings = ", ".join(f"{k} {v}" for k, v in plain.items() if v not in (None, "", "auto", "source"))
+    return [f"| recipe | {_plain(settings)} |", f"| method | {_plain(', '.join(methods))} |"]
 
 
 def _counted(values: list[Any]) -> str:

@@ -86,12 +86,12 @@ def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
     if fmt.config is None:
         return {}, {}
     dense = [t.name for t in found.tensors if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2]
-    kept = [name.removesuffix(".weight") for name in dense]
+    dense_names = [name.removesuffix(".weight") for name in dense]
     stacked = stacks(found, fmt)
     inside = {t.name for experts in stacked.values() for t in experts}
     modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
     modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # at its first expert's position
-    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, kept)
+    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, dense_names)
 
 
 def check_schemes(found: Checkpoint, fmt: Format) -> Checkpoint:

@@ -69,38 +69,38 @@ def export(
             raise UsageError(f"--type {kind} is a mixture of GGUF's types; leave --to {to} out")
         return _quantized_gguf(checkpoint, kind, out, progress)
     there = user_path(checkpoint).exists()
-    found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
-    with found.source:
+    opened = open_checkpoint(runnable(checkpoint) if there else checkpoint)
+    with opened.source:
         if check_tp is not None:
-            _check_tp(found, check_tp)
-        with way_out(found, to):
-            to = to or first_that_holds(found)
-            fmt, whole = formats.get(to), found
-            found = as_held(whole, fmt)
-            check_all(found, fmt, rounding)
+            _check_tp(opened, check_tp)
+        with way_out(opened, to):
+            to = to or first_that_holds(opened)
+            fmt, whole = formats.get(to), opened
+            opened = as_held(whole, fmt)
+            check_all(opened, fmt, rounding)
             name = Path(checkpoint).resolve().name
             if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
-                written = export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
-                return replace(written, notes=(*written.notes, *_left_out(whole, found, fmt)))
-            target, run = Path(out or f"{name}-{to}"), run_name(found, to, rounding)
-            check_apart(target, found.folder)
+                written = export_gguf(opened, Path(out or f"{name}.{to}"), rounding, progress)
+                return replace(written, notes=(*written.notes, *_left_out(whole, opened, fmt)))
+            target, run = Path(out or f"{name}-{to}"), run_name(opened, to, rounding)
+            check_apart(target, opened.folder)
             if done := was_exported(target, run):
                 sweep(target)
                 config, read = _as_read(target)
             else:
                 with new_folder(target, run) as folder:
-                    _write(found, fmt, folder, rounding, progress)
+                    _write(opened, fmt, folder, rounding, progress)
                     config, read = _as_read(folder)
                     remember_export(target, run, folder)  # before the rename, so that a kill in between is harmless
         engines, notes = fmt.engines(config, read), fmt.notes(config, {})
-        if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes) or _factor_problems(found)):
+        if "vLLM" in " ".join(engines) and (fused := fusion_problems(opened.schemes) or _factor_problems(opened)):
             engines = [e for e in engines if not e.startswith("vLLM")]
             notes.append(f"vLLM would refuse it, or run other weights: {fused[0]}")
-        notes += _left_out(whole, found, fmt)
+        notes += _left_out(whole, opened, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
-        return Exported(str(target), to, size, len(found.schemes), tuple(engines), tuple(notes), done)
+        return Exported(str(target), to, size, len(opened.schemes), tuple(engines), tuple(notes), done)
 
 
 def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
@@ -126,11 +126,11 @@ def _quantized_gguf(
 
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
     with whole.source:
-        found = as_held(whole, fmt)
-        written = export_gguf(found, Path(out or mixture_path(model, kind)), False, progress, mixture)
-        notes = _left_out(whole, found, fmt)
-        if found.schemes or isinstance(found.source, DecodedSource):
-            source = source_of(found.folder, found.report)
+        held = as_held(whole, fmt)
+        written = export_gguf(held, Path(out or mixture_path(model, kind)), False, progress, mixture)
+        notes = _left_out(whole, held, fmt)
+        if held.schemes or isinstance(held.source, DecodedSource):
+            source = source_of(held.folder, held.report)
             better = (
                 f"; from the original: lowq quantize {as_argument(source)} --export gguf --type {kind.upper()}"
                 if source

@@ -63,15 +63,19 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
 
     Raises UnsupportedError for a format that lowq does not read, DamagedError for contradictory tensors.
     """
-    said = source.config.get("quantization_config")
-    if isinstance(said, Mapping) and said.get("quant_method") == METHOD:
+    quantization = source.config.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD:
         return None
     from lowq_packers import formats
 
     fmt = formats.detect(source.config, source.headers)
     if fmt is None:
-        if said is not None:
-            method = said.get("quant_method", said.get("quant_type")) if isinstance(said, Mapping) else said
+        if quantization is not None:
+            method = (
+                quantization.get("quant_method", quantization.get("quant_type"))
+                if isinstance(quantization, Mapping)
+                else quantization
+            )
             known = ", ".join(f.title for f in formats.FORMATS.values())
             raise UnsupportedError(
                 f"{source.name} is quantized as {method!r}; lowq opens {known}: give the model it was made from"
@@ -85,8 +89,8 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
     matrices = fmt.matrices(source.config, source.headers, fetch)
     formats.check_used(matrices, source.headers)
     parts = {part for m in matrices for part in m.parts}
-    kept = {n: h.shape for n, h in source.headers.items() if n not in parts}
-    check_shapes(source.config, kept | {f"{m.name}.weight": m.shape for m in matrices})
+    dense_shapes = {n: h.shape for n, h in source.headers.items() if n not in parts}
+    check_shapes(source.config, dense_shapes | {f"{m.name}.weight": m.shape for m in matrices})
     if not matrices:
         raise DamagedError(f"{source.name}: config.json says {fmt.title}, but no weight is packed so; fetch the model again")
     return fmt, matrices
@@ -96,11 +100,11 @@ def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> S
     """`open_source`, with the weights of other tools' checkpoints decoded. Raises as `open_source` and the formats do."""
     raw = open_foreign(model, headers_only)
     try:
-        found = foreign_matrices(raw)
+        packed = foreign_matrices(raw)
     except BaseException:
         raw.close()
         raise
-    return raw if found is None else _decoded(raw, *found)
+    return raw if packed is None else _decoded(raw, *packed)
 
 
 def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
@@ -184,13 +188,13 @@ def dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
 
     dtype = getattr(torch, TORCH_NAMES[m.dtype])
     with torch.inference_mode():
-        found = m.read(fetch)
-        if not isinstance(found, torch.Tensor):
-            out = torch.empty(found.shape, dtype=dtype)
-            for rows, part in slabs(found):
+        matrix = m.read(fetch)
+        if not isinstance(matrix, torch.Tensor):
+            out = torch.empty(matrix.shape, dtype=dtype)
+            for rows, part in slabs(matrix):
                 out[rows] = part.dequantize(dtype)
         else:
-            out = found.to(dtype).contiguous()
+            out = matrix.to(dtype).contiguous()
         if not torch.isfinite(out).all():
             raise DamagedError(f"{m.name} holds NaN or infinite values; the model file is damaged")
     return out

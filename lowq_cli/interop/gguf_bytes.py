@@ -105,7 +105,7 @@ def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
         check_fits("its values", torch.float16, W)
         return W.to(torch.float16)
     scheme = gguf.SCHEMES[kind]
-    made = quantizers.get("rtn" if scheme.bits == 8 else "lsq")(W, scheme, torch.float16).held(torch.float16)
-    raw = gguf.encode(made, name)
-    check_same(gguf.decode(raw, kind, R, K, name), made, name, rounding=False)
+    quantized = quantizers.get("rtn" if scheme.bits == 8 else "lsq")(W, scheme, torch.float16).held(torch.float16)
+    raw = gguf.encode(quantized, name)
+    check_same(gguf.decode(raw, kind, R, K, name), quantized, name, rounding=False)
     return raw

@@ -82,7 +82,7 @@ def parts_of(found: Checkpoint, model: Model) -> tuple[list[tuple[str, Checkpoin
 
 
 def _embedding(text: list[tuple[str, CheckpointTensor]]) -> CheckpointTensor:
-    return next(t for own, t in text if own.startswith("model.embed_tokens"))
+    return next(t for name, t in text if name.startswith("model.embed_tokens"))
 
 
 def _facts(found: Checkpoint, config: Any, model: Model) -> Facts:
@@ -200,10 +200,10 @@ def _entries(text: list[tuple[str, CheckpointTensor]], model: Model, anew: bool)
     anew: the weights are quantized here, so experts may have different schemes.
     """
     entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
-    for own, t in text:
-        expert = EXPERT.fullmatch(own if t.scheme else own.removesuffix(".weight"))
+    for ours, t in text:
+        expert = EXPERT.fullmatch(ours if t.scheme else ours.removesuffix(".weight"))
         if expert is None or expert[3] not in STACKS:
-            row = _tensor(own, t)
+            row = _tensor(ours, t)
             entries[row.name] = row, [t]
             continue
         name = f"blk.{expert[1]}.{STACKS[expert[3]]}.weight"
@@ -254,7 +254,7 @@ def _model_metadata(raw: Mapping[str, Any], config: Any, model: Model, arch: str
     eps = {part.eps for part in walk((model.layers, model.norm)) if isinstance(part, Norm)}
     if len(eps) > 1:
         raise UnsupportedError(f"its norms have several eps ({', '.join(map(str, sorted(eps)))}), GGUF has one")
-    own = {
+    facts = {
         "context_length": u32(config.max_position_embeddings),
         "embedding_length": u32(config.hidden_size),
         "block_count": u32(config.num_hidden_layers),
@@ -270,11 +270,11 @@ def _model_metadata(raw: Mapping[str, Any], config: Any, model: Model, arch: str
         **_mixture_metadata(config, model),
     }
     if model.images and model.images.sections:
-        own["rope.dimension_sections"] = array([*model.images.sections, 0], of=INT32)
+        facts["rope.dimension_sections"] = array([*model.images.sections, 0], of=INT32)
     if model.images and arch.startswith("qwen3vl"):
-        own["n_deepstack_layers"] = u32(model.images.deepstack)
+        facts["n_deepstack_layers"] = u32(model.images.deepstack)
     general = [("general.architecture", text(arch)), ("general.name", text(name)), ("general.quantization_version", u32(2))]
-    return [*general, *((f"{arch}.{key}", value) for key, value in own.items())]
+    return [*general, *((f"{arch}.{key}", value) for key, value in facts.items())]
 
 
 def _mixture_metadata(config: Any, model: Model) -> dict[str, Value]:

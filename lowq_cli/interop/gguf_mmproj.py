@@ -62,7 +62,7 @@ def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
     heads = number("num_attention_heads", "num_heads")
     if (vision.get("head_dim") or width // heads) * heads != width and form.projector == "pixtral":
         raise UnsupportedError("its tower's heads are not as wide as its stream, as llama.cpp's graph of it has them")
-    own: dict[str, Value] = {
+    facts: dict[str, Value] = {
         "projector_type": text(form.projector), "has_vision_encoder": flag(True), "vision.image_size": u32(side),
         "vision.patch_size": u32(patch), "vision.embedding_length": u32(width), "vision.feed_forward_length": u32(int(inner)),
         "vision.block_count": u32(number("num_hidden_layers", "depth")), "vision.attention.head_count": u32(heads),
@@ -70,7 +70,7 @@ def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
         "vision.attention.layer_norm_epsilon": f32(EPS.get(form.projector, 1e-6)), **_pixels(found), **form.facts(config),
     }  # fmt: skip
     general = {"architecture": text("clip"), "type": text("mmproj"), "quantization_version": u32(2)}
-    return [*((f"general.{k}", v) for k, v in general.items()), *((f"clip.{k}", v) for k, v in own.items())]
+    return [*((f"general.{k}", v) for k, v in general.items()), *((f"clip.{k}", v) for k, v in facts.items())]
 
 
 def _pixels(found: Checkpoint) -> dict[str, Value]:
@@ -78,14 +78,14 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
     named = [found.folder / name for name in PROCESSORS if (found.folder / name).is_file()]
     if not named:
         raise NotFoundError(f"{found.folder} has no {PROCESSORS[0]}, which says how pictures are prepared; copy the original's")
-    said = read_json(named[0])
-    said = said.get("image_processor") or said
+    settings = read_json(named[0])
+    settings = settings.get("image_processor") or settings
     clip = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
-    values = {name: array([float(v) for v in said.get(name) or default], of=FLOAT32) for name, default in clip.items()}
-    size = said.get("size") or {}
-    limits = {"image_min_pixels": said.get("min_pixels") or size.get("shortest_edge"),
-              "image_max_pixels": said.get("max_pixels") or size.get("longest_edge")}  # fmt: skip
-    areas = {k: u32(int(v)) for k, v in limits.items() if v} if "merge_size" in said else {}  # Qwen's "edges" are areas
+    values = {name: array([float(v) for v in settings.get(name) or default], of=FLOAT32) for name, default in clip.items()}
+    size = settings.get("size") or {}
+    limits = {"image_min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
+              "image_max_pixels": settings.get("max_pixels") or size.get("longest_edge")}  # fmt: skip
+    areas = {k: u32(int(v)) for k, v in limits.items() if v} if "merge_size" in settings else {}  # Qwen's "edges" are areas
     if not areas and type(edge := size.get("longest_edge")) is int:
         values["image_size"] = u32(
             edge
@@ -95,8 +95,8 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
 
 def _pieces(found: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
     """The pieces as which one tensor of the checkpoint is written."""
-    own = t.name.removeprefix("model.")
-    stem, leaf = (own, "weight") if t.scheme else (own.rpartition(".")[0], own.rpartition(".")[2])
+    short = t.name.removeprefix("model.")
+    stem, leaf = (short, "weight") if t.scheme else (short.rpartition(".")[0], short.rpartition(".")[2])
     vision = found.config["vision_config"]
     names = form.to_file(stem, vision.get("deepstack_visual_indexes", (8, 16, 24)))
     if names is None:

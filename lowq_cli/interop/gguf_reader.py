@@ -60,10 +60,10 @@ class _Reader:
         return self.take(self.count("characters")).decode("utf-8", "replace")
 
     def name(self) -> str:
-        found = self.string()
-        if len(found) > MAX_NAME or not found.isprintable():
-            raise DamagedError(f"{self.where} has a tensor of the name {found[:MAX_NAME]!r}; fetch it again")
-        return found
+        text = self.string()
+        if len(text) > MAX_NAME or not text.isprintable():
+            raise DamagedError(f"{self.where} has a tensor of the name {text[:MAX_NAME]!r}; fetch it again")
+        return text
 
     def value(self, kind: int, nested: bool = False) -> Any:
         if kind == STRING:

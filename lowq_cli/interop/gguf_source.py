@@ -60,10 +60,10 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
     cache = home.cache_dir() / "tokenizers" / f"{path.stem}-{crc:08x}"
     folder = path.parent if headers_only else tokenizer_folder(path, metadata, cache)
     if tower:
-        own, of_tower, joined = tower_headers(tower)
-        headers, stored = headers | own, stored | of_tower
-        where |= dict.fromkeys(own, tower.path.name)
-        files[tower.path.name] = FileHeader(tower.path, own, tower.path.stat().st_size, tower.crc)
+        tower_tensors, of_tower, joined = tower_headers(tower)
+        headers, stored = headers | tower_tensors, stored | of_tower
+        where |= dict.fromkeys(tower_tensors, tower.path.name)
+        files[tower.path.name] = FileHeader(tower.path, tower_tensors, tower.path.stat().st_size, tower.crc)
         if not headers_only:
             beside = Source(name, folder, {}, {}, {}, {})
             folder = with_processor(tower, beside, cache.with_name(f"{cache.name}-{tower.crc:08x}"))
@@ -106,12 +106,12 @@ def _text_headers(
             if theirs != "rope_freqs.weight":
                 raise UnsupportedError(f"{path}: {theirs} has no place in a Hugging Face model of this family")
             continue
-        own = heads.get(ours.split(".")[-2])
-        if own and len(t.shape) != 2:
+        head_count = heads.get(ours.split(".")[-2])
+        if head_count and len(t.shape) != 2:
             raise UnsupportedError(f"{path}: {theirs} is a bias in llama.cpp's order of rows, which lowq does not read")
         ours = prefix + ours.removeprefix("model.") if ours.startswith("model.") else head + ours.removeprefix("lm_head")
-        if t.kind not in PLAIN or own:
-            stored[ours] = {"type": t.kind, "shape": list(t.shape), "heads": own}
+        if t.kind not in PLAIN or head_count:
+            stored[ours] = {"type": t.kind, "shape": list(t.shape), "heads": head_count}
             headers[ours] = TensorHeader((t.nbytes,), "U8", t.offset)
         else:
             headers[ours] = TensorHeader(t.shape, t.kind, t.offset)
@@ -139,13 +139,13 @@ def _heads(config: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 def _check_beside(config: Mapping[str, Any], arch: str, metadata: Mapping[str, Any], path: Path) -> None:
     """Raise DamagedError if the config.json next to a GGUF file contradicts the file's metadata."""
-    said = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items() if field != "max_position_embeddings"}
+    facts = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items() if field != "max_position_embeddings"}
     rope = config.get("rope_parameters") or {}
     ours = {**config, "rope_theta": config.get("rope_theta", rope.get("rope_theta") if isinstance(rope, Mapping) else None)}
-    if said["num_attention_heads"] is not None:
+    if facts["num_attention_heads"] is not None:
         ours["num_key_value_heads"] = ours.get("num_key_value_heads") or ours.get("num_attention_heads")
-    said |= {"rope_theta": metadata.get(f"{arch}.rope.freq_base"), "head_dim": metadata.get(f"{arch}.attention.key_length")}
-    for field, theirs in said.items():
+    facts |= {"rope_theta": metadata.get(f"{arch}.rope.freq_base"), "head_dim": metadata.get(f"{arch}.attention.key_length")}
+    for field, theirs in facts.items():
         mine = ours.get(field)
         numbers = type(mine) in (int, float) and type(theirs) in (int, float)
         if mine is not None and theirs is not None and not (numbers and abs(mine - theirs) <= 1e-5 * abs(theirs)):
@@ -172,17 +172,19 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
             raise UnsupportedError(
                 f"{path} has {key}={str(value)[:40]}, which lowq does not know; put the model's config.json beside it"
             )
-    found: dict[str, Any] = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
-    if missing := [FIELDS[f] for f, v in found.items() if v is None]:
+    fields: dict[str, Any] = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
+    if missing := [FIELDS[f] for f, v in fields.items() if v is None]:
         raise DamagedError(f"{path} lacks the metadata {arch}.{missing[0]}; put the model's config.json beside it")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise DamagedError(f"{path} lacks token_embd.weight")
-    found["head_dim"] = metadata.get(f"{arch}.attention.key_length") or found["hidden_size"] // found["num_attention_heads"]
-    usual = {"attention.value_length": found["head_dim"], "rope.dimension_count": found["head_dim"], "attention.causal": True}
+    fields["head_dim"] = metadata.get(f"{arch}.attention.key_length") or fields["hidden_size"] // fields["num_attention_heads"]
+    usual = {"attention.value_length": fields["head_dim"], "rope.dimension_count": fields["head_dim"], "attention.causal": True}
     for key, value in usual.items():
-        if (said := metadata.get(f"{arch}.{key}", value)) != value:
-            raise UnsupportedError(f"{path} has {arch}.{key}={str(said)[:40]}; lowq computes such models with {value} only")
+        if (value_there := metadata.get(f"{arch}.{key}", value)) != value:
+            raise UnsupportedError(
+                f"{path} has {arch}.{key}={str(value_there)[:40]}; lowq computes such models with {value} only"
+            )
     stops = [i for name in STOPS if (i := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None]
     tokens = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -190,7 +192,7 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
     }
     tokens["eos_token_id"] = (stops if len(stops) > 1 else stops[0]) if stops else None
     return (
-        found
+        fields
         | {k: v for k, v in tokens.items() if v is not None}
         | {
             "model_type": TYPES[CLASSES[arch]],

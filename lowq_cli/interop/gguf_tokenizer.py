@@ -66,18 +66,16 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
 
 def _text_of(token: object) -> str:
     """A special token's text from tokenizer_config.json, which holds the text or a table with it; "" for neither."""
-    found = token.get("content") if isinstance(token, Mapping) else token
-    return found if isinstance(found, str) else ""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else ""
 
 
 def _stops(folder: Path, config: Mapping[str, Any], own: int | None) -> list[int]:
     """The end tokens, the tokenizer's `own` first. Raises UnsupportedError for more tokens than GGUF has keys."""
     path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    found = config.get("eos_token_id") if found is None else found
-    stops = sorted(
-        dict.fromkeys(found if isinstance(found, list) else [] if found is None else [found]), key=lambda i: i != own
-    )
+    ids = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = config.get("eos_token_id") if ids is None else ids
+    stops = sorted(dict.fromkeys(ids if isinstance(ids, list) else [] if ids is None else [ids]), key=lambda i: i != own)
     if len(stops) > len(STOPS):
         raise UnsupportedError(
             f"{len(stops)} tokens end its texts ({', '.join(map(str, stops))}), and GGUF names {len(STOPS)}: take those out of "
@@ -88,8 +86,8 @@ def _stops(folder: Path, config: Mapping[str, Any], own: int | None) -> list[int
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, Value]]:
     """The chat template, and additional templates by name."""
-    found = chat_templates(folder, settings)
-    named = {"default": found} if isinstance(found, str) else dict(found or {})
+    templates = chat_templates(folder, settings)
+    named = {"default": templates} if isinstance(templates, str) else dict(templates or {})
     values = [("tokenizer.chat_template", text(named.pop("default")))] if "default" in named else []
     if named:
         values.append(("tokenizer.chat_templates", array(sorted(named), of=STRING)))
@@ -140,9 +138,9 @@ def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mappi
 
     Raises UnsupportedError if it adds another token there, which GGUF cannot express.
     """
-    said = settings.get(f"add_{name}_token")
-    if isinstance(said, bool):
-        return said
+    setting = settings.get(f"add_{name}_token")
+    if isinstance(setting, bool):
+        return setting
     put: list[list[Mapping[str, Any]]] = []
     _walk(
         content.get("post_processor"), lambda node: put.append(node["single"]) if isinstance(node.get("single"), list) else None
@@ -150,19 +148,21 @@ def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mappi
     nodes = put[-1] if put else []
     at = next((i for i, node in enumerate(nodes) if "Sequence" in node), len(nodes))
     beside = [node["SpecialToken"]["id"] for node in (nodes[:at] if name == "bos" else nodes[at + 1 :])]
-    own = _text_of(settings.get(f"{name}_token"))
-    if beside and own and beside != [own]:
-        raise UnsupportedError(f"its tokenizer puts {' '.join(beside)} around a text, GGUF's would put its {name} token {own}")
+    usual = _text_of(settings.get(f"{name}_token"))
+    if beside and usual and beside != [usual]:
+        raise UnsupportedError(
+            f"its tokenizer puts {' '.join(beside)} around a text, GGUF's would put its {name} token {usual}"
+        )
     return bool(beside)
 
 
 def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """File name -> content of the tokenizer described by a GGUF file's metadata; {} for a tokenizer that lowq does not know."""
-    said = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}
-    tokens, kinds, merges, pre = (said.get(k) for k in ("tokens", "token_type", "merges", "pre"))
+    facts = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}
+    tokens, kinds, merges, pre = (facts.get(k) for k in ("tokens", "token_type", "merges", "pre"))
     rule = next((r for r, name in PRE_TOKENIZERS.items() if name == ("llama-bpe" if pre in LLAMA_3 else pre)), None)
     lists = all(isinstance(x, list) for x in (tokens, kinds, merges))
-    if said.get("model") != "gpt2" or (rule is None and pre != "gpt-2") or not lists or len(tokens) != len(kinds):  # type: ignore[arg-type]
+    if facts.get("model") != "gpt2" or (rule is None and pre != "gpt-2") or not lists or len(tokens) != len(kinds):  # type: ignore[arg-type]
         return {}
     assert isinstance(tokens, list)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": rule is None}
@@ -171,13 +171,13 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
     numbered = list(zip(range(len(tokens)), tokens, kinds, strict=True))  # type: ignore[arg-type]
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        i = said.get(f"{theirs}_token_id")
+        i = facts.get(f"{theirs}_token_id")
         if type(i) is int and 0 <= i < len(tokens):
             settings[f"{ours}_token"] = tokens[i]
     if templates := _made_templates(metadata):
         settings["chat_template"] = templates
-    bos = settings.get("bos_token") if said.get("add_bos_token", pre in LLAMA_3) else None
-    eos = settings.get("eos_token") if said.get("add_eos_token") else None
+    bos = settings.get("bos_token") if facts.get("add_bos_token", pre in LLAMA_3) else None
+    eos = settings.get("eos_token") if facts.get("add_eos_token") else None
     content = {
         "version": "1.0",
         "added_tokens": [

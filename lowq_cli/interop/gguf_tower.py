@@ -87,20 +87,20 @@ class GgufTower:
         """preprocessor_config.json."""
         facts, least_most = self.facts, self.form.rows
         patch, merge = facts.number("patch_size"), facts.number("spatial_merge_size", 2)
-        found: dict[str, Any] = {"image_processor_type": self.form.processor, "patch_size": patch}
+        fields: dict[str, Any] = {"image_processor_type": self.form.processor, "patch_size": patch}
         for name in ("image_mean", "image_std"):
             values = facts.metadata.get(f"vision.{name}")
             if not isinstance(values, list) or len(values) != 3 or not all(type(v) is float for v in values):
                 raise DamagedError(f"{self.path} has no clip.vision.{name}; fetch it again")
-            found[name] = [round(v, 8) for v in values]  # as published; in fp32 they have further digits
+            fields[name] = [round(v, 8) for v in values]  # as published; in fp32 they have further digits
         if self.form.projector == "pixtral":
-            found["size"] = {"longest_edge": facts.number("image_size")}
+            fields["size"] = {"longest_edge": facts.number("image_size")}
         else:
             area = (patch * merge) ** 2
             edges = (facts.number(f"image_{n}_pixels", rows * area) for n, rows in zip(("min", "max"), least_most, strict=True))
-            found |= {"merge_size": merge, "temporal_patch_size": 2}
-            found["size"] = dict(zip(("shortest_edge", "longest_edge"), edges, strict=True))
-        return json.dumps(found).encode()
+            fields |= {"merge_size": merge, "temporal_patch_size": 2}
+            fields["size"] = dict(zip(("shortest_edge", "longest_edge"), edges, strict=True))
+        return json.dumps(fields).encode()
 
     def placed(self) -> Iterator[tuple[str, Placed]]:
         """Every tensor of the tower by its name in the whole model."""

@@ -43,9 +43,9 @@ class Form:
     def to_file(self, module: str, deep: Sequence[int]) -> tuple[str, ...] | None:
         """The names of the tensors that hold a module; None for a module that the tower does not have."""
         for ours, theirs in self.names:
-            if (found := _fits(ours, module)) is not None:
-                layer = {"deep": deep[int(found["n"])]} if "{deep}" in theirs else {}
-                return tuple(t.format(**found, **layer) for t in ((theirs,) if isinstance(theirs, str) else theirs))
+            if (match := _fits(ours, module)) is not None:
+                layer = {"deep": deep[int(match["n"])]} if "{deep}" in theirs else {}
+                return tuple(t.format(**match, **layer) for t in ((theirs,) if isinstance(theirs, str) else theirs))
         return None
 
     def to_module(self, tensor: str, deep: Sequence[int]) -> tuple[str, int, int] | None:
@@ -53,11 +53,11 @@ class Form:
         for ours, theirs in self.names:
             parts = (theirs,) if isinstance(theirs, str) else theirs
             for i, part in enumerate(parts):
-                found = _fits(part, tensor)
-                if found is None or ("deep" in found and int(found["deep"]) not in deep):
+                match = _fits(part, tensor)
+                if match is None or ("deep" in match and int(match["deep"]) not in deep):
                     continue
-                number = {"n": deep.index(int(found["deep"]))} if "deep" in found else {}
-                return ours.format(**found | number), i, len(parts)
+                number = {"n": deep.index(int(match["deep"]))} if "deep" in match else {}
+                return ours.format(**match | number), i, len(parts)
         return None
 
 
@@ -71,23 +71,23 @@ class Facts:
 
     def number(self, name: str, default: int | None = None) -> int:
         """A positive integer of the metadata. Raises DamagedError."""
-        found = self.metadata.get(f"vision.{name}", default)
-        if type(found) is not int or not 0 < found < 1 << 31:
-            raise DamagedError(f"{self.where} has clip.vision.{name}={str(found)[:40]}, which must be a positive number")
-        return found
+        value = self.metadata.get(f"vision.{name}", default)
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise DamagedError(f"{self.where} has clip.vision.{name}={str(value)[:40]}, which must be a positive number")
+        return value
 
     def deep(self) -> list[int]:
         """The layers whose features are added behind the first layers of the text."""
-        found = self.metadata.get("vision.is_deepstack_layers") or []
-        return [i for i, own in enumerate(found) if own] if isinstance(found, list) else []
+        flags = self.metadata.get("vision.is_deepstack_layers") or []
+        return [i for i, flag in enumerate(flags) if flag] if isinstance(flags, list) else []
 
 
 def _fits(template: str, name: str) -> dict[str, Any] | None:
     pattern = re.escape(template)
     for mark, group in PLACEHOLDERS.items():
         pattern = pattern.replace(re.escape(mark), group)
-    found = re.fullmatch(pattern, name)
-    return None if found is None else found.groupdict()
+    match = re.fullmatch(pattern, name)
+    return None if match is None else match.groupdict()
 
 
 BLOCK = "vision_tower.transformer.layers.{n}."
@@ -119,10 +119,10 @@ QWEN_3 = (
 
 def _only(vision: Mapping[str, Any], name: str, *known: Any) -> Any:
     """A field of vision_config (default: `known[0]`). Raises UnsupportedError unless llama.cpp's graph supports its value."""
-    found = vision.get(name, known[0])
-    if found not in known:
-        raise UnsupportedError(f"its tower's {name} is {found}, llama.cpp's graph of it has {' or '.join(map(str, known))}")
-    return found
+    value = vision.get(name, known[0])
+    if value not in known:
+        raise UnsupportedError(f"its tower's {name} is {value}, llama.cpp's graph of it has {' or '.join(map(str, known))}")
+    return value
 
 
 def _pixtral(config: Mapping[str, Any]) -> dict[str, Value]:

@@ -46,10 +46,10 @@ def runnable(model: str | os.PathLike[str]) -> str:
     if is_checkpoint(state.user_path(name)):
         return name
     with open_foreign(name) as source:
-        found = foreign_matrices(source)
-        if found is None:
+        packed = foreign_matrices(source)
+        if packed is None:
             return name
-        fmt, matrices = found
+        fmt, matrices = packed
         if fmt.name == "fp8" and _runs_in_fp8(source):
             return name
         target = cached(source)
@@ -92,20 +92,20 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
     """
     at = by_first_part(matrices)
     parts = {p for m in matrices for p in m.parts}
-    kept = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight") and n not in parts]
-    kept += [m.name for m in matrices if m.scheme is None]
+    dense_names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight") and n not in parts]
+    dense_names += [m.name for m in matrices if m.scheme is None]
     schemes = {m.name: m.scheme for m in matrices if m.scheme}
     config = {k: v for k, v in source.config.items() if k not in SECTIONS}
     if schemes:
-        config["quantization_config"] = compact(schemes, kept)
+        config["quantization_config"] = compact(schemes, dense_names)
     fetch, off = fetcher(source), 0.0
     try:
         with new_folder(target) as folder, SafetensorsWriter(folder) as shards:
             for name in source.headers:
                 for m in at.get(name, ()):
-                    made = _imported(m, fetch)
-                    shards.add(made)
-                    if (zeros := made.get(f"{m.name}.weight_zero")) is not None:
+                    tensors = _imported(m, fetch)
+                    shards.add(tensors)
+                    if (zeros := tensors.get(f"{m.name}.weight_zero")) is not None:
                         off = max(off, float((zeros - zeros.bfloat16()).abs().max()))
                 if name not in parts:
                     shards.add({name: fetch(name)})
@@ -129,8 +129,8 @@ def copy_new(source: Source, target: Path) -> None:
     with writing(target):
         for name, raw in source.companion_files().items():
             if not (target / name).exists() or read_regular(target / name) != raw:
-                with replacing(target / name) as made:  # complete before other processes see it
-                    made.write_bytes(raw)
+                with replacing(target / name) as partial:  # complete before other processes see it
+                    partial.write_bytes(raw)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -94,15 +94,15 @@ class Inspection:
     @property
     def classes(self) -> list[dict[str, Any]]:
         """One row per class of weights: kind, tensors, params, bytes, bpw, schemes (most frequent first)."""
-        found = []
+        rows = []
         for kind in dict.fromkeys([*(k for k, _ in KINDS), *(r.kind for r in self.rows)]):
             if some := [r for r in self.rows if r.kind == kind]:
                 schemes = [s for s, _ in Counter(r.scheme for r in some).most_common()]
                 params, size = sum(r.params for r in some), sum(r.bytes for r in some)
-                found.append(
+                rows.append(
                     {"kind": kind, "tensors": len(some), "params": params, "bytes": size, "bpw": _bpw(some), "schemes": schemes}
                 )
-        return found
+        return rows
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -147,37 +147,37 @@ def inspect_model(model: str) -> Inspection:
 
 def _lowq(folder: Path, name: str) -> Inspection:
     """Inspect a lowq checkpoint; its files are checked against each other."""
-    found = open_checkpoint(folder)
-    known = {t["name"]: t for t in found.report.get("tensors", ())}
+    checkpoint = open_checkpoint(folder)
+    known = {t["name"]: t for t in checkpoint.report.get("tensors", ())}
     rows = []
-    for t in found.tensors:
-        own = known.get(t.name, {})
-        kind = own.get("kind", kind_of(t.name.removesuffix(".weight")))
+    for t in checkpoint.tensors:
+        facts = known.get(t.name, {})
+        kind = facts.get("kind", kind_of(t.name.removesuffix(".weight")))
         if t.scheme:
-            rows.append(Row(t.name, kind, t.shape, str(t.scheme), t.scheme.bits, t.nbytes, True, own.get("rel_error")))
+            rows.append(Row(t.name, kind, t.shape, str(t.scheme), t.scheme.bits, t.nbytes, True, facts.get("rel_error")))
         else:
-            rows.append(_kept(t.name, found.source.headers[t.name], kind))
+            rows.append(_kept(t.name, checkpoint.source.headers[t.name], kind))
     notes: tuple[str, ...] = () if known else (f"no {REPORT}, so the errors of the tensors are unknown",)
-    for layout in sorted({t.layout for t in found.tensors} - {DISK}):
-        n = sum(t.layout == layout for t in found.tensors)
-        notes += (f"{n} of {len(found.schemes)} packed matrices are stored in layout {layout}: as kernels read them",)
-    act = found.config["quantization_config"].get("activations", "none")
+    for layout in sorted({t.layout for t in checkpoint.tensors} - {DISK}):
+        n = sum(t.layout == layout for t in checkpoint.tensors)
+        notes += (f"{n} of {len(checkpoint.schemes)} packed matrices are stored in layout {layout}: as kernels read them",)
+    act = checkpoint.config["quantization_config"].get("activations", "none")
     if act != "none":
         notes += (f"linear layers round their inputs to {act} while running",)
-    rounded = {t: " --round" if "--round" in command else "" for t, command in commands(found).items()}
+    rounded = {t: " --round" if "--round" in command else "" for t, command in commands(checkpoint).items()}
     engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export{how})" for t, how in rounded.items()))
-    found.source.close()
+    checkpoint.source.close()
     tuned, ignored = _tuned(folder)
-    return Inspection(name, METHOD, _family(found.source), tuple(rows), notes + ignored, engines, tuned)
+    return Inspection(name, METHOD, _family(checkpoint.source), tuple(rows), notes + ignored, engines, tuned)
 
 
 def _foreign_or_dense(source: Source) -> Inspection:
     """Inspect a checkpoint of another tool, or plain floats."""
-    found = foreign_matrices(source)
-    if found is None:
+    packed = foreign_matrices(source)
+    if packed is None:
         rows = [_kept(n, h) for n, h in source.headers.items()]
         return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
-    fmt, matrices = found
+    fmt, matrices = packed
     used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share tensors
     rows = []
     for m in matrices:

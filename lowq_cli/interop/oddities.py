@@ -18,22 +18,22 @@ CODE = ("*.py", "*.so", "*.sh", "*.exe")
 def oddities(model: str) -> list[str]:
     """A line for each oddity of a folder; [] without any. Raises if the folder cannot be opened."""
     folder = user_path(model)
-    found = [line for path in sorted(folder.iterdir()) for line in _of_path(path)] if folder.is_dir() else []
+    lines = [line for path in sorted(folder.iterdir()) for line in _of_path(path)] if folder.is_dir() else []
     if is_checkpoint(folder):
         with (checkpoint := open_checkpoint(folder)).source as source:
-            found += _of_model(source, folder)
+            lines += _of_model(source, folder)
             if not checkpoint.report:
-                found.append(f"no {REPORT}, so the weights cannot be verified")
+                lines.append(f"no {REPORT}, so the weights cannot be verified")
             for check in (checkpoint.check_files, checkpoint.check_values):
                 try:
                     unhashed = check()
                 except LowqError as e:
-                    found.append(str(e))
+                    lines.append(str(e))
                 else:
-                    found += [f"{name} has no hash in {REPORT}" for name in unhashed] if isinstance(unhashed, list) else []
-        return found
+                    lines += [f"{name} has no hash in {REPORT}" for name in unhashed] if isinstance(unhashed, list) else []
+        return lines
     with open_decoded(model) as source:
-        return found + _of_model(source, folder) + list(_of_values(source))
+        return lines + _of_model(source, folder) + list(_of_values(source))
 
 
 def _of_path(path: Path) -> Iterator[str]:
@@ -52,11 +52,11 @@ def _of_path(path: Path) -> Iterator[str]:
         yield f"{path.name} does not belong to the model"
     if path.suffix == ".json" and path.is_file():
         try:
-            said = read_json(path)
+            config = read_json(path)
         except LowqError as e:
             yield str(e)
             return
-        if said.get("auto_map"):
+        if config.get("auto_map"):
             yield f"{path.name} has auto_map: code that other programs may run (lowq does not)"
 
 

@@ -34,12 +34,12 @@ def publish(
     """
     if not REPO.fullmatch(repo):
         raise UsageError(f"{repo!r} is not a repository; write it as name/model")
-    with (found := open_checkpoint(checkpoint)).source:
+    with (opened := open_checkpoint(checkpoint)).source:
         if not dry_run:
             _check_logged_in()
-        card = model_card(found, repo, against, measure(found.folder) if measure else None)
-        files = _files(found)
-        url = None if dry_run else _send(found.folder, files, repo, private, card)
+        card = model_card(opened, repo, against, measure(opened.folder) if measure else None)
+        files = _files(opened)
+        url = None if dry_run else _send(opened.folder, files, repo, private, card)
     return {"url": url, "files": [*files, CARD], "card": card}
 
 
@@ -48,9 +48,9 @@ def _files(found: Checkpoint) -> list[str]:
 
     Raises DamagedError for a listed file that is missing or outside the folder.
     """
-    made = {CONFIG, *found.source.files, *(p.name for p in found.source.companions())}
+    written = {CONFIG, *found.source.files, *(p.name for p in found.source.companions())}
     optional = {n for n in (REPORT, INDEX, tuning.FILE) if (found.folder / n).is_file()}
-    listed = {check_file_name(name, REPORT) for name in found.report.get("files") or made}
+    listed = {check_file_name(name, REPORT) for name in found.report.get("files") or written}
     for name in sorted(listed | optional):
         if not (found.folder / name).is_file():
             raise DamagedError(f"{found.folder / name} is missing, which {REPORT} lists; quantize again")

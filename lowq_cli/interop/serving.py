@@ -74,13 +74,13 @@ def command(
 
 def prepare(folder: Path, ranks: int = 1, native: bool | None = None, write: bool = True) -> tuple[Path, Kernels]:
     """The folder that vLLM reads for a checkpoint, exported if needed (unless `write` is False), and the kernels."""
-    with (found := open_checkpoint(folder)).source:
-        kernels = choose(found, ranks, native)
+    with (opened := open_checkpoint(folder)).source:
+        kernels = choose(opened, ranks, native)
         if kernels.format == NATIVE:
             return folder.resolve(), kernels
-        target = cached(found.source, f"exports/{kernels.format}")
+        target = cached(opened.source, f"exports/{kernels.format}")
     if write and (target / "config.json").is_file():
-        copy_new(found.source, target)
+        copy_new(opened.source, target)
     elif write:
         console.say(f"exporting to {kernels.format} in {target}")
         export(folder, kernels.format, target)
@@ -90,11 +90,11 @@ def prepare(folder: Path, ranks: int = 1, native: bool | None = None, write: boo
 def installed() -> str:
     """A sentence about the installed version of vLLM, and whether lowq was tested with it."""
     try:
-        found = version("vllm")
+        release = version("vllm")
     except PackageNotFoundError:
         return "vLLM is not installed here: install lowq where vLLM runs, so that vLLM finds the plugin"
-    known = ".".join(found.split(".")[:2]) in TESTED
-    return f"vLLM {found}{'' if known else ', which lowq was not tested with (' + ', '.join(TESTED) + ' were)'}"
+    known = ".".join(release.split(".")[:2]) in TESTED
+    return f"vLLM {release}{'' if known else ', which lowq was not tested with (' + ', '.join(TESTED) + ' were)'}"
 
 
 def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels:

@@ -73,9 +73,9 @@ def timed(llm: Any, count: int, tokens: int, new: int, repeats: int = REPEATS) -
         [],
     )
     for _ in range(repeats + 1):
-        asked = prompts(llm, count, tokens, rng)
+        batch = prompts(llm, count, tokens, rng)
         began = time.perf_counter()
-        answers = llm.generate(asked, greedy, use_tqdm=False)
+        answers = llm.generate(batch, greedy, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
         assert sum(len(a.outputs[0].token_ids) for a in answers) == count * new
     return sorted(seconds[1:])
@@ -100,8 +100,8 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
         if done.returncode or not out.is_file():
             why = next((text for text in reversed(done.stderr.splitlines()) if text.strip()), f"exit code {done.returncode}")
             raise UnsupportedError(f"vLLM did not serve {folder}: {why.strip()}")
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
+        result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> lis
     if find_spec("vllm") is None:
         raise UnsupportedError("vLLM is not installed here: pip install vllm (Linux with a GPU)")
     arguments = ("--batches", ",".join(map(str, batches)), "--tp", str(ranks))
-    found: dict[str, dict[int, float]] = {}
+    speeds: dict[str, dict[int, float]] = {}
     for whose, native in (("vllm", False), (NATIVE, True)):
         try:
             folder = prepare(user_path(model), ranks, native)[0]
@@ -124,9 +124,9 @@ def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> lis
         with console.status(
             f"vLLM with {'lowq' if native else 'its own'} kernels: a minute to start, then {len(batches)} batches"
         ):
-            found[whose] = {row["batch"]: row["tokens_per_s"] for row in run(folder, *arguments)["rows"]}
-    of_vllm = found.get("vllm", {})
-    return [{"batch": b, "vllm": of_vllm.get(b), "lowq": tps} for b, tps in found[NATIVE].items()]
+            speeds[whose] = {row["batch"]: row["tokens_per_s"] for row in run(folder, *arguments)["rows"]}
+    of_vllm = speeds.get("vllm", {})
+    return [{"batch": b, "vllm": of_vllm.get(b), "lowq": tps} for b, tps in speeds[NATIVE].items()]
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ def fp8_items(source: Source, found: Mapping[str, Role], recipe: Recipe) -> list
 
     Raises UsageError for a pattern that matches no weight.
     """
-    kept = {name: why for name in source.headers if (why := _why_kept(name, source, found[name], recipe))}
-    stems = [n.removesuffix(".weight") for n in source.headers if n not in kept]
+    reasons = {name: why for name in source.headers if (why := _why_kept(name, source, found[name], recipe))}
+    stems = [n.removesuffix(".weight") for n in source.headers if n not in reasons]
     for pattern in recipe.skip:
-        kept |= {f"{stem}.weight": "the recipe keeps it" for stem in matches(pattern, stems)}
-    return [_item(name, header, found[name].kind, recipe.block, kept.get(name)) for name, header in source.headers.items()]
+        reasons |= {f"{stem}.weight": "the recipe keeps it" for stem in matches(pattern, stems)}
+    return [_item(name, header, found[name].kind, recipe.block, reasons.get(name)) for name, header in source.headers.items()]
 
 
 def _why_kept(name: str, source: Source, role: Role, recipe: Recipe) -> str:

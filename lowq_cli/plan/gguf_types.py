@@ -97,18 +97,18 @@ def type_of(mixture: Mixture, name: str, K: int, facts: Facts) -> str:
 
 
 def _wanted(mixture: Mixture, name: str, K: int, f: Facts) -> str:
-    own = mixture.own
+    head_type = mixture.own
     if name == "output.weight" or (f.tied and name == "token_embd.weight"):
-        return "Q8_0" if K % TYPES[own].elements or own == "Q8_0" else "Q6_K"
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if not found:
-        return own
-    layer, what = int(found[1]), found[2].removesuffix("_exps")
+        return "Q8_0" if K % TYPES[head_type].elements or head_type == "Q8_0" else "Q6_K"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if not match:
+        return head_type
+    layer, what = int(match[1]), match[2].removesuffix("_exps")
     if what in ("attn_v", "attn_k") and f.experts == EIGHT:
         return "Q8_0"
     if what == "attn_output" and f.experts == EIGHT:
-        return "Q5_K" if own in ("Q2_K", "Q3_K", "Q4_K", "IQ4_XS") and mixture is not MIXTURES["Q3_K_L"] else own
+        return "Q5_K" if head_type in ("Q2_K", "Q3_K", "Q4_K", "IQ4_XS") and mixture is not MIXTURES["Q3_K_L"] else head_type
     choice = {"attn_v": mixture.v, "ffn_down": mixture.down, "attn_output": mixture.out}.get(what, "")
-    chosen = (choice if isinstance(choice, str) else choice(layer, f)) or own
+    chosen = (choice if isinstance(choice, str) else choice(layer, f)) or head_type
     large = what == "attn_v" and f.layers == ALL_70B and f.heads_per_key == 8
     return "Q5_K" if large and chosen in ("Q3_K", "Q4_K") else chosen

@@ -194,13 +194,13 @@ class Plan:
 
 def fp8_config(recipe: Recipe, items: Iterable[Item]) -> dict[str, Any]:
     """The `quantization_config` of fp8 weights, as transformers and vLLM read it."""
-    kept = {i.kept_name for i in items if not i.scheme and i.name.endswith(".weight") and len(i.shape) == 2}
+    dense = {i.kept_name for i in items if not i.scheme and i.name.endswith(".weight") and len(i.shape) == 2}
     section: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCKS[recipe.block]),
-        "modules_to_not_convert": sorted({"lm_head", *kept} - {i.name for i in items if i.scheme}),
+        "modules_to_not_convert": sorted({"lm_head", *dense} - {i.name for i in items if i.scheme}),
     }
     return section if recipe.act == "fp8" else section | {ACT_KEY: recipe.act}
 
@@ -231,11 +231,11 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
 
 def common_group(plan: Plan, recipe: Recipe) -> int | None:
     """The group size of most weights of the recipe's width; it differs from the recipe's if that does not divide their K."""
-    found = Counter[int]()
+    sizes = Counter[int]()
     for i in plan.items:
         if i.scheme and i.scheme.bits == recipe.bits:
-            found[i.scheme.group_size] += i.params
-    return None if not found or recipe.group_for(recipe.bits) == "channel" else found.most_common(1)[0][0]
+            sizes[i.scheme.group_size] += i.params
+    return None if not sizes or recipe.group_for(recipe.bits) == "channel" else sizes.most_common(1)[0][0]
 
 
 def default_out(source: Source | str, recipe: Recipe, group: int | None = None) -> Path:

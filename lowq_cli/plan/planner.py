@@ -84,14 +84,14 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
         UsageError: already a lowq checkpoint; a pattern that fits nothing. SchemeError: an override that cannot hold.
     """
     refuse_quantized(source)
-    found = roles(source)
-    _refuse_empty(source, found)
+    role_of = roles(source)
+    _refuse_empty(source, role_of)
     notes = [*source.notes, *wordless(source)]
     if recipe.format == "fp8":
-        return _planned(source, recipe, fp8_items(source, found, recipe), notes, shard_size)
-    candidates = _candidates(source, found)
+        return _planned(source, recipe, fp8_items(source, role_of, recipe), notes, shard_size)
+    candidates = _candidates(source, role_of)
     requests = _requests(recipe, candidates)
-    head, stored_head = _tied_head(source, found, recipe, requests, candidates)
+    head, stored_head = _tied_head(source, role_of, recipe, requests, candidates)
     if head and (decision := _decide(head, recipe, Request(recipe.head))).scheme is None:
         notes.append(f"the output head stays the embedding: {decision.note}")
         head = stored_head = None
@@ -101,7 +101,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
         notes.append("the output head shared the embedding; it is written separately and no longer tied")
     decisions = {c.name: _decide(c, recipe, requests[c.name]) for c in candidates}
     _check_targets(candidates, decisions)
-    items = _items(source, found, candidates, decisions, recipe, skip=stored_head)
+    items = _items(source, role_of, candidates, decisions, recipe, skip=stored_head)
     return _planned(source, recipe, items, notes, shard_size)
 
 
@@ -139,12 +139,12 @@ def roles(source: Source) -> dict[str, Role]:
         return head_roles(source.headers)
     extra = extra_roles(source.config, source.headers)
     headers = {name: header for name, header in source.headers.items() if name not in extra}
-    found = known_roles(source.config, headers)
-    if found is None:
+    by_name = known_roles(source.config, headers)
+    if by_name is None:
         from lowq_cli.hf import structure  # imports transformers: 1.5 to 6 s
 
-        found = structure.roles(source.config, headers)
-    return {n: of_tower(n, role) for n, role in found.items()} | extra
+        by_name = structure.roles(source.config, headers)
+    return {n: of_tower(n, role) for n, role in by_name.items()} | extra
 
 
 def of_tower(name: str, role: Role) -> Role:
@@ -186,9 +186,9 @@ def scale_dtype(source: Source, recipe: Recipe) -> str:
     """
     if recipe.dtype != "source":
         return ST_NAMES[recipe.dtype]
-    said = str(source.config.get("dtype") or source.config.get("torch_dtype")).removeprefix("torch.")
-    if said in ("float16", "bfloat16"):
-        return ST_NAMES[said]
+    named = str(source.config.get("dtype") or source.config.get("torch_dtype")).removeprefix("torch.")
+    if named in ("float16", "bfloat16"):
+        return ST_NAMES[named]
     totals: Counter[str] = Counter()
     for h in source.headers.values():
         if h.dtype in WEIGHT_DTYPES:
@@ -251,8 +251,8 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
         requests[c.name] = Request(of_kind.get(c.kind, default))
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
-    asked = [(o.pattern, Request(o.bits, o.group, by_name=True)) for o in recipe.overrides]
-    for pattern, request in [*asked, *((p, Request("keep", by_name=True)) for p in recipe.skip)]:
+    patterns = [(o.pattern, Request(o.bits, o.group, by_name=True)) for o in recipe.overrides]
+    for pattern, request in [*patterns, *((p, Request("keep", by_name=True)) for p in recipe.skip)]:
         for name in matches(pattern, owners):
             requests |= dict.fromkeys(owners[name], request)
     return requests
@@ -264,8 +264,8 @@ def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
         hint = {k: f"--{k.replace('head', 'lm-head')} BITS quantizes it" for k in ("head", "embedding", "vision")}.get(c.kind)
         return Decision(None, "the recipe keeps it" if request.by_name else f"{c.kind}; {hint}" if hint else c.kind)
     K = c.shape[1]
-    asked = recipe.group_for(request.bits) if request.group is None else request.group
-    group = K if asked == "channel" else asked
+    size = recipe.group_for(request.bits) if request.group is None else request.group
+    group = K if size == "channel" else size
     if group == K or K % group == 0:
         return Decision(recipe.scheme(request.bits, group))
     fitting = None if recipe.fixed_group(request.bits) else fit_group(K, group)
@@ -336,16 +336,16 @@ def _items(
         mine[c.source].append(c)
     scales = scale_dtype(source, recipe)
     shared = {target for target, n in Counter(c.target for c in candidates).items() if n > 1}
-    items, made = [], []
+    items, others = [], []
     for name, header in source.headers.items():
-        own = [c for c in mine[name] if c.name != "lm_head" or c.source.endswith("lm_head.weight")]
-        made += [c for c in mine[name] if c not in own]
-        if own and decisions[own[0].name].scheme:
-            items += [_quantized(c, decisions[c.name], recipe, scales, shared) for c in own]
+        matrices = [c for c in mine[name] if c.name != "lm_head" or c.source.endswith("lm_head.weight")]
+        others += [c for c in mine[name] if c not in matrices]
+        if matrices and decisions[matrices[0].name].scheme:
+            items += [_quantized(c, decisions[c.name], recipe, scales, shared) for c in matrices]
         elif name != skip:
-            why = decisions[own[0].name].note if own else found[name].reason or "not a linear weight"
+            why = decisions[matrices[0].name].note if matrices else found[name].reason or "not a linear weight"
             items.append(_kept(name, header, found[name].kind, why, recipe))
-    return items + [_quantized(c, decisions[c.name], recipe, scales, shared) for c in made]
+    return items + [_quantized(c, decisions[c.name], recipe, scales, shared) for c in others]
 
 
 def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, shared: Collection[str]) -> Item:
@@ -365,14 +365,14 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
 
 def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
     """The layout to store a matrix in, and why it differs from the recipe's."""
-    asked = DISK if recipe.layout == "auto" else recipe.layout
-    step = stored(asked).row_step
-    if asked == DISK:
-        return asked, ""
+    layout = DISK if recipe.layout == "auto" else recipe.layout
+    step = stored(layout).row_step
+    if layout == DISK:
+        return layout, ""
     if c.kind in ("embedding", "expert") or c.target in shared:
-        return DISK, f"stored in {DISK}: {asked} is only for separate linear layers"
-    why = stored(asked).why_not(scheme, *c.shape) or (f"N={c.shape[0]} is not a multiple of {step}" * bool(c.shape[0] % step))
-    return (DISK, f"stored in {DISK}: {why}") if why else (asked, "")
+        return DISK, f"stored in {DISK}: {layout} is only for separate linear layers"
+    why = stored(layout).why_not(scheme, *c.shape) or (f"N={c.shape[0]} is not a multiple of {step}" * bool(c.shape[0] % step))
+    return (DISK, f"stored in {DISK}: {why}") if why else (layout, "")
 
 
 def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) -> Item:
@@ -410,13 +410,13 @@ def assign(items: list[Item], shard_size: int) -> tuple[Shard, ...]:
 
 def _why_nothing(items: Iterable[Item]) -> str:
     """Why the linear weights are kept: the most frequent reason, and the name of one such weight."""
-    kept: dict[str, list[Item]] = defaultdict(list)
+    by_reason: dict[str, list[Item]] = defaultdict(list)
     for i in items:
         if i.kind in ("attention", "mlp", "expert") and len(i.shape) > 1:
-            kept[i.note].append(i)
-    if not kept:
+            by_reason[i.note].append(i)
+    if not by_reason:
         return ": it has no linear weights"
-    note, some = max(kept.items(), key=lambda entry: sum(prod(i.shape) for i in entry[1]))
+    note, some = max(by_reason.items(), key=lambda entry: sum(prod(i.shape) for i in entry[1]))
     return f": {some[0].kept_name} is kept{f' (and {len(some) - 1} more)' if len(some) > 1 else ''}: {note}"
 
 

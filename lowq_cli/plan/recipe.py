@@ -132,9 +132,9 @@ class Recipe:
             raise UsageError(f"rotate={spelled(self.rotate)} must be true or false")
         if self.lm_head not in ("keep", "auto"):
             values.check_bits(self.lm_head, "lm_head")
-        for name, kept in (("embedding", self.embedding), ("vision", self.vision)):
-            if kept != "keep":
-                values.check_bits(kept, name)
+        for name, choice in (("embedding", self.embedding), ("vision", self.vision)):
+            if choice != "keep":
+                values.check_bits(choice, name)
         if self.format == "fp8" and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
@@ -251,8 +251,8 @@ def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:
     free = replace(recipe, dtype="source", layout="auto", lm_head="auto", embedding="keep", skip=())
     if stored_as != "mxfp4" or free != Recipe():
         return recipe, []
-    kept = replace(recipe, format="mxfp4", overrides=(Override("self_attn.*", 8),))
-    return kept, ["its experts stay as published, in MXFP4; attention gets 8 bits (--group 64 quantizes all to 4 bits anew)"]
+    exact = replace(recipe, format="mxfp4", overrides=(Override("self_attn.*", 8),))
+    return exact, ["its experts stay as published, in MXFP4; attention gets 8 bits (--group 64 quantizes all to 4 bits anew)"]
 
 
 READ: dict[str, Callable[[object], Any]] = {  # field -> its parser; other fields are used without parsing
@@ -274,20 +274,20 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     known = [f.name for f in fields(Recipe)]
     values.check_keys(given, known, f"recipe {file}")
     values.check_keys(flags, known, "recipe")
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for source in (given, flags):
         for name, value in source.items():
             if value is not None:
                 read = READ[name](value) if name in READ else value
-                found[name] = (*found.get(name, ()), *read) if name in ADDED else read
-    if found.get("format") == "fp8":
-        _check_fp8(found)
-    elif "block" in found:
+                table[name] = (*table.get(name, ()), *read) if name in ADDED else read
+    if table.get("format") == "fp8":
+        _check_fp8(table)
+    elif "block" in table:
         raise UsageError("--block needs --format fp8")
-    chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if found.get(name)]
-    if "bits" in found and chosen:
+    chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if table.get(name)]
+    if "bits" in table and chosen:
         raise UsageError(f"{chosen[0]} chooses the bits of every weight; leave --bits out, or name its choices with --widths")
-    return Recipe(**found)
+    return Recipe(**table)
 
 
 def _check_fp8(found: dict[str, Any]) -> None:

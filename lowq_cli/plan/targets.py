@@ -93,9 +93,9 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
             raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
         raise UsageError(f"--format fp8 and --for {engine} contradict each other: {engine} reads {t.export}; leave one out")
     if (form := asked("format") or t.table) in TABLE_FORMATS:  # `problem` checks its groups against the engine
-        own = {"format": form, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
+        choices = {"format": form, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
         free = t.table == form and not TABLE_FORMATS[form].fixed and asked("group") is None
-        return [{**flags, **own, "group": g} for g in (t.groups if free else (asked("group"),))]
+        return [{**flags, **choices, "group": g} for g in (t.groups if free else (asked("group"),))]
     zero, bits, group = asked("zero"), asked("bits"), asked("group")
     if zero not in (None, t.zero):
         raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero {t.zero} exactly")

@@ -166,15 +166,15 @@ def matches(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern matches (syntax: recipe.py), in their order. Raises UsageError if there are none."""
     names = list(names)
     glob = re.compile(fnmatch.translate(f"*.{pattern}.*"))
-    found = [n for n in names if glob.match(f".{n}.")]
-    if not found:
+    matching = [n for n in names if glob.match(f".{n}.")]
+    if not matching:
         try:
             expression = re.compile(pattern)
         except re.error:
             expression = None
-        found = [n for n in names if expression is not None and expression.search(n)]
-    if not found:
+        matching = [n for n in names if expression is not None and expression.search(n)]
+    if not matching:
         near = difflib.get_close_matches(pattern, {*names, *(p for n in names for p in n.split("."))}, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else "; lowq inspect MODEL --tensors lists the names"
         raise UsageError(f"pattern {pattern!r} matches no weight of this model{hint}")
-    return found
+    return matching

@@ -31,11 +31,11 @@ DEFAULT_SMALL: dict[tuple[int, int], str] = {(4, 32): "hqq"}  # (bits, max. grou
 @cache
 def methods() -> dict[str, str]:
     """Method name -> one-line summary, for every quantizer file in this folder, sorted by name."""
-    found = {}
+    titles = {}
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         with path.open(encoding="utf-8") as file:  # parsing whole files would take 20 ms of `lowq --help`
-            found[path.stem] = file.readline().strip().strip('"').rstrip(".")
-    return found
+            titles[path.stem] = file.readline().strip().strip('"').rstrip(".")
+    return titles
 
 
 def check(name: str) -> str:

@@ -53,8 +53,14 @@ def _rows(W: torch.Tensor, kind: str, b: BlockKind, importance: torch.Tensor | N
     if importance is not None:
         weights = weights.repeat(n, 1, 1) if len(weights) > 1 else weights
     search = _Search(b, x, weights)
-    found = search.best(search.start())
-    s, m, d, dmin, codes = found.s, found.m, found.d, found.dmin, search.nearest(found.d * found.s, found.dmin * found.m)
+    numbers = search.best(search.start())
+    s, m, d, dmin, codes = (
+        numbers.s,
+        numbers.m,
+        numbers.d,
+        numbers.dmin,
+        search.nearest(numbers.d * numbers.s, numbers.dmin * numbers.m),
+    )
     whole = torch.int16
     return Blocks(
         kind,
@@ -158,7 +164,7 @@ class _Search:
         """Integers and fp16 numbers: rounded from the sub-blocks' steps and lows, then improved."""
         step, low = alone
         now = self._rounded(step, low)
-        kept, best = now, self._total(now)
+        result, best = now, self._total(now)
         for _ in range(ROUNDS):
             if self.b.scales != (1, 1):
                 now = self._moved(now, step, low)
@@ -169,8 +175,8 @@ class _Search:
                 break
             best = torch.where(better, loss, best)
             pick = better.unsqueeze(-1)
-            kept = _Numbers(*(torch.where(pick, getattr(now, f), getattr(kept, f)) for f in ("s", "m", "d", "dmin")))
-        return kept
+            result = _Numbers(*(torch.where(pick, getattr(now, f), getattr(result, f)) for f in ("s", "m", "d", "dmin")))
+        return result
 
     def _half(self, t: torch.Tensor) -> torch.Tensor:
         if bool((t.abs() > HALF_MAX).any()):

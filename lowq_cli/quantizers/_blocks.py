@@ -10,7 +10,7 @@ from lowq_packers.scheme import Scheme
 
 def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> QuantizedTensor:
     """Quantize W (N, K), whole rows of blocks, with scales in fp32. Raises DamagedError for NaN or infinite weights."""
-    found = fp8.quantize(W.float(), scheme.block)
-    if not found.scales.isfinite().all():
+    matrix = fp8.quantize(W.float(), scheme.block)
+    if not matrix.scales.isfinite().all():
         raise DamagedError("it holds NaN or infinite weights; the model file is damaged")
-    return QuantizedTensor.of(scheme, found.q.view(torch.uint8), found.scales, None)
+    return QuantizedTensor.of(scheme, matrix.q.view(torch.uint8), matrix.scales, None)

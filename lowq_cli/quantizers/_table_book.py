@@ -72,21 +72,21 @@ class Book:
         weights: (g,) or (G, g) positive weights of the squared errors within a group; None weighs all equally.
         """
         stored, first = self.start(groups)
-        found = _Best(self, groups, weights, stored)
+        best = _Best(self, groups, weights, stored)
         if self.scheme.scale != "float":
             least, last = LEAST[self.scheme.scale], LAST[self.scheme.scale]
             for steps in TRIED[self.scheme.scale]:
                 now = (stored.int() + steps).clamp(least, last).to(torch.uint8)
-                found.consider(now, self.wide(now))
-            return found.codes, found.stored
+                best.consider(now, self.wide(now))
+            return best.codes, best.stored
         for share in SHARES:
             now, wide = self.store(first * share)
             for _ in range(REFINE + 1):
-                q = found.consider(now, wide)
-                along = torch.linalg.vecdot(found.weighted, q)
+                q = best.consider(now, wide)
+                along = torch.linalg.vecdot(best.weighted, q)
                 spread = torch.linalg.vecdot(q if weights is None else q * weights, q)
                 now, wide = self.store(torch.where((along > 0) & (spread > 0), along / spread, wide))
-        return found.codes, found.stored
+        return best.codes, best.stored
 
 
 class _Best:

@@ -91,8 +91,8 @@ def _centres(device: torch.device) -> torch.Tensor:
 def _by_density(mass: torch.Tensor, levels: int) -> torch.Tensor:
     """Values spaced by the cube root of the density, the optimum for many values (Panter and Dite 1951)."""
     share = mass.pow(1 / 3).cumsum(0)
-    wanted = (torch.arange(levels, dtype=torch.float64, device=mass.device) + 0.5) / levels * share[-1]
-    return _centres(mass.device)[torch.searchsorted(share, wanted).clamp(max=BINS - 1)].float()
+    quantiles = (torch.arange(levels, dtype=torch.float64, device=mass.device) + 0.5) / levels * share[-1]
+    return _centres(mass.device)[torch.searchsorted(share, quantiles).clamp(max=BINS - 1)].float()
 
 
 def _lloyd(table: torch.Tensor, mass: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:

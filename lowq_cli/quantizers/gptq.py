@@ -139,12 +139,12 @@ def damp(moments: Moments) -> torch.Tensor:
     """Second moments (K, K) in fp32, shrunk and damped to be invertible; inputs that are always 0 get the mean power."""
     damped = moments.second.float().clone()
     diagonal = damped.diagonal()
-    own = diagonal.clone()
+    before = diagonal.clone()
     if moments.tokens:
-        damped *= moments.tokens / (moments.tokens + SHRINK * len(own))
-    alive = own > 0
-    mean = own[alive].mean() if alive.any() else torch.ones((), device=own.device)
-    diagonal.copy_(torch.where(alive, own + DAMP * mean, mean))
+        damped *= moments.tokens / (moments.tokens + SHRINK * len(before))
+    alive = before > 0
+    mean = before[alive].mean() if alive.any() else torch.ones((), device=before.device)
+    diagonal.copy_(torch.where(alive, before + DAMP * mean, mean))
     return damped
 
 

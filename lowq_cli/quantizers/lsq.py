@@ -122,12 +122,12 @@ class _Fit:
         if self.scheme.zero == "none":
             return self._keep(*self._fixed_zero(zeros, sum_q, sum_qq, sum_qw))
         fitted, _, _ = self._free_zero(sum_q, sum_qq, sum_qw)
-        wanted = sum_q / self.size - self.mean / fitted
-        below = wanted.floor().clamp(0, self.scheme.levels - 2)
-        found = False
+        free_zero = sum_q / self.size - self.mean / fitted
+        below = free_zero.floor().clamp(0, self.scheme.levels - 2)
+        better = False
         for zero in (below, below + 1, zeros):
-            found |= self._keep(*self._fixed_zero(zero, sum_q, sum_qq, sum_qw))
-        return found
+            better |= self._keep(*self._fixed_zero(zero, sum_q, sum_qq, sum_qw))
+        return better
 
     def _free_zero(self, sum_q: torch.Tensor, sum_qq: torch.Tensor, sum_qw: torch.Tensor) -> Grid:
         """Scale, zero and squared error of the regression of weights on codes."""

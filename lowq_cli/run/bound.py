@@ -89,11 +89,11 @@ class Bound:
             why = f"--tokens-per-s {self.tokens_per_s:g} decides: smaller checkpoints meet {named} but are slower"
         known = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
         others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in known]
-        told = f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
+        line = f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
         if self.tps is None:
-            return told
+            return line
         here, slower, faster = self.tps
-        return f"{told}; {here:.4g} tokens/s here, about {slower:.4g} with one bit per weight more, {faster:.4g} with one less"
+        return f"{line}; {here:.4g} tokens/s here, about {slower:.4g} with one bit per weight more, {faster:.4g} with one less"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -156,18 +156,18 @@ class Search:
             met = [last] if self._loss(last) <= self._nats(self.limit) else []
         if not met:
             raise QualityError(self._unmet())
-        found = min(filter(self._fast, met), key=lambda t: t.nbytes, default=None)
-        if found is None:
+        best = min(filter(self._fast, met), key=lambda t: t.nbytes, default=None)
+        if best is None:
             raise QualityError(self._too_slow(met))
-        recipe, mixed = self.spread.at(found.nbytes)
+        recipe, mixed = self.spread.at(best.nbytes)
         self.best = self._folder(recipe)
-        binding = "widths" if found.nbytes == self.spread.least else self.flag
-        binding = "tokens_per_s" if min(t.nbytes for t in met) < found.nbytes else binding
+        binding = "widths" if best.nbytes == self.spread.least else self.flag
+        binding = "tokens_per_s" if min(t.nbytes for t in met) < best.nbytes else binding
         a_bit = self.spread.params // 8
-        more, less = (self._foretold(found.nbytes + d) for d in (a_bit, -a_bit))
-        tps = None if found.tps is None else (found.tps, self._tps(found.tps, a_bit), self._tps(found.tps, -a_bit))
-        trials, asked = tuple(self.trials.values()), self.asked.tokens_per_s
-        return recipe, mixed, Bound(self.flag, self.limit, self._said(found), binding, more, less, trials, asked, tps)
+        more, less = (self._foretold(best.nbytes + d) for d in (a_bit, -a_bit))
+        tps = None if best.tps is None else (best.tps, self._tps(best.tps, a_bit), self._tps(best.tps, -a_bit))
+        trials, speed_bound = tuple(self.trials.values()), self.asked.tokens_per_s
+        return recipe, mixed, Bound(self.flag, self.limit, self._said(best), binding, more, less, trials, speed_bound, tps)
 
     def _fast(self, trial: Trial) -> bool:
         return trial.tps is None or trial.tps >= (self.asked.tokens_per_s or 0)
@@ -202,8 +202,8 @@ class Search:
 
     def _allocated(self, budget: int) -> tuple[float, int]:
         """(expected error, bytes) of the best allocation."""
-        found = self.spread.at(budget)[1]
-        return max(found.error, LEAST), sum(s.nbytes for s in found.shares)
+        mixed = self.spread.at(budget)[1]
+        return max(mixed.error, LEAST), sum(s.nbytes for s in mixed.shares)
 
     def _within(self, error: float) -> int:
         """The fewest bytes whose expected error is at most `error`; the maximum allowed if there are none."""
@@ -266,11 +266,11 @@ class Search:
         """The error message when no trial meets both bounds: the best speed within the loss bound, and the reverse."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         best = max(met, key=lambda t: t.tps or 0)
-        said = f"--tokens-per-s {self.asked.tokens_per_s:g} is not met: {named} leaves {best.tps:.4g} at {best.bpw:.3f} bits"
+        line = f"--tokens-per-s {self.asked.tokens_per_s:g} is not met: {named} leaves {best.tps:.4g} at {best.bpw:.3f} bits"
         fast = [t for t in self.trials.values() if self._fast(t)]
         least = min(fast, key=self._loss, default=None)
         more = f"; at {least.bpw:.3f} bits {least.tps:.4g}, with {self._said(least):.4g}" if least else ""
-        return f"{said} per weight{more}; allow more loss, or ask for less"
+        return f"{line} per weight{more}; allow more loss, or ask for less"
 
     def _drop(self, keep: Path | None) -> None:
         for path in self.folder.iterdir():

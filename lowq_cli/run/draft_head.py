@@ -56,7 +56,7 @@ class Sizes:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the head's tensors, by their published names."""
         H, q, kv = self.hidden, self.heads * self.dim, self.kv_heads * self.dim
-        found: dict[str, tuple[int, ...]] = {"fc": (H, 3 * H), "norm": (H,), "lm_head": (self.guesses, H)}
+        by_name: dict[str, tuple[int, ...]] = {"fc": (H, 3 * H), "norm": (H,), "lm_head": (self.guesses, H)}
         for i, p in enumerate(self.names):
             K = H if i else 2 * H
             inside: dict[str, tuple[int, ...]] = {
@@ -64,9 +64,9 @@ class Sizes:
                 "self_attn.o_proj": (H, q), "mlp.gate_proj": (self.inner, H), "mlp.up_proj": (self.inner, H),
                 "mlp.down_proj": (H, self.inner), "input_layernorm": (H,), "post_attention_layernorm": (H,),
             }  # fmt: skip
-            found |= {f"{p}.{n}": shape for n, shape in inside.items()} | ({} if i else {f"{p}.hidden_norm": (H,)})
+            by_name |= {f"{p}.{n}": shape for n, shape in inside.items()} | ({} if i else {f"{p}.hidden_norm": (H,)})
         masked = {"mask_hidden": (1, 1, 3 * H)} if self.kind == KINDS[1] else {}
-        return {f"{n}.weight": shape for n, shape in found.items()} | masked
+        return {f"{n}.weight": shape for n, shape in by_name.items()} | masked
 
     @property
     def params(self) -> int:
@@ -82,27 +82,29 @@ class Sizes:
             "rope_theta": self.theta, "max_position_embeddings": self.positions, "vocab_size": self.vocab,
             "attention_bias": False, "mlp_bias": False,
         }  # fmt: skip
-        own = {
+        facts = {
             "draft_vocab_size": self.guesses, "target_hidden_size": self.hidden, "tie_word_embeddings": False,
             "norm_before_residual": False, "dtype": "bfloat16", "eagle_aux_hidden_state_layer_ids": list(self.taps),
         }  # fmt: skip
         if self.kind == KINDS[0]:
-            return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own}
+            return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **facts}
         proposal = {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1, "accept_tolerance": 0.0}
         how = {"algorithm": KINDS[1], "proposal_methods": [proposal], "default_proposal_method": "greedy", "verifier": {}}
         named = {"architectures": ["PEagleSpeculator"], "speculators_model_type": KINDS[1], "speculators_version": "0.4.0"}
-        return {**named, "transformer_layer_config": layer, "speculators_config": how, "mask_token_id": self.mask, **own}
+        return {**named, "transformer_layer_config": layer, "speculators_config": how, "mask_token_id": self.mask, **facts}
 
 
 def sizes(plan: Plan, guesses: int, kind: str = KINDS[0]) -> Sizes:
     """The sizes of a head whose layers are as wide as the model's. Raises UnsupportedError for a model without attention."""
     model, config = plan.model, plan.config
-    own = next((m for _, m in mixers(model) if isinstance(m, Attention)), None)
+    attention = next((m for _, m in mixers(model) if isinstance(m, Attention)), None)
     n, H = len(model.layers), model.hidden
     if n < 3:
         raise UnsupportedError(f"a draft head reads three layers, and the model has only {n}")
     mlp = next((m.down.columns for _, m in mixers(model) if isinstance(m, Mlp)), 0) or 4 * H
-    heads, kv, dim = (own.heads, own.kv_heads, own.dim) if own else (max(1, H // 128), max(1, H // 128), min(H, 128))
+    heads, kv, dim = (
+        (attention.heads, attention.kv_heads, attention.dim) if attention else (max(1, H // 128), max(1, H // 128), min(H, 128))
+    )
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
     taps = (2, n // 2, n - 3) if n >= 12 else (1, n // 2, n)  # in a model of few layers, the last one is the most informative
@@ -194,8 +196,8 @@ def attended(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tenso
     T, scale = q.shape[2], q.shape[-1] ** -0.5
     past = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     scores = (q @ k[0].transpose(-1, -2)).float().masked_fill(~past, float("-inf"))
-    own = torch.stack([(q * t).sum(-1).float() for t in k[1:]], -1)
-    p = (torch.cat((scores, own), -1) * scale).softmax(-1).to(q.dtype)
+    own_scores = torch.stack([(q * t).sum(-1).float() for t in k[1:]], -1)
+    p = (torch.cat((scores, own_scores), -1) * scale).softmax(-1).to(q.dtype)
     return p[..., :T] @ v[0] + sum(p[..., T + i, None] * t for i, t in enumerate(v[1:]))
 
 
@@ -203,17 +205,17 @@ def loss_of(logits: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
     """Cross entropy of all guesses with the model's distribution; wanted: its logits (B, T + J - 1, Vd), one token ahead."""
     T = logits[0].shape[1]
     total = logits[0].new_zeros((), dtype=torch.float32)
-    for j, own in enumerate(logits):
+    for j, logits_of_guess in enumerate(logits):
         p = wanted[:, j : j + T].float().softmax(-1)
-        total = total - LATER**j * (p * own.float().log_softmax(-1)).sum(-1).mean()
+        total = total - LATER**j * (p * logits_of_guess.float().log_softmax(-1)).sum(-1).mean()
     return total
 
 
 def right(logits: list[torch.Tensor], best: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """(J,) share of rows whose guesses 0 .. j all equal the model's top tokens `best` (B, T + J - 1). ids: (Vd,) token ids."""
-    T, so_far, found = logits[0].shape[1], None, []
-    for j, own in enumerate(logits):
-        same = ids[own.argmax(-1)] == best[:, j : j + T]
+    T, so_far, shares = logits[0].shape[1], None, []
+    for j, logits_of_guess in enumerate(logits):
+        same = ids[logits_of_guess.argmax(-1)] == best[:, j : j + T]
         so_far = same if so_far is None else so_far & same
-        found.append(so_far.float().mean())
-    return torch.stack(found)
+        shares.append(so_far.float().mean())
+    return torch.stack(shares)

@@ -149,22 +149,22 @@ def plan_training(
     least = (2 * HELD_OUT + side) * window
     count = max(count // window * window, least if on.type == "cuda" else 4 * window)
     steps = max(1, (count // window - _held_out(count // window)) // side) * PASSES
-    own = None
+    outlook = None
     if text == texts.SELF:
         with open_source(runnable(model)) as source:
             recipe = make_recipe(bits=4, method="gptq", calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
-            own = own_text.outlook(model, source, recipe, on)
+            outlook = own_text.outlook(model, source, recipe, on)
             params = source.params
     else:
         params = sum(p.numel() for p in loaded.parameters())
     rate = _flops(on, plan.dtype)
-    seconds = _seconds(of, params, count, rate) + (2 * own.seconds if own else 0.0)
+    seconds = _seconds(of, params, count, rate) + (2 * outlook.seconds if outlook else 0.0)
     big = Sizes(**BIG, eps=1e-5, theta=5e5, positions=8192, taps=(2, 16, 29))  # type: ignore[arg-type]
     writing = TOKENS["cuda"] * 2 * BIG_PARAMS / (0.5 * rate)
     big_seconds = _seconds(big, BIG_PARAMS, TOKENS["cuda"], rate) + writing
     folder = Path(out) if out else _default_out(model)
-    made = Training(model, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, own)
-    return made, loaded, tokenizer
+    training = Training(model, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, outlook)
+    return training, loaded, tokenizer
 
 
 def _held_out(windows: int) -> int:
@@ -191,8 +191,8 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
 def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Trained]:
     """Train and write the head. Ctrl-C or a kill loses at most a minute of work."""
     began = time.monotonic()
-    if (found := _made(of)) is not None:
-        return found
+    if (trained := _made(of)) is not None:
+        return trained
     if of.out.exists() and any(of.out.iterdir()) and not (of.out / HEAD_STATE).exists():
         raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
     plain, greedy = yield from _text(of, model, tokenizer)
@@ -224,10 +224,10 @@ def _text(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tup
             try:
                 step = next(writing_)
             except StopIteration as e:
-                found = e.value
+                text = e.value
                 break
             yield Step("write", number * of.own.tokens + step.tokens, 2 * of.own.tokens)
-        ids = found if isinstance(found, torch.Tensor) else found.ids
+        ids = text if isinstance(text, torch.Tensor) else text.ids
         parts.append(texts.windows(ids.long(), window))
     return parts[0], parts[1]
 
@@ -245,11 +245,11 @@ def _first(plan: Plan, of: Sizes, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     H = of.hidden
     fc = torch.zeros(H, 3 * H)
     fc[:, 2 * H :] = torch.eye(H)
-    found = {"fc.weight": fc, "lm_head.weight": weight_of(plan.head, torch.float32)[ids.to(plan.device)]}
+    tensors = {"fc.weight": fc, "lm_head.weight": weight_of(plan.head, torch.float32)[ids.to(plan.device)]}
     norm = next((step.norm for step in reversed(plan.steps) if isinstance(step, AddNorm)), None)
     if norm is not None and norm.weight is not None:
-        found["norm.weight"] = norm.weight.float()
-    return {n: t.float().cpu() for n, t in found.items()}
+        tensors["norm.weight"] = norm.weight.float()
+    return {n: t.float().cpu() for n, t in tensors.items()}
 
 
 class Teacher:
@@ -268,8 +268,8 @@ class Teacher:
 
         Shapes (B, L - 1, H), (B, L - J, 3 H), (B, L - 1, Vd), (B, L - 1).
         """
-        found = self._read(ids)
-        return tuple(t.clone() for t in found)  # type: ignore[return-value]  # autograd cannot save inference tensors
+        read = self._read(ids)
+        return tuple(t.clone() for t in read)  # type: ignore[return-value]  # autograd cannot save inference tensors
 
     @torch.inference_mode()
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -311,10 +311,10 @@ def _learn(
         ids = windows[order[place * of.windows : (place + 1) * of.windows]].to(of.device)
         for group in adam.param_groups:
             group["lr"] = rate * min((step + 1) / warm, 0.02 + 0.98 * (1 - step / of.steps))
-        embeddings, features, wanted, _ = teacher(ids)
+        embeddings, features, targets, _ = teacher(ids)
         with _autocast(of.device):
             loss = (
-                loss_of(learner(_as(embeddings, learner), _as(features, learner), of.of.in_a_row, teacher.mask), wanted)
+                loss_of(learner(_as(embeddings, learner), _as(features, learner), of.of.in_a_row, teacher.mask), targets)
                 / weight
             )
         adam.zero_grad(set_to_none=True)
@@ -337,13 +337,13 @@ def _as(x: torch.Tensor, learner: Learner) -> torch.Tensor:
 @torch.no_grad()
 def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[float]:
     """For each j, the share of positions in held-out windows whose guesses 1 .. j are all the model's top tokens."""
-    found = []
+    shares = []
     for some in windows.split(teacher.side):
         embeddings, features, _, best = teacher(some.to(teacher.plan.device))
         with _autocast(teacher.plan.device):
             logits = learner(_as(embeddings, learner), _as(features, learner), learner.of.in_a_row, teacher.mask)
-        found.append(right(logits, best, teacher.ids) * len(some))
-    return (torch.stack(found).sum(0) / len(windows)).tolist()
+        shares.append(right(logits, best, teacher.ids) * len(some))
+    return (torch.stack(shares).sum(0) / len(windows)).tolist()
 
 
 def _facts(of: Training) -> str:

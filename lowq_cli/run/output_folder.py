@@ -116,8 +116,8 @@ class OutputFolder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a complete file, flush it to disk, then rename it into place."""
-        with writing(self.path / name), replacing(self.path / name, self.path / (name + PARTIAL), sync=True) as made:
-            fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        with writing(self.path / name), replacing(self.path / name, self.path / (name + PARTIAL), sync=True) as partial:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
             try:
                 write_at(fd, content, 0)
             finally:
@@ -160,11 +160,11 @@ class ShardFile:
     def is_whole(folder: OutputFolder, shard: Shard) -> bool:
         """Whether the final file exists with the expected header and size, and all its items are recorded."""
         try:
-            found = read_header(folder.path / shard.name)
+            header = read_header(folder.path / shard.name)
         except LowqError:
             return False
         recorded = all(i.name in folder.finished for i in shard.items)
-        return found.size == shard.size and found.crc == zlib.crc32(shard.header) and recorded
+        return header.size == shard.size and header.crc == zlib.crc32(shard.header) and recorded
 
     def _open(self) -> None:
         """Open or create the partial file, and remove the records of items whose bytes do not match their checksums."""
@@ -216,10 +216,10 @@ class ShardFile:
 def is_plain(path: Path) -> bool:
     """Whether the path is a regular file of this user and not a link: only such files are written into."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def read_journal(path: Path) -> tuple[Record, list[Record]]:
@@ -271,8 +271,8 @@ def remove(folder: Path) -> list[str]:
 
 def _remove_files(folder: Path, names: set[str]) -> None:
     """Delete lowq's files; config.json first, so that the remaining files never look like a complete checkpoint."""
-    own = {p.name for p in folder.glob("lowq_*.json")}  # the report, and files of other commands
-    for name in (CONFIG, *sorted({*names, *own} - {CONFIG}), JOURNAL, LOG):
+    reports = {p.name for p in folder.glob("lowq_*.json")}  # the report, and files of other commands
+    for name in (CONFIG, *sorted({*names, *reports} - {CONFIG}), JOURNAL, LOG):
         for leaf in (name, name + PARTIAL):
             if Path(leaf).name == leaf and not (folder / leaf).is_dir():  # a tampered list must not delete files outside
                 (folder / leaf).unlink(missing_ok=True)

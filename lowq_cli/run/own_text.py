@@ -101,7 +101,7 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
         return recipe, None, ""
     why = ""
     try:
-        found = outlook(model, source, recipe, device)
+        plan = outlook(model, source, recipe, device)
         if recipe.calib is None:
             writing, quantizing = WRITING * source.params * recipe.tokens, operations(make_plan(source, _plain(recipe)))
             if writing > quantizing:
@@ -113,7 +113,7 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
         why = str(e)
     if why:
         return replace(recipe, calib=texts.BUNDLED), None, f"calibrated on the bundled text: {why}"
-    return replace(recipe, calib=texts.SELF), found, found.told
+    return replace(recipe, calib=texts.SELF), plan, plan.told
 
 
 def _plain(recipe: Recipe) -> Recipe:
@@ -127,11 +127,11 @@ def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) ->
     bits = _bits(source, side, device)
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
     folder = cache_dir() / "own-text" / memo.key(facts)
-    kept = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
-    left = max(0, recipe.tokens - kept)
+    present = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
+    left = max(0, recipe.tokens - present)
     seconds = left / _rate(folder, source, side, device) if left else 0.0
     held = int(source.nbytes * COPIES.get(bits, 1.0))
-    return Outlook(model, folder, device, bits, side, recipe.tokens, recipe.calib_seed, seconds, held, kept)
+    return Outlook(model, folder, device, bits, side, recipe.tokens, recipe.calib_seed, seconds, held, present)
 
 
 def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Generator[TextStep, None, texts.Text]:
@@ -146,15 +146,15 @@ def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Gen
     author = _Author(plan, make)
     try:
         kinds = author.kinds()
-        asked = -(-plan.tokens // len(kinds))
+        per_kind = -(-plan.tokens // len(kinds))
         parts, done = [], 0
         for kind in kinds:
             number = mine = 0
-            while mine < asked:
+            while mine < per_kind:
                 ids = yield from author.round(kind, number, done + mine)
-                parts.append(ids[: asked - mine])
+                parts.append(ids[: per_kind - mine])
                 number, mine = number + 1, mine + len(ids)
-            done += asked
+            done += per_kind
         ids = torch.cat(parts)[: plan.tokens]
         if visits:
             ids = torch.cat([ids, *(yield from author.more(ids, visits))])
@@ -235,8 +235,8 @@ class _Author:
     def more(self, ids: torch.Tensor, visits: Visits) -> Generator[TextStep, None, list[torch.Tensor]]:
         """Windows of further rounds that visit experts with fewer than FEW_TOKENS visits; at most a quarter of the text."""
         path = self.plan.folder / f"experts-{self.plan.tokens}.safetensors"
-        if (found := _kept(path)) is not None:
-            return [found]
+        if (rounds := _kept(path)) is not None:
+            return [rounds]
         seen = visits(ids.long()).sum(0)
         most = len(ids) // visits.window // MORE // texts.BATCH * texts.BATCH
         taken: list[torch.Tensor] = []
@@ -262,20 +262,20 @@ class _Author:
         """The continuation of each prompt, up to and including its end token, or of `room` tokens."""
         stops = stop_ids(self.model, self.tokenizer)
         decoder = decoder_of(self.model)
-        found = [decoder.start(prompts, Sampling(temperature=temperature, seed=seed), room).tolist()]
+        pieces = [decoder.start(prompts, Sampling(temperature=temperature, seed=seed), room).tolist()]
         waiting: list[torch.Tensor] = []
-        ended = [t in stops for t in found[0]]
+        ended = [t in stops for t in pieces[0]]
         for n in range(1, room):
             waiting.append(decoder.step().clone())
             if len(waiting) == LOOK or n + 1 == room:
                 for tokens in torch.stack(waiting).tolist():
-                    found.append(tokens)
+                    pieces.append(tokens)
                     ended = [e or t in stops for e, t in zip(ended, tokens, strict=True)]
                 waiting = []
                 yield TextStep(min(before + n * len(prompts), self.plan.tokens), self.plan.tokens)
                 if all(ended):
                     break
-        rows = [list(r) for r in zip(*found, strict=True)]
+        rows = [list(r) for r in zip(*pieces, strict=True)]
         return [r[: next((i for i, t in enumerate(r) if t in stops), len(r)) + 1] for r in rows]
 
     def _words(self, turn: list[int]) -> str:

@@ -214,8 +214,8 @@ def _write(
             if outcome:
                 output.record(item, *outcome)
                 error = outcome[0]
-                told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
-                output.log(f"{item.name}: {item.spelled or 'kept'}{told}")
+                numbers = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
+                output.log(f"{item.name}: {item.spelled or 'kept'}{numbers}")
             else:
                 resumed += 1
             error = output.finished[item.name]["rel_error"]

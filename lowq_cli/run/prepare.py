@@ -88,7 +88,7 @@ def prepare(
         together = recipe.method != "auto" and quantizers.needs_distilling(recipe.method)
         if together and recipe.calib_tokens is None and not budgeted and devices[0].type == "cuda":
             recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, recipe, shard_size)))
-        found = text = own = met = trial = None
+        allocation = text = text_plan = met = trial = None
         given, notes = recipe.calib is not None, []
         if recipe.method != "auto" and quantizers.needs_text(recipe.method) and recipe.calib in (None, SELF):
             if headers_only and not budgeted:
@@ -96,14 +96,14 @@ def prepare(
             else:
                 from lowq_cli.run import own_text  # the decoder
 
-                recipe, own, *notes = own_text.decide(os.fspath(model), raw, recipe, pick_device(str(devices[0])))
+                recipe, text_plan, *notes = own_text.decide(os.fspath(model), raw, recipe, pick_device(str(devices[0])))
         if budgeted:
             from lowq_cli.calibrate import mixed  # builds a model with transformers
 
-            if own:
+            if text_plan:
                 from lowq_cli.run import own_text
 
-                text, own = own_text.whole(own, make), None
+                text, text_plan = own_text.whole(text_plan, make), None
             else:
                 text = Text.read(recipe.calib)
             on = pick_device(str(devices[0]))
@@ -114,19 +114,19 @@ def prepare(
                 assert make
                 judge = read_text(recipe.judge)
                 spread = mixed.spread(source, recipe, text, on, watch)
-                said = watch or (lambda *_: None)
-                search = bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(on), make, said)
-                recipe, found, met = search.run()
+                report = watch or (lambda *_: None)
+                search = bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(on), make, report)
+                recipe, allocation, met = search.run()
                 trial = search.best
             else:
-                recipe, found = mixed.resolve(source, recipe, text, on, watch)
+                recipe, allocation = mixed.resolve(source, recipe, text, on, watch)
         plan = make_plan(source, recipe, shard_size)
         if out is None and not budgeted:
             folder = default_out(source, recipe, common_group(plan, recipe))
         plan = replace(plan, notes=(*plan.notes, *published, *notes))
         if not is_calibrated(plan):
-            text = own = None
-        elif text is None and not own and recipe.calib != SELF:
+            text = text_plan = None
+        elif text is None and not text_plan and recipe.calib != SELF:
             text = Text.read(recipe.calib)  # raises with the plan if the file is missing or empty
         independent = _independent(source, plan)
         workers = worker_devices(devices, independent)
@@ -139,7 +139,19 @@ def prepare(
         written = _bytes_in(folder, plan)
         budget = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed=not headers_only)
         yield Prepared(
-            plan, folder, devices, with_text(budget, own), found, source, workers, began, text, own, given, met, trial
+            plan,
+            folder,
+            devices,
+            with_text(budget, text_plan),
+            allocation,
+            source,
+            workers,
+            began,
+            text,
+            text_plan,
+            given,
+            met,
+            trial,
         )
 
 
@@ -150,9 +162,9 @@ def _independent(source: Source, plan: Plan) -> bool:
 
 def _bytes_in(folder: Path, plan: Plan) -> int:
     """Bytes on disk of the plan's files that are already in `folder`."""
-    found = 0
+    total = 0
     for shard in plan.shards:
         for path in (folder / shard.name, folder / f"{shard.name}.partial"):
             if path.is_file():
-                found += path.stat().st_blocks * 512
-    return found
+                total += path.stat().st_blocks * 512
+    return total

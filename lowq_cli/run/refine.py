@@ -81,11 +81,11 @@ class Refining:
             if file.is_done(self.work):
                 return
             check_free(self.out)
-            with new_folder(self.work, run) as made:
-                calibration = Calibration(prepared.source, plan, text, made, run, on, file)
+            with new_folder(self.work, run) as new:
+                calibration = Calibration(prepared.source, plan, text, new, run, on, file)
                 yield from calibration.run()
-                found = {i.name: partial(file.load, calibration.layer_of[i.name], i) for i in calibration.items.values()}
-                file.write(found, made)
+                loaders = {i.name: partial(file.load, calibration.layer_of[i.name], i) for i in calibration.items.values()}
+                file.write(loaders, new)
                 calibration.close()
 
     def export(self, progress: Progress | None = None) -> Refined:
@@ -102,10 +102,10 @@ def least_squares(model: str, kind: str, progress: Progress | None = None) -> Ex
     with exporter.with_weights(model).source as source:
         path = cached(source, "exports") / kind.upper() / exporter.mixture_path(model, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = exporter.export(model, "gguf", path, progress=progress, kind=kind)
+    exported = exporter.export(model, "gguf", path, progress=progress, kind=kind)
     if list(path.parent.glob("mmproj-*")):
         raise UnsupportedError(f"{model} has a tower, next to which no layers are calibrated for GGUF; leave --calib out")
-    return made
+    return exported
 
 
 def _plan(plan: Plan, file: RefinedFile) -> Plan:
@@ -131,8 +131,10 @@ def _check_same_model(file: RefinedFile, source: Source) -> None:
     """
     for name, held in file.norms():
         if name in source.headers and "norm" in name:
-            held, own = held.float().flatten(), source.read(name).float().flatten()
-            if held.shape != own.shape or not torch.allclose(held, own, rtol=SAME, atol=SAME * float(own.abs().mean())):
+            held, original = held.float().flatten(), source.read(name).float().flatten()
+            if held.shape != original.shape or not torch.allclose(
+                held, original, rtol=SAME, atol=SAME * float(original.abs().mean())
+            ):
                 raise UnsupportedError(
                     f"{name} is not what it is in {source.name}: the file is of another model, or its weights were "
                     "scaled before they were quantized, as AWQ does, or its norms were learnt, as distill does"

@@ -116,8 +116,8 @@ class FolderFile:
                     assert isinstance(given, GivenCodes)
                     p = replace(pack(given.q), scales=given.q.scales.to(p.scales.dtype), zeros=p.zeros, table=p.table)
                 companions = {"scale": p.scales, "zero": p.zeros, "table": p.table}
-                found = {f"{t.name}.weight_{leaf}": x for leaf, x in companions.items() if x is not None}
-                shards.add({f"{t.name}.weight": p.words, **found})
+                leaves = {f"{t.name}.weight_{leaf}": x for leaf, x in companions.items() if x is not None}
+                shards.add({f"{t.name}.weight": p.words, **leaves})
             shards.finish()
         with writing(folder):
             for name, raw in self.found.source.companion_files().items():
@@ -214,8 +214,8 @@ class GgufFile:
         with open(open_regular(work / RESULT), "rb") as result:
             for name in self.matrices:
                 h = self.raw.headers[f"{name}.weight"]
-                made = read_bytes(result.fileno(), h.offset, h.nbytes, RESULT)
-                better += made != self.raw.read_raw(f"{name}.weight", 0, h.nbytes)
+                written = read_bytes(result.fileno(), h.offset, h.nbytes, RESULT)
+                better += written != self.raw.read_raw(f"{name}.weight", 0, h.nbytes)
         facts = Exported(str(out), "gguf", self.path.stat().st_size, len(self.matrices), ENGINES, ())
         if was_exported(out, run):
             sweep(out)

@@ -77,8 +77,8 @@ def quantize_matrix(
         if not whole.shape[0]:
             continue
         p = pack(whole, item.layout)
-        own = p.table if at[-1] == 0 else None  # one table for the whole matrix, written once
-        for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros, own) if t is not None):
+        table = p.table if at[-1] == 0 else None  # one table for the whole matrix, written once
+        for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros, table) if t is not None):
             raw = _bytes(tensor)
             file.write(item.outputs[i][0], at[i], raw)
             crc[i], at[i] = zlib.crc32(raw, crc[i]), at[i] + len(raw)

@@ -18,12 +18,12 @@ def side_by_side(c: Any, p: str, a: Attention) -> tuple[Update, ...]:
 
 def cohere(c: Any) -> Model:
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own: dict[str, Any] = {"turned": rope(c, pairing="neighbours")}
+        facts: dict[str, Any] = {"turned": rope(c, pairing="neighbours")}
         if c.use_qk_norm:  # each head has weights of its own
             D, counts = head_dim(c), {"q": c.num_attention_heads, "k": kv_heads(c)}
-            own |= {f"{n}_norm": norm(c, f"{p}.self_attn.{n}_norm", H * D, groups=H, shape=(H, D)) for n, H in counts.items()}
-            own |= {"norm_over": "all"}
-        return side_by_side(c, p, attention(c, p, c.attention_bias, c.attention_bias, **own))
+            facts |= {f"{n}_norm": norm(c, f"{p}.self_attn.{n}_norm", H * D, groups=H, shape=(H, D)) for n, H in counts.items()}
+            facts |= {"norm_over": "all"}
+        return side_by_side(c, p, attention(c, p, c.attention_bias, c.attention_bias, **facts))
 
     return model(c, layer, norm(c, "norm"), logit_scale=float(c.logit_scale))
 

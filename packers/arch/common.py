@@ -191,9 +191,9 @@ def model(
     differ = getattr(c, "is_heterogeneous", False) or isinstance(getattr(c, "per_layer_config", None), dict)
     unless(differ and not by_layer, "layers that differ by per_layer_config")
     unless(getattr(c, "is_causal", True) is False, "attention that is not causal")
-    made = tuple(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers))
+    built = tuple(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers))
     return Model(
-        made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more
+        built, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more
     )
 
 
@@ -234,8 +234,8 @@ def wrapper(
 def of_vision(c: Any, name: str, default: Any) -> Any:
     """A field of a wrapper's vision_config, which is a dict if config.json was read without transformers."""
     inside = getattr(c, "vision_config", {})
-    found = inside.get(name) if isinstance(inside, Mapping) else getattr(inside, name, None)
-    return default if found is None else found
+    value = inside.get(name) if isinstance(inside, Mapping) else getattr(inside, name, None)
+    return default if value is None else value
 
 
 def token_of(c: Any, name: str, default: int) -> int:
@@ -254,7 +254,9 @@ def three_part(token: int, sections: tuple[int, ...], interleaved: bool, deepsta
         layers = len(of_vision(c, "deepstack_visual_indexes", (8, 16, 24))) if deepstack else 0
         merge = of_vision(c, "spatial_merge_size", 2)
         tokens = ("image", token), ("vision_start", token - 3), ("vision_end", token - 2)
-        own, begin, end = (token_of(c, *of) for of in tokens)
-        return Images(own, begin=begin, end=end, merge=merge, sections=tuple(given), interleaved=interleaved, deepstack=layers)
+        stands_for, begin, end = (token_of(c, *of) for of in tokens)
+        return Images(
+            stands_for, begin=begin, end=end, merge=merge, sections=tuple(given), interleaved=interleaved, deepstack=layers
+        )
 
     return described

@@ -101,8 +101,8 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
     odd = set(kinds) - set(KINDS)
-    own = family.layer_types is None or not odd or odd <= set(family.layer_types(fields))
-    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not own):
+    plain = family.layer_types is None or not odd or odd <= set(family.layer_types(fields))
+    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not plain):
         raise NotPlain("config.json has layers of an unusual kind")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})
@@ -128,11 +128,11 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`rope_parameters` for each kind of layer; older configs have two bases and scale only full attention."""
     given = _mapping(fields.get("rope_parameters"))
-    found = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
-    found[FULL].update(_mapping(fields.get("rope_scaling")))
-    found[FULL].setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
-    found[SLIDING].setdefault("rope_theta", fields.get("rope_local_base_freq", family.local_rope_theta))
-    return {kind: _standard(rope, fields) for kind, rope in found.items()}
+    by_type = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
+    by_type[FULL].update(_mapping(fields.get("rope_scaling")))
+    by_type[FULL].setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
+    by_type[SLIDING].setdefault("rope_theta", fields.get("rope_local_base_freq", family.local_rope_theta))
+    return {kind: _standard(rope, fields) for kind, rope in by_type.items()}
 
 
 def _standard(rope: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,13 @@ def falcon_h1(c: Any) -> Model:
     sizes = (c.mamba_n_heads, inner // c.mamba_n_heads, c.mamba_n_groups, c.mamba_d_state, c.mamba_d_conv)
     biases = (c.mamba_proj_bias, c.projectors_bias, c.mamba_conv_bias)
     gate, down = c.mlp_multipliers or (1.0, 1.0)
-    own = {
+    constants = {
         "scales": tuple(map(float, c.ssm_multipliers or (1.0,) * 5)), "normed": bool(c.mamba_rms_norm),
         "gate_last": bool(c.mamba_rms_norm and c.mamba_norm_before_gate), "limit": c.time_step_limit,
     }  # fmt: skip
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        state = mamba2(c, f"{p}.mamba", *sizes, c.rms_norm_eps, biases=biases, **own)
+        state = mamba2(c, f"{p}.mamba", *sizes, c.rms_norm_eps, biases=biases, **constants)
         a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, key_scale=float(c.key_multiplier))
         both = (
             Branch(state, into=float(c.ssm_in_multiplier), out=float(c.ssm_out_multiplier)),

@@ -40,8 +40,8 @@ def gemma2(c: Any) -> Model:
     causal(c)
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = {"scale": c.query_pre_attn_scalar**-0.5, "softcap": float(c.attn_logit_softcapping or 0.0)}
-        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, window=window(c, i), **own)
+        facts = {"scale": c.query_pre_attn_scalar**-0.5, "softcap": float(c.attn_logit_softcapping or 0.0)}
+        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, window=window(c, i), **facts)
         return sandwich(c, p, a, mlp(c, f"{p}.mlp", activation=c.hidden_activation))
 
     cap = float(c.final_logit_softcapping or 0.0)

@@ -14,9 +14,9 @@ def gemma3_text(c: Any) -> Model:
     causal(c)
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = head_norms(c, p, add_one=True) | {"scale": c.query_pre_attn_scalar**-0.5, "window": window(c, i)}
+        facts = head_norms(c, p, add_one=True) | {"scale": c.query_pre_attn_scalar**-0.5, "window": window(c, i)}
         turned = rope(c, c.layer_types[i])
-        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=turned, **own)
+        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=turned, **facts)
         return sandwich(c, p, a, mlp(c, f"{p}.mlp", activation=c.hidden_activation))
 
     cap = float(c.final_logit_softcapping or 0.0)

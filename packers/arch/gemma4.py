@@ -27,8 +27,8 @@ from lowq_packers.arch.parts import Attention, Branch, Images, Model, PerLayer, 
 
 def shares(c: Any, i: int) -> int | None:
     """The layer whose keys and values layer i attends to: the last of its kind before the num_kv_shared_layers last ones."""
-    own = c.num_hidden_layers - c.num_kv_shared_layers
-    return None if i < own else max(j for j in range(own) if c.layer_types[j] == c.layer_types[i])
+    first = c.num_hidden_layers - c.num_kv_shared_layers
+    return None if i < first else max(j for j in range(first) if c.layer_types[j] == c.layer_types[i])
 
 
 def heads(c: Any, i: int) -> tuple[int, int]:
@@ -45,7 +45,7 @@ def attend(c: Any, i: int, p: str) -> Attention:
     alike = c.attention_k_eq_v and kind == FULL
     r = rope_parameters(c, kind)
     dims = int(D * (r.get("partial_rotary_factor") or 1.0)) if r["rope_type"] == "proportional" else D
-    own = {} if of is not None else {"k_norm": rms(c, f"{s}.k_norm", D), "v_norm": rms(c, "", D)}
+    key_norms = {} if of is not None else {"k_norm": rms(c, f"{s}.k_norm", D), "v_norm": rms(c, "", D)}
     names = ("q_proj",) if of is not None else ("q_proj", "k_proj") if alike else ("q_proj", "k_proj", "v_proj")
     more: dict[str, Any] = {
         "dim": D,
@@ -53,7 +53,7 @@ def attend(c: Any, i: int, p: str) -> Attention:
         "scale": 1.0,
         "window": window(c, i),
         "q_norm": rms(c, f"{s}.q_norm", D),
-        **own,
+        **key_norms,
     }
     turned = Rope(dims, kind, of=D if dims < D else 0)
     bias = bool(c.attention_bias)

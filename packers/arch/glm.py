@@ -33,8 +33,8 @@ def glm4(c: Any) -> Model:
 def glm4_moe(c: Any) -> Model:
     def attend(module: str) -> Attention:
         p = module.removesuffix(".self_attn")
-        own = head_norms(c, p) if c.use_qk_norm else {}
-        return attention(c, p, bias=c.attention_bias, turned=rope(c, share=0.5), **own)
+        norms = head_norms(c, p) if c.use_qk_norm else {}
+        return attention(c, p, bias=c.attention_bias, turned=rope(c, share=0.5), **norms)
 
     return decoder(c, attend, lambda p: mixture(c, p, by_sigmoid(c, p)))
 

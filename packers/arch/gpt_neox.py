@@ -12,8 +12,8 @@ def gpt_neox(c: Any) -> Model:
         return Norm(name, c.hidden_size, float(c.layer_norm_eps), "layer", bias=True)
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = {"order": "heads", "kv_heads": c.num_attention_heads, "turned": rope(c, share=getattr(c, "rotary_pct", 0.25))}
-        a = attention(c, p, c.attention_bias, c.attention_bias, ("query_key_value",), "dense", "attention", **own)
+        facts = {"order": "heads", "kv_heads": c.num_attention_heads, "turned": rope(c, share=getattr(c, "rotary_pct", 0.25))}
+        a = attention(c, p, c.attention_bias, c.attention_bias, ("query_key_value",), "dense", "attention", **facts)
         m = mlp(c, f"{p}.mlp", 0, ("dense_h_to_4h",), "dense_4h_to_h", True, gated=False)
         first, second = norm(f"{p}.input_layernorm"), norm(f"{p}.post_attention_layernorm")
         if c.use_parallel_residual:

@@ -19,8 +19,8 @@ def mixture(c: Any, p: str) -> Experts:
 
 def gpt_oss(c: Any) -> Model:
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own: dict[str, Any] = {"window": window(c, i), "sinks": f"{p}.self_attn.sinks"}
-        return pre_norm(c, p, attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, **own), mixture(c, f"{p}.mlp"))
+        facts: dict[str, Any] = {"window": window(c, i), "sinks": f"{p}.self_attn.sinks"}
+        return pre_norm(c, p, attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, **facts), mixture(c, f"{p}.mlp"))
 
     return model(c, layer)
 

@@ -8,8 +8,8 @@ from lowq_packers.arch.parts import Attention, Experts, Model, Update
 
 
 def attend(c: Any, p: str) -> Attention:
-    own = head_norms(c, p, ("query_layernorm", "key_layernorm")) | {"norm_last": True}
-    return attention(c, p, c.attention_bias, c.attention_bias, **own)
+    norms = head_norms(c, p, ("query_layernorm", "key_layernorm")) | {"norm_last": True}
+    return attention(c, p, c.attention_bias, c.attention_bias, **norms)
 
 
 def hunyuan_v1_dense(c: Any) -> Model:

@@ -26,8 +26,8 @@ def decoder(c: Any, feed: Callable[[int, str], Mlp | Experts]) -> Model:
 
     def mixer(i: int, p: str) -> Mixer:
         if c.layer_types[i] == FULL:
-            own: dict[str, Any] = {f"{n}_norm": norm(f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk"}
-            return attention(c, p, o="out_proj", **own)
+            norms: dict[str, Any] = {f"{n}_norm": norm(f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk"}
+            return attention(c, p, o="out_proj", **norms)
         into, out = linear(c, f"{p}.conv.in_proj", 3 * H, bias=bias), linear(c, f"{p}.conv.out_proj", H, bias=bias)
         return ShortConv(into, Conv(f"{p}.conv.conv", H, c.conv_L_cache, bias), out)
 

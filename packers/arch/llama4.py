@@ -27,8 +27,8 @@ CHUNKED = "chunked_attention"
 def attend(c: Any, i: int, p: str) -> Attention:
     unit, kinds = rms(c, "", head_dim(c)), c.layer_types
     turned = c.no_rope_layers[i] if c.no_rope_layers else (i + 1) % c.no_rope_layer_interval  # 1 or more where there is one
-    own = {"q_norm": unit, "k_norm": unit, "norm_last": True}
-    norms: dict[str, Any] = own if c.use_qk_norm and turned else {}
+    unit_norms = {"q_norm": unit, "k_norm": unit, "norm_last": True}
+    norms: dict[str, Any] = unit_norms if c.use_qk_norm and turned else {}
     if c.attn_temperature_tuning and not turned:
         norms = {"position_scale": PositionScale(float(c.attn_scale), float(c.floor_scale), 1)}
     chunk = (c.attention_chunk_size or 0) if (kinds[i] == CHUNKED if kinds else turned) else 0

@@ -11,10 +11,10 @@ from lowq_packers.arch.parts import Model, Norm, Update
 def mamba2(c: Any) -> Model:
     unless(c.hidden_act not in ("silu", "swish"), f"a convolution with activation {c.hidden_act}")
     sizes, eps = (c.num_heads, c.head_dim, c.n_groups, c.state_size, c.conv_kernel), float(c.layer_norm_epsilon)
-    own = {"biases": (c.use_bias, c.use_bias, c.use_conv_bias), "limit": c.time_step_limit}
+    facts = {"biases": (c.use_bias, c.use_bias, c.use_conv_bias), "limit": c.time_step_limit}
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        return (Update((mixer(c, f"{p}.mixer", *sizes, eps, **own),), Norm(f"{p}.norm", c.hidden_size, eps)),)
+        return (Update((mixer(c, f"{p}.mixer", *sizes, eps, **facts),), Norm(f"{p}.norm", c.hidden_size, eps)),)
 
     return model(c, layer, Norm("norm_f", c.hidden_size, eps), embed="embeddings", prefix="backbone.")
 

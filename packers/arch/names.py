@@ -37,12 +37,12 @@ def tensors(model: Model, form: Form, place: tuple[str, str] | None = None) -> d
     inside |= dict(part_tensors((model.norm, model.embed_norm, model.tokens), form, "other"))
     if form != "modules":
         inside = {renamed(model, name): t for name, t in inside.items()}
-    found = {prefix + name: t for name, t in inside.items()}
+    by_name = {prefix + name: t for name, t in inside.items()}
     if not model.tied:
-        found[f"{head}.weight"] = Tensor((model.vocab, model.hidden), "head")
+        by_name[f"{head}.weight"] = Tensor((model.vocab, model.hidden), "head")
     if model.head_bias:
-        found[f"{head}.bias"] = Tensor((model.vocab,), "head")
-    return found
+        by_name[f"{head}.bias"] = Tensor((model.vocab,), "head")
+    return by_name
 
 
 def renamed(model: Model, name: str) -> str:
@@ -105,8 +105,8 @@ def part_tensors(part: Any, form: Form, kind: str = "other") -> Named:
         case parts.Router():
             yield f"{part.name}.weight", Tensor((part.experts, part.hidden), "router")
             bias = (part.bias, *(part.bias_shape or (part.experts,)))
-            own = (f"{part.name}.bias" if part.logits_bias else "", part.experts)
-            yield from _vectors("router", own, bias, (part.scale, part.hidden), (part.each, part.experts))
+            biases = (f"{part.name}.bias" if part.logits_bias else "", part.experts)
+            yield from _vectors("router", biases, bias, (part.scale, part.hidden), (part.each, part.experts))
         case parts.TokenTable():
             yield f"{part.embed}.weight", Tensor((part.vocab, part.layers * part.dims), "embedding")
             yield from part_tensors((part.project, part.norm), form, "other")

@@ -54,8 +54,8 @@ def olmo3(c: Any) -> Model:
     by_kind = FULL in c.rope_parameters  # older transformers have one rotation for all
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = norms_of_all(c, p) | {"window": window(c, i), "turned": rope(c, c.layer_types[i] if by_kind else "")}
-        return after(c, p, attention(c, p, c.attention_bias, c.attention_bias, **own))
+        facts = norms_of_all(c, p) | {"window": window(c, i), "turned": rope(c, c.layer_types[i] if by_kind else "")}
+        return after(c, p, attention(c, p, c.attention_bias, c.attention_bias, **facts))
 
     return model(c, layer)
 

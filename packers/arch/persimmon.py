@@ -12,10 +12,10 @@ def persimmon(c: Any) -> Model:
         return Norm(name, size or c.hidden_size, float(c.layer_norm_eps), "layer", bias=True)
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own: dict[str, Any] = {"order": "heads", "turned": rope(c, share=0.5), "kv_heads": c.num_attention_heads}
+        facts: dict[str, Any] = {"order": "heads", "turned": rope(c, share=0.5), "kv_heads": c.num_attention_heads}
         if c.qk_layernorm:
-            own |= {f"{n}_norm": norm(c, f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk"}
-        a = attention(c, p, True, True, ("query_key_value",), "dense", **own)
+            facts |= {f"{n}_norm": norm(c, f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk"}
+        a = attention(c, p, True, True, ("query_key_value",), "dense", **facts)
         return pre_norm(c, p, a, mlp(c, f"{p}.mlp", 0, ("dense_h_to_4h",), "dense_4h_to_h", True, gated=False), norm)
 
     return model(c, layer, norm(c, "final_layernorm"))

@@ -13,8 +13,8 @@ def phi(c: Any) -> Model:
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
         named = {n: norm(f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk" if c.qk_layernorm}
-        own: dict[str, Any] = {f"{n}_norm": own for n, own in named.items()}
-        a = attention(c, p, bias=True, o_bias=True, o="dense", turned=rope(c, share=0.5), **own)
+        norms: dict[str, Any] = {f"{n}_norm": part for n, part in named.items()}
+        a = attention(c, p, bias=True, o_bias=True, o="dense", turned=rope(c, share=0.5), **norms)
         m = mlp(c, f"{p}.mlp", names=("fc1",), down="fc2", gated=False, bias=True)
         return (Update((a, m), norm(f"{p}.input_layernorm")),)
 

@@ -46,11 +46,11 @@ def decoder(c: Any, second: Callable[[int, str], Mixer], grouped: bool = False, 
     """second: the MLP or the experts of layer i at a path."""
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own: dict[str, Any] = {"gated": True, **head_norms(c, p, add_one=True)}
+        facts: dict[str, Any] = {"gated": True, **head_norms(c, p, add_one=True)}
         a: Mixer = (
             delta(c, f"{p}.linear_attn", grouped)
             if c.layer_types[i] == LINEAR
-            else attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=rope(c, share=0.25), **own)
+            else attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=rope(c, share=0.25), **facts)
         )
         return pre_norm(c, p, a, second(i, f"{p}.mlp"), one)
 

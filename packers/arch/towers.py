@@ -9,6 +9,6 @@ PROJECTORS = re.compile(r"merger|projector|(^|\.)(mm_\w+|embed_vision|embed_audi
 def anywhere(name: str) -> str:
     """A regular expression of a tower's module wherever its reader puts the tower: files have it as visual, transformers as
     model.visual."""
-    found = TOWERS.search(name)
-    assert found, name
-    return rf"(.*\.)?{re.escape(name[found.start(2) :])}$"
+    match = TOWERS.search(name)
+    assert match, name
+    return rf"(.*\.)?{re.escape(name[match.start(2) :])}$"

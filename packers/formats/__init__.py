@@ -146,8 +146,8 @@ def register(fmt: Format) -> Format:
             return f"{fmt.title} holds no values of the table {scheme.table}; nearest: --format lowq"
         return fmt.why_not(scheme, N, K)
 
-    FORMATS[fmt.name] = made = replace(fmt, why_not=why_not)
-    return made
+    FORMATS[fmt.name] = checked = replace(fmt, why_not=why_not)
+    return checked
 
 
 def served_by(*engines: str) -> Callable[[Config, Sequence[Matrix]], list[str]]:

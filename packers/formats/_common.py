@@ -63,10 +63,10 @@ def flag(table: Mapping[str, Any], name: str, default: bool) -> bool:
 
 def names(table: Mapping[str, Any], field: str) -> Sequence[str]:
     """A field that is a list of names, () if it is missing. Raises DamagedError for anything else."""
-    found = table.get(field) or ()
-    if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(n, str) for n in found):
-        raise DamagedError(f"quantization_config has {field}={str(found)[:80]}, which is not a list of names")
-    return found
+    listed = table.get(field) or ()
+    if isinstance(listed, str) or not isinstance(listed, Sequence) or not all(isinstance(n, str) for n in listed):
+        raise DamagedError(f"quantization_config has {field}={str(listed)[:80]}, which is not a list of names")
+    return listed
 
 
 def pair(value: object, where: str) -> tuple[int, int]:
@@ -88,12 +88,12 @@ def overridden(q: Mapping[str, Any], rules: Rules[Mapping[str, Any]], name: str)
 
     Raises DamagedError if that rule says that the module is not quantized.
     """
-    found = rules.first(name)
-    if found is None:
+    rule = rules.first(name)
+    if rule is None:
         return q
-    if EXCLUDED in found:
+    if EXCLUDED in rule:
         raise DamagedError(f"a dynamic rule in quantization_config says that {name} is not quantized, but it is")
-    return {**q, **found}
+    return {**q, **rule}
 
 
 def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[str]) -> Rules[Mapping[str, Any]]:
@@ -116,8 +116,8 @@ def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[
 def model_dtype(config: Mapping[str, Any], default: str) -> str:
     """The safetensors name of the model's float dtype in config.json; `default` if it has none."""
     tables = (config, section(config, "text_config"))
-    said = next((str(t[k]) for t in tables for k in ("dtype", "torch_dtype") if t.get(k)), "")
-    return NAMES.get(f"torch.{said.removeprefix('torch.')}", default)
+    name = next((str(t[k]) for t in tables for k in ("dtype", "torch_dtype") if t.get(k)), "")
+    return NAMES.get(f"torch.{name.removeprefix('torch.')}", default)
 
 
 def modules(headers: Headers, suffix: str) -> list[str]:
@@ -274,8 +274,8 @@ def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
 
 def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:
     """Linear modules that stay dense: `kept` without embeddings, and with the head, stored or tied."""
-    found = [of_tower(n) for n in kept if not GATHERED.search(n)]
-    return found if "lm_head" in schemes or "lm_head" in found else [*found, "lm_head"]
+    modules = [of_tower(n) for n in kept if not GATHERED.search(n)]
+    return modules if "lm_head" in schemes or "lm_head" in modules else [*modules, "lm_head"]
 
 
 def of_tower(name: str) -> str:
@@ -288,5 +288,5 @@ def exactly(name: str) -> str:
     if TOWERS.search(name):
         return f"^{anywhere(name)}"
     stem, dot, leaf = name.rpartition(".")
-    own = f"({re.escape(leaf)}|{FUSED[leaf]})" if leaf in FUSED else re.escape(leaf)
-    return f"^{re.escape(stem + dot)}{own}$"
+    pattern = f"({re.escape(leaf)}|{FUSED[leaf]})" if leaf in FUSED else re.escape(leaf)
+    return f"^{re.escape(stem + dot)}{pattern}$"

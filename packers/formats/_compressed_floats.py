@@ -39,10 +39,10 @@ def form(s: Scheme) -> str:
 def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matrix:
     """The matrix of an FP4 module. w: the weights' settings in its config group. Raises UnsupportedError, DamagedError."""
     scheme = FP4[form]
-    said = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
-    if said != (4, "float", scheme.group_size):
+    declared = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
+    if declared != (4, "float", scheme.group_size):
         raise UnsupportedError(
-            f"{p}: {form} with {said[0]}-bit {said[1]} codes in groups of {said[2]} is not one that lowq reads"
+            f"{p}: {form} with {declared[0]}-bit {declared[1]} codes in groups of {declared[2]} is not one that lowq reads"
         )
     if not c.flag(w, "symmetric", True):
         raise UnsupportedError(f"{p}: {form} with zero points is not one that lowq reads")

@@ -70,8 +70,8 @@ def why_not(s: Scheme, title: str, *held: Scheme) -> str | None:
     """Why a format that holds the schemes `held` cannot hold `s`; or None."""
     if s in held:
         return None
-    wanted = " or ".join(f"--format {NAMES[h]}" for h in held)
-    return f"{title} holds {' and '.join(stored_as(h) for h in held)}, not {s}; nearest: {wanted}"
+    formats = " or ".join(f"--format {NAMES[h]}" for h in held)
+    return f"{title} holds {' and '.join(stored_as(h) for h in held)}, not {s}; nearest: {formats}"
 
 
 def dtype_of(scheme: Scheme, config: Config) -> str:

@@ -13,10 +13,10 @@ def spelled_out(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention") or {}  # Gemma 3 has a table for each kind of attention
     rope = rope.get("full_attention") or rope
-    found = {"rope_theta": rope.get("rope_theta"), "rope_local_base_freq": local.get("rope_theta")}
+    fields = {"rope_theta": rope.get("rope_theta"), "rope_local_base_freq": local.get("rope_theta")}
     if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+        fields["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     if str(config.get("model_type")).endswith("moe"):
-        found["num_experts"] = config.get("num_local_experts")
-    known = {k: v for k, v in found.items() if v is not None and config.get(k) is None}
+        fields["num_experts"] = config.get("num_local_experts")
+    known = {k: v for k, v in fields.items() if v is not None and config.get(k) is None}
     return {**config, **known, "tie_word_embeddings": config.get("tie_word_embeddings", tied)}

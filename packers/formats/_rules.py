@@ -80,12 +80,12 @@ class Rules(Generic[Value]):
             before, starts = starts, self._ends(tree, starts, name)
             if starts in (before, set()):
                 break
-        found, new, count = set(starts), starts, least
+        ends, new, count = set(starts), starts, least
         while new and count < most:
-            new = self._ends(tree, new, name) - found
-            found |= new
+            new = self._ends(tree, new, name) - ends
+            ends |= new
             count += 1
-        return found
+        return ends
 
 
 def _takes(op: Any, arg: Any, char: str) -> bool:

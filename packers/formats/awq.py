@@ -46,15 +46,15 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     c.check_fields(q, USED, HARMLESS)
     c.check_absent(q, "desc_act", "sym")
     if q.get("zero_point", True) is not True:  # null is rejected too: other readers take it as false
-        said = str(q["zero_point"])[:80]
-        raise UnsupportedError(f"AWQ with zero_point={said} is not one that lowq reads: others leave its zeros out")
+        spelled = str(q["zero_point"])[:80]
+        raise UnsupportedError(f"AWQ with zero_point={spelled} is not one that lowq reads: others leave its zeros out")
     if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm" or q.get("pack_dtype", "int32") != "int32":
         raise UnsupportedError("AWQ in another checkpoint_format or pack_dtype than gemm and int32 is not one that lowq reads")
     if (version := str(q.get("version", "gemm")).lower()) != "gemm":
         raise UnsupportedError(f"AWQ version {version!r} is laid out for one kernel; lowq reads gemm")
     if (bits := c.number(q, "bits", "w_bit")) != 4:
         raise UnsupportedError(f"AWQ with {bits} bits is not one that lowq reads; it reads 4")
-    found = []
+    matrices = []
     excluded = c.names(q, "modules_to_not_convert")
     for p in c.modules(headers, ".qweight"):
         if any(name == p or p.startswith(f"{name}.") for name in excluded):
@@ -65,8 +65,8 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         c.need(headers, f"{p}.qzeros", (G, words), ("I32",))
         dtype = c.need(headers, f"{p}.scales", (G, N)).dtype
         parts = tuple(f"{p}.{leaf}" for leaf in ("qweight", "qzeros", "scales"))
-        found.append(Matrix(p, (N, K), parts, _reader(p, g), f"4-bit g{g} int zero", 4, c.held(4, g, "int", K), dtype))
-    return found
+        matrices.append(Matrix(p, (N, K), parts, _reader(p, g), f"4-bit g{g} int zero", 4, c.held(4, g, "int", K), dtype))
+    return matrices
 
 
 def _reader(p: str, g: int) -> Callable[[Fetch], QuantizedTensor | torch.Tensor]:

@@ -83,32 +83,32 @@ def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> S
     if len(size) != 1 or size[0] > MAX_STATE:
         raise DamagedError(f"{name} has the shape {tuple(size)}; it must be some {MAX_STATE} bytes of JSON at most")
     try:
-        said = json.loads(bytes(fetch(name).tolist()))
+        state = json.loads(bytes(fetch(name).tolist()))
     except (ValueError, RecursionError):
         raise DamagedError(f"{name} is not JSON; fetch the model again") from None
-    if not isinstance(said, Mapping):
+    if not isinstance(state, Mapping):
         raise DamagedError(f"{name} is not a table of settings; fetch the model again")
-    c.check_fields(said, FIELDS, (), f"{name}: ")
-    kind, shape, dtype = said.get("quant_type"), said.get("shape"), said.get("dtype")
+    c.check_fields(state, FIELDS, (), f"{name}: ")
+    kind, shape, dtype = state.get("quant_type"), state.get("shape"), state.get("dtype")
     if isinstance(kind, str) and kind not in TABLES:
         raise UnsupportedError(f"{name} says quant_type={kind[:40]}, which is not one that lowq reads; it reads nf4 and fp4")
     if kind not in TABLES or name.rpartition("__")[2] != kind or q.get("bnb_4bit_quant_type", kind) != kind:
         raise DamagedError(f"{name} says quant_type={str(kind)[:40]}, config.json {str(q.get('bnb_4bit_quant_type'))[:40]}")
     if not isinstance(shape, Sequence) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 40 for n in shape):
         raise DamagedError(f"{name} says shape={str(shape)[:40]}; a matrix has two dimensions")
-    if type(said.get("blocksize")) is not int or not isinstance(dtype, str):
-        raise DamagedError(f"{name} says blocksize={str(said.get('blocksize'))[:40]}, dtype={str(dtype)[:40]}")
-    if said["blocksize"] not in BLOCKS or dtype not in DTYPES:
-        raise UnsupportedError(f"{name} says blocksize={said['blocksize']}, dtype={dtype[:40]}, which lowq does not read")
-    offset = said.get("nested_offset")
-    nested = said.get("nested_blocksize", NESTED), said.get("nested_dtype", "float32")
+    if type(state.get("blocksize")) is not int or not isinstance(dtype, str):
+        raise DamagedError(f"{name} says blocksize={str(state.get('blocksize'))[:40]}, dtype={str(dtype)[:40]}")
+    if state["blocksize"] not in BLOCKS or dtype not in DTYPES:
+        raise UnsupportedError(f"{name} says blocksize={state['blocksize']}, dtype={dtype[:40]}, which lowq does not read")
+    offset = state.get("nested_offset")
+    nested = state.get("nested_blocksize", NESTED), state.get("nested_dtype", "float32")
     if nested != (NESTED, "float32"):
         raise UnsupportedError(
             f"{name} says nested_blocksize, nested_dtype = {str(nested)[:80]}; lowq reads {NESTED} and float32"
         )
     if offset is not None and not isinstance(offset, float):
         raise DamagedError(f"{name} says nested_offset={str(offset)[:40]}, which is not a number")
-    return State(kind, (shape[0], shape[1]), said["blocksize"], DTYPES[dtype], offset)
+    return State(kind, (shape[0], shape[1]), state["blocksize"], DTYPES[dtype], offset)
 
 
 def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> Matrix:
@@ -143,8 +143,8 @@ def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: F
         if s.scheme is None:
             wide = scales.repeat_interleave(s.block)[: N * K]
             return (table[0][codes.long()] * wide).reshape(N, K).to(getattr(torch, c.TORCH[s.dtype]))
-        own = table if s.scheme.table_width else None
-        return QuantizedTensor.of(s.scheme, codes.reshape(N, K), scales.reshape(N, -1), None, own)
+        own_table = table if s.scheme.table_width else None
+        return QuantizedTensor.of(s.scheme, codes.reshape(N, K), scales.reshape(N, -1), None, own_table)
 
     facts = f"{s.kind} g{s.block}" + (" double" if s.offset is not None else "")
     return Matrix(p, (N, K), tuple(parts), read, facts, 4, s.scheme, s.dtype)
@@ -167,14 +167,14 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
 
 def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     codes = q.W_q.flatten()
-    said = {"quant_type": "nf4", "blocksize": q.group_size, "dtype": config.get("dtype", "bfloat16"), "shape": list(q.shape)}
-    if said["dtype"] not in DTYPES:
-        said["dtype"] = "bfloat16"
+    state = {"quant_type": "nf4", "blocksize": q.group_size, "dtype": config.get("dtype", "bfloat16"), "shape": list(q.shape)}
+    if state["dtype"] not in DTYPES:
+        state["dtype"] = "bfloat16"
     return {
         f"{name}.weight": (codes[0::2] << 4 | codes[1::2]).reshape(-1, 1),
         f"{name}.weight.absmax": q.scales.float().flatten(),
         f"{name}.weight.quant_map": torch.tensor(TABLES["nf4"], dtype=torch.float32),
-        f"{name}.{STATE}nf4": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+        f"{name}.{STATE}nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
 
 

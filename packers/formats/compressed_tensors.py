@@ -77,13 +77,13 @@ class _Groups:
         weights = group.get("weights")
         if not isinstance(weights, Mapping):
             raise DamagedError(f"the config group of {name} does not say how weights are quantized")
-        said = group.get("format") or q.get("format")
-        if said not in (None, *STRATEGIES, "naive-quantized", "mixed-precision"):
-            raise UnsupportedError(f"{name}: compressed-tensors format {str(said)[:80]!r} is not one that lowq reads")
+        declared = group.get("format") or q.get("format")
+        if declared not in (None, *STRATEGIES, "naive-quantized", "mixed-precision"):
+            raise UnsupportedError(f"{name}: compressed-tensors format {str(declared)[:80]!r} is not one that lowq reads")
         if weights.get("actorder") not in ORDERS:
             raise UnsupportedError(f"{name}: actorder={str(weights['actorder'])[:80]!r} is not one that lowq reads")
-        if said not in (None, form, "naive-quantized", "mixed-precision"):
-            raise DamagedError(f"quantization_config says {name} is {said!r}, but its tensors are {form}")
+        if declared not in (None, form, "naive-quantized", "mixed-precision"):
+            raise DamagedError(f"quantization_config says {name} is {declared!r}, but its tensors are {form}")
         c.check_fields(weights, WEIGHTS, WEIGHTS_HARMLESS)
         c.check_absent(weights, "dynamic")
         if weights.get("strategy") not in STRATEGIES[form]:
@@ -110,19 +110,19 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     if q.get("quantization_status", "compressed") not in ("compressed", "frozen"):
         raise UnsupportedError(f"quantization_status is {q['quantization_status']!r}; lowq reads compressed")
     groups = _Groups(q)
-    found = []
+    matrices = []
     for name in headers:
         p, _, leaf = name.rpartition(".")
         if leaf == "weight_packed" and headers[name].dtype == "U8":
             form = floats.form_of(p, headers)
-            found.append(floats.fp4(p, form, groups.weights(p, form, q), headers, config))
+            matrices.append(floats.fp4(p, form, groups.weights(p, form, q), headers, config))
         elif leaf == "weight_packed":
-            found.append(_packed(p, groups.weights(p, "pack-quantized", q), headers, fetch))
+            matrices.append(_packed(p, groups.weights(p, "pack-quantized", q), headers, fetch))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype == "I8":
-            found.append(_int8(p, groups.weights(p, "int-quantized", q), headers))
+            matrices.append(_int8(p, groups.weights(p, "int-quantized", q), headers))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype in floats.FLOATS8:
-            found.append(floats.fp8(p, groups.weights(p, "float-quantized", q), headers, config))
-    return found
+            matrices.append(floats.fp8(p, groups.weights(p, "float-quantized", q), headers, config))
+    return matrices
 
 
 def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None) -> Matrix:
@@ -142,10 +142,10 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
     if f"{p}.weight_shape" in headers:
         parts.append(f"{p}.weight_shape")
         if fetch is not None:
-            said = [int(v) for v in fetch(f"{p}.weight_shape").flatten().tolist()]
-            if len(said) != 2 or said[0] != N or (grouped and said[1] != K) or not 0 < said[1] <= words * 32:
-                raise DamagedError(f"{p}.weight_shape says {said}; its words and scales are {N} x {words} and {N} x {G}")
-            K = said[1]
+            declared = [int(v) for v in fetch(f"{p}.weight_shape").flatten().tolist()]
+            if len(declared) != 2 or declared[0] != N or (grouped and declared[1] != K) or not 0 < declared[1] <= words * 32:
+                raise DamagedError(f"{p}.weight_shape says {declared}; its words and scales are {N} x {words} and {N} x {G}")
+            K = declared[1]
     g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
     sizes = {bitstream.words_per_row(K, bits): False, -(-K // (32 // bits)): True}
     if words not in sizes:
@@ -197,8 +197,8 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
 def _groups_of(p: str, w: Mapping[str, Any], scale: Header, N: int) -> int:
     """Number of scales per row; 1 if the whole matrix has one. Raises DamagedError if it contradicts the config."""
     G = floats.groups_of(f"{p}.weight_scale", scale, N)
-    wanted = {"group": N * G, "tensor": 1}.get(str(w.get("strategy")))
-    if wanted not in (None, math.prod(scale.shape)):
+    expected = {"group": N * G, "tensor": 1}.get(str(w.get("strategy")))
+    if expected not in (None, math.prod(scale.shape)):
         raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says {w['strategy']}")
     return G
 
@@ -284,32 +284,32 @@ def _is_asymmetric(group: object) -> bool:
 
 def _notes(config: Config, headers: Headers) -> list[str]:
     q = _section(config)
-    found = []
+    notes = []
     for group in c.section(q, "config_groups").values():
         w = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(w, Mapping) and w.get("num_bits") in (3, 5, 6, 7) and w.get("type", "int") == "int":
-            found.append(f"{w['num_bits']}-bit words: dense since mid-2026, padded before; each tensor's width is checked")
+            notes.append(f"{w['num_bits']}-bit words: dense since mid-2026, padded before; each tensor's width is checked")
         if _is_asymmetric(group):
-            found.append(
+            notes.append(
                 "asymmetric, in several config groups: transformers 5.23 does not load it"
                 if len(c.section(q, "config_groups")) > 1
                 else "asymmetric: transformers 5.23 loads it only with CompressedTensorsConfig(dequantize=True)"
             )
         if isinstance(group, Mapping) and group.get("input_activations"):
-            found.append("activations are quantized too when other engines run it; lowq quantizes weights only")
-    return list(dict.fromkeys(found))
+            notes.append("activations are quantized too when other engines run it; lowq quantizes weights only")
+    return list(dict.fromkeys(notes))
 
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     groups = c.section(_section(config), "config_groups")
     loads = len(groups) < 2 or not any(map(_is_asymmetric, groups.values()))
-    found = ["lowq", *(["transformers (with compressed-tensors)"] if loads else [])]
+    engines = ["lowq", *(["transformers (with compressed-tensors)"] if loads else [])]
     kinds = {(m.bits, "int zero" in m.stored) for m in matrices if not _fp4.is_fp4(m)}
     if kinds <= {(4, False), (4, True), (8, False), (2, False)}:
-        found.append("vLLM")
+        engines.append("vLLM")
     if kinds <= {(4, False), (8, False)} and not any(map(_fp4.is_fp4, matrices)):
-        found.append("SGLang")
-    return found
+        engines.append("SGLang")
+    return engines
 
 
 def _why_not(s: Scheme, N: int, K: int) -> str | None:
@@ -328,16 +328,17 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}  # settings of weights -> the modules with these settings
     forms: dict[tuple[tuple[str, Any], ...], str] = {}
     for name, s in schemes.items():
-        said = tuple((floats.fp4_weights(s) if s.table else _weights(s, shapes[name][1])).items())
-        alike.setdefault(said, []).append(name)
-        forms[said] = floats.form(s) if s.table else "pack-quantized"
-    largest = max(alike, key=lambda said: len(alike[said]))
+        arguments = tuple((floats.fp4_weights(s) if s.table else _weights(s, shapes[name][1])).items())
+        alike.setdefault(arguments, []).append(name)
+        forms[arguments] = floats.form(s) if s.table else "pack-quantized"
+    largest = max(alike, key=lambda arguments: len(alike[arguments]))
     groups = {
         f"group_{i}": {
-            "targets": ["Linear"] if said == largest else [c.of_tower(n) for n in alike[said]], "weights": dict(said),
-            "input_activations": None, "output_activations": None, "format": forms[said],
+            "targets": ["Linear"] if arguments == largest else [c.of_tower(n) for n in alike[arguments]],
+            "weights": dict(arguments),
+            "input_activations": None, "output_activations": None, "format": forms[arguments],
         }
-        for i, said in enumerate([*(said for said in alike if said != largest), largest])
+        for i, arguments in enumerate([*(arguments for arguments in alike if arguments != largest), largest])
     }  # fmt: skip
     whole = set(forms.values())
     q = {

@@ -30,7 +30,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     c.check_fields(q, USED, HARMLESS)
     if q.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", "fp8_e4m3"):
         raise UnsupportedError(f"fp8 in {q['fmt']!r} is not one that lowq reads; it reads e4m3")
-    found = []
+    matrices = []
     for name, header in headers.items():
         if not header.dtype.startswith("F8_E4") or not header.shape:
             continue
@@ -40,8 +40,8 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         scale = next((f"{p}.{leaf}" for leaf in COMPANIONS if f"{p}.{leaf}" in headers), None)
         if scale is None:
             raise DamagedError(f"{p}.weight_scale_inv is missing; fetch the model again")
-        found.append(_matrix(p, scale, q, headers, c.model_dtype(config, "BF16")))
-    return found
+        matrices.append(_matrix(p, scale, q, headers, c.model_dtype(config, "BF16")))
+    return matrices
 
 
 def _block(q: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -78,8 +78,8 @@ def why_not(s: Scheme, N: int, K: int) -> str | None:
     if kind is None and s.table:
         return f"GGUF as lowq writes it holds mxfp4, not {s}; nearest: --format mxfp4"
     if kind is None:
-        wanted = "--bits 8 --zero none" if s.bits == 8 else "--bits 4 --group 32"
-        return f"GGUF holds 4 bits, and 8 without a zero, not {s.bits} bits with {s.zero} zeros; nearest: {wanted}"
+        flags = "--bits 8 --zero none" if s.bits == 8 else "--bits 4 --group 32"
+        return f"GGUF holds 4 bits, and 8 without a zero, not {s.bits} bits with {s.zero} zeros; nearest: {flags}"
     block = TYPES[kind].elements
     return (
         f"GGUF blocks of {kind} are {block} long, a group of {s.group_size} is not made of them; nearest: --group {block}"

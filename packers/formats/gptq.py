@@ -36,9 +36,9 @@ HARMLESS = (  # settings of the quantizer or of other engines that change no wei
 
 
 def _claims(config: Config, headers: Headers) -> bool:
-    said = method(config)
-    return said == "gptq" or (
-        said is None and any(n.endswith(".qweight") for n in headers) and any(n.endswith(".g_idx") for n in headers)
+    declared = method(config)
+    return declared == "gptq" or (
+        declared is None and any(n.endswith(".qweight") for n in headers) and any(n.endswith(".g_idx") for n in headers)
     )
 
 
@@ -116,8 +116,8 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
         c.need(headers, f"{p}.g_idx", (K,), ("I32", "I64"))
         parts.append(f"{p}.g_idx")
         if fetch is not None:
-            said, permuted = permuted, not torch.equal(fetch(f"{p}.g_idx").long(), torch.arange(K) // g)
-            if permuted and not said:
+            declared, permuted = permuted, not torch.equal(fetch(f"{p}.g_idx").long(), torch.arange(K) // g)
+            if permuted and not declared:
                 raise DamagedError(f"{p}.g_idx permutes groups, but quantization_config says desc_act=false; set it to true")
     dense = permuted or K % g != 0
     scheme = None if dense else c.held(bits, g, "none" if sym else "int", K)
@@ -147,18 +147,18 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
 
 def _notes(config: Config, headers: Headers) -> list[str]:
     q = c.section(config, "quantization_config")
-    found = [f"zeros are stored {'as they are (version 2)' if _version(q) == 2 else 'less one (version 1)'}"]
+    notes = [f"zeros are stored {'as they are (version 2)' if _version(q) == 2 else 'less one (version 1)'}"]
     if q.get("desc_act"):
-        found.append("desc_act: groups are permuted along K; read as dense matrices, and slow or refused in several engines")
-    return found
+        notes.append("desc_act: groups are permuted along K; read as dense matrices, and slow or refused in several engines")
+    return notes
 
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     q = c.section(config, "quantization_config")
-    found = ["lowq", "GPTQModel", "transformers (with gptqmodel)"]
+    engines = ["lowq", "GPTQModel", "transformers (with gptqmodel)"]
     if q.get("sym") and all(m.bits in (4, 8) and SHORT not in m.stored for m in matrices):
-        found += ["vLLM", "SGLang"]
-    return found
+        engines += ["vLLM", "SGLang"]
+    return engines
 
 
 def _why_not(s: Scheme, N: int, K: int) -> str | None:

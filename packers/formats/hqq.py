@@ -86,23 +86,23 @@ def _claims(config: Config, headers: Headers) -> bool:
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
     c.check_fields(q, ("quant_method", "quant_config"), ("skip_modules", "dynamic_config"))  # the tensors repeat all settings
-    found = [_matrix(p, headers, fetch) for p in c.modules(headers, ".W_q")]
-    for m in found:
+    matrices = [_matrix(p, headers, fetch) for p in c.modules(headers, ".W_q")]
+    for m in matrices:
         assert fetch  # _matrix has checked it
         _check_config(q, m.name, headers, fetch)
-    return found
+    return matrices
 
 
 def _check_config(q: Mapping[str, Any], p: str, headers: Headers, fetch: Fetch) -> None:
     """Raise DamagedError if the config and the tensors of a module have different settings."""
     quant = q.get("quant_config")
-    own = quant.get(_tag(p), quant) if isinstance(quant, Mapping) else {}
-    params = own.get("weight_quant_params") if isinstance(own, Mapping) else None
-    for field, said in params.items() if isinstance(params, Mapping) else ():
-        if field in ("nbits", "group_size", "axis") and said is not None and f"{p}.{field}" in headers:
+    settings = quant.get(_tag(p), quant) if isinstance(quant, Mapping) else {}
+    params = settings.get("weight_quant_params") if isinstance(settings, Mapping) else None
+    for field, declared in params.items() if isinstance(params, Mapping) else ():
+        if field in ("nbits", "group_size", "axis") and declared is not None and f"{p}.{field}" in headers:
             stored = _number(f"{p}.{field}", fetch)
-            if said != stored:
-                raise DamagedError(f"quantization_config says {field}={said!r} of {p}; its tensors say {stored}")
+            if declared != stored:
+                raise DamagedError(f"quantization_config says {field}={declared!r} of {p}; its tensors say {stored}")
 
 
 def _setting(p: str, leaf: str, headers: Headers, fetch: Fetch, default: int | None = None) -> int:

@@ -27,12 +27,12 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     c.check_fields(q, USED, HARMLESS)
     rules = c.dynamic_rules(q, PER_MODULE, HARMLESS)
-    found = []
+    matrices = []
     for p in c.modules(headers, ".weight_scale"):
         if f"{p}.weight" not in headers or headers[f"{p}.weight"].dtype != "I32":
             raise UnsupportedError(f"{p}: Humming weights that are not packed integers are not ones that lowq reads")
-        found.append(_matrix(p, c.overridden(q, rules, p), headers))
-    return found
+        matrices.append(_matrix(p, c.overridden(q, rules, p), headers))
+    return matrices
 
 
 def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:

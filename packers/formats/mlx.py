@@ -57,29 +57,29 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 
 def _stack(name: str, family: str) -> tuple[str, int] | None:
-    found = re.fullmatch(r"(.+)\.experts\.(\d+)\.(\w+)", name)
-    if found is None or family not in FAMILIES:
+    match = re.fullmatch(r"(.+)\.experts\.(\d+)\.(\w+)", name)
+    if match is None or family not in FAMILIES:
         return None
-    return f"{found[1]}.switch_mlp.{LEAVES.get(found[3], found[3])}", int(found[2])
+    return f"{match[1]}.switch_mlp.{LEAVES.get(match[3], match[3])}", int(match[2])
 
 
 def _experts(stack: str, count: int) -> list[str]:
     """The names of the matrices in a stack: the inverse of `_stack`. Raises UnsupportedError for any other stack."""
-    found = re.fullmatch(r"(.+)\.switch_mlp\.(gate_proj|up_proj|down_proj)", stack)
-    if found is None:
+    match = re.fullmatch(r"(.+)\.switch_mlp\.(gate_proj|up_proj|down_proj)", stack)
+    if match is None:
         raise UnsupportedError(f"{stack}.weight is a stack of a kind that lowq does not read")
-    theirs = {v: k for k, v in LEAVES.items()} if found[1].endswith("block_sparse_moe") else {}
-    return [f"{found[1]}.experts.{e}.{theirs.get(found[2], found[2])}" for e in range(count)]
+    theirs = {v: k for k, v in LEAVES.items()} if match[1].endswith("block_sparse_moe") else {}
+    return [f"{match[1]}.experts.{e}.{theirs.get(match[2], match[2])}" for e in range(count)]
 
 
 def _module(p: str, q: Mapping[str, Any], headers: Headers) -> list[Matrix]:
     """The matrix of a module, or the matrices of its experts."""
-    own = q.get(p)
-    if own is False:
+    entry = q.get(p)
+    if entry is False:
         raise DamagedError(f"quantization in config.json says that {p} is not quantized, but it is")
-    if isinstance(own, Mapping):
-        c.check_fields(own, FIELDS, (), f"{p}: ")
-    settings = {**q, **own} if isinstance(own, Mapping) else q
+    if isinstance(entry, Mapping):
+        c.check_fields(entry, FIELDS, (), f"{p}: ")
+    settings = {**q, **entry} if isinstance(entry, Mapping) else q
     if (mode := settings.get("mode", "affine")) != "affine":
         raise UnsupportedError(f"{p}: MLX mode {mode!r} is not one that lowq reads; it reads affine")
     bits = c.number(settings, "bits")

@@ -33,7 +33,7 @@ def _check_section(q: Mapping[str, Any]) -> None:
     c.check_fields(q, USED, HARMLESS)
     if q.get("quant_algo") not in ALGORITHMS:
         raise UnsupportedError(f"ModelOpt's quant_algo {q.get('quant_algo')!r} is not one that lowq reads; it reads NVFP4")
-    said = [q]
+    sections = [q]
     groups = q.get("config_groups") or {}
     for group in groups.values() if isinstance(groups, Mapping) else [groups]:
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
@@ -44,8 +44,8 @@ def _check_section(q: Mapping[str, Any]) -> None:
         c.check_absent(weights, "dynamic")
         if (weights.get("num_bits", 4), weights.get("type", "float")) != (4, "float"):
             raise UnsupportedError(f"ModelOpt's {weights.get('num_bits')}-bit {weights.get('type')} is not one that lowq reads")
-        said.append(weights)
-    for table in said:
+        sections.append(weights)
+    for table in sections:
         if (group_size := c.number(table, "group_size", default=SCHEME.group_size)) != SCHEME.group_size:
             raise UnsupportedError(f"NVFP4 has groups of {SCHEME.group_size}, quantization_config says {group_size}")
 
@@ -60,12 +60,12 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     _check_section(q)
     left_out = _left_out(q)
-    found = []
+    matrices = []
     for p in c.modules(headers, ".weight_scale"):
         if left_out.first(p):
             raise DamagedError(f"quantization_config says that {p} is not quantized, but it is")
-        found.append(_matrix(p, headers, _fp4.dtype_of(SCHEME, config)))
-    return found
+        matrices.append(_matrix(p, headers, _fp4.dtype_of(SCHEME, config)))
+    return matrices
 
 
 def _matrix(p: str, headers: Headers, dtype: str) -> Matrix:
@@ -96,8 +96,8 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
 def _beside(section: Config) -> dict[str, Any]:
     """hf_quant_config.json, from which older engines recognize such a checkpoint."""
     q = section["quantization_config"]
-    said = {"quant_algo": q["quant_algo"], "group_size": SCHEME.group_size, "exclude_modules": q["ignore"]}
-    return {"hf_quant_config.json": {"producer": q["producer"], "quantization": {**said, "kv_cache_quant_algo": None}}}
+    facts = {"quant_algo": q["quant_algo"], "group_size": SCHEME.group_size, "exclude_modules": q["ignore"]}
+    return {"hf_quant_config.json": {"producer": q["producer"], "quantization": {**facts, "kv_cache_quant_algo": None}}}
 
 
 def _write(name: str, p: PackedWeight, config: Config) -> Tensors:

@@ -26,16 +26,17 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target, kind: str) -
     """The head of a folder's config.json and tensors. kind: "DFlash" or "DSpark"."""
     files = {_plain(name): name for name in shapes}
     shapes = {name: shapes[whole] for name, whole in files.items()}
-    speculators, own = "speculators_model_type" in config, config.get("dflash_config") or {}
+    speculators, inner = "speculators_model_type" in config, config.get("dflash_config") or {}
     inside = dict(config.get("transformer_layer_config") or {}) if speculators else dict(config)
     count = len({n.split(".")[1] for n in shapes if n.startswith("layers.")})
-    said = {**config, **own}
-    odd = [n for n in ("attention_sink_bias", "use_swa") if said.get(n)]
+    fields = {**config, **inner}
+    odd = [n for n in ("attention_sink_bias", "use_swa") if fields.get(n)]
     unless(odd, f"its config.json has {', '.join(odd)}")
     unless("sliding_attention" in (inside.get("layer_types") or ()), "some of its layers have sliding-window attention")
-    unless(said.get("is_neox_style") is False, "its rotary embedding pairs neighbouring values")
+    unless(fields.get("is_neox_style") is False, "its rotary embedding pairs neighbouring values")
     unless(
-        said.get("projector_type", kind.lower()) not in ("dflash", "dspark"), f"its projector is {said.get('projector_type')}"
+        fields.get("projector_type", kind.lower()) not in ("dflash", "dspark"),
+        f"its projector is {fields.get('projector_type')}",
     )
     unless(target.model.embed_scale != 1.0, "the model multiplies its embeddings")
     inside = {"model_type": "qwen3", **inside, "num_hidden_layers": max(count, 1)}
@@ -47,14 +48,14 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target, kind: str) -
     H, wide = c.hidden_size, target.model.hidden
     unless(wide != H, f"its hidden states have {H} values, the model's {wide}")
     unless(c.vocab_size != target.model.vocab, f"it is for a vocabulary of {c.vocab_size}, the model has {target.model.vocab}")
-    taps = _taps(said, speculators, target)
+    taps = _taps(fields, speculators, target)
     rows = shapes.get("d2t") or shapes.get("lm_head.weight") or (c.vocab_size,)
     layers = tuple(_whole(layer) for layer in model.layers)
     fuse = Fuse(Linear(("fc",), (H,), len(taps) * wide), (), Norm("hidden_norm", H, float(c.rms_norm_eps)))
-    made = replace(model, layers=layers, vocab=rows[0], prefix="", files=(), extra=(), beside=(), renamed=(), tied=False)
-    block = _block(said, kind, shapes, c.vocab_size, rows[0], H)
+    decoder = replace(model, layers=layers, vocab=rows[0], prefix="", files=(), extra=(), beside=(), renamed=(), tied=False)
+    block = _block(fields, kind, shapes, c.vocab_size, rows[0], H)
     own_head, own_embed = "lm_head.weight" in shapes, "embed_tokens.weight" in shapes
-    head = Head(kind, made, taps, fuse, "stream", own_embed, own_head, "d2t" in shapes, block=block)
+    head = Head(kind, decoder, taps, fuse, "stream", own_embed, own_head, "d2t" in shapes, block=block)
     if rows[0] != c.vocab_size and not head.mapped:
         raise DamagedError(
             f"the draft head chooses among {rows[0]} of {c.vocab_size} tokens, but d2t, the list of these tokens, is missing"
@@ -106,9 +107,9 @@ def _tensors(head: Head, vocab: int) -> dict[str, tuple[int, ...]]:
     assert fuse
     assert block
     parts = (m.layers, m.norm, fuse.project, fuse.after, *((block.markov.out, *block.markov.join) if block.markov else ()))
-    found = {n: t.shape for n, t in part_tensors(parts, "files")}
-    found |= {"embed_tokens.weight": (vocab, m.hidden)} if head.own_embed else {}
-    found |= {"lm_head.weight": (m.vocab, m.hidden)} if head.own_head else {}
-    found |= {f"{W1}.weight": (vocab, block.markov.rank)} if block.markov else {}
-    found |= {block.vector: (m.hidden,)} if block.vector else {}
-    return found | ({MAPS[0]: (m.vocab,)} if head.mapped else {})
+    by_name = {n: t.shape for n, t in part_tensors(parts, "files")}
+    by_name |= {"embed_tokens.weight": (vocab, m.hidden)} if head.own_embed else {}
+    by_name |= {"lm_head.weight": (m.vocab, m.hidden)} if head.own_head else {}
+    by_name |= {f"{W1}.weight": (vocab, block.markov.rank)} if block.markov else {}
+    by_name |= {block.vector: (m.hidden,)} if block.vector else {}
+    return by_name | ({MAPS[0]: (m.vocab,)} if head.mapped else {})

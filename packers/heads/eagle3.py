@@ -77,14 +77,14 @@ def _plain(name: str) -> str:
 
 def _taps(config: Mapping[str, Any], shapes: Shapes, target: Target, wide: int) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs are read, and a note on what was assumed."""
-    n, own = target.layers, config.get("eagle_config") or {}
-    if own.get("use_aux_hidden_state") is False:
+    n, inner = target.layers, config.get("eagle_config") or {}
+    if inner.get("use_aux_hidden_state") is False:
         return (), ""
     if "fc.weight" not in shapes:
         raise DamagedError("the draft head has no tensor fc.weight, which its config.json asks for")
     default, outputs = (2, n // 2, n - 3), (1, n // 2 - 1, n - 4)
     given = config.get(LAYERS)
-    ids = tuple(given or own.get(LAYERS) or own.get("layer_ids") or default)
+    ids = tuple(given or inner.get(LAYERS) or inner.get("layer_ids") or default)
     if any(type(i) is not int for i in ids):
         raise DamagedError(f"{LAYERS} of the draft head is {list(ids)}, which are not indices of layers")
     note = ""
@@ -116,9 +116,9 @@ def _head(
     first = Update((replace(mixer, qkv=replace(mixer.qkv, columns=2 * H)),), beside=beside), then
     rest = [_renamed(layer, i + 1, shapes) for i, layer in enumerate(later)]
     own_head = "lm_head.weight" in shapes
-    made = replace(model, layers=(first, *rest), prefix="", files=(), extra=(), beside=(), renamed=(), tied=False)
+    decoder = replace(model, layers=(first, *rest), prefix="", files=(), extra=(), beside=(), renamed=(), tied=False)
     recycled: Any = "normed" if config.get("norm_output") else "stream"
-    return Head("EAGLE-3", made, taps, fuse, recycled, "embed_tokens.weight" in shapes, own_head)
+    return Head("EAGLE-3", decoder, taps, fuse, recycled, "embed_tokens.weight" in shapes, own_head)
 
 
 def _renamed(layer: tuple[Update, ...], i: int, shapes: Shapes) -> tuple[Update, ...]:
@@ -132,11 +132,11 @@ def _renamed(layer: tuple[Update, ...], i: int, shapes: Shapes) -> tuple[Update,
 def _tensors(head: Head, vocab: int) -> dict[str, tuple[int, ...]]:
     """Every tensor that the head must have. vocab: of the target."""
     m, parts = head.model, (head.model.layers, head.model.norm, *((head.fuse.project, head.fuse.before) if head.fuse else ()))
-    found = {n: t.shape for n, t in part_tensors(parts, "files")}
+    by_name = {n: t.shape for n, t in part_tensors(parts, "files")}
     if head.own_embed:
-        found["embed_tokens.weight"] = (vocab, m.hidden)
+        by_name["embed_tokens.weight"] = (vocab, m.hidden)
     if head.own_head:
-        found["lm_head.weight"] = (m.vocab, m.hidden)
+        by_name["lm_head.weight"] = (m.vocab, m.hidden)
     if head.parallel is not None and head.fuse:
-        found[MASK] = (1, 1, head.fuse.project.columns)
-    return found | ({MAPS[0]: (m.vocab,)} if head.mapped else {})
+        by_name[MASK] = (1, 1, head.fuse.project.columns)
+    return by_name | ({MAPS[0]: (m.vocab,)} if head.mapped else {})

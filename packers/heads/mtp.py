@@ -60,9 +60,9 @@ def prefix_of(config: Mapping[str, Any], target: Target, names: Any) -> str:
     style = style_of(config)
     if style is None:
         return ""
-    wanted = style.files.format(n=target.layers)
-    inside = wanted.removeprefix("model.")
-    places = (wanted, *(place + inside for place in ("model.language_model.", "language_model.model.")))
+    name = style.files.format(n=target.layers)
+    inside = name.removeprefix("model.")
+    places = (name, *(place + inside for place in ("model.language_model.", "language_model.model.")))
     return next((p for p in places if any(n.startswith(p) for n in names)), "")
 
 
@@ -83,17 +83,17 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     merge = Merge(beside, Linear((project,), (H,), 2 * H))
     layer = moved(_layer(target), f"layers.{_number(target)}", LAYER)
     own_embed, own_head = f"{EMBED}.weight" in shapes, f"{HEAD}.weight" in shapes
-    made = replace(
+    decoder = replace(
         model, layers=(layer,), norm=Norm(last, H, eps, add_one=one), prefix="", files=(), extra=(), beside=(), tied=False,
         embed=EMBED, head=HEAD, head_bias=False, embed_norm=None, tokens=None, merge=merge,
     )  # fmt: skip
-    head = Head("MTP", made, (), None, "normed", own_embed, own_head)
+    head = Head("MTP", decoder, (), None, "normed", own_embed, own_head)
     form: Any = "files" if any("experts.gate_up_proj" in n for n in shapes) else "split"
-    wanted = {n: t.shape for n, t in part_tensors((made.layers, made.norm, merge), form)}
-    wanted |= {f"{n}.weight": (model.vocab, H) for n, own in ((EMBED, own_embed), (HEAD, own_head)) if own}
+    expected = {n: t.shape for n, t in part_tensors((decoder.layers, decoder.norm, merge), form)}
+    expected |= {f"{n}.weight": (model.vocab, H) for n, separate in ((EMBED, own_embed), (HEAD, own_head)) if separate}
     if not any(n.startswith(f"{LAYER}.") and "attn" in n for n in shapes):
         raise DamagedError(f"the MTP layer of this checkpoint is not whole: of {prefix}* the files hold {len(shapes)} tensors")
-    check_tensors(wanted, shapes, tuple(f"layers.{i}." for i in range(1, 8)))
+    check_tensors(expected, shapes, tuple(f"layers.{i}." for i in range(1, 8)))
     return Read(head, target.config, files)
 
 

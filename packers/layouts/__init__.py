@@ -119,10 +119,10 @@ def register(layout: Layout) -> Layout:
 
 def get(name: str) -> Layout:
     """The layout of that name. Raises SchemeError that lists the existing ones."""
-    found = LAYOUTS.get(name) or ALONE.get(name)
-    if found is None:
+    layout = LAYOUTS.get(name) or ALONE.get(name)
+    if layout is None:
         raise SchemeError(f"layout {name!r} does not exist; use one of {', '.join(sorted(LAYOUTS))}")
-    return found
+    return layout
 
 
 def stored(name: str) -> Layout:

@@ -69,8 +69,8 @@ def _interleaved(pairs: torch.Tensor, half: int) -> torch.Tensor:
 def _half() -> int:
     """The `half` with which `_interleaved` equals torch's order on this CPU; 0 if torch has another order."""
     codes = torch.arange(ROWS * 32, dtype=torch.int32).mul_(40503).bitwise_right_shift_(7).bitwise_and_(15).reshape(ROWS, 32)
-    wanted, pairs = _convert(codes), _pairs(codes.to(torch.uint8))
-    return next((half for half in (32, 16) if torch.equal(_interleaved(pairs, half), wanted)), 0)
+    expected, pairs = _convert(codes), _pairs(codes.to(torch.uint8))
+    return next((half for half in (32, 16) if torch.equal(_interleaved(pairs, half), expected)), 0)
 
 
 def _words(pairs: torch.Tensor) -> torch.Tensor:

@@ -180,7 +180,7 @@ def test_a_draft_model_of_another_tokenizer_is_refused(demo, tmp_path):
 
 
 def test_an_unknown_name_is_refused(demo):
-    with pytest.raises(UsageError, match="--draft nothing: it can be auto, ngram, mtp"):
+    with pytest.raises(UsageError, match="--draft nothing must be auto, ngram, mtp"):
         stream(*demo, "a", draft="nothing")
 
 

@@ -117,7 +117,7 @@ def test_weights_that_the_model_does_not_know_are_one_warning(family_checkpoints
     assert not reports
     err = capsys.readouterr().err
     assert err.count("\n") == 1  # in a log it is never broken
-    assert "that are not used: model.layers.1.input_layernorm.weight and 8 more" in err
+    assert "which are ignored: model.layers.1.input_layernorm.weight and 8 more" in err
 
 
 def test_nothing_there_and_bad_arguments(packed, tmp_path):

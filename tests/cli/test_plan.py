@@ -100,7 +100,7 @@ def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints
                 source.headers[name] = replace(h, shape=tuple(90 if n == 96 else n for n in h.shape))
         plan = make_plan(source, make_recipe(lm_head="keep"))
         assert {n.rpartition(".")[2] for n in schemes(plan)} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
-        assert "K=90 is no multiple of 16, so no group divides it" in plan.notes[0]
+        assert "K=90 is not a multiple of 16, so no group divides it" in plan.notes[0]
         channel = schemes(make_plan(source, make_recipe(group="channel")))
         assert channel["model.layers.0.mlp.down_proj"] == Scheme(4, 90)
         with pytest.raises(SchemeError, match="use 8:channel"):

@@ -223,7 +223,7 @@ def test_matrices_that_no_group_divides_stay(family_checkpoints, tmp_path):
 
     with open_source(str(family_checkpoints("qwen3-moe").dense)) as source:
         notes = {i.name: i.note for i in make_plan(source, make_recipe(format="mxfp4")).items if not i.scheme}
-    assert [n for n in notes.values() if n == "K=48 is no multiple of 32, the groups of mxfp4"]
+    assert [n for n in notes.values() if n == "K=48 is not a multiple of 32, the group size of mxfp4"]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ SAME = {
 }
 REFUSED = {
     "mistral": ({"mlp": Scheme(3, 16, "none")}, r"layers\.0\.mlp\.down_proj: K=96 .* 48 3-bit codes, not whole words"),
-    "qwen3-moe": ({"expert": Scheme(2, 16, "int")}, r"down_proj: K=48 over 2 ranks is 24, no multiple of group_size=16"),
+    "qwen3-moe": ({"expert": Scheme(2, 16, "int")}, r"down_proj: K=48 over 2 ranks is 24, not a multiple of group_size=16"),
     "gpt2": ({"mlp": Scheme(4, 32, "float")}, "no tensor-parallel plan for GPT2LMHeadModel"),
     "gemma3": ({"mlp": Scheme(4, 32, "float")}, r"down_proj: K=96 over 2 ranks is 48, .*--override 'down_proj=4:16'"),
 }

@@ -381,7 +381,7 @@ def test_experts_that_it_cannot_take_are_refused(vllm):
     three = ("gate_proj", "up_proj", "down_proj")
     whole = config_of({f"{prefix}.{e}.{n}": s for e in range(2) for n in three})
     layer = experts_layer(vllm, whole, prefix, 2, 64, 192, 0, 2)
-    with pytest.raises(UnsupportedError, match=r"w2: K=192 over 2 ranks is 96, no multiple of group_size=64"):
+    with pytest.raises(UnsupportedError, match=r"w2: K=192 over 2 ranks is 96, not a multiple of group_size=64"):
         layer.quant_method.create_weights(layer, 2, 64, 96, torch.bfloat16, weight_loader=None)
     mixed = {f"{prefix}.{e}.{n}": s for e in range(2) for n in three} | {f"{prefix}.1.up_proj": Scheme(8, 64, "none")}
     with pytest.raises(UnsupportedError, match="give them one scheme"):

@@ -261,7 +261,7 @@ def test_pictures_of_several_prompts_and_copies(folders):
         one = lowq.stream(model, tokenizer, QUESTION, 5, images=[image])
         "".join(one)
         assert both.tokens[i] == one.tokens[0]
-    with pytest.raises(UsageError, match="for each of the 2 prompts"):
+    with pytest.raises(UsageError, match=r"one sequence per prompt \(2 prompts\)"):
         lowq.stream(model, tokenizer, [QUESTION, QUESTION], 5, images=[[a]])
 
 

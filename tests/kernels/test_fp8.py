@@ -191,7 +191,7 @@ def test_stages_stay_with_their_warpgroup():
 
 def test_wgmma_refuses():
     x, w = fp8.quantize(torch.randn(4, 264), (1, 128)), fp8.quantize(torch.randn(64, 264), (128, 128))
-    assert "no multiple of 16" in wgmma.refuse(Fp8Call.of(x, w, torch.float16), wgmma.LARGE[0])
+    assert "not a multiple of 16" in wgmma.refuse(Fp8Call.of(x, w, torch.float16), wgmma.LARGE[0])
     odd = fp8.quantize(torch.randn(64, 256), (64, 128))
     even = fp8.quantize(torch.randn(4, 256), (1, 128))
     assert "64x128" in wgmma.refuse(Fp8Call.of(even, odd, torch.float16), wgmma.LARGE[0])

@@ -105,7 +105,7 @@ def test_a_factor_is_multiplied_by_the_scale_first():
         ((4, 16, "none", "fp4"), "table='fp4' does not exist"),
         ((3, 16, "none", "nf4"), "table nf4 has 4 bits, not 3"),
         ((8, 16, "none", "fitted"), "has 4, 3, 2 bits, not 8"),
-        ((4, 16, "float", "nf4"), "beside table nf4"),
+        ((4, 16, "float", "nf4"), "with table nf4"),
         ((4, 16, "none", "nf4", "e5m2"), "scale='e5m2' is not a kind"),
         ((4, 16, "none", "", "e4m3"), "scale='e4m3' goes with a table"),
     ],
