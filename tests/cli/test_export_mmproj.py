@@ -230,7 +230,7 @@ def test_a_text_without_its_tower_is_opened_alone_and_says_so(exported, tmp_path
     assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
     note = "note: m.gguf is opened without its tower, as text alone: there is no mmproj*.gguf in"
     assert (note in capsys.readouterr().err) == (family != "mistral3")  # Llama's files mostly have none
-    with pytest.raises(UnsupportedError, match="takes no pictures"):
+    with pytest.raises(UnsupportedError, match="has no picture inputs"):
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
 
 

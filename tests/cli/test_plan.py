@@ -290,4 +290,4 @@ def test_a_model_that_generates_no_text_is_said_to(kind, said, tmp_path):
     getattr(transformers, kind)(config).save_pretrained(tmp_path / "bert")
     with open_source(str(tmp_path / "bert")) as source:
         notes = make_plan(source, make_recipe(None)).notes
-    assert any(f"a {kind} generates no text" in note for note in notes) == said
+    assert any(f"a {kind} does not generate text" in note for note in notes) == said

@@ -27,7 +27,7 @@ REASONS = {
         *("glm4", "olmo2", "olmo3", "flex_olmo", "hyperclovax", "exaone4", "exaone4/no_window"),
     ),
     "biases of its experts": ("gpt_oss",),
-    "would have to be rotated, too": (
+    "would have to be rotated as well": (
         *("mistral3", "mistral3/ministral3", "mistral3/mistral4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
         *("qwen3_5", "qwen3_5_moe", "llama4", "gemma3", "gemma4", "llava", "internvl"),
     ),

@@ -177,7 +177,7 @@ def test_where_no_compiler_is_the_reason_says_so(monkeypatch):
     native._found.cache_clear()
     try:
         refusal = registry.refusals(registry.Call.of(x, p))["cpu/packed"]
-        assert refusal == "own CPU kernels are not in use: no C++ compiler is here; install g++ or clang"
+        assert refusal == "lowq's CPU kernels are not in use: no C++ compiler is here; install g++ or clang"
     finally:
         native._found.cache_clear()
 

@@ -81,7 +81,7 @@ def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_en
         layout = best_layout(scheme, 4096, 4096, dtype, device, kernel=kernel)
         call = Call(max(1, spec.m_range[0]), 4096, 4096, scheme, layout, dtype, device.type, (9, 0), spec.acts[0])
         if name in OWN_CPU and native.library() is None:
-            with pytest.raises(UnsupportedError, match="own CPU kernels are not in use"):
+            with pytest.raises(UnsupportedError, match="lowq's CPU kernels are not in use"):
                 select(call, kernel)
         else:
             assert select(call, kernel)[0].name == name
