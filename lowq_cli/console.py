@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN_STEPS = 10  # number of progress lines if stderr is not a terminal
 _errors: TextIO | None = None  # the stream for errors after `only_errors`
+json_wanted = False  # whether this run was given --json: then an error is also one JSON object
 json_is_out = False  # whether this run has printed its one JSON object
 quiet = False  # whether only results and errors are printed: --quiet
 WIDE = 100  # columns; wider terminals get a long progress bar

@@ -17,7 +17,7 @@ import shlex
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Annotated, Any, NoReturn
@@ -86,7 +86,7 @@ class _Stopped(Exception):
 
 
 def _guarded(function: Callable[..., None]) -> Callable[..., None]:
-    """The command, with Ctrl-C and a closed stdout passed to `_run` instead of Typer."""
+    """The command, with Ctrl-C and a closed stdout passed to `main` instead of Typer."""
 
     @wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ def _fail(message: str, code: int) -> int:
     if os.environ.get("LOWQ_DEBUG"):
         traceback.print_exc()
     console.fail(message)
-    if "--json" in sys.argv and not console.json_is_out:
+    if console.json_wanted and not console.json_is_out:
         with suppress(OSError):  # stdout may be closed
             console.out_json({"error": message, "exit_code": code})
     return code
@@ -153,7 +153,7 @@ def run() -> None:
     hf.leave_out()
     if ranks.rank():
         console.only_errors()
-    code = _run()
+    code = main(sys.argv[1:])
     if ranks.world() > 1:
         _leave_group()
     _end(code)
@@ -198,10 +198,11 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _run() -> int:
-    console.json_is_out = console.quiet = False
+def main(words: Sequence[str]) -> int:
+    """Run one command, given as the words after `lowq`, and print what it says or the error; returns the exit code."""
+    console.json_wanted, console.json_is_out, console.quiet = "--json" in words, False, False
     try:
-        return int(app(prog_name="lowq", standalone_mode=False) or 0)
+        return int(app(list(words), prog_name="lowq", standalone_mode=False) or 0)
     except LowqError as e:
         return _fail(" ".join(str(e).split()), e.exit_code)
     except (KeyboardInterrupt, _Stopped) as e:
@@ -230,17 +231,16 @@ def _run() -> int:
         return _fail(f"internal error, please report it: {what.splitlines()[0]} (details: LOWQ_DEBUG=1)", EXIT_OUR_BUG)
 
 
-def _in_plain_words(text: str) -> str:
-    """Replace pydantic's phrases about values by lowq's (VALUES)."""
+def _in_plain_words(text: str, command: str) -> str:
+    """Replace pydantic's phrases about values by lowq's (VALUES), in an error of `command`."""
     for said, plain in VALUES.items():
         text = re.sub(said, plain, text)
     if "'--bits'" in text and "whole number" in text:
         text += " (a mean of several widths: --bpw)"
     if found := EXTRA.match(text):
         given = shlex.quote(found[1])
-        text = f"one argument too many: {found[1]}" + (
-            f"; a text is given as --prompt {given}" if "generate" in sys.argv else ""
-        )
+        text = f"one argument too many: {found[1]}"
+        text += f"; a text is given as --prompt {given}" if command == "lowq generate" else ""
     return text
 
 
@@ -259,7 +259,7 @@ def _mistyped(e: Any) -> int:
     text = " ".join(e.format_message().split()).rstrip(".")
     if near := getattr(e, "possibilities", None):  # the most similar one, as for a command
         text = f"no such option: {e.option_name}. Did you mean {near[0]}?"
-    text = _in_plain_words(text)
     path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"
+    text = _in_plain_words(text, path)
     way_out = f" See: {path} --help" if text.endswith("?") else f"; see: {path} --help"
     return _fail(text[:1].lower() + text[1:] + way_out, EXIT_USAGE)

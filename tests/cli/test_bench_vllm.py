@@ -1,7 +1,6 @@
 """lowq bench --vllm: both engines' numbers side by side; what vLLM cannot serve, or its absence, is one line."""
 
 import json
-import sys
 
 import pytest
 
@@ -18,9 +17,8 @@ json.dump({'rows': [{'batch': b, 'tokens_per_s': b * speed} for b in batches]}, 
 """
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", "bench", *map(str, args), "--vllm"])
-    return main._run()
+def cli(*args):
+    return main.main(["bench", *map(str, args), "--vllm"])
 
 
 @pytest.fixture
@@ -37,18 +35,18 @@ def engine(tmp_path, monkeypatch):
     return script
 
 
-def test_both_kernels_are_measured(family_checkpoints, engine, monkeypatch, capsys):
+def test_both_kernels_are_measured(family_checkpoints, engine, capsys):
     folder = family_checkpoints("llama", "bfloat16", SYM).packed
-    assert cli(monkeypatch, folder, "--batch", "1,4", "--json") == 0
+    assert cli(folder, "--batch", "1,4", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows == [{"batch": 1, "vllm": 200.0, "lowq": 300.0}, {"batch": 4, "vllm": 800.0, "lowq": 1200.0}]
-    assert cli(monkeypatch, folder, "--batch", "4") == 0
+    assert cli(folder, "--batch", "4") == 0
     assert "1.50" in capsys.readouterr().out
 
 
-def test_schemes_that_vllm_has_no_kernels_for(family_checkpoints, engine, monkeypatch, capsys):
+def test_schemes_that_vllm_has_no_kernels_for(family_checkpoints, engine, capsys):
     folder = family_checkpoints("llama", "bfloat16", {"mlp": Scheme(3, 16, "float")}).packed
-    assert cli(monkeypatch, folder, "--batch", "1", "--json") == 0
+    assert cli(folder, "--batch", "1", "--json") == 0
     got = capsys.readouterr()
     assert json.loads(got.out)["rows"] == [{"batch": 1, "vllm": None, "lowq": 300.0}]
     assert "it has none for these schemes" in got.err
@@ -60,6 +58,6 @@ def test_a_failed_engine_and_no_engine_are_one_line(family_checkpoints, engine, 
     with pytest.raises(UnsupportedError, match=r"vLLM did not serve .*: no GPU here"):
         vllm_speed.run(folder)
     monkeypatch.setattr(vllm_speed, "find_spec", lambda name: None)
-    assert cli(monkeypatch, folder) == 5
+    assert cli(folder) == 5
     assert "pip install vllm" in capsys.readouterr().err
-    assert cli(monkeypatch, folder, "--bits", 4) == 2
+    assert cli(folder, "--bits", 4) == 2

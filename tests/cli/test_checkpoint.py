@@ -145,10 +145,9 @@ def test_values_are_checked_on_demand(folder):
         open_checkpoint(folder).check_values()
 
 
-def test_inspect_verifies(folder, monkeypatch, capsys):
+def test_inspect_verifies(folder, capsys):
     def run():
-        monkeypatch.setattr("sys.argv", ["lowq", "inspect", str(folder), "--verify", "--json"])
-        return main._run(), json.loads(capsys.readouterr().out)
+        return main.main(["inspect", str(folder), "--verify", "--json"]), json.loads(capsys.readouterr().out)
 
     code, found = run()
     assert (code, found["verified"]) == (0, True)

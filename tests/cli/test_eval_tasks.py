@@ -55,12 +55,11 @@ def judge(limit=None, answers=None):
 
 
 @pytest.fixture
-def invoke(monkeypatch, capsys):
+def invoke(capsys):
     """A command in this process: its exit code, what it printed."""
 
     def call(*args):
-        monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
-        code = main._run()
+        code = main.main([*map(str, args)])
         out, err = capsys.readouterr()
         return SimpleNamespace(exit_code=code, stdout=out, stderr=err)
 

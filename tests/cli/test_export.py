@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -118,16 +117,14 @@ def test_help_names_the_formats_that_there_are():
     assert tuple(READERS) == formats.EXPORTED
 
 
-def test_the_command(bf16_checkpoints, tmp_path, monkeypatch, capsys):
+def test_the_command(bf16_checkpoints, tmp_path, capsys):
     made = bf16_checkpoints("llama", SYM)
-    args = ["lowq", "export", str(made.packed), "--to", "gptq", "--out", str(tmp_path / "out"), "--json"]
-    monkeypatch.setattr(sys, "argv", args)
-    assert main._run() == 0
+    args = ["export", str(made.packed), "--to", "gptq", "--out", str(tmp_path / "out"), "--json"]
+    assert main.main(args) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["format"] == "gptq"
     assert (tmp_path / "out" / "quantize_config.json").is_file()
-    monkeypatch.setattr(sys, "argv", [*args[:4], "awq", *args[5:-1]])
-    assert main._run() == 5
+    assert main.main([*args[:3], "awq", *args[4:-1]]) == 5
     assert capsys.readouterr().err.count("\n") == 1
 
 

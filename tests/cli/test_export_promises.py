@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,10 +51,9 @@ def model(family_checkpoints, tmp_path):
     return make
 
 
-def run(line: str, monkeypatch, capsys) -> tuple[int, str]:
+def run(line: str, capsys) -> tuple[int, str]:
     """Exit code and stderr of a command line."""
-    monkeypatch.setattr(sys, "argv", shlex.split(line))
-    code = main._run()
+    code = main.main(shlex.split(line)[1:])
     return code, capsys.readouterr().err
 
 
@@ -93,21 +91,21 @@ def test_every_command_that_a_refusal_prints_runs(family, model, tmp_path, monke
         flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in recipe.items())
         (tmp_path / "here").mkdir(exist_ok=True)
         monkeypatch.chdir(tmp_path)
-        code, err = run(f"lowq quantize '{dense.name}' --method rtn --out here/q{i} {flags}", monkeypatch, capsys)
+        code, err = run(f"lowq quantize '{dense.name}' --method rtn --out here/q{i} {flags}", capsys)
         if code:
             continue
         printed |= {(line, str(tmp_path)) for line in re.findall(r": (lowq quantize .*--export \S+)", err)}
         printed |= {(line, str(tmp_path)) for line in re.findall(r"other engines: (lowq export .*--to \S+)", err)}
         monkeypatch.chdir(tmp_path / "here")
         for to in EXPORTED:
-            code, err = run(f"lowq export q{i} --to {to} --out {i}-{to}", monkeypatch, capsys)
+            code, err = run(f"lowq export q{i} --to {to} --out {i}-{to}", capsys)
             assert code in (0, 3, 5), err
             printed |= {(line, str(tmp_path / "here")) for line in re.findall(r"from the original: (lowq quantize .*)", err)}
     assert printed or family == "gpt2"
     for n, (line, where) in enumerate(sorted(printed)):
         monkeypatch.chdir(where)
         extra = f" --method rtn --out {tmp_path}/again{n}" if "quantize" in line else f" --out {tmp_path}/again{n}"
-        code, err = run(line + extra, monkeypatch, capsys)
+        code, err = run(line + extra, capsys)
         assert code == 0, (line, err)
 
 

@@ -114,23 +114,21 @@ def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
 def test_the_same_command_again_finds_checkpoint_and_export_done(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    command = ["lowq", "quantize", "demo", "--method", "rtn", *flags, "--device", "cpu", "--json"]
+    command = ["quantize", "demo", "--method", "rtn", *flags, "--device", "cpu", "--json"]
     said = []
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", command)
-        assert main._run() == 0
+        assert main.main(command) == 0
         said.append(json.loads(capsys.readouterr().out)["export"])
     assert [s.pop("already_done") for s in said] == [False, True]
     assert said[0] == said[1]
     out = Path(said[0]["out"])
     (out / "note" if out.is_dir() else out).write_bytes(b"somebody else's")
-    assert main._run() == 2  # what is there is not what was written
+    assert main.main(command) == 2  # what is there is not what was written
     assert "is there already" in capsys.readouterr().err
 
 
-def test_fp8_is_read_as_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lowq", "quantize", "demo", "--format", "fp8", "--export", "compressed-tensors"])
-    assert main._run() == 2
+def test_fp8_is_read_as_it_is(tmp_path, capsys):
+    assert main.main(["quantize", "demo", "--format", "fp8", "--export", "compressed-tensors"]) == 2
     assert "read --format fp8 as it is; leave --for and --export out" in capsys.readouterr().err
 
 

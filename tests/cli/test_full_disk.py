@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +24,12 @@ def files_of_at_most(limit):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(capsys):
     """lowq with these arguments in this process, on a nearly full disk: its exit code and what it said."""
 
     def run(*args, limit=1000):
-        monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
         with files_of_at_most(limit):
-            code = main._run()
+            code = main.main([*map(str, args)])
         return code, capsys.readouterr().err
 
     return run
@@ -99,8 +97,7 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatc
     monkeypatch.setattr("lowq_cli.evaluate.comparison.compare", lambda *_: pytest.fail("compared"))
     monkeypatch.setattr("lowq_cli.run.prepare.prepare", lambda *_, **__: pytest.fail("planned"))
     for path, why in ((tmp_path / "x.xyz", "use .png, .svg or .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
-        monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(path)])
-        assert main._run() == 2
+        assert main.main([*command.split(), "--plot", str(path)]) == 2
         assert why in capsys.readouterr().err
 
 
@@ -127,8 +124,7 @@ def test_what_was_measured_is_out_before_a_plot_fails(command, monkeypatch, tmp_
 
     monkeypatch.setattr(drawing, "save", refused)
     for more in ([], ["--json"]):
-        monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(tmp_path / "p.png"), *more])
-        assert main._run() == 2
+        assert main.main([*command.split(), "--plot", str(tmp_path / "p.png"), *more]) == 2
         out, err = capsys.readouterr()
         assert err.endswith("lowq: --plot p.png cannot be written: Permission denied\n")
         assert json.loads(out)["rows"] if more else "tokens/s" in out or "roofline" in out

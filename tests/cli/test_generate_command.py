@@ -26,9 +26,8 @@ def run(monkeypatch, capsys):
     """lowq generate with these arguments, in this process: what it returned and wrote."""
 
     def generate(*args, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["lowq", "generate", *args])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = main._run()
+        code = main.main(["generate", *args])
         out, err = capsys.readouterr()
         return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 

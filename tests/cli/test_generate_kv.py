@@ -1,7 +1,6 @@
 """--kv: the same texts from every decoder and engine that holds its cache in fewer bits."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -59,10 +58,9 @@ def test_the_choice_is_remembered_by_kind_and_refused_where_no_cache_of_ours_is(
         decoder_of(gpt2, "4")
 
 
-def test_commands_take_it_and_say_it(monkeypatch, capsys):
+def test_commands_take_it_and_say_it(capsys):
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["lowq", *args, "--device", "cpu"])
-        return main._run()
+        return main.main([*args, "--device", "cpu"])
 
     held = {}
     for kind in kv.KINDS:

@@ -1,7 +1,6 @@
 """`--type Q4_K_M`: which tensor gets which type, the codes that are chosen, and files that the gguf package reads."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from lowq_packers.formats.gguf import TYPES
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
-    return main._run()
+def cli(*args):
+    return main.main([*map(str, args)])
 
 
 LLAMA_8B = {"attn_q": (4096, 4096), "attn_k": (1024, 4096), "attn_v": (1024, 4096), "attn_output": (4096, 4096),
@@ -126,10 +124,10 @@ def test_weights_at_the_ends(kind):
 
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q2_K"])
-def test_the_gguf_package_reads_the_file(name, tmp_path, monkeypatch, capsys):
+def test_the_gguf_package_reads_the_file(name, tmp_path, capsys):
     package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
     flags = "--type", name.lower(), "--out", tmp_path / "m.gguf", "--json"
-    assert cli(monkeypatch, "quantize", "demo", "--export", "gguf", *flags) == 0
+    assert cli("quantize", "demo", "--export", "gguf", *flags) == 0
     told = json.loads(capsys.readouterr().out)
     reader = package.GGUFReader(tmp_path / "m.gguf")
     assert reader.fields["general.file_type"].contents() == MIXTURES[name].number
@@ -150,8 +148,8 @@ def test_the_gguf_package_reads_the_file(name, tmp_path, monkeypatch, capsys):
             assert (read - W).norm() < {"Q6_K": 0.03, "Q4_K": 0.1, "Q3_K": 0.2}[t.tensor_type.name] * W.norm()
 
 
-def test_plans_and_refusals(monkeypatch, capsys):
-    assert cli(monkeypatch, "quantize", "demo", "--type", "Q4_K_M", "--dry-run", "--json") == 0
+def test_plans_and_refusals(capsys):
+    assert cli("quantize", "demo", "--type", "Q4_K_M", "--dry-run", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert [t["type"] for t in told["types"]] == ["Q4_K", "Q6_K", "F32"]
     for wrong, said in (
@@ -160,7 +158,7 @@ def test_plans_and_refusals(monkeypatch, capsys):
         (["quantize", "demo", "--type", "Q4_K_M", "--export", "mlx"], "use it with --export gguf"),
         (["export", "demo", "--type", "Q4_K_M", "--to", "mlx"], "leave --to mlx out"),
     ):
-        assert cli(monkeypatch, *wrong) == 2
+        assert cli(*wrong) == 2
         assert said in capsys.readouterr().err
     with pytest.raises(UsageError, match="does not exist"):
         gguf_types.get("Q4_K_XL")

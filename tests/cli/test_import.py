@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -216,19 +215,17 @@ def test_experts(foreign, family):
     assert open_checkpoint(runnable(folder)).schemes == open_checkpoint(made.packed).schemes
 
 
-def test_generate_takes_a_foreign_checkpoint(foreign, monkeypatch, capsys):
+def test_generate_takes_a_foreign_checkpoint(foreign, capsys):
     folder, _ = foreign("gptq", WHOLE)
-    args = ["lowq", "generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "4", "--device", "cpu", "--json"]
-    monkeypatch.setattr(sys, "argv", args)
-    assert main._run() == 0
+    args = ["generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "4", "--device", "cpu", "--json"]
+    assert main.main(args) == 0
     assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"
 
 
-def test_tune_measures_a_foreign_checkpoint_into_its_import(foreign, monkeypatch, capsys):
+def test_tune_measures_a_foreign_checkpoint_into_its_import(foreign, capsys):
     folder, _ = foreign("awq", INT4)
-    args = ["lowq", "tune", str(folder), "--device", "cpu", "--batch", "1", "--budget", "3", "--json"]
-    monkeypatch.setattr(sys, "argv", args)
-    assert main._run() == 0
+    args = ["tune", str(folder), "--device", "cpu", "--batch", "1", "--budget", "3", "--json"]
+    assert main.main(args) == 0
     assert json.loads(capsys.readouterr().out)["entries"]
     assert (Path(runnable(folder)) / "lowq_tune.json").is_file()
     assert not (folder / "lowq_tune.json").exists()
@@ -237,8 +234,7 @@ def test_tune_measures_a_foreign_checkpoint_into_its_import(foreign, monkeypatch
 def test_another_tools_checkpoint_is_exported_to_a_third(foreign, tmp_path, monkeypatch, capsys):
     folder, _ = foreign("gptq", INT4)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lowq", "export", str(folder), "--to", "awq", "--json"])
-    assert main._run() == 0
+    assert main.main(["export", str(folder), "--to", "awq", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == "model-awq", "named after the model, not after its import"
     with open_decoded(folder) as ours, open_decoded(tmp_path / "model-awq") as theirs:
         assert ours.headers.keys() == theirs.headers.keys()

@@ -1,7 +1,6 @@
 """lowq inspect: right numbers for lowq and dense folders; bad folders give one line and the documented exit code."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -45,9 +44,8 @@ def lowq_folder(folder, scheme=None, N=48, K=128, **changes):
     return write(folder, tensors, config, report)
 
 
-def cli(monkeypatch, capsys, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", "inspect", *map(str, args)])
-    code = main._run()
+def cli(capsys, *args):
+    code = main.main(["inspect", *map(str, args)])
     return code, *capsys.readouterr()
 
 
@@ -73,8 +71,8 @@ def test_rounded_activations_are_a_note(tmp_path):
     assert inspect_model(str(folder)).notes == ("linear layers round their inputs to int8 while running",)
 
 
-def test_json_has_the_promised_keys(tmp_path, monkeypatch, capsys):
-    code, out, _ = cli(monkeypatch, capsys, lowq_folder(tmp_path / "m"), "--json")
+def test_json_has_the_promised_keys(tmp_path, capsys):
+    code, out, _ = cli(capsys, lowq_folder(tmp_path / "m"), "--json")
     found = json.loads(out)
     assert code == 0
     assert {"format", "bpw", "bytes", "tensors"} <= found.keys()
@@ -82,8 +80,8 @@ def test_json_has_the_promised_keys(tmp_path, monkeypatch, capsys):
     assert found["bits"] == {"4": 6144, "16": 512}
 
 
-def test_the_demo_is_dense(monkeypatch, capsys):
-    code, out, _ = cli(monkeypatch, capsys, "demo")
+def test_the_demo_is_dense(capsys):
+    code, out, _ = cli(capsys, "demo")
     assert code == 0
     assert "demo: dense, llama, 6,819,072 weights" in out
     assert "16.000 bits per weight" in out
@@ -161,17 +159,17 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize(("spoil", "exit_code", "message"), FOLDERS, ids=lambda v: getattr(v, "__name__", ""))
-def test_a_bad_folder_is_one_line(tmp_path, monkeypatch, capsys, spoil, exit_code, message):
+def test_a_bad_folder_is_one_line(tmp_path, capsys, spoil, exit_code, message):
     folder = lowq_folder(tmp_path / "m")
     spoil(folder)
-    code, out, err = cli(monkeypatch, capsys, folder)
+    code, out, err = cli(capsys, folder)
     assert (code, out) == (exit_code, "")
     assert err.count("\n") == 1
     assert message in err
 
 
-def test_a_folder_that_is_not_there(tmp_path, monkeypatch, capsys):
-    code, _, err = cli(monkeypatch, capsys, tmp_path / "nothing")
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    code, _, err = cli(capsys, tmp_path / "nothing")
     assert code == 3
     assert "no folder" in err
 

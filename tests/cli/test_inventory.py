@@ -25,8 +25,7 @@ def lowq(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
-        return main._run(), *capsys.readouterr()
+        return main.main([*map(str, args)]), *capsys.readouterr()
 
     return run
 

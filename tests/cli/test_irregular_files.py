@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,18 +86,17 @@ def bent(sound: Path, to: Path, name: str, kind: str) -> Path:
     return to
 
 
-def run(monkeypatch, capsys, *words) -> tuple[int, str]:
+def run(capsys, *words) -> tuple[int, str]:
     """Exit code and stderr of a command that has SECONDS, and its memory."""
 
     def late(*_):
         raise AssertionError(f"{' '.join(map(str, words))} waits")
 
-    monkeypatch.setattr(sys, "argv", ["lowq", *map(str, words)])
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     held = peak(reset=True)
     try:
-        code = main._run()
+        code = main.main([*map(str, words)])
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -108,10 +106,10 @@ def run(monkeypatch, capsys, *words) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda v: v)
-def test_a_file_of_another_kind_is_refused_or_not_asked_for(sound, tmp_path, monkeypatch, capsys, own_cache, name, kind):
+def test_a_file_of_another_kind_is_refused_or_not_asked_for(sound, tmp_path, capsys, own_cache, name, kind):
     model = bent(sound, tmp_path / "m", name, kind)
     for command, words in COMMANDS.items():
-        code, err = run(monkeypatch, capsys, *words(model))
+        code, err = run(capsys, *words(model))
         assert code in (0, 3, 5), (command, err)
         assert "internal" not in err
         if name in ("config.json", "model.safetensors", "tokenizer.json") and command == "generate":
@@ -120,7 +118,7 @@ def test_a_file_of_another_kind_is_refused_or_not_asked_for(sound, tmp_path, mon
             assert code == 0, err
 
 
-def test_the_four_files_that_were_read_whole(sound, tmp_path, monkeypatch, capsys, own_cache):
+def test_the_four_files_that_were_read_whole(sound, tmp_path, capsys, own_cache):
     for name, kind in (
         ("tokenizer_config.json", "fifo"),
         ("lowq_tune.json", "sparse"),
@@ -128,6 +126,6 @@ def test_the_four_files_that_were_read_whole(sound, tmp_path, monkeypatch, capsy
         ("chat_template.jinja", "sparse"),
     ):
         model = bent(sound, tmp_path / name, name, kind)
-        code, err = run(monkeypatch, capsys, *COMMANDS["generate"](model))
+        code, err = run(capsys, *COMMANDS["generate"](model))
         assert code == (0 if name == "lowq_tune.json" else 3), err
         assert name in err, err

@@ -53,7 +53,7 @@ def test_help_and_typos_import_nothing_heavy(args):
         "lowq_cli.interop",
         "lowq_packers.formats",
     }
-    code = f"import sys, lowq_cli.main as m; m._run(); sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, lowq_cli.main as m; m.main(sys.argv[1:]); sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code, *args], capture_output=True).returncode == 0
 
 
@@ -92,12 +92,10 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lowq_cli.interop.inspection.inspect_model", stopped)
-    monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo"])
-    assert main._run() == 130
+    assert main.main(["inspect", "demo"]) == 130
     assert capsys.readouterr().err == "lowq: interrupted\n"
     monkeypatch.setattr("lowq_cli.interop.exporter.export", stopped)
-    monkeypatch.setattr(sys, "argv", ["lowq", "export", "demo"])
-    assert main._run() == 130
+    assert main.main(["export", "demo"]) == 130
     assert capsys.readouterr().err == "lowq: interrupted; run the same command again to continue\n"
 
 
@@ -108,7 +106,7 @@ NAMING_A_MODEL = [
 
 @pytest.mark.parametrize("args", NAMING_A_MODEL)
 def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
-    code = "import sys, lowq_cli.main as m; code = m._run(); sys.exit(99 if 'torch' in sys.modules else code)"
+    code = "import sys, lowq_cli.main as m; code = m.main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
     line = args.format(tmp_path / "nothing").split()
     done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
     assert done.returncode == 3
@@ -118,16 +116,14 @@ def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
 @pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["chat", "demo"]], ids=lambda c: c[0])
 def test_sampling_out_of_range_is_told_before_the_model_is_loaded(command, monkeypatch, capsys):
     monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(sys, "argv", ["lowq", *command, "--top-p", "2"])
-    assert main._run() == 2
+    assert main.main([*command, "--top-p", "2"]) == 2
     assert "top_p=2.0 must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [*NAMING_A_MODEL, "quantize demo --out {}", "push a/b --ckpt {}"])
-def test_a_name_that_the_system_refuses_is_a_line(args, monkeypatch, capsys):
+def test_a_name_that_the_system_refuses_is_a_line(args, capsys):
     """One too long was an internal error."""
-    monkeypatch.setattr(sys, "argv", ["lowq", *args.format("x" * 300).split()])
-    assert main._run() == 2
+    assert main.main(args.format("x" * 300).split()) == 2
     assert capsys.readouterr().err.endswith(": File name too long\n")
 
 
@@ -235,9 +231,8 @@ def test_an_error_after_the_result_is_no_second_object(monkeypatch, capsys):
         raise UsageError("the plot cannot be written")
 
     monkeypatch.setattr("lowq_cli.interop.inspection.inspect_model", late)
-    monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo", "--json"])
     for _ in range(2):  # each run has one, whatever the one before it in this process did
-        assert main._run() == 2
+        assert main.main(["inspect", "demo", "--json"]) == 2
         out, err = capsys.readouterr()
         assert json.loads(out) == {"found": 1}
         assert err == "lowq: the plot cannot be written\n"
@@ -245,7 +240,7 @@ def test_an_error_after_the_result_is_no_second_object(monkeypatch, capsys):
 
 def test_a_package_that_is_missing_is_named():
     """As after `pip install --no-deps`: it was an internal error, to be reported."""
-    code = "import sys; sys.modules['uvicorn'] = None; import lowq_cli.main as m; sys.exit(m._run())"
+    code = "import sys; sys.modules['uvicorn'] = None; import lowq_cli.main as m; sys.exit(m.main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "serve", "demo", "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "lowq: uvicorn is not installed, which lowq needs here; install it with pip"
@@ -281,10 +276,9 @@ def test_a_bare_lowq_in_a_terminal_keeps_the_lines_of_its_help(monkeypatch):
         def isatty(self):
             return True
 
-    monkeypatch.setattr(sys, "argv", ["lowq"])
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())
-    main._run()
+    main.main([])
     shown = (sys.stderr.getvalue() + sys.stdout.getvalue()).splitlines()
     assert "Commands:" in shown
     assert any(line.startswith("  quantize  ") for line in shown)

@@ -272,9 +272,8 @@ def test_generate_imports_no_transformers(tmp_path, kind):
     model = "demo" if kind == "dense" else str(in_fp8(DEMO, tmp_path / "fp8"))
     script = """
 import sys
-from lowq_cli.main import _run
-sys.argv = ["lowq", "generate", sys.argv[1], "--prompt", "Once upon a time", "--max-new-tokens", "4"]
-assert _run() == 0
+from lowq_cli.main import main
+assert main(["generate", sys.argv[1], "--prompt", "Once upon a time", "--max-new-tokens", "4"]) == 0
 print([m for m in ("transformers", "torch._dynamo", "sympy", "torch.distributed.tensor", "triton") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script, model], capture_output=True, text=True, check=True, cwd=tmp_path)

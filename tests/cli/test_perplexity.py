@@ -153,15 +153,13 @@ def test_eval_gate(two_models):
     assert isinstance(run("--max-ppl-increase", "5").exception, UsageError)
 
 
-def test_a_missed_gate_with_json_is_one_object(two_models, monkeypatch, capsys):
+def test_a_missed_gate_with_json_is_one_object(two_models, capsys):
     """The numbers and the error together: two objects would be no JSON."""
     import json
-    import sys
 
     from lowq_cli import main
 
-    monkeypatch.setattr(sys, "argv", ["lowq", "eval", "uniform", "--against", "sure", "--max-ppl-increase", "5", "--json"])
-    assert main._run() == 6
+    assert main.main(["eval", "uniform", "--against", "sure", "--max-ppl-increase", "5", "--json"]) == 6
     found = json.loads(capsys.readouterr().out)
     assert found["ppl"] > found["base_ppl"]
     assert "limit is 5%" in found["error"]

@@ -1,7 +1,6 @@
 """A value of the wrong type, for every option of every command: one line in plain words, exit code 2, no library's phrases."""
 
 import io
-import sys
 
 import pytest
 import typer
@@ -21,9 +20,8 @@ PHRASES = ("Input should", "unable to parse", "pydantic", "Traceback", "internal
 
 
 @pytest.mark.parametrize(("command", "option"), NUMBERS, ids=lambda v: v)
-def test_a_wrong_value_is_said_in_plain_words(command, option, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lowq", command, option, "abc"])
-    code, err = main._run(), capsys.readouterr().err
+def test_a_wrong_value_is_said_in_plain_words(command, option, capsys):
+    code, err = main.main([command, option, "abc"]), capsys.readouterr().err
     assert (code, err.count("\n")) == (2, 1), err
     assert not [p for p in PHRASES if p in err], err
 
@@ -34,9 +32,8 @@ def test_options_of_every_command_that_has_numbers_are_tried():
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_widths_say_what_is_needed(text, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lowq", "quantize", "demo", "--dry-run", "--bits", text])
-    assert main._run() == 2
+def test_widths_say_what_is_needed(text, capsys):
+    assert main.main(["quantize", "demo", "--dry-run", "--bits", text]) == 2
     err = capsys.readouterr().err
     assert not [p for p in PHRASES if p in err]
     assert ("--bpw" in err) == (text not in ("-1", "99999999999999999999")), err

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import huggingface_hub
 import pytest
@@ -37,9 +36,8 @@ def logged_in(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", "push", *map(str, args)])
-    return main._run()
+def cli(*args):
+    return main.main(["push", *map(str, args)])
 
 
 def test_the_card_is_made_from_the_report(folder):
@@ -93,24 +91,24 @@ def test_a_quantized_models_report_has_the_licence_of_its_sources_readme(text, f
 
 def test_a_dry_run_sends_nothing(folder, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
-    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run", "--json") == 0
+    assert cli("me/small", "--ckpt", folder, "--dry-run", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["url"] is None
     assert "model.safetensors" in found["files"]
     assert "lowq.log" not in found["files"]
 
 
-def test_only_what_the_report_lists_is_sent(folder, monkeypatch, capsys):
+def test_only_what_the_report_lists_is_sent(folder, capsys):
     report = json.loads((folder / "lowq_report.json").read_text())
     (folder / "lowq_report.json").write_text(json.dumps(report | {"files": ["config.json", "model.safetensors"]}))
     (folder / "lowq-calibrated-0123456789abcdef").mkdir()
     (folder / "private.txt").write_text("mine")
-    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run", "--json") == 0
+    assert cli("me/small", "--ckpt", folder, "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["files"] == ["config.json", "lowq_report.json", "model.safetensors", "README.md"]
     (folder / "model.txt").symlink_to("/etc/passwd")
     for files, says in ((["../x"], "only files in the same folder"), (["gone.json"], "is missing"), (["model.txt"], "a link")):
         (folder / "lowq_report.json").write_text(json.dumps(report | {"files": files}))
-        assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run") == 3
+        assert cli("me/small", "--ckpt", folder, "--dry-run") == 3
         assert says in capsys.readouterr().err
 
 
@@ -125,30 +123,30 @@ def test_a_report_writes_nothing_but_its_line_into_the_card(folder):
 
 
 @pytest.mark.parametrize("field", ["recipe", "source", "source_bytes", "files", "weights", "lowq", "tensors", "sha256"])
-def test_a_report_of_other_types_is_one_line(folder, field, monkeypatch, capsys):
+def test_a_report_of_other_types_is_one_line(folder, field, capsys):
     report = json.loads((folder / "lowq_report.json").read_text())
     for value in (5, [5], {"a": 5}, "x", None):
         (folder / "lowq_report.json").write_text(json.dumps(report | {field: value}))
-        code = cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run")
+        code = cli("me/small", "--ckpt", folder, "--dry-run")
         said = capsys.readouterr().err
         assert code in (0, 3)
         assert "internal error" not in said
 
 
 @pytest.mark.parametrize("field", ["name", "kind", "rel_error", "crc32", "method", "scheme"])
-def test_so_is_a_line_of_it(folder, field, monkeypatch, capsys):
+def test_so_is_a_line_of_it(folder, field, capsys):
     report = json.loads((folder / "lowq_report.json").read_text())
     for value in (5.5, ["a"], {"a": 5}, None):
         report["tensors"][0][field] = value
         (folder / "lowq_report.json").write_text(json.dumps(report))
-        assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run") in (0, 3)
+        assert cli("me/small", "--ckpt", folder, "--dry-run") in (0, 3)
         assert "internal error" not in capsys.readouterr().err
 
 
 def test_who_is_not_logged_in_is_told_before_anything_is_measured(folder, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     monkeypatch.setattr("lowq_cli.evaluate.perplexity.measure", lambda *_, **__: pytest.fail("measured"))
-    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--against", "demo") == 3
+    assert cli("me/small", "--ckpt", folder, "--against", "demo") == 3
     assert capsys.readouterr().err == "lowq: you are not logged in to the hub; run: hf auth login (or set HF_TOKEN)\n"
 
 
@@ -167,7 +165,7 @@ def test_what_is_sent(folder, monkeypatch, capsys):
             calls.append(("card", how["path_in_repo"], how["path_or_fileobj"]))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--private") == 0
+    assert cli("me/small", "--ckpt", folder, "--private") == 0
     assert capsys.readouterr().out == "https://huggingface.co/me/small\n"
     assert [c[0] for c in calls] == ["create", "folder", "card"]
     assert calls[0][2]["private"]
@@ -177,7 +175,7 @@ def test_what_is_sent(folder, monkeypatch, capsys):
 
 def test_refusals_are_one_line(folder, monkeypatch, capsys):
     for name in ("no-owner", "../x", "me/..", "me/-x", "me/a--b", "me/" + "x" * 95, "me/\u00e9"):
-        assert cli(monkeypatch, name, "--dry-run", "--ckpt", folder) == 2
+        assert cli(name, "--dry-run", "--ckpt", folder) == 2
         assert "write it as name/model" in capsys.readouterr().err
 
     class Hub:
@@ -185,7 +183,7 @@ def test_refusals_are_one_line(folder, monkeypatch, capsys):
             raise OSError("401 Client Error\nmore")
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert cli(monkeypatch, "me/small", "--ckpt", folder) == 3
+    assert cli("me/small", "--ckpt", folder) == 3
     err = capsys.readouterr().err
     assert "hf auth login" in err
     assert err.count("\n") == 1

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import time
 
 import pytest
@@ -192,7 +191,7 @@ def test_what_the_tokenizers_library_raises_bare_is_a_line(model):
         found("b")
 
 
-def test_a_model_that_its_own_code_cannot_compute_is_a_line(tmp_path, monkeypatch, capsys):
+def test_a_model_that_its_own_code_cannot_compute_is_a_line(tmp_path, capsys):
     """Of a family that transformers computes: more angles than a head has dims, an internal error before."""
     from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -201,8 +200,7 @@ def test_a_model_that_its_own_code_cannot_compute_is_a_line(tmp_path, monkeypatc
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rotary_dim": 24}))
     write_tokenizer(model)
-    monkeypatch.setattr(sys, "argv", ["lowq", "generate", str(model), "--prompt", "a", "--max-new-tokens", "2"])
-    assert main._run() == DamagedError.exit_code
+    assert main.main(["generate", str(model), "--prompt", "a", "--max-new-tokens", "2"]) == DamagedError.exit_code
     assert "the model cannot be computed, its config.json may contradict itself: RuntimeError" in capsys.readouterr().err
 
 

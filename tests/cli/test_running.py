@@ -88,9 +88,9 @@ def test_idleness_ends_it(home):
 def test_no_heavy_library_is_imported_before_the_text(home):
     how = ["--device", "cpu", "--max-new-tokens", "2"]
     lowq("generate", "demo", "--prompt", "Once", *how, "--keep-alive", "1m")
-    code = "import sys; sys.argv[1:] = sys.argv[2:]\nfrom lowq_cli import main\nassert main._run() == 0\n"
+    code = "import sys\nfrom lowq_cli import main\nassert main.main(sys.argv[1:]) == 0\n"
     code += "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'transformers', 'numpy', 'uvicorn', 'http'}))"
-    line = [sys.executable, "-P", "-c", code, "", "generate", "demo", "--prompt", "Once", *how]
+    line = [sys.executable, "-P", "-c", code, "generate", "demo", "--prompt", "Once", *how]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert "by the running server" in done.stderr
     assert done.stdout.endswith("[]\n"), done

@@ -40,29 +40,28 @@ def vllm(tmp_path, monkeypatch):
     return tmp_path / "called"
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", "serve", *map(str, args), "--engine", "vllm"])
-    return main._run()
+def cli(*args):
+    return main.main(["serve", *map(str, args), "--engine", "vllm"])
 
 
-def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, monkeypatch, capsys):
+def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, capsys):
     made = family_checkpoints("llama", "bfloat16", SYM)
-    assert cli(monkeypatch, made.packed, "--export", "--tp", 2, "--args", "--max-model-len 64") == 7
+    assert cli(made.packed, "--export", "--tp", 2, "--args", "--max-model-len 64") == 7
     called = vllm.read_text().split("\n")
     assert called[0] == "serve"
     assert " ".join(called[2:]) == "--served-model-name=packed --port 8000 --tensor-parallel-size 2 --max-model-len 64 "
     with open_foreign(called[1]) as source:
         assert source.config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "exporting to" in capsys.readouterr().err
-    assert cli(monkeypatch, made.packed, "--export") == 7
+    assert cli(made.packed, "--export") == 7
     assert "exporting to" not in capsys.readouterr().err
 
 
-def test_a_server_that_ends_by_itself_is_an_error(family_checkpoints, vllm, monkeypatch, capsys):
+def test_a_server_that_ends_by_itself_is_an_error(family_checkpoints, vllm, capsys):
     """As vLLM's does where one of its workers was killed: with 0."""
     script = vllm.parent / "bin" / "vllm"
     script.write_text(script.read_text().replace("exit 7", "exit 0"))
-    assert cli(monkeypatch, family_checkpoints("llama", "bfloat16", SYM).packed, "--native") == 1
+    assert cli(family_checkpoints("llama", "bfloat16", SYM).packed, "--native") == 1
     assert "ended with exit code 0" in capsys.readouterr().err
 
 
@@ -91,11 +90,11 @@ def test_vllm_ends_with_lowq(family_checkpoints, tmp_path, vllm, number):
             os.kill(int(vllm.read_text()), signal.SIGKILL)
 
 
-def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vllm, monkeypatch):
+def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vllm):
     folder = shutil.copytree(family_checkpoints("llama", "bfloat16", SYM).packed, tmp_path / "packed")
     for template in ("old", "new"):
         (folder / "chat_template.jinja").write_text(template)
-        assert cli(monkeypatch, folder, "--export") == 7
+        assert cli(folder, "--export") == 7
         assert (Path(vllm.read_text().split("\n")[1]) / "chat_template.jinja").read_text() == template
 
 
@@ -119,9 +118,9 @@ def test_an_export_killed_when_it_had_its_name_is_swept(demo4, monkeypatch):
     assert not (target / "lowq-run").exists()
 
 
-def test_dry_run_writes_nothing_and_needs_no_vllm(family_checkpoints, tmp_path, monkeypatch, capsys):
+def test_dry_run_writes_nothing_and_needs_no_vllm(family_checkpoints, tmp_path, capsys):
     made = family_checkpoints("llama", "bfloat16", INT)
-    assert cli(monkeypatch, made.packed, "--dry-run", "--json") == 0
+    assert cli(made.packed, "--dry-run", "--json") == 0
     line = json.loads(capsys.readouterr().out)["command"]
     assert line[:2] == ["vllm", "serve"]
     assert not (tmp_path / "cache").exists()
@@ -156,8 +155,8 @@ def test_the_bundled_model_is_served_from_its_folder():
 @pytest.mark.parametrize(
     ("flags", "message"), [(["--args", 'a "b'], "no closing quotation"), (["--port", "65536"], "must be from 1 to 65535")]
 )
-def test_mistakes_are_one_line(flags, message, monkeypatch, capsys):
-    assert cli(monkeypatch, "demo", "--dry-run", *flags) == 2
+def test_mistakes_are_one_line(flags, message, capsys):
+    assert cli("demo", "--dry-run", *flags) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
@@ -165,7 +164,7 @@ def test_mistakes_are_one_line(flags, message, monkeypatch, capsys):
 
 def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
-    assert cli(monkeypatch, family_checkpoints("llama", "bfloat16", SYM).packed) == 5
+    assert cli(family_checkpoints("llama", "bfloat16", SYM).packed) == 5
     assert "pip install vllm" in capsys.readouterr().err
 
 
@@ -191,7 +190,7 @@ def test_it_says_which_vllm_is_there(found, told, monkeypatch):
     assert told in serving.installed()
 
 
-def test_what_only_one_of_them_can_serve(family_checkpoints, monkeypatch):
+def test_what_only_one_of_them_can_serve(family_checkpoints):
     table = {"attention": Scheme(4, 16, "none"), "embedding": Scheme(8, 16, "none")}
     with pytest.raises(UnsupportedError, match="--embedding keep"):
         serving.command(str(family_checkpoints("mixtral", "bfloat16", table).packed), native=True)
@@ -207,13 +206,13 @@ def test_pipeline_stages_are_handed_on(family_checkpoints):
         serving.command("demo", stages=0)
 
 
-def test_what_vllm_has_no_kernels_for_is_served_by_ours(family_checkpoints, monkeypatch, capsys):
+def test_what_vllm_has_no_kernels_for_is_served_by_ours(family_checkpoints, capsys):
     three = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(3, 32, "none")}
     for schemes in (FLOAT, three, {"attention": Scheme(1, 16, "int"), "mlp": Scheme(2, 16, "float")}):
         made = family_checkpoints("llama", "bfloat16", schemes)
         assert serving.command(str(made.packed))[2] == str(made.packed.resolve())
     made = family_checkpoints("llama", "bfloat16", SYM)
-    assert cli(monkeypatch, made.packed, "--native", "--tp", 2, "--dry-run") == 0
+    assert cli(made.packed, "--native", "--tp", 2, "--dry-run") == 0
     out = capsys.readouterr().out.split()
     assert out[:3] == ["vllm", "serve", str(made.packed.resolve())]
     assert out[-2:] == ["--tensor-parallel-size", "2"]

@@ -1,7 +1,6 @@
 """quantize --for ENGINE: what it chooses can be exported for that engine, or it says so before work starts."""
 
 import json
-import sys
 
 import pytest
 
@@ -11,9 +10,8 @@ from lowq_cli.plan import targets
 from lowq_packers.errors import UsageError
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
-    return main._run()
+def cli(*args):
+    return main.main([*map(str, args)])
 
 
 @pytest.fixture(autouse=True)
@@ -22,18 +20,18 @@ def state(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", targets.ENGINES)
-def test_what_is_chosen_exports_exactly(family_checkpoints, tmp_path, monkeypatch, engine):
+def test_what_is_chosen_exports_exactly(family_checkpoints, tmp_path, engine):
     # GGUF needs a tokenizer, Humming's kernels rows in multiples of 64
     model = "demo" if engine in ("llama.cpp", "humming") else family_checkpoints("llama").dense
-    assert cli(monkeypatch, "quantize", model, "--for", engine, "--method", "rtn", "--out", tmp_path / "m") == 0
+    assert cli("quantize", model, "--for", engine, "--method", "rtn", "--out", tmp_path / "m") == 0
     done = export(tmp_path / "m", targets.get(engine).export, tmp_path / "out")
     assert done.matrices == (42 if model == "demo" else 14)
 
 
-def test_a_group_that_does_not_divide_every_layer_gives_way_to_one_that_does(family_checkpoints, tmp_path, monkeypatch, capsys):
+def test_a_group_that_does_not_divide_every_layer_gives_way_to_one_that_does(family_checkpoints, tmp_path, capsys):
     """K is 64 and 96: of 64, 32 and 128 only 32 divides both."""
     dense = family_checkpoints("llama").dense
-    assert cli(monkeypatch, "quantize", dense, "--for", "mlx", "--dry-run", "--json") == 0
+    assert cli("quantize", dense, "--for", "mlx", "--dry-run", "--json") == 0
     out = capsys.readouterr().out
     assert '"group": 32' in out
     assert '"4-bit g32 none zero"' in out
@@ -59,7 +57,7 @@ def test_what_an_engine_does_not_take_is_one_line_before_work(
     family_checkpoints, tmp_path, monkeypatch, capsys, args, code, message
 ):
     dense = family_checkpoints("llama").dense
-    assert cli(monkeypatch, "quantize", dense, *args, "--out", tmp_path / "m") == code
+    assert cli("quantize", dense, *args, "--out", tmp_path / "m") == code
     err = capsys.readouterr().err
     assert message in err
     assert not (tmp_path / "m").exists()
@@ -81,8 +79,8 @@ def test_a_budget_is_spent_on_what_the_engine_takes():
 def test_the_defaults_of_quantize_and_export_meet(tmp_path, monkeypatch, capsys):
     """`lowq quantize demo && lowq export` was refused: float zeros."""
     monkeypatch.chdir(tmp_path)
-    assert cli(monkeypatch, "quantize", "demo", "--method", "rtn") == 0
-    assert cli(monkeypatch, "export", "--json") == 0
+    assert cli("quantize", "demo", "--method", "rtn") == 0
+    assert cli("export", "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["format"] == "humming"
     assert found["engines"]
@@ -90,11 +88,11 @@ def test_the_defaults_of_quantize_and_export_meet(tmp_path, monkeypatch, capsys)
 
 def test_a_refused_export_ends_with_the_command_that_makes_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli(monkeypatch, "quantize", "demo", "--method", "rtn", "--bits", "8") == 0
+    assert cli("quantize", "demo", "--method", "rtn", "--bits", "8") == 0
     capsys.readouterr()
-    assert cli(monkeypatch, "export", "--to", "gguf") == 5
+    assert cli("export", "--to", "gguf") == 5
     way_out = capsys.readouterr().err.strip().rpartition("from the original: lowq ")[2]
     assert way_out == "quantize demo --bits 8 --export gguf"
-    assert cli(monkeypatch, *way_out.split(), "--method", "rtn", "--json") == 0
+    assert cli(*way_out.split(), "--method", "rtn", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["export"]["format"], found["export"]["matrices"]) == ("gguf", 42)

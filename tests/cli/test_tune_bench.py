@@ -1,7 +1,6 @@
 """lowq tune and lowq bench on a small checkpoint, as a person runs them."""
 
 import json
-import sys
 import time
 
 import pytest
@@ -92,8 +91,7 @@ def test_an_interruption_before_anything_was_measured_is_no_usage_error(folder, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner, "compile_candidates", interrupted)
-    monkeypatch.setattr(sys, "argv", ["lowq", "tune", str(folder)])
-    assert main._run() == 130
+    assert main.main(["tune", str(folder)]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "lowq: interrupted; nothing was measured yet"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -31,9 +30,8 @@ def folder(made, tmp_path, monkeypatch):
     tuning.forget()
 
 
-def run(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["lowq", *map(str, words)])
-    return main._run(), capsys.readouterr().err
+def run(capsys, *words):
+    return main.main([*map(str, words)]), capsys.readouterr().err
 
 
 def entries_of_the_slowest(folder):
@@ -61,7 +59,7 @@ def test_entries_of_a_stalled_measurement_are_not_written(folder, monkeypatch, c
         return [(next(s for s in shapes if (s.N, s.K) == (e.N, e.K)), e) for e in bad]
 
     monkeypatch.setattr(tuner, "measure_all", measured)
-    code, err = run(monkeypatch, capsys, "tune", folder, "--batch", "1", "--device", "cpu")
+    code, err = run(capsys, "tune", folder, "--batch", "1", "--device", "cpu")
     assert code == 0, err
     assert "steps are slower with the entries, so none is kept" in err
     assert [m["entries"] for m in json.loads((folder / FILE).read_text())["machines"]] == [[]]
@@ -82,8 +80,8 @@ def test_a_table_is_kept_where_no_batch_size_loses_by_it(times, stays):
     assert trial.kept([entry], [trial.Trial(*t) for t in times]) == ([entry] if stays else [])
 
 
-def test_good_entries_are_written(folder, monkeypatch, capsys):
-    code, err = run(monkeypatch, capsys, "tune", folder, "--batch", "1", "--device", "cpu")
+def test_good_entries_are_written(folder, capsys):
+    code, err = run(capsys, "tune", folder, "--batch", "1", "--device", "cpu")
     assert code == 0, err
     assert "ms a step without the entries" in err
     for line in err.splitlines():
@@ -127,5 +125,5 @@ def test_a_layout_that_some_shapes_take_is_not_said_to_lose():
 def test_a_busy_machine_is_said(folder, monkeypatch, capsys):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 99.0, 99.0))
     out = folder.parent / "q"
-    assert "load 99.0 on" in run(monkeypatch, capsys, "tune", folder, "--batch", "1", "--budget", "5", "--device", "cpu")[1]
-    assert "on a quiet machine; this one is not" in run(monkeypatch, capsys, "quantize", "demo", "--out", out)[1]
+    assert "load 99.0 on" in run(capsys, "tune", folder, "--batch", "1", "--budget", "5", "--device", "cpu")[1]
+    assert "on a quiet machine; this one is not" in run(capsys, "quantize", "demo", "--out", out)[1]

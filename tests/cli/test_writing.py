@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 
 import pytest
 
@@ -18,9 +17,8 @@ from lowq_packers.scheme import Scheme
 SYM = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none")}
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
-    return main._run()
+def cli(*args):
+    return main.main([*map(str, args)])
 
 
 def tree(folder):
@@ -48,16 +46,16 @@ def test_an_export_leaves_everything_else_alone(demo4, tmp_path, to, what):
 
 
 @pytest.mark.parametrize("to", ["compressed-tensors", "gguf", "mlx"])
-def test_an_export_that_is_there_is_not_made_again(demo4, tmp_path, to, monkeypatch, capsys):
+def test_an_export_that_is_there_is_not_made_again(demo4, tmp_path, to, capsys):
     line = ("export", demo4, "--to", to, "--out", tmp_path / "out")
-    assert cli(monkeypatch, *line) == 0
+    assert cli(*line) == 0
     before = (tmp_path / "out").stat().st_mtime_ns
     capsys.readouterr()
-    assert cli(monkeypatch, *line) == 0
+    assert cli(*line) == 0
     assert "already there" in capsys.readouterr().err
     assert (tmp_path / "out").stat().st_mtime_ns == before
     other = "hqq" if to == "mlx" else "mlx"
-    assert cli(monkeypatch, "export", demo4, "--to", other, "--out", tmp_path / "out") == 2
+    assert cli("export", demo4, "--to", other, "--out", tmp_path / "out") == 2
     assert "is there already" in capsys.readouterr().err
 
 
@@ -105,12 +103,12 @@ def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "one", others.name: "half"}
 
 
-def test_what_verify_vouches_for_is_what_runs(family_checkpoints, tmp_path, monkeypatch, capsys):
+def test_what_verify_vouches_for_is_what_runs(family_checkpoints, tmp_path, capsys):
     out = tmp_path / "out"
     source = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "source")
     (source / "tokenizer_config.json").write_text("{}")
     quantize(source, out, method="rtn")
-    assert cli(monkeypatch, "inspect", out, "--verify", "--json") == 0
+    assert cli("inspect", out, "--verify", "--json") == 0
     assert json.loads(capsys.readouterr().out)["without_hash"] == []
     for name, change in (
         ("config.json", lambda s: s.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')),
@@ -120,29 +118,29 @@ def test_what_verify_vouches_for_is_what_runs(family_checkpoints, tmp_path, monk
         before = (out / name).read_text() if (out / name).exists() else None
         (out / name).write_text(change(before))
         assert (out / name).read_text() != before
-        assert cli(monkeypatch, "inspect", out, "--verify") == 3, name
+        assert cli("inspect", out, "--verify") == 3, name
         assert name in capsys.readouterr().err
         os.unlink(out / name) if before is None else (out / name).write_text(before)
     report = json.loads((out / "lowq_report.json").read_text())
     lost = report["tensors"].pop()["name"]
     (out / "lowq_report.json").write_text(json.dumps(report))
-    assert cli(monkeypatch, "inspect", out, "--verify") == 3
+    assert cli("inspect", out, "--verify") == 3
     assert f"{lost} has no checksum" in capsys.readouterr().err
 
 
-def test_names_of_files_give_the_terminal_no_orders(tmp_path, capsys, monkeypatch):
+def test_names_of_files_give_the_terminal_no_orders(tmp_path, capsys):
     import torch
     from safetensors.torch import save_file
 
     names = ["\x1b[31mred.weight", "\u202eleft.weight", "[/b][bold]x.weight", "\x07.weight", "\x9b2J.weight"]
     save_file({n: torch.zeros(2, 2) for n in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;title\x07"}))
-    assert cli(monkeypatch, "inspect", tmp_path, "--tensors") == 0
+    assert cli("inspect", tmp_path, "--tensors") == 0
     said = "".join(capsys.readouterr())
     assert not set(said) & set("\x1b\u202e\x07\x9b")
     assert r"\x1b[31mred.weight" in said
     assert "[/b][bold]x.weight" in said
-    assert cli(monkeypatch, "quantize", tmp_path, "--dry-run") != 1
+    assert cli("quantize", tmp_path, "--dry-run") != 1
     assert "\x1b" not in "".join(capsys.readouterr())
 
 
@@ -171,12 +169,12 @@ def test_a_folder_whose_removal_was_killed_is_removed_by_the_next_call(tmp_path,
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/whole"]
 
 
-def test_what_was_an_internal_error_is_a_line(demo4, tmp_path, monkeypatch, capsys):
+def test_what_was_an_internal_error_is_a_line(demo4, tmp_path, capsys):
     import torch
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "p.jsonl").write_text("[" * 100_000 + "\n")
-    assert cli(monkeypatch, "generate", "demo", "--prompts", tmp_path / "p.jsonl") not in (0, 1)
+    assert cli("generate", "demo", "--prompts", tmp_path / "p.jsonl") not in (0, 1)
     spoilt = shutil.copytree(demo4, tmp_path / "m")
     (spoilt / "lowq_report.json").unlink()
     found = load_file(spoilt / "model.safetensors")
@@ -184,7 +182,7 @@ def test_what_was_an_internal_error_is_a_line(demo4, tmp_path, monkeypatch, caps
     found[name] = torch.full_like(found[name], torch.nan)
     save_file(found, spoilt / "model.safetensors", metadata={"format": "pt"})
     for to in ("compressed-tensors", "gguf", "mlx", "gptq"):
-        assert cli(monkeypatch, "export", spoilt, "--to", to, "--out", tmp_path / "out") == 3
+        assert cli("export", spoilt, "--to", to, "--out", tmp_path / "out") == 3
         assert "NaN" in capsys.readouterr().err
     from types import SimpleNamespace
 
@@ -196,9 +194,9 @@ def test_what_was_an_internal_error_is_a_line(demo4, tmp_path, monkeypatch, caps
         stop_ids(model, SimpleNamespace(eos_token_id=None))
 
 
-def test_strict_says_all_that_is_odd(family_checkpoints, tmp_path, monkeypatch, capsys):
+def test_strict_says_all_that_is_odd(family_checkpoints, tmp_path, capsys):
     model = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "m")
-    assert cli(monkeypatch, "inspect", model, "--strict") == 0
+    assert cli("inspect", model, "--strict") == 0
     (model / "pytorch_model.bin").write_bytes(b"x")
     (model / "modeling.py").write_text("x")
     (model / "NOTICE").symlink_to("/etc/passwd")
@@ -206,15 +204,15 @@ def test_strict_says_all_that_is_odd(family_checkpoints, tmp_path, monkeypatch, 
     shutil.copy(model / "model.safetensors", model / "other.safetensors")
     os.mkfifo(model / "pipe")
     capsys.readouterr()
-    assert cli(monkeypatch, "inspect", model, "--strict") == 3
+    assert cli("inspect", model, "--strict") == 3
     said = " ".join(capsys.readouterr().err.split())
     for name in ("pytorch_model.bin", "modeling.py", "NOTICE", "auto_map", "other.safetensors", "pipe is not a regular"):
         assert name in said, name
     assert "has 6 problems" in said
     quantize(family_checkpoints("llama").dense, tmp_path / "q", method="rtn")
-    assert cli(monkeypatch, "inspect", tmp_path / "q", "--strict") == 0
+    assert cli("inspect", tmp_path / "q", "--strict") == 0
     (tmp_path / "q" / "lowq_report.json").unlink()
-    assert cli(monkeypatch, "inspect", tmp_path / "q", "--strict") == 3
+    assert cli("inspect", tmp_path / "q", "--strict") == 3
 
 
 def test_a_damaged_export_is_not_already_there(demo4, tmp_path):

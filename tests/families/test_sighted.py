@@ -57,9 +57,8 @@ def run(monkeypatch, capsys):
     """lowq with these arguments, in this process: what it returned and wrote."""
 
     def lowq_(*args, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = main._run()
+        code = main.main([*map(str, args)])
         out, err = capsys.readouterr()
         return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 

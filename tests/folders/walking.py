@@ -270,10 +270,8 @@ def _same(found: Any, wanted: Any, what: str) -> None:
 def _command(*words: Any, given: str = "") -> tuple[int, str, str]:
     """A command of lowq in this process: exit code, stdout, stderr."""
     out, err = io.StringIO(), io.StringIO()
-    argv = ["lowq", *map(str, words)]
-    streams = mock.patch.multiple(sys, argv=argv, stdin=io.StringIO(given))
-    with streams, redirect_stdout(out), redirect_stderr(err):
-        code = main._run()
+    with mock.patch.object(sys, "stdin", io.StringIO(given)), redirect_stdout(out), redirect_stderr(err):
+        code = main.main([*map(str, words)])
     return code, out.getvalue(), err.getvalue()
 
 

@@ -88,7 +88,7 @@ def test_a_body_that_comes_a_byte_at_a_time_is_read(server):
         assert s.recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_a_full_queue_says_when_to_come_again(server, monkeypatch):
+def test_a_full_queue_says_when_to_come_again(server):
     server.idle()
     host, port = server.url.removeprefix("http://").split(":")
     raw = json.dumps(LONG | {"n": 100}).encode()
@@ -128,13 +128,12 @@ def test_what_takes_longer_than_the_grace_is_ended_and_told(start):
     assert s.process.wait(60) == 0
 
 
-def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", "serve", *map(str, args)])
-    return main._run()
+def cli(*args):
+    return main.main(["serve", *map(str, args)])
 
 
-def test_an_address_that_is_taken_is_one_line(server, talk, monkeypatch, capsys):
-    assert cli(monkeypatch, talk, "--port", server.url.rpartition(":")[2]) == 2
+def test_an_address_that_is_taken_is_one_line(server, talk, capsys):
+    assert cli(talk, "--port", server.url.rpartition(":")[2]) == 2
     assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
 
 
@@ -149,13 +148,13 @@ def test_an_address_that_is_taken_is_one_line(server, talk, monkeypatch, capsys)
     ],
     ids=lambda v: "".join(map(str, v)) if isinstance(v, tuple) else "",
 )
-def test_mistakes_are_one_line(talk, flags, line, monkeypatch, capsys):
-    assert cli(monkeypatch, talk, *flags) == 2
+def test_mistakes_are_one_line(talk, flags, line, capsys):
+    assert cli(talk, *flags) == 2
     assert line in capsys.readouterr().err
 
 
-def test_the_plan_is_one_json_object(talk, monkeypatch, capsys):
-    assert cli(monkeypatch, talk, "--port", 0, "--dry-run", "--json", "--quiet") == 0
+def test_the_plan_is_one_json_object(talk, capsys):
+    assert cli(talk, "--port", 0, "--dry-run", "--json", "--quiet") == 0
     told = capsys.readouterr()
     plan = json.loads(told.out)
     assert (plan["model"], plan["longest"], plan["device"]) == ("talk", 1024, "cpu")
@@ -167,7 +166,7 @@ def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
         raise torch.OutOfMemoryError("while recording passes")
 
     monkeypatch.setattr(ApartEngine, "start", start)
-    assert cli(monkeypatch, talk, "--port", 0, "--device", "cpu") == main.EXIT_NO_MEMORY
+    assert cli(talk, "--port", 0, "--device", "cpu") == main.EXIT_NO_MEMORY
     assert "out of memory: while recording passes" in capsys.readouterr().err
 
 
