@@ -7,32 +7,23 @@ that compute are forks of one process that has imported torch, which is half of 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 
 from lowq_cli import main
+from lowq_kernels.products.cpu import native
+from lowq_packers.home import cache_dir
 
 LOWQ = Path(sys.executable).with_name("lowq")
 LIGHT = ("--help", "--version", "ls", "rm", "inspect", "quantize demo --dry-run")  # they import no torch
-FORKING = """
-import json, os, sys, torch
-from lowq_cli import main
-for line in os.fdopen(int(sys.argv[1])):
-    words, streams = json.loads(line)
-    if not (child := os.fork()):
-        for number, name in enumerate(streams):
-            os.dup2(os.open(name, os.O_RDWR), number)
-        sys.argv = ["lowq", *words]
-        main.run()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.write(int(sys.argv[2]), b"%d\\n" % code)
-"""
 TEXT = ("--max-new-tokens", "8")
 
 
@@ -96,39 +87,15 @@ STEPS = (
 )
 
 
-class Forks:
-    """Runs commands in forks of one process that has torch imported."""
-
-    def __init__(self, folder, env):
-        self.folder = folder
-        (there, self.ask), (self.hear, back) = os.pipe(), os.pipe()
-        command = [sys.executable, "-P", "-c", FORKING, str(there), str(back)]
-        self.process = subprocess.Popen(command, cwd=folder / "work", env=env, pass_fds=(there, back))
-        os.close(there)
-        os.close(back)
-        self.codes = os.fdopen(self.hear)
-
-    def run(self, words, given):
-        files = [self.folder / name for name in ("stdin", "stdout", "stderr")]
-        for file, text in zip(files, (given, "", ""), strict=True):
-            file.write_text(text)
-        os.write(self.ask, (json.dumps([words, list(map(str, files))]) + "\n").encode())
-        code = int(self.codes.readline())
-        return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files[1:]))
-
-    def end(self):
-        os.close(self.ask)
-        self.codes.close()
-        self.process.wait(60)
-
-
 def walk(folder, device):
     """Take all steps in `folder`, on a device; the seconds of each."""
     homes = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CACHE")}
     env = {**os.environ, **homes, "HF_HUB_OFFLINE": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     (folder / "work").mkdir()
-    spent, forks = [], Forks(folder, env)
+    if native.library() is not None:  # 15 s of compiling, which a test of its own looks at
+        shutil.copytree(cache_dir() / "cpu", folder / "cache" / "lowq" / "cpu")
+    spent = []
     for step in STEPS:
         began = time.monotonic()
         words = step.line.split()
@@ -136,7 +103,7 @@ def walk(folder, device):
             here = {"cwd": folder / "work", "env": env, "input": step.stdin}
             done = subprocess.run([LOWQ, *words], capture_output=True, text=True, timeout=300, **here)
         else:
-            done = forks.run(words, step.stdin)
+            done = forking.run(forking.lowq, *words, env=env, cwd=folder / "work", given=step.stdin)
         spent.append((step.line, time.monotonic() - began))
         told = f"lowq {step.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert done.returncode == step.code, told
@@ -149,7 +116,6 @@ def walk(folder, device):
             assert words in done.stdout + done.stderr, told
         for path in step.makes:
             assert (folder / "work" / path).exists(), told
-    forks.end()
     return spent
 
 

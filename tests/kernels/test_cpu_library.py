@@ -1,13 +1,14 @@
 """The compiled library in the cache: loaded only if it is the user's own and whole, built anew with a word where it is not."""
 
+import multiprocessing
 import os
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forking
 import pytest
 
 from lowq_kernels.products.cpu import building, native
@@ -20,12 +21,6 @@ FAKE = """#!/bin/sh
 linked=; for a in "$@"; do [ "$a" = -shared ] && linked=1; done
 while [ "$1" != -o ]; do shift; done
 if [ $linked ]; then sleep 0.3; cp {library} "$2"; echo >> {links}; else : > "$2"; fi
-"""
-ASK = """
-import torch
-from lowq_kernels.products.cpu import native
-before = native.why_built()
-print(native.library() is not None, before or "-", native.why_not(), sep="|")
 """
 
 
@@ -40,16 +35,15 @@ class Machine:
         self.env = {k: v for k, v in os.environ.items() if k != "LOWQ_CPU_ISA"}
         self.env |= {"XDG_CACHE_HOME": str(self.cache), "CXX": str(cxx)}
 
-    def start(self, umask: int = 0o022, **env: str) -> subprocess.Popen:
-        command = [sys.executable, "-P", "-c", f"import os; os.umask({umask})\n{ASK}"]
-        return subprocess.Popen(command, env=self.env | env, stdout=subprocess.PIPE, text=True)
+    def start(self, umask: int = 0o022, **env: str) -> multiprocessing.Process:
+        return forking.begin(forking.ask_for_library, umask, env=self.env | env)
 
     def ask(self, umask: int = 0o022, **env: str) -> list[str]:
         """Whether there is a library, why it had to be built, why there is none."""
-        process = self.start(umask, **env)
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, out  # SIGBUS, when a truncated file was loaded
-        return out.strip().split("|")
+        done = forking.run(forking.ask_for_library, umask, env=self.env | env)
+        assert done.returncode == 0, done  # SIGBUS, when a truncated file was loaded
+        there, _, *why = done.stdout.strip().split("|")
+        return [there, *why]
 
     @property
     def library(self) -> Path:
@@ -149,8 +143,10 @@ def test_the_cache_is_the_users_alone_whatever_the_umask(tmp_path, umask):
 
 def test_two_processes_build_it_once(tmp_path):
     machine = Machine(tmp_path)
-    both = [machine.start() for _ in range(3)]
-    assert [p.communicate(timeout=300)[0].split("|")[0] for p in both] == ["True"] * 3
+    processes = [machine.start() for _ in range(3)]
+    for process in processes:
+        process.join(forking.SECONDS)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert machine.built == 1
     assert sorted(p.suffix for p in machine.library.parent.iterdir()) == [".sha256", ".so"]
 
@@ -159,10 +155,10 @@ def test_a_builder_that_was_killed_is_in_nobodys_way(tmp_path):
     machine = Machine(tmp_path)
     killed = machine.start()
     while not list(machine.cache.rglob("*.o")):
-        assert killed.poll() is None
+        assert killed.is_alive()
         time.sleep(0.001)
     killed.kill()
-    killed.wait()
+    killed.join()
     assert machine.ask()[0] == "True"
     assert sorted(p.suffix for p in machine.library.parent.iterdir()) == [".sha256", ".so"]
 

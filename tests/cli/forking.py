@@ -1,0 +1,68 @@
+"""Processes that are forks of one which has torch imported: that import is half of what most of them take."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "pytest"])  # pytest: each child imports what this process was started with
+SECONDS = 300  # after which a process that should have ended has hung
+
+
+def begin(function: Callable[..., Any], *args: Any, env: Mapping[str, str] = os.environ) -> multiprocessing.Process:
+    """A process that calls a function of this module with these arguments; nothing of lowq is imported in it yet."""
+    process = FORKS.Process(target=_child, args=(function, dict(env), args))
+    process.start()
+    return process
+
+
+def _child(function: Callable[..., Any], env: Mapping[str, str], args: Sequence[Any]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    if "PYTHONPATH" in env:
+        sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+    function(*args)
+
+
+def run(
+    function: Callable[..., Any], *args: Any, env: Mapping[str, str] = os.environ, cwd: Path | None = None, given: str = ""
+) -> subprocess.CompletedProcess:
+    """As subprocess.run: exit code, stdout and stderr of such a process, which reads `given`."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+        for file, text in zip(files, (given, "", ""), strict=True):
+            file.write_text(text)
+        process = begin(_redirected, files, cwd or Path.cwd(), function, args, env=env)
+        process.join(SECONDS)
+        assert process.exitcode is not None, "it has not ended"
+        return subprocess.CompletedProcess(args, process.exitcode, *(file.read_text() for file in files[1:]))
+
+
+def _redirected(files: Sequence[Path], cwd: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    os.chdir(cwd)
+    for number, file in enumerate(files):
+        os.dup2(os.open(file, os.O_RDWR), number)
+    sys.stdin = open(0)  # multiprocessing has put /dev/null there  # noqa: SIM115
+    function(*args)
+
+
+def lowq(*words: str) -> None:
+    """The console script, with these words."""
+    from lowq_cli import main
+
+    sys.argv = ["lowq", *words]
+    main.run()
+
+
+def ask_for_library(umask: int = 0o022) -> None:
+    """Print whether there is a library of CPU kernels, its instruction set, why it had to be built, why there is none."""
+    os.umask(umask)
+    from lowq_kernels.products.cpu import native
+
+    before = native.why_built()
+    print(native.library() is not None, native.isa()[1], before or "-", native.why_not(), sep="|", flush=True)
