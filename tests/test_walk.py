@@ -103,7 +103,7 @@ def walk(folder, device):
             here = {"cwd": folder / "work", "env": env, "input": step.stdin}
             done = subprocess.run([LOWQ, *words], capture_output=True, text=True, timeout=300, **here)
         else:
-            done = forking.run(forking.lowq, *words, env=env, cwd=folder / "work", given=step.stdin)
+            done = forking.lowq(*words, env=env, cwd=folder / "work", given=step.stdin)
         spent.append((step.line, time.monotonic() - began))
         told = f"lowq {step.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert done.returncode == step.code, told

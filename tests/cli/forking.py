@@ -51,8 +51,12 @@ def _redirected(files: Sequence[Path], cwd: Path, function: Callable[..., Any], 
     function(*args)
 
 
-def lowq(*words: str) -> None:
-    """The console script, with these words."""
+def lowq(*words: Any, **how: Any) -> subprocess.CompletedProcess:
+    """The console script with these words; how: as `run` takes it."""
+    return run(_console_script, *map(str, words), **how)
+
+
+def _console_script(*words: str) -> None:
     from lowq_cli import main
 
     sys.argv = ["lowq", *words]

@@ -2,6 +2,7 @@
 
 import json
 
+import forking
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -162,17 +163,9 @@ def test_scales_are_pefts(tmp_path):
 
 def test_the_command_computes_with_an_adapter(packed, adapters, tmp_path):
     """One prompt, and many of a file."""
-    import subprocess
-    import sys
 
     def run(*args):
-        command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "generate", packed, *args]
-        done = subprocess.run(
-            list(map(str, [*command, "--device", "cpu", "--max-new-tokens", 6, "--json"])),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = forking.lowq("generate", packed, *args, "--device", "cpu", "--max-new-tokens", 6, "--json")
         return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
     (tmp_path / "p.jsonl").write_text(json.dumps(TEXT) + "\n" + json.dumps(TEXT) + "\n")

@@ -1,9 +1,9 @@
 """Conversations: each turn's prompt extends the last, the cache is told what it holds, the command talks."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
+
+import forking
 
 from lowq_cli.engine.conversation import Conversation
 
@@ -50,9 +50,7 @@ def test_without_a_template_the_text_goes_on():
 
 def test_the_command_answers_each_line_and_ends_with_its_input():
     said = "Once upon a time\n\n/new\nThe whale\n/quit\nqzxj\n"
-    command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "chat", "demo"]
-    command += ["--max-new-tokens", "5", "--device", "cpu"]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=300, check=False)
+    done = forking.lowq("chat", "demo", "--max-new-tokens", 5, "--device", "cpu", given=said)
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.strip()]) >= 2
     assert "qzxj" not in done.stdout  # what stands behind /quit
@@ -62,8 +60,7 @@ def test_commands_are_obeyed_and_never_said_to_the_model(tmp_path):
     file = tmp_path / "talk.json"
     said = "/help\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
     said += f"/system Be kind.\nOnce\n/save {file}\n"
-    command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "chat", "demo", "--device", "cpu"]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=300, check=False)
+    done = forking.lowq("chat", "demo", "--device", "cpu", given=said)
     assert done.returncode == 0, done.stderr
     for told in (
         "/save FILE writes",

@@ -4,11 +4,10 @@ import ast
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import click
+import forking
 import pytest
 import typer
 
@@ -17,7 +16,6 @@ from lowq_cli.files.source import DEMO
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = typer.main.get_command(main.app).commands
-LOWQ = Path(sys.executable).with_name("lowq")
 PART = r"(?: (?:--?[a-z][\w-]*|'[^']*'|\"[^\"]*\"|[A-Z]{2,}\b|demo\b|\x00\d+\x00|[\w.-]+/[\w./-]+|\d+))*"
 LINE = re.compile(rf"\blowq ({'|'.join(COMMANDS)})\b({PART})")
 QUOTED = ("as_argument", "shlex.quote", "shlex.join")
@@ -69,10 +67,6 @@ def test_a_printed_command_has_options_that_exist_and_quoted_values(verb, rest, 
                 pytest.fail(f"lowq {verb}{rest}: {e}")
 
 
-def lowq(*words, cwd):
-    return subprocess.run([LOWQ, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """A working folder with a model and checkpoints in folders that a shell would split."""
@@ -80,7 +74,7 @@ def here(tmp_path_factory):
     shutil.copytree(DEMO, folder / "my model", ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
     for zero, out in (("none", "its 4 bits"), ("float", "its zeros")):
         line = ("quantize", "my model", "--bits", "4", "--zero", zero, "--method", "rtn", "--out", out, "--quiet")
-        assert lowq(*line, cwd=folder).returncode == 0
+        assert forking.lowq(*line, cwd=folder).returncode == 0
     return folder
 
 
@@ -105,7 +99,7 @@ PROVOKED = {  # the message -> what provokes it, and how its command begins
 @pytest.mark.parametrize("what", PROVOKED)
 def test_a_printed_command_runs_in_another_working_folder(here, tmp_path, what):
     words, start = PROVOKED[what]
-    said = lowq(*words, cwd=here).stderr
+    said = forking.lowq(*words, cwd=here).stderr
     assert start in said, said
     lines = [c for c in commands_in(said) if " ".join(c).startswith(start[start.index("lowq") :])]
     assert lines
@@ -114,5 +108,5 @@ def test_a_printed_command_runs_in_another_working_folder(here, tmp_path, what):
         more = {"quantize": ["--dry-run"], "export": ["--out", str(tmp_path / f"out {i}")], "generate": []}[given[0]]
         if given[0] == "generate" and "--prompt" not in given:
             more = ["--prompt", "Once", "--max-new-tokens", "1"]
-        ran = lowq(*given, *more, cwd=tmp_path)
+        ran = forking.lowq(*given, *more, cwd=tmp_path)
         assert ran.returncode == 0, f"{shlex.join(line)}: {ran.stderr}"

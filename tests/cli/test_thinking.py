@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
+import forking
 import pytest
 
 from lowq_cli import thinking
@@ -24,11 +24,6 @@ def folder(tmp_path_factory):
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-def run(*args, **how):
-    command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **how)
 
 
 @pytest.mark.parametrize("mark", ["<think>", "[THINK]", "<|channel>thought", "<|channel|>"])
@@ -71,14 +66,14 @@ def test_the_commands(folder, think):
     """A model that never closes its thoughts says nothing but those, or its answer at once."""
     how = ["--device", "cpu", *([] if think else ["--no-think"])]
     asked = ["generate", folder, "--prompt", "Once upon a time", "--chat", "--max-new-tokens", "8", *how]
-    whole = run(*asked, "--json")
+    whole = forking.lowq(*asked, "--json")
     assert whole.returncode == 0, whole.stderr
     found = json.loads(whole.stdout)
     assert bool(found["thoughts"]) == think
     assert bool(found["text"]) != think
-    streamed = run(*asked)
+    streamed = forking.lowq(*asked)
     said = streamed.stderr if think else streamed.stdout
     assert (found["thoughts"] or found["text"]).strip() in said
-    talked = run("chat", folder, "--max-new-tokens", "5", "--temperature", "0", *how, input="Once upon a time\n")
+    talked = forking.lowq("chat", folder, "--max-new-tokens", "5", "--temperature", "0", *how, given="Once upon a time\n")
     assert talked.returncode == 0, talked.stderr
     assert bool(talked.stdout.strip()) != think

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forking
 import pytest
 
 from lowq_cli.serving.http.batch import answered, read
@@ -20,7 +21,7 @@ def request(name, body=None, **more):
 
 
 def batch(*args, **how):
-    return subprocess.run([LOWQ, "batch", *map(str, args), "--device", "cpu"], capture_output=True, text=True, **how)
+    return forking.lowq("batch", *args, "--device", "cpu", **how)
 
 
 def test_answers_are_those_of_the_server_and_a_killed_batch_goes_on(server, talk, tmp_path):
