@@ -1,5 +1,8 @@
 """Products by weights in 16 bits, and what they do for their neighbours (dense_mma.cu), emulated on the CPU."""
 
+import itertools
+from unittest import mock
+
 import pytest
 import torch
 
@@ -21,12 +24,24 @@ SHAPES = [  # dtype, M, N, K, dense_mma.KEYS
     pytest.param(F16, 11, 33, 264, (8, 1, 64, 3), id="two-blocks-of-rows"),
     pytest.param(BF16, 3, 16, 2048, (4, 1, 128, 4), id="several-steps"),
 ]
+STREAMS = [(8, 2, 64, 2), (4, 2, 64, 4)]  # dense_mma.KEYS
+TYPES = [(F16, "silu"), (BF16, "gelu_tanh")]
+
+
+def config_of(values):
+    return dict(zip(dense_mma.KEYS, values, strict=True))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def gpu():
-    """Launchers see a GPU of capability 9.0 behind CPU tensors."""
+    """Launchers see a GPU of capability 9.0 behind CPU tensors; one run of g++ builds the instances of all tests."""
     with emulation.hopper(dense_mma):
+        with emulation.built_at_once():
+            for dtype, M, N, K, values in (p.values for p in SHAPES):
+                x, W, bias = drawn(dtype, M, N, K)
+                dense_mma.dense_mma(x, W, bias, config_of(values))
+            for values, (dtype, act) in itertools.product(STREAMS, TYPES):
+                through_a_layer(values, dtype, act)
         yield
 
 
@@ -40,44 +55,50 @@ def drawn(dtype, M, N, K):
 @pytest.mark.parametrize(("dtype", "M", "N", "K", "values"), SHAPES)
 def test_a_product(dtype, M, N, K, values):
     x, W, bias = drawn(dtype, M, N, K)
-    config = dict(zip(dense_mma.KEYS, values, strict=True))
-    y = emulation.twice(lambda: dense_mma.dense_mma(x, W, bias, config))
+    y = emulation.twice(lambda: dense_mma.dense_mma(x, W, bias, config_of(values)))
     truth = x.double() @ W.double().t() + bias.double()
     assert ((y.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < TOLERANCE[dtype]
     assert emulation.error(y, truth.roll(1, 1)) > 0.1  # columns that change places show
 
 
-@pytest.mark.parametrize(("dtype", "act"), [(F16, "silu"), (BF16, "gelu_tanh")])
-@pytest.mark.parametrize("values", [(8, 2, 64, 2), (4, 2, 64, 4)])
-def test_a_stream_through_a_layer(dtype, act, values, monkeypatch):
-    """As tile_mma's in test_fold_emulated.py: x += y W^T, RMSNorm(x) times a weight, act(gate) * up."""
-    config, N, K = dict(zip(dense_mma.KEYS, values, strict=True)), 256, 640
-    monkeypatch.setattr(fold, "select", lambda call: (registry.named("cuda/dense_mma_folded"), config))
+def through_a_layer(values, dtype, act):
+    """(what the kernels make, what it is to be, tolerance) by name: x += y W^T, RMSNorm(x) times a weight, act(gate) * up."""
+    chosen, N, K = (registry.named("cuda/dense_mma_folded"), config_of(values)), 256, 640
     y, W, bias = drawn(dtype, 1, N, K)
     layer, g = joined.dense(W, bias), torch.Generator().manual_seed(7)
     residual, weight = torch.randn(1, N, generator=g).to(dtype), (torch.rand(N, generator=g) + 0.1).to(dtype)
     scale = torch.rand(1, generator=g) + 0.3
+    wide, gain = torch.randn(1, K, generator=g).to(dtype), (torch.rand(K, generator=g) + 0.1).to(dtype)
+    prepared = (wide.float() * gain.float() * scale[:, None]).to(dtype)
+    stream = fold.Residual(prepared, wide.float().square().reshape(1, -1, fold.SQUARES).sum(-1), scale, EPS)
 
     def add():
         r = residual.clone()
         s = fold.product_add(layer, y, r, weight, EPS, scale)
         return r, s.x, s.squares
 
-    r, x, squares = emulation.twice(add)
+    with mock.patch.object(fold, "select", return_value=chosen):
+        r, x, squares = emulation.twice(add)
+        product, inverse = emulation.twice(lambda: fold.norm_product(layer, stream))
+        gated, _ = emulation.twice(lambda: fold.norm_product_gate(layer, stream, act))
     sums = residual.float() + y.float() @ W.float().t() + bias.float()
-    for found, truth in ((r, sums), (x, sums * weight.float() * scale[:, None])):
-        assert emulation.error(found, truth) < TOLERANCE[dtype]
-    assert emulation.error(squares, r.float().square().reshape(1, -1, fold.SQUARES).sum(-1)) < 1e-3
-
-    wide, gain = torch.randn(1, K, generator=g).to(dtype), (torch.rand(K, generator=g) + 0.1).to(dtype)
-    prepared = (wide.float() * gain.float() * scale[:, None]).to(dtype)
-    stream = fold.Residual(prepared, wide.float().square().reshape(1, -1, fold.SQUARES).sum(-1), scale, EPS)
     normed = reference.rms_norm(wide, gain, EPS).float() @ W.float().t() + bias.float()
-    out, inverse = emulation.twice(lambda: fold.norm_product(layer, stream))
-    assert emulation.error(out, normed) < 2 * TOLERANCE[dtype]
-    assert torch.allclose(inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), rtol=1e-5)
-    out, _ = emulation.twice(lambda: fold.norm_product_gate(layer, stream, act))
-    assert emulation.error(out, reference.gated(normed, act)) < 2 * TOLERANCE[dtype]
+    return {
+        "sums": (r, sums, TOLERANCE[dtype]),
+        "x": (x, sums * weight.float() * scale[:, None], TOLERANCE[dtype]),
+        "squares": (squares, r.float().square().reshape(1, -1, fold.SQUARES).sum(-1), 1e-3),
+        "product": (product, normed, 2 * TOLERANCE[dtype]),
+        "inverse": (inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), 1e-5),
+        "gated": (gated, reference.gated(normed, act), 2 * TOLERANCE[dtype]),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "act"), TYPES)
+@pytest.mark.parametrize("values", STREAMS)
+def test_a_stream_through_a_layer(values, dtype, act):
+    """As tile_mma's in test_fold_emulated.py."""
+    for name, (found, truth, tolerance) in through_a_layer(values, dtype, act).items():
+        assert emulation.error(found, truth) < tolerance, name
 
 
 def test_which_products_may():

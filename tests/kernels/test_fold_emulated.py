@@ -1,6 +1,7 @@
 """Products that add to the residual stream, take its norm, or multiply act(gate) by up (fold.cuh), emulated on the CPU."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -32,8 +33,11 @@ CASES = [  # bits, dtype, rows, activation, tile_mma.KEYS
 
 @pytest.fixture(autouse=True, scope="module")
 def gpu():
-    """Launchers see a GPU of capability 9.0 behind CPU tensors."""
+    """Launchers see a GPU of capability 9.0 behind CPU tensors; one run of g++ builds the instances of all cases."""
     with emulation.hopper(tile_mma):
+        with emulation.built_at_once():
+            for case in CASES:
+                through_a_layer(*case.values)
         yield
 
 
@@ -43,52 +47,57 @@ def layer_of(bits, dtype, bias=True):
     return QuantLinear.from_packed(pack(q, "tile"), b, layout="tile"), q.dequantize().float(), b.float()
 
 
-@pytest.fixture
-def config(monkeypatch, request):
-    """Every product takes the case's config."""
-    chosen = tile_mma.config_of(*request.node.callspec.params["values"])
-    monkeypatch.setattr(fold, "select", lambda call: (registry.named("cuda/tile_mma_folded"), chosen))
-
-
 def close(y, ref, dtype):
     error = emulation.error(y, ref)
     assert error < TOLERANCE[dtype], f"error {error:.1e}"
 
 
-@pytest.mark.parametrize(("bits", "dtype", "M", "act", "values"), CASES)
-def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
-    """x += y W^T, then RMSNorm(x) times a square of that weight, then act(gate) * up, against the plain operations in fp32."""
+def through_a_layer(bits, dtype, M, act, values):
+    """Pairs (what the kernels make, what it is to be) by name; "wrong" is the product by squares that are 10% off."""
     layer, W, bias = layer_of(bits, dtype)
     g = torch.Generator().manual_seed(M)
     y, residual = torch.randn(M, K, generator=g).to(dtype), torch.randn(M, N, generator=g).to(dtype)
     weight, scale = (torch.rand(N, generator=g) + 0.1).to(dtype), torch.rand(M, generator=g) + 0.3
+    wide = torch.randn(M, K, generator=g).to(dtype)  # of K features, so that the same weight can take it
+    gain = (torch.rand(K, generator=g) + 0.1).to(dtype)
+    prescale = torch.rand(M, generator=g) + 0.3
+    prepared = (wide.float() * gain.float() * prescale[:, None]).to(dtype)
+    stream = fold.Residual(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
 
     def add():
         r = residual.clone()
         s = fold.product_add(layer, y, r, weight, EPS, scale)
         return r, s.x, s.squares
 
-    r, x, squares = emulation.twice(add)
+    chosen = registry.named("cuda/tile_mma_folded"), tile_mma.config_of(*values)
+    with mock.patch.object(fold, "select", return_value=chosen):
+        r, x, squares = emulation.twice(add)
+        product, inverse = emulation.twice(lambda: fold.norm_product(layer, stream))
+        gated, _ = emulation.twice(lambda: fold.norm_product_gate(layer, stream, act))
+        wrong, _ = fold.norm_product(layer, replace(stream, squares=stream.squares * 1.1))
     sums = residual.float() + y.float() @ W.t() + bias
-    close(r, sums, dtype)
-    close(x, sums * weight.float() * scale[:, None], dtype)
-    close(squares, r.float().square().reshape(M, -1, fold.SQUARES).sum(-1), F16)
-
-    wide = torch.randn(M, K, generator=g).to(dtype)  # of K features, so that the same weight can take it
-    gain = (torch.rand(K, generator=g) + 0.1).to(dtype)
-    prescale = torch.rand(M, generator=g) + 0.3
-    prepared = (wide.float() * gain.float() * prescale[:, None]).to(dtype)
-    stream = fold.Residual(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
     normed = reference.rms_norm(wide, gain, EPS) @ W.t() + bias
-    out, inverse = emulation.twice(lambda: fold.norm_product(layer, stream))
-    close(out, normed, dtype)
-    assert torch.allclose(inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), rtol=1e-5)
-    (out, _) = emulation.twice(lambda: fold.norm_product_gate(layer, stream, act))
-    close(out, reference.gated(normed, act), dtype)
+    return {
+        "sums": (r, sums),
+        "x": (x, sums * weight.float() * scale[:, None]),
+        "squares": (squares, r.float().square().reshape(M, -1, fold.SQUARES).sum(-1)),
+        "product": (product, normed),
+        "inverse": (inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS)),
+        "gated": (gated, reference.gated(normed, act)),
+        "wrong": (wrong, normed),
+    }
 
-    wrong = replace(stream, squares=stream.squares * 1.1)
-    with pytest.raises(AssertionError, match="error"):  # squares that are 10% off show
-        close(fold.norm_product(layer, wrong)[0], normed, dtype)
+
+@pytest.mark.parametrize(("bits", "dtype", "M", "act", "values"), CASES)
+def test_a_stream_through_a_layer(bits, dtype, M, act, values):
+    """x += y W^T, then RMSNorm(x) times a square of that weight, then act(gate) * up, against the plain operations in fp32."""
+    made = through_a_layer(bits, dtype, M, act, values)
+    with pytest.raises(AssertionError, match="error"):
+        close(*made.pop("wrong"), dtype)
+    assert torch.allclose(*made.pop("inverse"), rtol=1e-5)
+    close(*made.pop("squares"), F16)
+    for pair in made.values():
+        close(*pair, dtype)
 
 
 def test_who_may_not():

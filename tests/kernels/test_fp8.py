@@ -1,6 +1,5 @@
 """fp8 blocks: quantizer and products against lowq_packers.fp8, the definition; interpreted here, on the hardware with a GPU."""
 
-import dataclasses
 import itertools
 import re
 import shutil
@@ -13,8 +12,9 @@ pytest.importorskip("triton")
 
 import numpy as np
 
+import emulation
 from emulation import error
-from lowq_kernels import activations, gpu
+from lowq_kernels import activations
 from lowq_kernels.dispatch.registry import kernels, named, select
 from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
 from lowq_kernels.fp8.call import Fp8Call
@@ -207,27 +207,31 @@ EMULATED = [  # M, N, K, blocks of x and of W, config, SMs
 ]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize("case", EMULATED, ids=str)
-def test_wgmma_emulated(case, monkeypatch):
-    """The device code on the CPU, threads in two orders, wgmma as early and as late as it may read: the same bits."""
-    import simt
-
+def emulated(case):
+    """(y of both launches of a case, what it is to be)."""
     M, N, K, blocks, config, sms = case
     _, x, w, bias, ref = product(M, N, K, *blocks, torch.bfloat16)
     x, w = (fp8.Fp8Matrix(m.q.cpu(), m.scales.cpu(), m.block) for m in (x, w))
-    bias, ref = bias.cpu(), ref.cpu()
-    monkeypatch.setattr(wgmma, "Kernel", simt.Kernel)
-    monkeypatch.setattr(wgmma, "tensor_map", simt.tensor_map)
-    monkeypatch.setattr(gpu, "here", lambda index: dataclasses.replace(gpu.HOPPER, sms=sms, clusters=()))
-    named, found = dict(zip(wgmma.KEYS, config, strict=True)), []
-    wgmma._prepared.cache_clear()
-    for order in (1, -1):
-        monkeypatch.setattr(simt.Kernel, "order", order)
-        found.append(wgmma.fp8_gemm(x, w, bias, torch.bfloat16, named))
-    wgmma._prepared.cache_clear()
-    assert torch.equal(*found)
-    assert error(found[0], ref) < TOLERANCE
+    config = dict(zip(wgmma.KEYS, config, strict=True))
+    with emulation.hopper(wgmma), emulation.sms(sms):
+        return emulation.twice(lambda: wgmma.fp8_gemm(x, w, bias.cpu(), torch.bfloat16, config)), ref.cpu()
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The instances of all cases by one run of g++."""
+    with emulation.built_at_once():
+        for case in EMULATED:
+            emulated(case)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_wgmma_emulated(case):
+    """The device code on the CPU, threads in two orders, wgmma as early and as late as it may read: the same bits."""
+    y, ref = emulated(case)
+    assert error(y, ref) < TOLERANCE
 
 
 HOPPER = Fp8Call(16, 4096, 4096, (1, 128), (128, 128), torch.bfloat16, "cuda", (9, 0))

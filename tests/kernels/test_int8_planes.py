@@ -57,7 +57,16 @@ def check(bits, x):
     assert (unit[finite] == 2.0 ** unit[finite].log2().round()).all()
 
 
+@pytest.fixture(scope="module")
+def built():
+    """The instances of all cases by one run of g++."""
+    with emulation.hopper(int8_planes), emulation.built_at_once():
+        for bits, M, K, dtype in CASES:
+            int8_planes.int8_planes(rows(M, K, dtype), bits)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("bits", "M", "K", "dtype"), CASES, ids=str)
 def test_emulated(bits, M, K, dtype):
     with emulation.hopper(int8_planes):
