@@ -193,16 +193,15 @@ def test_gguf_blocks_get_better_codes_and_scales(kind, wide, text, tmp_path):
     assert torch.equal(permute_heads(theirs, 4, inverse=True).to(ours.dtype), ours)
 
 
-def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, monkeypatch, capsys):
+def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
     """`quantize --type --calib`: the plain mixture's types and bytes, outputs nearer; the same call again finds the file."""
     plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
     tokenizer("llama3", ("<|begin|>", "<|end|>")).save(str(wide / "tokenizer.json"))
     export(wide, None, plain, kind="Q3_K_M")
-    line = ["lowq", "quantize", str(wide), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
-    monkeypatch.setattr(sys, "argv", line)
+    line = ["quantize", str(wide), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
     told = []
     for _ in range(2):
-        assert main._run() == 0
+        assert main.main(line) == 0
         told.append(json.loads(capsys.readouterr().out))
     assert [t["already_done"] for t in told] == [False, True]
     assert [t["out"] for t in told] == [str(made)] * 2

@@ -1,6 +1,7 @@
 """What every test of emulated sources needs: a skip where they cannot run, and a Hopper GPU that is not there."""
 
 import dataclasses
+import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -94,7 +95,8 @@ def stack(E: int, N: int, K: int, *scheme: Any, tables: int = 1) -> tuple[Stack,
     packed, device = [pack(q, "tile") for q in made], torch.get_default_device()
     fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros", "table")}
     leaves: dict[str, Any] = {f: None if ts[0] is None else torch.stack(ts).to(device) for f, ts in fields.items()}
-    bias = torch.randn(E, N).to(scheme[3]) if packed[0].scheme.table else None
+    g = torch.Generator().manual_seed(E)
+    bias = torch.randn(E, N, generator=g, device="cpu").to(device, scheme[3]) if packed[0].scheme.table else None
     held = Stack(**leaves, bias=bias, aux=None, scheme=packed[0].scheme, N=N, K=K, layout="tile")
     return held, torch.stack([q.dequantize().float() for q in made]).to(device)
 
@@ -167,14 +169,14 @@ def defect(module: ModuleType, file: str, good: str, bad: str, *more: tuple[str,
     assert good in source
     for wrong in ((good, bad), *more):
         source = source.replace(*wrong)
-    name = f"bad_{file}"
+    name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-{file}"  # the copy's, as build_all takes it
     (Path(simt._folder().name) / name).write_text(simt.host_source(source))
 
     def kernel(asked: str, *rest: Any, **how: Any) -> Any:
         return simt.Kernel(name if asked == file else asked, *rest, **how)
 
     forget(module)
-    with mock.patch.object(module, "Kernel", kernel), mock.patch.object(simt.Kernel, "made", {}):
+    with mock.patch.object(module, "Kernel", kernel):
         yield
     forget(module)
 

@@ -141,23 +141,27 @@ def _folder() -> tempfile.TemporaryDirectory:
     return folder
 
 
-def build(file: str, expressions: list[str]) -> ctypes.CDLL:
-    """A library with one function `run_<i>` for each template instance."""
-    folder = Path(_folder().name)
-    lines = ['#include "simt.h"', f'#include "{file}"']
-    for i, expression in enumerate(expressions):
+def build(keys: list[tuple[str, str]]) -> ctypes.CDLL:
+    """A library with a function `run_<i>` for each (file, template instance); each file stands in a namespace of its own."""
+    folder, files = Path(_folder().name), list(dict.fromkeys(file for file, _ in keys))
+    spaces = {file: f"file_{i}" for i, file in enumerate(files)}
+    headers = dict.fromkeys(h for file in files for h in re.findall(r'#include "(\w+\.cuh)"', (folder / file).read_text()))
+    lines = ['#include "simt.h"', *(f'#include "{h}"' for h in headers)]
+    lines += [f'namespace {space} {{\n#include "{file}"\n}}' for file, space in spaces.items()]
+    for i, (file, expression) in enumerate(keys):
         signature = (
             f'extern "C" const char* run_{i}(void* const* v, int x, int y, int threads, int smem, int cluster, int order)'
         )
-        body = f"simt::launch([](void* const* v) {{ simt::call({expression}, v); }}, v, x, y, threads, smem, cluster, order)"
-        lines.append(f"{signature} {{ return {body}; }}")
+        run = f"{spaces[file]}::call_{i}, v, x, y, threads, smem, cluster, order"
+        lines.append(f"namespace {spaces[file]} {{ void call_{i}(void* const* v) {{ simt::call({expression}, v); }} }}")
+        lines.append(f"{signature} {{ return simt::launch({run}); }}")
     unit = folder / (hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] + ".cpp")
     unit.write_text("\n".join(lines) + "\n")
     library = unit.with_suffix(".so")
     command = ["g++", *FLAGS, f"-I{HERE}", f"-I{folder}", str(unit), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"g++ refuses {expressions}:\n{done.stderr[:4000]}")
+        raise RuntimeError(f"g++ refuses {keys}:\n{done.stderr[:4000]}")
     return ctypes.CDLL(str(library))
 
 
@@ -187,13 +191,13 @@ class Kernel:
 
 
 def build_all(keys: list[tuple[str, str]]) -> None:
-    """Build instances, those of one file in one go."""
-    for file in {f for f, _ in keys}:
-        expressions = [e for f, e in keys if f == file and (f, e) not in Kernel.made]
-        if not expressions:
-            continue
-        library = build(file, expressions)
-        for i, expression in enumerate(expressions):
-            run = library[f"run_{i}"]
-            run.restype = ctypes.c_char_p
-            Kernel.made[file, expression] = run
+    """Build instances, those of one file in one go, and those of all copies of a file with a defect."""
+    missing = [key for key in dict.fromkeys(keys) if key not in Kernel.made]
+    for origin in {file.rpartition("-")[2] for file, _ in missing}:
+        for copies in (False, True):
+            group = [key for key in missing if key[0].rpartition("-")[2] == origin and (key[0] != origin) == copies]
+            library = build(group) if group else None
+            for i, key in enumerate(group):
+                run = library[f"run_{i}"]
+                run.restype = ctypes.c_char_p
+                Kernel.made[key] = run

@@ -157,10 +157,14 @@ CASES = [*every_width_group_and_zero(), *tails(), *warps(), *rows_of_odd_groups(
 def built(gpu, request):
     """Builds every instance that the selected cases launch, those of one source in one go."""
     parameters = [i.callspec.params for i in request.session.items if i.module is request.module and hasattr(i, "callspec")]
-    cases = [p["case"] for p in parameters if "case" in p]
     with emulation.built_at_once():
-        for case in cases:
-            launch(case)
+        for given in parameters:
+            if "case" in given:
+                launch(given["case"])
+            elif "dp4a" in given:
+                int8_activations(**given)
+        if any(i.name == "test_dense_rows" for i in request.session.items):
+            dense_rows(F16), dense_rows(BF16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -176,11 +180,25 @@ def test_one_flipped_code_shows(case):
     assert emulation.error(*launch(case, q)) > TOLERANCE[F16]
 
 
-def test_dense_rows():
+def dense_rows(dtype):
+    """(a product by a dense weight, what it is to be)."""
     g = torch.Generator().manual_seed(0)
+    x, W = torch.randn(3, 208, generator=g).to(dtype), torch.randn(33, 208, generator=g).to(dtype)
+    return gemv_rows.gemv_rows_dense(x, W), x.float() @ W.float().t()
+
+
+def test_dense_rows():
     for dtype in (F16, BF16):
-        x, W = torch.randn(3, 208, generator=g).to(dtype), torch.randn(33, 208, generator=g).to(dtype)
-        assert emulation.error(gemv_rows.gemv_rows_dense(x, W), x.float() @ W.float().t()) < TOLERANCE[dtype]
+        assert emulation.error(*dense_rows(dtype)) < TOLERANCE[dtype]
+
+
+def int8_activations(bits, group, dp4a):
+    """(a product by rows of x in int8, what it is to be)."""
+    case = Case("cuda/gemv_warp32", bits, F16, group, "float", M=2, N=33, K=384)
+    q = weight(case)
+    x = torch.randint(-128, 128, (2, 384), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    x[0], q.W_q[0] = -128, (1 << bits) - 1
+    return gemv_warp32.gemv_warp32_int8(x, WARP32.pack(q), dp4a), x.float() @ q.dequantize().t()
 
 
 @pytest.mark.parametrize(
@@ -188,12 +206,7 @@ def test_dense_rows():
 )
 def test_int8_activations(bits, group, dp4a):
     """Exact sums, even where x and the codes are at the ends of their range."""
-    case = Case("cuda/gemv_warp32", bits, F16, group, "float", M=2, N=33, K=384)
-    q = weight(case)
-    x = torch.randint(-128, 128, (2, 384), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
-    x[0], q.W_q[0] = -128, (1 << bits) - 1
-    y = gemv_warp32.gemv_warp32_int8(x, WARP32.pack(q), dp4a)
-    assert emulation.error(y, x.float() @ q.dequantize().t()) < 1e-5
+    assert emulation.error(*int8_activations(bits, group, dp4a)) < 1e-5
 
 
 def test_dequantised_slabs():

@@ -55,6 +55,17 @@ def drawn():
 
 
 CASES = list(drawn())
+DEFECTS = [  # columns, what stands in the source, what is put there
+    (256, "products_wait<1>()", "products_wait<2>()"),
+    (16, "products_wait<1>()", "products_wait<2>()"),
+    (256, "barrier_init(empty + 8 * i, 4 * WARPGROUPS_N)", "barrier_init(empty + 8 * i, 1)"),
+    (256, "m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
+    (16, "c * BLOCK_K + p * 64, m0,", "c * BLOCK_K, m0,"),
+    (256, "other < team; other++", "other + 1 < team; other++"),
+    (16, "if (EXACT && at * 16 % SPAN == 0)", "if (EXACT && at == 0)"),
+    (16, "if (EXACT) add_group(acc, sum[which], scales.both[which]);", ""),
+    (256, "C::small(of) && C::small(of >> 16)", "true"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +75,18 @@ def gpu():
         with emulation.built_at_once():
             for case in CASES:
                 launched(case)
+            for defect in DEFECTS:
+                with emulation.defect(tile_wgmma, "tile_wgmma.cu", *defect[1:]):
+                    launched(case_of(*defect))
         yield
+
+
+def case_of(columns, good, bad):
+    """The case by which a defect shows."""
+    split = tile_wgmma.STREAM_K if "other" in good else 1
+    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["BLOCK_M"] == columns and c["SPLIT_K"] == split)
+    bits, sms = 8 if bad == "true" else 4, 3 if split != 1 else 1
+    return Case(config, bits, torch.float16, 128, "float", 40, 201, 4096, sms, False)
 
 
 def launched(case):
@@ -104,17 +126,7 @@ def test_right_numbers(case):
 
 @pytest.mark.parametrize(
     ("columns", "good", "bad"),
-    [
-        (256, "products_wait<1>()", "products_wait<2>()"),
-        (16, "products_wait<1>()", "products_wait<2>()"),
-        (256, "barrier_init(empty + 8 * i, 4 * WARPGROUPS_N)", "barrier_init(empty + 8 * i, 1)"),
-        (256, "m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
-        (256, "c * BLOCK_K + p * 64, m0,", "c * BLOCK_K, m0,"),
-        (256, "other < team; other++", "other + 1 < team; other++"),
-        (16, "if (EXACT && at * 16 % SPAN == 0)", "if (EXACT && at == 0)"),
-        (16, "if (EXACT) add_group(acc, sum[which], scales.both[which]);", ""),
-        (256, "C::small(of) && C::small(of >> 16)", "true"),
-    ],
+    DEFECTS,
     ids=[
         "registers overwritten under a product",
         "registers overwritten under a product of the step",
@@ -129,8 +141,5 @@ def test_right_numbers(case):
 )
 def test_the_emulator_notices(columns, good, bad):
     """Defects put into the source fail, as an error text or as a wrong number."""
-    split = tile_wgmma.STREAM_K if "other" in good else 1
-    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["BLOCK_M"] == columns and c["SPLIT_K"] == split)
-    bits, sms = 8 if bad == "true" else 4, 3 if split != 1 else 1
     with emulation.defect(tile_wgmma, "tile_wgmma.cu", good, bad), pytest.raises(AssertionError):
-        check(Case(config, bits, torch.float16, 128, "float", 40, 201, 4096, sms, False))
+        check(case_of(columns, good, bad))
