@@ -98,26 +98,25 @@ def prompts(tokenizer: Any, text: str) -> dict[str, list[list[int]]]:
 
 
 def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]]], draft: str = "ngram") -> list[Row]:
-    """Tokens per second with drafts and without, in turns."""
+    """Tokens per second without drafts, then with them."""
     found = []
     for kind, some in asked.items():
-        seconds, made = dict.fromkeys(("none", draft), 0.0), dict.fromkeys(("none", draft), 0)
+        seconds, made = dict[str, float](), dict[str, int]()
         counts = dict.fromkeys(("steps", "drafted", "accepted", "passes"), 0)
-        for way in ("none", draft):  # kernels are compiled, steps recorded
-            for _ in stream(model, tokenizer, some[0], max_new_tokens=64, draft=way):
-                pass
-        for ids in some:
-            for way in seconds:
-                g = stream(model, tokenizer, ids, max_new_tokens=NEW, draft=way)
-                for _ in g:
-                    pass
-                seconds[way] += g.decode_s
-                made[way] += len(g.tokens[0]) - 1
-                if d := g.drafting:
-                    counts["steps"] += d.steps
-                    counts["drafted"] += d.drafted
-                    counts["accepted"] += d.accepted
-                    counts["passes"] += g.steps
+        for way in ("none", draft):
+            for timed in (False, True):  # first all texts untimed: kernels are compiled, and steps recorded for each length
+                seconds[way], made[way] = 0.0, 0
+                for ids in some:
+                    g = stream(model, tokenizer, ids, max_new_tokens=NEW, draft=way)
+                    for _ in g:
+                        pass
+                    seconds[way] += g.decode_s
+                    made[way] += len(g.tokens[0]) - 1
+                    if timed and (d := g.drafting):
+                        counts["steps"] += d.steps
+                        counts["drafted"] += d.drafted
+                        counts["accepted"] += d.accepted
+                        counts["passes"] += g.steps
         tps, passes = {way: made[way] / s for way, s in seconds.items()}, counts["passes"]
         found.append({"part": "speed", "model": name, "kind": kind, "prompts": len(some), "draft": draft}
                      | {"tokens_per_s": round(tps[draft], 1), "tokens_per_s_without": round(tps["none"], 1)}
@@ -168,12 +167,14 @@ def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[
                 engine = engine_of(model, 4096, running=max(users), cache_tokens=1024 * max(users), draft=draft)
                 events: Any = queue.SimpleQueue()
                 engine.start(events.put)
-                for turn in range(2):  # the first is not counted
-                    row = _loop(engine, events, some, many, each if turn else 1, Request)
+                for turn in range(2):  # the first is not counted: drafts are tried there
+                    before = engine.stats()
+                    row = _loop(engine, events, some, many, each if turn else max(2, -(-24 // many)), Request)
                 stats, by = engine.stats(), getattr(engine, "drafts_by", "none")
                 engine.stop(0)
                 found.append({"part": "serve", "model": name, "load": load, "users": many, "draft": draft, "drafts_by": by}
-                             | row | {"drafted": stats.drafted, "accepted": stats.accepted, "passes": stats.steps})  # fmt: skip
+                             | row | {"drafted": stats.drafted - before.drafted, "accepted": stats.accepted - before.accepted}
+                             | {"passes": stats.steps - before.steps})  # fmt: skip
                 print(found[-1], flush=True)
     return found
 

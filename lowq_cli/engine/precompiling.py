@@ -16,7 +16,8 @@ from torch import nn
 
 from lowq_cli.engine import explain, folding
 from lowq_cli.engine import steps as s
-from lowq_cli.engine.batch import Batch, Rectangle
+from lowq_cli.engine.batch import Batch, KeyValues, Rectangle
+from lowq_cli.engine.drafts.drafting import WIDTHS
 from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import Sampling
@@ -26,6 +27,7 @@ from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules import dense
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_packers.arch.parts import Recurrent
 
 SLOTS = 64  # slots of the caches on which attention is compiled; from LONG slots on it is a different instance
 
@@ -73,6 +75,10 @@ def launches(
     work = [*products(explain.called(model, decoder), model.dtype, new)]
     if isinstance(decoder, NativeDecoder) and step not in met:
         work += _between(decoder, batch, new, sampling)
+    if isinstance(decoder, NativeDecoder) and decoder.drafts and "drafts" not in met:
+        work += [*products(decoder.linears, model.dtype, set(WIDTHS["cuda"]))]
+        work += [one for T in WIDTHS["cuda"] for one in _checks(decoder, T)]
+        met.add("drafts")
     met |= {*rows, step}
     return work
 
@@ -118,6 +124,25 @@ def _between(decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampl
     return work
 
 
+def _checks(decoder: NativeDecoder, T: int) -> Iterator[Callable[[], object]]:
+    """One launch of each kernel of a step that checks drafts in T rows of one sequence; products are left out."""
+    plan, of_state = decoder.plan, lambda step: bool(step.state)
+    yield from _steps(plan, plan.program(T), T, decoder.kv, False, lambda step: not of_state(step))
+    recurrent = any(isinstance(spec, Recurrent) for spec in plan.states)
+    for slots in () if recurrent else (SLOTS, LONG):  # recurrent layers take the rows of a sequence one by one
+        yield from _steps(plan, plan.steps, T, decoder.kv, False, of_state, slots, drafted=True)
+    yield partial(_accept, plan, T)
+
+
+def _accept(plan: Plan, T: int) -> None:
+    """Draw a token after each of T rows, and count the right drafts."""
+    token, pos, seed = (torch.zeros(T, dtype=d, device=plan.device) for d in (torch.int64, torch.int32, torch.int64))
+    rows, one = torch.arange(T, dtype=torch.int32, device=plan.device), torch.zeros(1, dtype=torch.int64, device=plan.device)
+    logits = torch.zeros(T, plan.vocabulary, dtype=plan.dtype, device=plan.device)
+    plan.ops.choose_rows(logits, rows, token, pos.clone(), seed, torch.zeros(T, device=plan.device))
+    plan.ops.accept(token, token.clone(), one, one + T, one, one.clone(), pos[:1].clone(), one.clone())
+
+
 def _steps(
     plan: Plan,
     steps: Sequence[s.Step],
@@ -126,8 +151,10 @@ def _steps(
     prompt: bool,
     asked: Callable[[s.Step], bool] = lambda step: True,
     slots: int = SLOTS,
+    drafted: bool = False,
 ) -> Iterator[Callable[[], object]]:
-    """One launch of each distinct step for which `asked` is true, for M sequences, or with `prompt` for a prompt of M tokens.
+    """One launch of each distinct step for which `asked` is true, for M sequences, with `prompt` for a prompt of M tokens, or
+    with `drafted` for M rows of one sequence.
 
     Products are left out, and mixtures with so many rows that the host chooses their kernels.
     """
@@ -137,13 +164,21 @@ def _steps(
         by_host = isinstance(step, s.Experts) and M > FEW_TOKENS and not step.experts.grouped(plan.dtype)
         if asked(step) and not isinstance(step, s.Product) and key not in seen and not by_host:
             seen.add(key)
-            yield partial(_run, plan, step, M, width, kind, prompt, slots, route)
+            yield partial(_run, plan, step, M, width, kind, prompt, slots, route, drafted)
         route = (step, width) if isinstance(step, s.Route) else route
         width = step.width(width)
 
 
 def _run(
-    plan: Plan, step: s.Step, M: int, width: int, kind: str, prompt: bool, slots: int, route: tuple[s.Route, int] | None
+    plan: Plan,
+    step: s.Step,
+    M: int,
+    width: int,
+    kind: str,
+    prompt: bool,
+    slots: int,
+    route: tuple[s.Route, int] | None,
+    drafted: bool,
 ) -> None:
     """Run one step on zeros; experts after their router. route: the router, and the width of its y."""
     make, texts = partial(torch.zeros, dtype=plan.dtype, device=plan.device), 1 if prompt else M
@@ -152,6 +187,10 @@ def _run(
     angles = plan.angles(max(slots, M if prompt else 0), plan.device)
     batch = Batch(plan.ops, ids, 0 if prompt else M, pos[:texts], angles, ids[:texts] + 1, rectangle=there, tile=plan.tile)
     held = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
+    if drafted:
+        first, tables = ids[:1], ids[:M, None].to(torch.int32)
+        batch = replace(batch, drafted=True, groups=(first, first + M, M))
+        held = {i: KeyValues(one.k, one.v, tables) for i, one in held.items() if isinstance(one, KeyValues)}
     frame = s.Frame(make(M, plan.model.hidden), batch, held)  # type: ignore[arg-type]  # a dict: the step reads only its own entries
     if isinstance(step, s.Experts) and route is not None:
         frame.y = make(M, route[1])

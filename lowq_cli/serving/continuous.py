@@ -34,6 +34,7 @@ from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
 from lowq_cli.serving.device_drafts import why_not as drafter_why_not
 from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
+from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.drafting import Answers, choose, rounds
 from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
 from lowq_cli.serving.host_cache import HostCache, places
@@ -196,6 +197,9 @@ class ContinuousEngine:
             self.guesses = DeviceDrafts(drafter, rows, cache.drafter, self.passes.slots)
             self.passes.noted, self.scheduler.beyond = {}, drafter.reach
         self._answers = Answers()
+        # on a CPU the seconds of passes with drafts are measured one by one, and the host's work is part of them
+        self._trials = Trials() if self.drafts is not None and self.device.type == "cuda" else None
+        self._drafting = True  # whether drafts pay with the present number of sequences
         self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
         self._guess_costs = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
         self._unguessed = 0  # passes since the last one for which the drafter ran
@@ -246,7 +250,8 @@ class ContinuousEngine:
         if self._everywhere and not request.adapter:
             request = replace(request, adapter=self._everywhere)
         drafter = self.drafter() if self.drafts is not None and not request.special else None
-        if drafter is not None:
+        begun = drafter is not None and self._drafting
+        if begun:
             drafter.begin(request.prompt)  # in the caller's thread, so that no pass waits for it
         with self._changed:
             if self.closed:
@@ -258,7 +263,7 @@ class ContinuousEngine:
             self._number += 1
             start = self._digests[request.adapter - 1] if request.adapter else START
             text = self._texts[self._number] = Sequence(self._number, request, start)
-            text.drafter = drafter
+            text.drafter, text.fed = drafter, text.prompt * begun
             if request.pictures:
                 self._unseen.add(text.number)
                 self._seeing.add(text)
@@ -413,16 +418,20 @@ class ContinuousEngine:
 
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
+        size, tokens = self.passes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
+        self._drafting = self._trials is None or self._trials.of(size).drafts
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
             self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
+        began = time.perf_counter()
         asked = self._asked()
         if asked and self._flights:
             self._land(0)  # drafts continue from the newest token
+            began = time.perf_counter()
             asked = self._asked()
-        began = time.perf_counter()
         plan = self.scheduler.plan(self._budget, self._pauses)
         if plan is None:
             self._land(0)
+            self._tried(None, size, tokens)
             return
         drafts = {} if plan.pieces else self._draft(plan, asked)
         self._write(plan)
@@ -443,13 +452,23 @@ class ContinuousEngine:
                 self.rows.set_table(group, text.row, table.blocks)
             self.rows.set_slot(text.row, text.slot)
         self._land(self._ahead if launched else 0)
+        self._tried(plan, size, tokens)
+
+    def _tried(self, plan: StepPlan | None, size: int, tokens: int) -> None:
+        """Record a turn, which began after so many tokens, for the choice whether passes have drafts."""
+        if self._trials is not None and (plan is None or plan.pieces or not plan.steps):
+            self._trials.interrupted()
+        elif self._trials is not None and plan is not None:
+            self._trials.passed(size, self._new_tokens - tokens, len(plan.steps), time.perf_counter())
 
     def _asked(self) -> dict[int, int]:
         """Return the number of draft tokens by sequence number that makes the next pass yield the most tokens per second."""
         s = self.scheduler
-        if self.drafts is None or s.admits:  # prompts are prefilled by passes without drafts
+        if self.drafts is None or not self._drafting or s.admits:  # prompts are prefilled by passes without drafts
             return {}
         texts = [t for t in s.running if t is not None and t.remaining > 0]
+        for text in texts:
+            text.feed()
         if any(t.request.pictures for t in texts) and not self.drafts.shows():
             return {}
         likely = [t for t in texts if t.drafter is not None and t.remaining > 1 and t.drafter.chance >= LIKELY]
@@ -465,7 +484,7 @@ class ContinuousEngine:
         """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
         that makes the next passes yield the most tokens per second."""
         s = self.scheduler
-        if self.guesses is None or self.drafts is None or s.admits:
+        if self.guesses is None or self.drafts is None or not self._drafting or s.admits:
             return 0
         texts = [t for t in s.running if t is not None]
         n = len(texts)
@@ -657,6 +676,7 @@ class ContinuousEngine:
             flight.after.synchronize()
         for text, guesses in zip(flight.guessed, flight.guesses.tolist(), strict=True):
             if isinstance(text.drafter, Guessed) and not text.done:
+                text.feed()
                 text.drafter.give(guesses)
         n, K = flight.guesses.shape
         plain = self.passes.token_budget.seconds(n, n)
@@ -681,8 +701,8 @@ class ContinuousEngine:
             self._end(text)
             return failed(text.failed)
         finish = self.scheduler.on_token(text, token)
-        if text.drafter is not None:
-            text.drafter.extend((token,))
+        if self._drafting:
+            text.feed()
         if again:
             return None
         self._new_tokens += 1
@@ -690,7 +710,7 @@ class ContinuousEngine:
         cached, text.started = (0 if text.started else text.cached), True
         if not finish:
             return Event(token, logprob, top, cached=cached)
-        if text.drafter is not None:
+        if text.drafter is not None and self._drafting:
             self._answers.add(text.tokens[text.prompt :])
         self._end(text)
         return Event(token, logprob, top, finish, cached=cached, drafted=(text.accepted, text.drafted - text.accepted))

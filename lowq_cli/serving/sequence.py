@@ -55,7 +55,8 @@ class Sequence:
         marks: numbers of prompt tokens after which a snapshot is to be taken. pending: snapshots (tokens, snapshot's slot) of
             which the host has not read all tokens. drafts: (tokens, snapshot's slot) after each row of a draft but the last.
         drafting: whether a draft of it is in flight, until `rewind` says how much of it was right.
-        drafter: guesses its next tokens, or None. drafted, accepted: numbers of draft tokens checked, and of right ones.
+        drafter: guesses its next tokens, or None. fed: number of tokens that it has been given.
+        drafted, accepted: numbers of draft tokens checked, and of right ones.
         snapshot: name of the last snapshot that was taken while it ran.
         row: the row of its state on the device; during prefill, the row of its tables only. -1: it waits.
         cached: tokens that were found in the cache when it was first admitted.
@@ -79,13 +80,23 @@ class Sequence:
         self.pending: list[tuple[int, int]] = []
         self.drafts: list[tuple[int, int]] = []
         self.drafter: TextDrafter | None = None
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.fed = 0
         self.snapshot: Name | None = None
         self.slot_sent = self.drafting = self.started = self.done = False
         self.since, self.waited, self.first = 0, 0, False
         self.failed: Exception | None = None
         self.shown: Shown | None = None
         self.drawn_before: list[int] = []
+
+    def feed(self) -> None:
+        """Give the drafter the tokens that it has not been given yet."""
+        if self.drafter is None or self.fed >= len(self.tokens):
+            return
+        if not self.fed:
+            self.drafter.begin(self.tokens[: self.prompt])
+        new, self.fed = self.tokens[max(self.fed, self.prompt) :], len(self.tokens)
+        if new:
+            self.drafter.extend(new)
 
     def spelled(self, first: int, end: int) -> list[int]:
         """Return tokens first .. end - 1 for names of blocks: tokens of images are replaced by numbers unique to the image."""

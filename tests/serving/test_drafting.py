@@ -15,6 +15,7 @@ from asking import TOKENIZER, Client, build, prompts
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.serving.draft_trials import MOST_WAIT, WINDOW, Trials
 from lowq_cli.serving.drafting import REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.text import Writer
@@ -309,3 +310,41 @@ def test_usage_tells_drafts_that_were_right_and_wrong():
         "rejected_prediction_tokens": 1,
     }
     assert usage((0, 0)) == {"reasoning_tokens": 0}
+
+
+def share_with_drafts(plain_s, drafted_s, tokens, passes):
+    """The share of passes with drafts, where those take so long and bring so many tokens for each of 16 sequences."""
+    trials, now, drafted = Trials(), 0.0, 0
+    for _ in range(passes):
+        drafts = trials.of(16).drafts
+        now += drafted_s if drafts else plain_s
+        trials.passed(16, 16 * (tokens if drafts else 1), 16, now)
+        drafted += drafts
+    return drafted / passes
+
+
+def test_drafts_that_cost_more_than_they_bring_are_tried_ever_more_rarely():
+    assert share_with_drafts(1.0, 2.0, 1.5, 200 * WINDOW) < 0.1
+    assert share_with_drafts(1.0, 2.0, 1.5, 8 * MOST_WAIT * WINDOW) < 0.02
+    assert share_with_drafts(1.0, 1.01, 1.0, 8 * MOST_WAIT * WINDOW) < 0.02  # no gain: plain passes are as good
+    assert share_with_drafts(1.0, 2.0, 3.0, 200 * WINDOW) > 0.85
+
+
+def test_drafts_come_back_once_they_pay():
+    trials, now, came_back = Trials(), 0.0, 0
+    for i in range(4 * MOST_WAIT * WINDOW):
+        copies, drafts = i >= 2 * MOST_WAIT * WINDOW, trials.of(4).drafts
+        now += 2.0 if drafts else 1.0
+        trials.passed(4, 4 * (3 if drafts and copies else 1), 4, now)
+        came_back += copies and drafts
+    assert came_back > 0.5 * MOST_WAIT * WINDOW
+
+
+def test_passes_that_do_not_follow_one_another_and_other_sizes_are_not_compared():
+    trials = Trials()
+    for i in range(20 * WINDOW):  # each pass is followed by one that reads prompts, or is of another size
+        trials.passed(8 if i % 2 else 2, 8, 8, float(i))
+        if i % 3 == 0:
+            trials.interrupted()
+    assert trials.of(8).drafts
+    assert trials.of(2).drafts

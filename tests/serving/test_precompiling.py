@@ -3,13 +3,17 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lowq_cli.engine import native_loader
+from lowq_cli.engine import precompiling as engine_precompiling
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.parallel_read import Blank
+from lowq_cli.engine.sampling import Sampling
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run.prepare import prepare
 from lowq_cli.serving import precompiling
@@ -45,6 +49,25 @@ def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
     layer = model.linears["layers"][0]
     for rows in (1, 2, 16, 128, 512, 4096):  # of a text's step, of a server's, of prompts
         assert {m.out_features for m in layer.values()} <= {N for M, N in seen if rows == M}
+
+
+def test_steps_that_check_drafts_are_launched_ahead(tmp_path, monkeypatch):
+    model, _ = planned(tmp_path)
+    decoder, rows, groups = NativeDecoder(model), set(), set()
+    decoder.drafts = True
+    whole, ops_of_plan = ops.product, decoder.plan.ops
+    monkeypatch.setattr(ops, "product", lambda x, p, *rest: rows.add(x.shape[0]) or whole(x, p, *rest))
+    attend = ops_of_plan.attend_rows
+    watched = lambda *a, groups: seen.add((a[0].shape[0], groups[2])) or attend(*a, groups=groups)  # noqa: E731
+    seen = groups
+    decoder.plan.ops = replace(ops_of_plan, attend_rows=watched)
+    met = set()
+    with torch.inference_mode():
+        for launch in engine_precompiling.launches(model, decoder, 1, 5, Sampling(), met):
+            launch()
+    assert {4, 8, 16} <= rows
+    assert seen == {(T, T) for T in (4, 8, 16)}
+    assert not engine_precompiling.launches(model, decoder, 1, 5, Sampling(), met)  # once
 
 
 def test_nothing_begins_once_it_is_stopped():

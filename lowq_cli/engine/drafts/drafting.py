@@ -9,12 +9,13 @@ from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
 WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
-# Rows -> time of a step, in steps of one row. On a GPU these values, of an 8B model in 4 bits on an H100, are used instead of
-# timings: the number of rows selects the kernels, whose results differ in the last bits, and a seed must always give one text.
-COSTS = {"cuda": {1: 1.0, 2: 1.26, 4: 1.26, 8: 1.38, 16: 1.64}, "cpu": {1: 1.0, 2: 1.2, 16: 3.0}}
+STARTING_COSTS = {1: 1.0, 2: 1.2, 16: 3.0}  # on a CPU, until steps are timed: rows -> time of a step, in steps of one row
 GAP_S = 150e-6  # seconds from the end of a step to the launch of a step whose drafts the host makes from its tokens
-READ = 2.5e12  # bytes of weights that a GPU reads per second, an estimate
-LAYER_S = 10e-6  # seconds of a layer in addition to reading its weights
+READ = 3.6e12  # bytes of weights read per second: with LAYER_S, an H100 takes the 1.6 ms measured for a step of an 8B model
+LAYER_S = 10e-6  # seconds of a layer in addition to reading its weights: a step of base, 6 layers, takes 73 us on an H200
+# An 8B model of 32 layers in 4 bits (H200, 2026-11-26): steps of 1, 2, 4, 8, 16 rows take 1.31, 1.74, 1.79, 1.86, 2.11 ms.
+WIDE_LAYER_S = 13e-6  # seconds of a layer in addition with two rows or more: norms and sums are then separate from the products
+ROW = 0.02  # time of each row after the second, in steps of one row
 FADE = 0.95  # a device drafter's counts are multiplied by this at each step
 BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
 AGAIN = 64  # plain steps after which a device drafter that did not pay off is tried again
@@ -33,9 +34,9 @@ class Drafting:
     def __init__(self, drafter: HostDrafter | DeviceDrafter, decoder: Any) -> None:
         self.drafter, self.decoder = drafter, decoder
         kind = decoder.device.type
-        self.widths, costs = WIDTHS[kind], TableCosts(COSTS[kind])
-        self.timed = TimedCosts(costs) if kind == "cpu" else None
-        self.costs: Costs = self.timed or costs
+        self.widths = WIDTHS[kind]
+        self.timed = TimedCosts(TableCosts(STARTING_COSTS)) if kind == "cpu" else None
+        self.costs: Costs = self.timed or estimated(decoder.plan)
         self.apart = 0.0
         self.drafted = self.accepted = self.steps = self.rows = 0
 
@@ -147,3 +148,10 @@ def step_s(plan: Any) -> float:
     """An estimate of the seconds of a plan's step, from facts that are the same in every run."""
     tensors = [*plan.linears.parameters(), *plan.linears.buffers()]
     return sum(t.nbytes for t in tensors) / READ + (len(plan.states) or 1) * LAYER_S
+
+
+def estimated(plan: Any) -> Costs:
+    """The costs of steps with drafts on a GPU. They are not timed: the number of rows selects the kernels, whose results differ
+    in the last bits, and a seed must always give one text."""
+    jump = (len(plan.states) or 1) * WIDE_LAYER_S / step_s(plan)
+    return TableCosts({1: 1.0, 2: 1 + jump} | {rows: 1 + jump + ROW * (rows - 2) for rows in WIDTHS["cuda"]})
