@@ -58,6 +58,7 @@ class Guessed:
     def begin(self, prompt: Sequence[int]) -> None:
         """Do what `HostDrafter.begin` does."""
         self.ngram.begin(prompt)
+        self.given, self._best = [], None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Do what `HostDrafter.extend` does."""

@@ -6,6 +6,9 @@ from lowq_cli.engine.pictures import Shown, end_of_pass
 from lowq_cli.serving.block_pool import START, Name
 from lowq_cli.serving.guessing import TextDrafter
 from lowq_cli.serving.request import Request
+from lowq_kernels.decode.reference import MOST_DRAFTS
+
+MANY = 2 * MOST_DRAFTS  # more new tokens than passes in flight bring: no guesses were asked for in the meantime
 
 
 @dataclass
@@ -95,7 +98,9 @@ class Sequence:
         if not self.fed:
             self.drafter.begin(self.tokens[: self.prompt])
         new, self.fed = self.tokens[max(self.fed, self.prompt) :], len(self.tokens)
-        if new:
+        if len(new) > MANY:
+            self.drafter.begin(new)
+        elif new:
             self.drafter.extend(new)
 
     def spelled(self, first: int, end: int) -> list[int]:

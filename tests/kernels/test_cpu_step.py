@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=f"lowq's CPU ke
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}  # relative Frobenius error
 SETS = [i for i, (_, here) in enumerate(native.sets()) if here]
 HEADS = [(8, 2, 64, 64, 0, False), (6, 6, 80, 40, 0, True), (10, 2, 128, 128, 20, False), (4, 4, 16, 16, 7, True)]
+HEADS += [(4, 2, 32, 32, 0, False), (6, 2, 96, 96, 37, False)]  # two and three queries share a key
 
 
 @pytest.fixture(params=SETS, ids=lambda i: native.sets()[i][0])

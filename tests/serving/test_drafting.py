@@ -15,11 +15,13 @@ from asking import TOKENIZER, Client, build, prompts
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.serving.draft_trials import MOST_WAIT, WINDOW, Trials
 from lowq_cli.serving.drafting import REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.text import Writer
 from lowq_cli.serving.request import Draw, Event, Request
+from lowq_cli.serving.sequence import MANY, Sequence
 
 KINDS = {
     "llama": {},
@@ -348,3 +350,22 @@ def test_passes_that_do_not_follow_one_another_and_other_sizes_are_not_compared(
             trials.interrupted()
     assert trials.of(8).drafts
     assert trials.of(2).drafts
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3, 50, 2), (400,), (MANY, MANY + 1, 1)])
+def test_tokens_that_a_drafter_was_not_given_for_a_while_are_found_as_the_others(sizes):
+    rng = random.Random(len(sizes))
+    ids = [rng.randrange(5) for _ in range(600)]
+    text, whole = Sequence(1, Request(tuple(ids[:40]), 600)), NGram()
+    whole.begin(ids[:40])
+    text.drafter, at, i = NGram(), 40, 0
+    while at < len(ids):
+        end = min(len(ids), at + sizes[i % len(sizes)])
+        text.tokens += ids[at:end]
+        text.feed()
+        whole.extend(ids[at:end])
+        at, i = end, i + 1
+        assert text.drafter.tokens == whole.tokens == text.tokens
+        assert text.drafter.places == whole.places
+    text.drafter.begin([7, 7, 1])
+    assert text.drafter.places[7, 7] == len(ids) + 2

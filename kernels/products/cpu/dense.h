@@ -113,6 +113,7 @@ inline void rows_of_x(const Args& a, const typename Way::X* x, int n) {
     int m = 0;
     if (Way::ROWS >= 4)
         for (; m + 4 <= a.M; m += 4) dot_rows<Way, NB, 4>(a, x, n, m);
+    if (Way::ROWS >= 4 && a.M - m == 3) return dot_rows<Way, NB, 3>(a, x, n, m);
     for (; m + 2 <= a.M; m += 2) dot_rows<Way, NB, 2>(a, x, n, m);
     if (m < a.M) dot_rows<Way, NB, 1>(a, x, n, m);
 }

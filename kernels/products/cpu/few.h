@@ -1,4 +1,5 @@
-// Products of one or two rows of x, which wait for the memory: a tile's sums in registers, weights asked for ahead.
+// Products of one or two rows of x, which wait for the memory: a tile's sums in registers, weights asked for ahead. Where a register
+// holds a tile, up to eight rows: their sums stay in registers all along K.
 #pragma once
 #include <cstdint>
 
@@ -6,10 +7,10 @@
 
 namespace {
 
-// y of one tile, out[m][row]; its W registers of rows share what is read of x. BF: scales and zeros are bf16, known outside
-// of the loop (5 to 10% by groups of 32).
+// y of one tile for the rows m0 .. m0 + MB of x, out[m][row]; its W registers of rows share what is read of x. BF: scales and zeros
+// are bf16, known outside of the loop (5 to 10% by groups of 32).
 template <int BITS, int MB, int D, bool BF>
-__attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, float (*out)[ROWS]) {
+__attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, int m0, float (*out)[ROWS]) {
     using I = Isa::I;
     using F = Isa::F;
     constexpr int W = ROWS / Isa::LANES;
@@ -26,7 +27,7 @@ __attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, fl
     for (int w = 0; w < W; w++)
 #pragma GCC unroll 8
         for (int m = 0; m < MB; m++) acc[w][m] = Isa::zero();
-    const int8_t* xq = x.quads;
+    const int8_t* xq = x.quads + m0 * D * CHUNK;
     for (int b = 0, left = a.group; b < a.blocks; b++) {
         I sum[SUMS];
 #pragma GCC unroll 16
@@ -63,7 +64,7 @@ __attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, fl
 #pragma GCC unroll 16
             for (int i = 0; i < PARTS; i++) sum[i * S / P] = Isa::end<BITS>(sum[i * S / P], part[i], P == 2 && i % P == 0 ? 7 : 0);
             words += BITS * ROWS;
-            xq += MB * D * CHUNK;
+            xq += x.MB * D * CHUNK;
         }
 #pragma GCC unroll 4
         for (int w = 0; w < W; w++) {
@@ -79,8 +80,8 @@ __attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, fl
                     low = Isa::add(low, Isa::down(sum[at(u, w, m) * S + S - 1], scaled(BITS, U, u)));
                 }
                 if (S == 2) v = Isa::add(Isa::left(v, 7), low);
-                F f = Isa::minus_product(Isa::to_float(v), zero, Isa::all(x.sum[b * MB + m]));
-                acc[w][m] = Isa::plus_product(acc[w][m], f, Isa::times(scale, Isa::all(x.scale[b * MB + m])));
+                F f = Isa::minus_product(Isa::to_float(v), zero, Isa::all(x.sum[b * x.MB + m0 + m]));
+                acc[w][m] = Isa::plus_product(acc[w][m], f, Isa::times(scale, Isa::all(x.scale[b * x.MB + m0 + m])));
             }
         }
         if ((left -= a.block) <= 0) left = a.group, meta += ROWS;

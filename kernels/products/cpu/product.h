@@ -37,17 +37,29 @@ struct Product {
         else round_block<BITS, D, false>(a, m, i % a.blocks, m - m0, x);
     }
 
+    // The rows m .. m + MB of x, which begin with row m0 of all.
     template <int MB>
-    void few_rows(int t0, int t1, int m0, const Rounded& x) const {
+    void few_rows(int t0, int t1, int m0, int m, const Rounded& x) const {
         alignas(64) float out[MB][ROWS];
         for (int t = t0; t < t1; t++) {
-            a.meta == BF16 ? few<BITS, MB, BYTES, true>(a, t, x, out) : few<BITS, MB, BYTES, false>(a, t, x, out);
-            write_rows<ROWS>(a, t * ROWS, m0, MB, out);
+            MB <= 2 && a.meta == BF16 ? few<BITS, MB, BYTES, MB <= 2>(a, t, x, m, out) : few<BITS, MB, BYTES, false>(a, t, x, m, out);
+            write_rows<ROWS>(a, t * ROWS, m0 + m, MB, out);
         }
     }
 
+    void more_rows(int t0, int t1, int m0, const Rounded& x) const {
+        int m = 0;
+        for (; x.MB - m >= 8; m += 8) few_rows<8>(t0, t1, m0, m, x);
+        if (x.MB - m >= 4) few_rows<4>(t0, t1, m0, m, x), m += 4;
+        if (x.MB - m == 3) few_rows<3>(t0, t1, m0, m, x);
+        if (x.MB - m == 2) few_rows<2>(t0, t1, m0, m, x);
+        if (x.MB - m == 1) few_rows<1>(t0, t1, m0, m, x);
+    }
+
     void many_rows(int t0, int t1, int m0, const Rounded& x) const {
-        if constexpr (Isa::pairs(BITS, D, MOST)) {
+        if constexpr (Isa::LANES == ROWS) {
+            more_rows(t0, t1, m0, x);
+        } else if constexpr (Isa::pairs(BITS, D, MOST)) {
             alignas(64) float out[MOST][ROWS];
             for (int t = t0; t < t1; t++) {
                 many_pairs<BITS, Isa>(a, t, x, out);
@@ -65,8 +77,8 @@ struct Product {
     void tiles(int t0, int t1) const {
         for (int m0 = 0; m0 < a.M; m0 += MOST) {
             const Rounded x = block(m0);
-            if (x.MB == 1) few_rows<1>(t0, t1, m0, x);
-            else if (x.MB == 2) few_rows<2>(t0, t1, m0, x);
+            if (x.MB == 1) few_rows<1>(t0, t1, m0, 0, x);
+            else if (x.MB == 2) few_rows<2>(t0, t1, m0, 0, x);
             else many_rows(t0, t1, m0, x);
         }
     }

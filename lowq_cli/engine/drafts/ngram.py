@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
-from lowq_kernels.decode.reference import MOST_DRAFTS
 
 SIZES = (16, 8, 4, 2)  # lengths in tokens of the runs that are looked up
 LONGEST = 64  # max. counted length of a match, in tokens
 # assumed share of right guesses before any was checked, by the number of bits of the match's length: 1, 2 to 3, 4 to 7, ...
 PRIOR = (0.0, 0.1, 0.3, 0.55, 0.75, 0.85, 0.92, 0.95)
 WEIGHT = 2.0  # the assumed share counts as this many guesses
-MANY = 2 * MOST_DRAFTS  # more new tokens than a step can bring: the server has not asked for guesses for a while
 FADE = 0.98  # a count is multiplied by this at each new guess of its length, which forgets guesses some hundred tokens ago
 
 
@@ -44,7 +42,8 @@ class NGram:
         self.tried = [WEIGHT] * len(PRIOR)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """As `HostDrafter.begin`; guesses are not counted, since the model did not write the prompt."""
+        """As `HostDrafter.begin`; guesses are not counted, since the model did not write the prompt. A later call goes on with
+        many tokens at once, in a quarter of the time of `extend`."""
         *before, last = prompt
         first = len(self.tokens)
         self.tokens += before
@@ -56,10 +55,7 @@ class NGram:
         self._take(last)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """As `HostDrafter.extend`. Many tokens at once are added without counting how often their guesses were right."""
-        if len(tokens) > MANY:
-            self.begin(tokens)
-            return
+        """As `HostDrafter.extend`."""
         for token in tokens:
             self._take(token)
 
