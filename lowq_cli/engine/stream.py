@@ -201,7 +201,7 @@ class Generation:
             made += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
-            drafting.took(rows > 1, time.perf_counter() - began)
+            drafting.took(rows > 1, len(tokens), time.perf_counter() - began)
 
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
         """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them."""
@@ -223,7 +223,7 @@ class Generation:
             made += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
-            drafting.took(step is not None, time.perf_counter() - began)
+            drafting.took(step is not None, len(tokens), time.perf_counter() - began)
 
 
 class _Fetch:

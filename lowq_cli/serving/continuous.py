@@ -58,6 +58,7 @@ LOOK = 16  # a GPU checks all logits for NaN every LOOK steps: NaN stays in the 
 SERVED_DRAFTS = ("ngram", "none")  # and "auto"
 GAP_S = 4e-4  # initial estimate of the seconds between the end of a pass and the launch of a pass with drafts
 LIKELY = 0.3  # drafts less likely than this are not considered: for 64 sequences that would take the host as long as a pass
+FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms for 1,000 tokens
 ROW = 0.4  # initial estimate of the extra time of a pass with twice the rows, as a fraction of a plain pass
 SLOPES = 15  # passes with drafts on a CPU over which the median is taken: other processes slow down single passes
 NEWEST = 0.1  # weight of the newest measurement in moving averages
@@ -419,7 +420,7 @@ class ContinuousEngine:
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
         size, tokens = self.passes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
-        self._drafting = self._trials is None or self._trials.of(size).drafts
+        self._drafting = self._trials is None or self._trials.allows(size)
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
             self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
         began = time.perf_counter()
@@ -467,11 +468,14 @@ class ContinuousEngine:
         if self.drafts is None or not self._drafting or s.admits:  # prompts are prefilled by passes without drafts
             return {}
         texts = [t for t in s.running if t is not None and t.remaining > 0]
+        fed = 0
         for text in texts:
-            text.feed()
+            fed += text.behind
+            if not text.behind or fed <= FEEDS:
+                text.feed()
         if any(t.request.pictures for t in texts) and not self.drafts.shows():
             return {}
-        likely = [t for t in texts if t.drafter is not None and t.remaining > 1 and t.drafter.chance >= LIKELY]
+        likely = [t for t in texts if t.drafter is not None and not t.behind and t.remaining > 1 and t.drafter.chance >= LIKELY]
         n, apart = len(texts), self._gap_s
         plain = self.passes.token_budget.seconds(self.passes.bucket(n), self.passes.bucket(n))
         if not likely or not plain:
@@ -701,7 +705,7 @@ class ContinuousEngine:
             self._end(text)
             return failed(text.failed)
         finish = self.scheduler.on_token(text, token)
-        if self._drafting:
+        if self._drafting and not text.behind:
             text.feed()
         if again:
             return None

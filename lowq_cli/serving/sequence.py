@@ -91,8 +91,13 @@ class Sequence:
         self.shown: Shown | None = None
         self.drawn_before: list[int] = []
 
+    @property
+    def behind(self) -> bool:
+        """Whether the drafter lacks many tokens, since no drafts were wanted for a while."""
+        return self.drafter is not None and len(self.tokens) - self.fed > MANY
+
     def feed(self) -> None:
-        """Give the drafter the tokens that it has not been given yet."""
+        """Give the drafter the tokens that it lacks."""
         if self.drafter is None or self.fed >= len(self.tokens):
             return
         if not self.fed:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lowq_cli.engine.drafts.balance import Balance
 from lowq_cli.engine.drafts.draft_length import ENOUGH, Costs, TableCosts, TimedCosts, worth
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
 from lowq_packers.lazy import torch
@@ -18,6 +19,7 @@ WIDE_LAYER_S = 13e-6  # seconds of a layer in addition with two rows or more: no
 ROW = 0.02  # time of each row after the second, in steps of one row
 FADE = 0.95  # a device drafter's counts are multiplied by this at each step
 BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
+FIRST = 16  # plain steps on a GPU before the first drafts, which tell what a step takes there
 AGAIN = 64  # plain steps after which a device drafter that did not pay off is tried again
 
 
@@ -38,6 +40,8 @@ class Drafting:
         self.timed = TimedCosts(TableCosts(STARTING_COSTS)) if kind == "cpu" else None
         self.costs: Costs = self.timed or estimated(decoder.plan)
         self.apart = 0.0
+        # by drafter, for all texts: a step with drafts costs the host more than the table of costs says
+        self.balance = None if self.timed else decoder.balances.setdefault(drafter.name, Balance(FIRST))
         self.drafted = self.accepted = self.steps = self.rows = 0
 
     def about(self) -> str:
@@ -50,10 +54,17 @@ class Drafting:
         counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
         return counts | {"tokens_per_step": round(tokens / max(steps, 1), 3)}
 
-    def took(self, drafts: bool, seconds: float) -> None:
+    @property
+    def allowed(self) -> bool:
+        """Whether steps may have drafts, by what earlier ones took."""
+        return self.balance is None or self.balance.allowed
+
+    def took(self, drafts: bool, tokens: int, seconds: float) -> None:
         """Record the seconds from the start of the last step until the next could start. drafts: whether it had drafts."""
         if self.timed is not None:
             self.timed.note(self.rows if drafts else 1, seconds)
+        if self.balance is not None:
+            self.balance.note(drafts, tokens, seconds)
 
     def _count(self, drafts: int, accepted: int) -> None:
         self.steps, self.drafted, self.accepted = self.steps + 1, self.drafted + drafts, self.accepted + min(drafts, accepted)
@@ -93,7 +104,7 @@ class FromHost(Drafting):
         return tokens
 
     def _worth(self, guess: Guess) -> int:
-        return worth(guess, self.costs, self.widths, self.apart)
+        return worth(guess, self.costs, self.widths, self.apart) if self.allowed else 0
 
 
 class OnDevice(Drafting):
@@ -124,7 +135,7 @@ class OnDevice(Drafting):
             return self.decoder.step(), 1, False
         if not drafts and self.idle >= AGAIN:
             self.idle, self.trying = 0, 2
-        if not drafts and not self.trying:
+        if not self.allowed or (not drafts and not self.trying):
             self.idle, self.stale = self.idle + 1, True
             return self.decoder.step(), 1, False
         self.trying = max(0, self.trying - 1)
