@@ -251,8 +251,8 @@ class ContinuousEngine:
         if self._everywhere and not request.adapter:
             request = replace(request, adapter=self._everywhere)
         drafter = self.drafter() if self.drafts is not None and not request.special else None
-        begun = drafter is not None and self._drafting
-        if begun:
+        begun = self._drafting
+        if drafter is not None and begun:
             drafter.begin(request.prompt)  # in the caller's thread, so that no pass waits for it
         with self._changed:
             if self.closed:

@@ -10,7 +10,7 @@ class Trials:
 
     def __init__(self) -> None:
         self._each: dict[int, Balance] = {}
-        self._last: tuple[int, bool, float] | None = None  # size, kind and end of the last pass, if the next follows at once
+        self._last: tuple[int, float] | None = None  # size and end of the last pass, if the next follows at once
 
     def allows(self, size: int) -> bool:
         """Return whether the next pass may have drafts."""
@@ -18,10 +18,9 @@ class Trials:
 
     def passed(self, size: int, tokens: int, texts: int, now: float) -> None:
         """Record the end of a pass without prompt tokens at the time `now`: the tokens that came, and the sequences in it."""
-        last, kind = self._last, self.allows(size)
-        self._last = size, kind, now
-        if last is not None and last[:2] == (size, kind):
-            self._of(size).note(kind, tokens / texts, now - last[2])
+        if self._last is not None and self._last[0] == size:
+            self._of(size).note(self.allows(size), tokens / texts, now - self._last[1])
+        self._last = size, now
 
     def interrupted(self) -> None:
         """Record that the next pass does not follow the last one at once: prompts are read, or nothing is asked."""

@@ -339,7 +339,7 @@ def test_drafts_that_pay_are_used_and_come_back_when_they_do():
     speed, share = run(lambda i: (3.0 if i > 30000 else 1.0, 0.8), 100000)
     assert share > 0.4  # of at most 0.7
     late = random.Random(0)  # some passes wait for other processes
-    assert run(lambda i: (3.0, 0.8 + 8 * (late.random() < 0.01)), 20000)[1] > 0.8
+    assert run(lambda i: (3.0, 0.8 + 8 * (late.random() < 0.01)), 20000)[1] > 0.6
 
 
 def test_passes_that_do_not_follow_one_another_and_other_sizes_are_not_compared():
