@@ -286,6 +286,6 @@ def test_a_model_without_a_tower_refuses_pictures_when_they_are_asked_for():
     model = planned(random_model("llama"))
     engine = ContinuousEngine(model, 8)
     engine.start(lambda batch: None)
-    with pytest.raises(UnsupportedError, match="llama takes no pictures"):
+    with pytest.raises(UnsupportedError, match="llama has no picture inputs"):
         engine.submit(Request((1, 2, 3), 1, pictures=(packed(pictured.picture("qwen3_vl", 1)),)))
     engine.stop(1)

@@ -180,7 +180,7 @@ def test_a_text_that_holds_the_place_of_a_picture_is_refused(folders):
 
 def test_models_without_a_tower_say_so():
     model, tokenizer = lowq.load("demo", "cpu")
-    with pytest.raises(UnsupportedError, match="llama takes no pictures"):
+    with pytest.raises(UnsupportedError, match="llama has no picture inputs"):
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
 
 
