@@ -10,7 +10,8 @@
 template <int BITS, int T, int GROUP, bool ZEROS, int P, int ROWS>
 __global__ void __launch_bounds__(P * ROWS)
 gemv_rows(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int N, int K, int row_words, int groups) {
+          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int N, int K, int row_words,
+          int groups) {
     constexpr int CODES = 128 / BITS;             // of 16 bytes
     constexpr int BATCH = CODES < 16 ? CODES : 16;  // codes of one group for certain
     __shared__ float sums[ROWS][P / 32];

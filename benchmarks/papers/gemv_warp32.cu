@@ -13,7 +13,8 @@ enum { FP32X4 = 0, FP32 = 1, HALF2 = 2, INT32 = 3, DP4A = 4 };
 template <int BITS, int T, int GROUP, bool ZEROS, int SUM, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, 32 / WARPS)
 gemv_warp32(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-            const u16* __restrict__ bias, const void* __restrict__ x, void* __restrict__ y, int N, int K, int row_words, int groups) {
+            const u16* __restrict__ bias, const void* __restrict__ x, void* __restrict__ y, int N, int K, int row_words,
+            int groups) {
     constexpr int E = 32 / BITS;
     constexpr u32 MASK = BITS == 8 ? 255u : (1u << BITS) - 1;
     constexpr bool INTEGER = SUM >= INT32;

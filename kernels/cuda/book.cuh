@@ -1,14 +1,14 @@
-// Values from a table in registers (packers/tables.py): codes of 4, 3 or 2 bits to halves, and scales of 8 bits to floats.
+// Values from a table (packers/tables.py) in registers: codes of 4, 3 or 2 bits become halves, and scales of 8 bits floats.
 //
-// E2M1 (FP4): the four bits of a code, moved, are a half. Its sign goes to bit 15, its exponent and mantissa to the top of the
-// mantissa and the bottom of the exponent: 2^(ee - 1) (1 + m / 2) becomes 2^(ee - 15) (1 + m / 2) in fp16, which is 2^-14 times
-// the value, subnormal codes included (ee = 0: m / 2 of 2^0 and of 2^-14). In bf16 it is 2^-126 times it: below what a sum in
-// fp32 keeps, so there one multiplication by 2^126 follows. fp16's 2^14 is part of `unit`.
-// BOOK: any table. Its halves are cut into a plane of low bytes and one of high bytes; a `prmt` looks four codes up among eight
-// bytes of a plane at once, two of them and a third by the codes' top bits among sixteen.
-// Scales go on sums in fp32 (byte_scales), or on the values as halves (half_scales, scaled).
-// `unit` (fp32, of a row tile): what a row's sum is multiplied by at the end: the factor of e4m3 scales, powers of two that keep
-// halves in their range, and the one that a book was divided by, so that its halves are between 1 and 2 at most.
+// E2M1   FP4: the four bits of a code, moved, are a half. Its sign goes to bit 15, its exponent and mantissa to the bottom of
+//        the exponent and the top of the mantissa: 2^(ee - 1) (1 + m / 2) becomes 2^(ee - 15) (1 + m / 2) in fp16. That is
+//        2^-14 times the value, subnormal codes (ee = 0) included. In bf16 it is 2^-126 times the value, less than a sum in
+//        fp32 keeps, so one multiplication by 2^126 follows there. fp16's 2^14 is part of `unit`.
+// BOOK   Any table. Its halves are split into a plane of low bytes and a plane of high bytes. One `prmt` looks up four codes
+//        among eight bytes of a plane; among sixteen it takes two, and a third that chooses between them by the top bits.
+// Scales are applied to sums in fp32 (byte_scales), or to the values as halves (HalfScales).
+// `unit` (fp32, of a row tile) is what a row's sum is multiplied by at the end: the factor of e4m3 scales, powers of two that
+//        keep halves in their range, and what a book was divided by so that its largest value is between 1 and 2.
 #pragma once
 #include "tile.cuh"
 
@@ -20,7 +20,8 @@ constexpr bool of_bytes(int form) { return form >= SCALES_E4M3; }
 // Two scales in the low half of v, a byte each. e4m3: the bits, moved to fp32's place, are 2^-120 times the number.
 template <int FORM>
 __device__ __forceinline__ float2 byte_scales(u32 v) {
-    if constexpr ((FORM & SCALES_E8M0) != 0) return make_float2(__uint_as_float((v & 0xff) << 23), __uint_as_float((v >> 8 & 0xff) << 23));
+    if constexpr ((FORM & SCALES_E8M0) != 0)
+        return make_float2(__uint_as_float((v & 0xff) << 23), __uint_as_float((v >> 8 & 0xff) << 23));
     const float power = __uint_as_float(247u << 23);  // 2^120
     return make_float2(__uint_as_float((v & 0xff) << 20) * power, __uint_as_float((v >> 8 & 0xff) << 20) * power);
 }
@@ -33,7 +34,8 @@ __device__ __forceinline__ u32 either_of(u32 a, u32 b, u32 mask) {  // one LOP3,
 template <int T> constexpr float E2M1_UNIT = T == FP16 ? 16384.f : 1.f;  // what e2m1 leaves to `unit`
 template <int T>  // register j of fragment f, e2m1 times 2^-14 (fp16) or 2^-126 (bf16)
 __device__ __forceinline__ u32 small_e2m1(u32 word, int f) {
-    if constexpr (T == FP16) {  // its top byte holds all: three instructions make those of two fragments, 10 a word of eight codes
+    // its top byte holds all: three instructions make those of two fragments, 10 a word of eight codes
+    if constexpr (T == FP16) {
         // 18 c - 16 has the sign at bit 7 and c at 3..1 (0: -0, lending from the byte above, which + 1 pays)
         const u32 codes = word & 0x0f0f0f0fu << f % 2 * 4;
         const u32 tops = f % 2 ? either_of(codes, codes >> 3, 0x8e8e8e8eu) : codes * 18 + 0xf0f0f0f1u & 0x8e8e8e8eu;
@@ -49,30 +51,37 @@ __device__ __forceinline__ u32 e2m1(u32 word, int f) {
     else return fma2<T>(small_e2m1<T>(word, f), Half<T>::power(126), 0x80008000u);
 }
 
-// Scales as halves, a value times which is exact before it is rounded once: of two rows in v, as bytes or halves. With E2M1 they
-// are times 2^14 (2^126) / 2^SHIFT, whose 2^SHIFT is part of `unit`: 2^7 leaves room for all of e4m3 (e2m1 * e4m3 is exact in fp16),
-// 2^4 for e8m0 from 2^-19 to 2^5, beyond which weights are 0 or infinite. fp16 scales have no room at all: there the value goes up.
+// The scales of two rows as halves; a value times its scale is rounded once. With E2M1 the scales are multiplied by 2^14 (bf16:
+// 2^126) / 2^SHIFT, whose 2^SHIFT is part of `unit`. SHIFT 7 leaves room for all of e4m3 (e2m1 * e4m3 is exact in fp16), 4 for
+// e8m0 from 2^-19 to 2^5, beyond which weights are 0 or infinite. fp16 scales have no room: there the value is multiplied.
 template <int FORM, int T>
 struct HalfScales {
-    static constexpr bool SMALL = (FORM & 15) == E2M1, E4M3 = (FORM & SCALES_E4M3) != 0, RAISED = SMALL && T == FP16 && !of_bytes(FORM);
+    static constexpr bool SMALL = (FORM & 15) == E2M1, E4M3 = (FORM & SCALES_E4M3) != 0,
+                          RAISED = SMALL && T == FP16 && !of_bytes(FORM);
     static constexpr int SHIFT = !SMALL || RAISED ? 0 : T == BF16 ? 64 : E4M3 ? 7 : 4;
     static constexpr int UP = !SMALL || RAISED ? 0 : (T == FP16 ? 14 : 126) - SHIFT;
 
-    static __device__ __forceinline__ u32 times(u32 v, int power) { return power ? fma2<T>(v, Half<T>::power(power), 0x80008000u) : v; }
+    static __device__ __forceinline__ u32 times(u32 v, int power) {
+        return power ? fma2<T>(v, Half<T>::power(power), 0x80008000u) : v;
+    }
     static __device__ __forceinline__ u32 of(u32 v) {
         if constexpr (!of_bytes(FORM)) return times(v, UP);
         else if constexpr (T == FP16 && !E4M3) {
             const float2 wide = byte_scales<FORM>(v);
             return from_floats<T>(wide.x * (1 << UP), wide.y * (1 << UP));
         } else {
-            const u32 top = __byte_perm(v, 0, 0x1404);  // each byte at the top of a half: 2^-8 (fp16) or 2^-120 times e4m3, or e8m0
+            // each byte at the top of a half: 2^-8 (fp16) or 2^-120 times e4m3, or e8m0
+            const u32 top = __byte_perm(v, 0, 0x1404);
             if constexpr (T == FP16) return times(top >> 1, UP + 8);
             else if constexpr (E4M3) return times(times(top >> 4, 120), UP);
             else return times(top >> 1, UP);
         }
     }
-    static __device__ __forceinline__ u32 scaled(u32 value, u32 scale) { return fma2<T>(times(value, RAISED ? 14 : 0), scale, 0x80008000u); }
-    static __device__ __forceinline__ u32 of_row(u32 value, u32 scales, int high) {  // by one of two rows' scales, in words of which none is left
+    static __device__ __forceinline__ u32 scaled(u32 value, u32 scale) {
+        return fma2<T>(times(value, RAISED ? 14 : 0), scale, 0x80008000u);
+    }
+    // A value by the scale of one of two rows; `scales` stays in one register.
+    static __device__ __forceinline__ u32 of_row(u32 value, u32 scales, int high) {
         u32 d;
         if (high) asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, hi};}" : "=r"(d) : "r"(scales));
         else asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {lo, lo};}" : "=r"(d) : "r"(scales));
@@ -80,8 +89,8 @@ struct HalfScales {
     }
 };
 
-// Whether values by scales are exact as halves, over all of the scales' range or, in bf16, of weights that are; then no sum needs
-// an end at each group.
+// Whether values times scales are exact as halves, over the range of the scales or, in bf16, of weights that bf16 holds. Then
+// no sum ends at each group.
 template <int FORM, int T>
 constexpr bool scaled_halves() { return (FORM & 15) == E2M1 && ((FORM & SCALES_E4M3) || (T == BF16 && of_bytes(FORM))); }
 
@@ -108,7 +117,8 @@ struct Book {
     }
 
     // Register j of fragments 4 * quad to 4 * quad + 3: two halves each. book: planes of make_book.
-    static __device__ __forceinline__ void look_up(const u32 (&w)[Tile<BITS>::REGS], int quad, int j, const uint4 (&book)[2], u32 (&a)[4]) {
+    static __device__ __forceinline__ void look_up(const u32 (&w)[Tile<BITS>::REGS], int quad, int j, const uint4 (&book)[2],
+                                                   u32 (&a)[4]) {
         const u32 planes[8] = {book[0].x, book[0].y, book[0].z, book[0].w, book[1].x, book[1].y, book[1].z, book[1].w};
         const u32 upper = (w[j] >> 1 & 0x44444444u) | 0x32321010u;  // 4 bits: which of the two look-ups
 #pragma unroll
@@ -120,7 +130,8 @@ struct Book {
                 const int right = 2 * i + (j & 1) - 2;
                 select |= (right >= 0 ? third >> (right & 31) : third << (-right & 31)) & 0x44444444u;
             }
-            const int both = BITS < 4 ? 0x20 + 0x11 * quad : 0x20 + 0x11 * i;  // the byte of these codes in both halves of the word
+            // the byte of these codes in both halves of the word
+            const int both = BITS < 4 ? 0x20 + 0x11 * quad : 0x20 + 0x11 * i;
             const u32 by = __byte_perm(select, 0, 0x4400 | both), which = BITS < 4 ? 0 : __byte_perm(upper, 0, 0x4400 | both);
             const u32 low = plane(planes, by, which), high = plane(planes + 4, by, which);
             a[BITS < 4 ? i : 2 * i] = __byte_perm(low, high, 0x6240);

@@ -76,7 +76,8 @@ __device__ __forceinline__ Early early(const Folded& f, u32 squares, int m0, int
     }
     if ((FOLD & ADDED) && (int)threadIdx.x < OUT * rows) {
         const int row = m0 + threadIdx.x / OUT, column = out0 + threadIdx.x % OUT;
-        e.residual = load2(f.residual + (size_t)row * N + column), e.norm = load2(f.norm + column), e.scale = load_float(f.scale + row);
+        e.residual = load2(f.residual + (size_t)row * N + column), e.norm = load2(f.norm + column),
+        e.scale = load_float(f.scale + row);
     }
     return e;
 }
@@ -84,7 +85,8 @@ __device__ __forceinline__ Early early(const Folded& f, u32 squares, int m0, int
 // factor[row] = rsqrt(mean + eps) / scale[row], a warp a row, once its copies are there; the first block of a row notes the
 // rsqrt. A barrier must follow. At the end of a block it cost 0.25 us, while weights are on their way nothing.
 template <int WARPS>
-__device__ __forceinline__ void factors(float* factor, u32 squares, const Folded& f, const Early& first, int m0, int rows, int K) {
+__device__ __forceinline__ void factors(float* factor, u32 squares, const Folded& f, const Early& first, int m0, int rows,
+                                        int K) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = K / SQUARES;
     for (int row = warp; row < rows; row += WARPS) {
         float sum = 0.f, root;
@@ -108,8 +110,8 @@ __device__ __forceinline__ void factors(float* factor, u32 squares, const Folded
 // ---------------------------------------------------------------------------------------------------------- at the end
 // Store a block's y. product(row, c): the sum of row `row` of x and row c of this block's rows of W, those of gate first.
 template <int FOLD, int T, int OUT, class Product>
-__device__ __forceinline__ void store(const Folded& f, const Early& first, u16* y, int m0, int rows, int out0, int N, int threads,
-                                      Product product) {
+__device__ __forceinline__ void store(const Folded& f, const Early& first, u16* y, int m0, int rows, int out0, int N,
+                                      int threads, Product product) {
     if constexpr ((FOLD & ADDED) != 0) {
         for (int o = threadIdx.x; o < (OUT * rows + 31) / 32 * 32; o += threads) {  // whole warps: they shuffle
             const int row = o / OUT, column = out0 + o % OUT;

@@ -1,4 +1,4 @@
-// Hopper's own means, as the wgmma kernels use them: TMA loads, clusters, register hand-over, stmatrix. Included after tile.cuh.
+// Instructions that Hopper added: TMA loads, clusters, moving registers between warpgroups, stmatrix. Include tile.cuh first.
 #pragma once
 
 struct __align__(64) TensorMap { u64 opaque[16]; };
@@ -8,15 +8,20 @@ __device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sy
 template <int REGISTERS>
 __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-__device__ __forceinline__ void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-__device__ __forceinline__ void tensor_load(u32 shared, const TensorMap* map, int inner, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
-                 "l"(map), "r"(inner), "r"(row), "r"(barrier) : "memory");
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// of what nobody reads again: first to leave the second-level cache (the number is what createpolicy makes of evict_first)
+__device__ __forceinline__ void tensor_load(u32 shared, const TensorMap* map, int inner, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(shared), "l"(map), "r"(inner), "r"(row), "r"(barrier) : "memory");
+}
+// Of data that is not read again: it leaves L2 first. The number is what createpolicy makes of evict_first.
 __device__ __forceinline__ void tensor_load_once(u32 shared, const TensorMap* map, int inner, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-                 "l"(map), "r"(inner), "r"(row), "r"(barrier), "n"(0x12f0000000000000) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+        "[%4], %5;"
+        ::"r"(shared), "l"(map), "r"(inner), "r"(row), "r"(barrier), "n"(0x12f0000000000000) : "memory");
 }
 __device__ __forceinline__ u32 in_block(u32 shared, int rank) {  // an address of ours in another block of the cluster
     u32 there;
@@ -34,7 +39,7 @@ __device__ __forceinline__ void store_transposed(u32 shared, const float* v) {
                  "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive_remote(u32 there) {
-    // without .release.cluster: that flushes the first-level cache, 900 cycles a call; what is handed over was read, not written
+    // without .release.cluster, which flushes L1 (900 cycles per call): this block has read what it passes on, not written it
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 __device__ __forceinline__ void cluster_sync() {
@@ -44,8 +49,8 @@ __device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-// descriptor of a 128-byte swizzled tile in shared memory: 8 rows of 128 bytes 1024 bytes apart; + 2 per 32 bytes of k. PANEL: of a
-// tile whose rows are k, bytes from 64 columns to the next 64
+// Descriptor of a 128-byte swizzled tile in shared memory: 8 rows of 128 bytes, 1024 bytes apart. Add 2 for each 32 bytes of k.
+// PANEL: where rows of the tile are k, the bytes from 64 columns to the next 64.
 template <int PANEL = 16>
 __device__ __forceinline__ u64 swizzled_tile(u32 shared) {
     return (u64)((shared & 0x3ffff) >> 4) | (u64)(PANEL >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;

@@ -69,8 +69,11 @@ __device__ __forceinline__ void read_chunk(u32 shared, int lane, u32 (&w)[Tile<B
 #pragma unroll
     for (int i = 0; i < Tile<BITS>::REGS / 4; i++)
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(w[4 * i]), "=r"(w[4 * i + 1]), "=r"(w[4 * i + 2]), "=r"(w[4 * i + 3]) : "r"(shared + i * 512) : "memory");
-    if constexpr (BITS == 3) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[4]), "=r"(w[5]) : "r"(shared + 512 - lane * 8) : "memory");
+                     : "=r"(w[4 * i]), "=r"(w[4 * i + 1]), "=r"(w[4 * i + 2]), "=r"(w[4 * i + 3])
+                     : "r"(shared + i * 512)
+                     : "memory");
+    if constexpr (BITS == 3)
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[4]), "=r"(w[5]) : "r"(shared + 512 - lane * 8) : "memory");
 }
 
 // mbarriers and bulk copies (sm_90): a thread announces the bytes, the copy engine counts them in, anyone waits.
@@ -142,7 +145,9 @@ template <int T>
 __device__ __forceinline__ float2 to_floats(u32 v) {
     float2 f;
     if constexpr (T == FP16) {
-        asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}" : "=f"(f.x), "=f"(f.y) : "r"(v));
+        asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+            : "=f"(f.x), "=f"(f.y)
+            : "r"(v));
     } else {
         f.x = __uint_as_float(v << 16), f.y = __uint_as_float(v & 0xffff0000u);
     }
@@ -184,7 +189,8 @@ struct Codes {
         }
         __device__ __forceinline__ void load(const u32* shared) {
 #pragma unroll
-            for (int i = 0; i < PLACES; i++) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(at[i]) : "r"(shared_address(shared + i)));
+            for (int i = 0; i < PLACES; i++)
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(at[i]) : "r"(shared_address(shared + i)));
         }
     };
 
@@ -198,7 +204,9 @@ struct Codes {
     static __device__ __forceinline__ u32 bare(const u32 (&w)[Tile<BITS>::REGS], int f, int j) {
         return bytes(w, f, j, 0);
     }
-    static __device__ __forceinline__ bool small(u32 half) { return (half & 0x7fff) < (Half<T>::power(T == FP16 ? -8 : -6) & 0x7fff); }
+    static __device__ __forceinline__ bool small(u32 half) {
+        return (half & 0x7fff) < (Half<T>::power(T == FP16 ? -8 : -6) & 0x7fff);
+    }
     static __device__ __forceinline__ u32 scale_of_bare(u32 halves) {
         const u32 half_way = fma2<T>(halves, Half<T>::power(T == FP16 ? 12 : 66), 0x80008000u);
         return fma2<T>(half_way, Half<T>::power(T == FP16 ? 12 : 67), 0x80008000u);

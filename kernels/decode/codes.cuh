@@ -1,11 +1,13 @@
-// A cache of keys and values as attend.cu reads it, in 16 bits or in codes (decode/kv.py): what a lane has of a slot, operands of
-// mma made of it, and a token's codes.
+// A cache of keys and values as attend.cu reads it, in 16 bits or in codes (decode/kv.py): what a lane has of a slot, operands
+// of mma made of it, and a token's codes.
 //
-// Dims    any order, the same for q and k, and for v and y: so what a lane has of a slot lies in pieces of up to 16 bytes. Lane t
-//         of a key has pieces 16 t + 64 j of its row (4 bits: the t-th quarter); lane g of a value 16 g + 128 j, or the g-th eighth.
-// Halves  codes are fp16 numbers whatever the model's dtype, for no arithmetic: e4m3's bits, moved, are 2^-8 of the value; a 4-bit
-//         code in the lowest bits of a half is 2^-24 of it (a subnormal, which mma takes), in the next four 2^-20, so that of a
-//         word two masks and one shift make eight. The sixteenth of that is taken of q's odd dims before, of y's after.
+// Dims    any order, the same for q and k, and for v and y: so what a lane has of a slot lies in pieces of up to 16 bytes. Lane
+//         t of a key has pieces 16 t + 64 j of its row (4 bits: the t-th quarter); lane g of a value 16 g + 128 j, or the g-th
+//         eighth.
+// Halves  codes are fp16 numbers whatever the model's dtype, for no arithmetic: e4m3's bits, moved, are 2^-8 of the value; a
+//         4-bit code in the lowest bits of a half is 2^-24 of it (a subnormal, which mma takes), in the next four 2^-20, so
+//         that of a word two masks and one shift make eight. The sixteenth of that is taken of q's odd dims before, of y's
+//         after.
 #pragma once
 #include "tile.cuh"
 
@@ -27,10 +29,13 @@ struct Held {
     // The first dim of step s (of 16, four a lane) of a key; the other two of its four are NEXT further on.
     static constexpr int NEXT = FOUR ? 4 : 2;
     static __device__ __forceinline__ int k_dim(int t, int s) {
-        return KV == 0 ? 8 * t + 32 * (s >> 1) + 4 * (s & 1) : FOUR ? D / 4 * t + 8 * (s >> 1) + 2 * (s & 1) : 16 * t + 64 * (s >> 2) + 4 * (s & 3);
+        return KV == 0 ? 8 * t + 32 * (s >> 1) + 4 * (s & 1)
+               : FOUR  ? D / 4 * t + 8 * (s >> 1) + 2 * (s & 1)
+                       : 16 * t + 64 * (s >> 2) + 4 * (s & 3);
     }
 
-    static __device__ __forceinline__ u32 of_bytes(u32 x, u32 moved) {  // e4m3 in the upper bytes of two halves; and a bit lower
+    // e4m3 in the upper bytes of two halves; and a bit lower
+    static __device__ __forceinline__ u32 of_bytes(u32 x, u32 moved) {
         return (moved & 0x3f803f80u) | (x & 0x80008000u);
     }
     // The two registers of step s of a key's words.
@@ -58,19 +63,26 @@ struct Held {
     // Scales of slot s: what codes are multiplied by, and what is added for each.
     static __device__ __forceinline__ void scales(u32 shared, int s, float& step, float& low) {
         const u32 w = read4(shared + (FOUR ? 4 * s : s & ~3));
-        step = __uint_as_float(FOUR ? w << 16 : ((w >> 8 * (s & 3) & 255) + FIRST) << 20), low = FOUR ? __uint_as_float(w & 0xffff0000u) : 0.f;
+        step = __uint_as_float(FOUR ? w << 16 : ((w >> 8 * (s & 3) & 255) + FIRST) << 20),
+        low = FOUR ? __uint_as_float(w & 0xffff0000u) : 0.f;
     }
 };
 
 template <int BYTES>  // 4, 8 or 16, or as many zeros
 __device__ __forceinline__ void copy_or_zero(u32 shared, const void* global, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(there ? BYTES : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES),
+                 "r"(there ? BYTES : 0));
 }
 template <int BYTES>
 __device__ __forceinline__ void read_words(u32* w, u32 shared) {
     if constexpr (BYTES == 4) w[0] = read4(shared);
-    else if constexpr (BYTES == 8) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared) : "memory");
-    else asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared) : "memory");
+    else if constexpr (BYTES == 8)
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared) : "memory");
+    else
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(shared)
+                     : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------- a token's own
@@ -101,11 +113,13 @@ __device__ __forceinline__ float all(float v, F of) {
 __device__ __forceinline__ u32 to_e4m3(float x) {
     const u32 bits = __float_as_uint(x), size = bits & 0x7fffffffu;
     const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
-    const u32 small = __float_as_uint(__uint_as_float(size) + 16384.f) - 0x46800000u;  // multiples of 2^-9, as fp32 rounds them there
+    // multiples of 2^-9, as fp32 rounds them there
+    const u32 small = __float_as_uint(__uint_as_float(size) + 16384.f) - 0x46800000u;
     return (size < 0x3c800000u ? small : normal) | (bits >> 24 & 0x80u);
 }
 __device__ __forceinline__ float of_e4m3(u32 code) {
-    return __uint_as_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * __uint_as_float(247u << 23);  // 2^120: the exponents' difference
+    // 2^120: the exponents' difference
+    return __uint_as_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * __uint_as_float(247u << 23);
 }
 __device__ __forceinline__ float as_bf16(float x) {
     const u32 bits = __float_as_uint(x);
@@ -130,14 +144,16 @@ struct Scale {
             step = __uint_as_float((its + FIRST) << 20), by = 1.f / step;
         } else {
             const float reach = (top - bottom) * 0.5f * (1.f - shorter * i);
-            step = as_bf16(reach * (2.f / LEVELS)), base = as_bf16((bottom + top) * 0.5f - reach), by = step > 0.f ? 1.f / step : 0.f;
+            step = as_bf16(reach * (2.f / LEVELS)), base = as_bf16((bottom + top) * 0.5f - reach),
+            by = step > 0.f ? 1.f / step : 0.f;
             its = __float_as_uint(step) >> 16 | __float_as_uint(base);
         }
     }
     __device__ __forceinline__ u32 code(float v) const {
         const float x = (v - base) * by, low = KV == 8 ? -LARGEST : 0.f, high = KV == 8 ? LARGEST : LEVELS;
         const float some = x < low ? low : x > high ? high : x;
-        return KV == 8 ? to_e4m3(some) : __float_as_uint(some + 8388608.f) & 15;  // 2^23: rounds to a whole number, ties to even
+        // 2^23: rounds to a whole number, ties to even
+        return KV == 8 ? to_e4m3(some) : __float_as_uint(some + 8388608.f) & 15;
     }
     __device__ __forceinline__ float off(float v) const {
         const u32 c = code(v);

@@ -1,20 +1,22 @@
-// Mixture layers while decoding: only the chosen experts' packed weights are read (layout `tile`); their ids stay on the device.
+// Mixture layers while decoding: only the chosen experts' packed weights (layout `tile`) are read; ids stay on the device.
 //
 //   UP    h[s, i] = act(gate_i . x, up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
 //   Where there is a bias (E, rows), each product has its row's added.
 //
-// FORM    0: no zeros, 1: zeros; E2M1, BOOK, SCALES_*: values from a table (book.cuh), `zeros` then fp32 tables or factors, one for
-//         table_rows rows of all experts' (0: one for all)
+// FORM    0: no zeros, 1: zeros; E2M1, BOOK, SCALES_*: values from a table (book.cuh), `zeros` then fp32 tables or factors, one
+//         for table_rows rows of all experts' (0: one for all)
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
 // Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
-//         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
-//         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and zeros
-//         come with the words, by way of shared memory: read where they are needed they would be a trip to memory a chunk.
+//         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns
+//         of an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and
+//         zeros come with the words, by way of shared memory: read where they are needed they would be a trip to memory a
+//         chunk.
 // Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
-// Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two where
-//         the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would share one
-//         and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than AHEAD.
+// Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two
+//         where the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would
+//         share one and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than
+//         AHEAD.
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
@@ -36,8 +38,8 @@ constexpr int groups_met(int group, int chunk, int count) {  // by so many chunk
 template <int BITS, int T, int GROUP, int FORM, int MODE, int AHEAD, int ONCE, int BLOCKS>
 __global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, BLOCKS)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-        const u16* __restrict__ bias, const long long* ids, const float* weights, const u16* x, u16* y, int width, int K, int chunks,
-        int groups, int tiles, int top_k, int KS, int table_rows) {
+        const u16* __restrict__ bias, const long long* ids, const float* weights, const u16* x, u16* y, int width, int K,
+        int chunks, int groups, int tiles, int top_k, int KS, int table_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
@@ -46,7 +48,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
     constexpr int BOOKS = BOOKED ? 16 : 1;
     // groups that AHEAD chunks may meet; bytes of one's scales for 16 rows; of all scales, and with zeros
-    constexpr int GROUPS = groups_met(GROUP, L::CHUNK, AHEAD), ROWS = of_bytes(FORM) ? 16 : 32, SCALES = GROUPS * ROWS, METAS = SCALES * (ZEROS ? 2 : 1);
+    constexpr int GROUPS = groups_met(GROUP, L::CHUNK, AHEAD), ROWS = of_bytes(FORM) ? 16 : 32, SCALES = GROUPS * ROWS,
+                  METAS = SCALES * (ZEROS ? 2 : 1);
     extern __shared__ float4 shared[];  // of each warp: scales and zeros of AHEAD chunks, and x of its part of K
     __shared__ float sums_at[16 * 16];
     __shared__ u32 mask[C::PLACES];
@@ -79,7 +82,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     if constexpr (TABLE) {
         const size_t own = table_rows ? (first_row + blockIdx.x * 16) / table_rows : 0;
         const float* tables = (const float*)zeros;
-        if constexpr (BOOKED) unit = make_book<BITS, T>(tables + (own << BITS), (unsigned char*)books[warp], lane), __syncwarp();
+        if constexpr (BOOKED)
+            unit = make_book<BITS, T>(tables + (own << BITS), (unsigned char*)books[warp], lane), __syncwarp();
         else unit = (tables ? tables[own] : 1.f) * (SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
     }
     const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
@@ -110,8 +114,12 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
 #pragma unroll
                 for (int i = 0; i < L::REGS / 4; i++)
                     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(w[a][4 * i]), "=r"(w[a][4 * i + 1]), "=r"(w[a][4 * i + 2]), "=r"(w[a][4 * i + 3]) : "l"(from + i * 128 + lane * 4));
-                if constexpr (BITS == 3) asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(w[a][4]), "=r"(w[a][5]) : "l"(from + 128 + lane * 2));
+                                 : "=r"(w[a][4 * i]), "=r"(w[a][4 * i + 1]), "=r"(w[a][4 * i + 2]), "=r"(w[a][4 * i + 3])
+                                 : "l"(from + i * 128 + lane * 4));
+                if constexpr (BITS == 3)
+                    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];"
+                                 : "=r"(w[a][4]), "=r"(w[a][5])
+                                 : "l"(from + 128 + lane * 2));
             }
     };
     load(begin);
@@ -158,7 +166,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
                         mma<T>(sum, code, b[i % 2 * 2], b[i % 2 * 2 + 1], sum[0], sum[1], sum[2], sum[3]);
                         continue;
                     }
-                    const u32 constant[4] = {C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE, C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE};
+                    const u32 constant[4] = {C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE,
+                                             C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE};
                     C::fragment(w[a], i, masks, code);
                     mma<T>(total, constant, b[i % 2 * 2], b[i % 2 * 2 + 1], total[0], total[1], total[2], total[3]);
                     mma<T>(sum, code, b[i % 2 * 2], b[i % 2 * 2 + 1], sum[0], sum[1], sum[2], sum[3]);
@@ -172,7 +181,10 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             }
         }
     }
-    if (lane % 4 == 0) sums_at[warp * 16 + r] += (SCALED ? all[0] : acc0) * unit, sums_at[warp * 16 + r + 8] += (SCALED ? all[2] : acc1) * unit;
+    if (lane % 4 == 0) {
+        sums_at[warp * 16 + r] += (SCALED ? all[0] : acc0) * unit;
+        sums_at[warp * 16 + r + 8] += (SCALED ? all[2] : acc1) * unit;
+    }
     __syncthreads();
     const int i = threadIdx.x, n = blockIdx.x * 16 + i;
     if (i >= 16 || n >= width) return;

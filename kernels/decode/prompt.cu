@@ -2,17 +2,18 @@
 //
 // Grid    (query heads of all sequences, tiles of 128 tokens, those with the longest past first): queries of one key head run
 //         side by side, so that its keys come from the second-level cache.
-// Block   a producer thread and two warpgroups of 64 tokens each. The producer keeps STAGES tiles of 128 slots on their way, keys
-//         and values in panels of 64 dims, 128-byte swizzled, two pieces of 64 slots each: a piece lies in one block of a cache.
-// Loop    queries stay in registers, as A of S = q K^T; p, S's own registers rounded, is A of y += p V, whose B lies with its dims
-//         along rows (wgmma_turned.cuh). The next tile's S is computed while the last one's y is, and its exponentials
-//         are taken beside that product; the other warpgroup fills what is left.
+// Block   a producer thread and two warpgroups of 64 tokens each. The producer keeps STAGES tiles of 128 slots on their way,
+//         keys and values in panels of 64 dims, 128-byte swizzled, two pieces of 64 slots each: a piece lies in one block of a
+//         cache.
+// Loop    queries stay in registers, as A of S = q K^T; p, S's own registers rounded, is A of y += p V, whose B lies with its
+//         dims along rows (wgmma_turned.cuh). The next tile's S is computed while the last one's y is, and its exponentials are
+//         taken beside that product; the other warpgroup fills what is left.
 // Top     sums are of 2^(score - top), where top is within 2^LIMIT of the largest score so far: y is multiplied when it moves.
 // Edges   slots past the last token's are neither fetched nor, in a tile that has some of them, multiplied as they are found:
 //         their values are made zero in shared memory. Scores are masked in tiles that some token does not see whole.
 // Limits  fp16, bf16, D of 64 or 128; blocks of a cache of whole 64 slots (PAGE), or a cache a sequence (PAGE 0).
-// Source  own; the plan is FlashAttention 3's (Shah et al. 2024, arXiv:2407.08608), without its turns between warpgroups: on an H200
-//         they change nothing (8,192 tokens 820 us with them, 816 without).
+// Source  own; the plan is FlashAttention 3's (Shah et al. 2024, arXiv:2407.08608), without its turns between warpgroups: on an
+//         H200 they change nothing (8,192 tokens 820 us with them, 816 without).
 #include "tile.cuh"
 #include "exp2.cuh"
 #include "hopper.cuh"
@@ -24,9 +25,9 @@ constexpr float NONE = -1e30f, LIMIT = 8.f;  // the top of no scores: finite, so
 
 template <int T, int D, int PAGE, int STAGES>
 __global__ void __launch_bounds__(384, 1)
-attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const int* rows, const int* positions,
-              const int* table, const int* tiles, const float* sinks, u16* y, int tokens, int start, int S, int width, int window, int HQ,
-              int HKV, float scale) {
+attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const int* rows,
+              const int* positions, const int* table, const int* tiles, const float* sinks, u16* y, int tokens, int start,
+              int S, int width, int window, int HQ, int HKV, float scale) {
     constexpr int PANELS = D / 64, STEPS = D / 16;
     constexpr u32 PANEL = BLOCK_N * 128, HALF = PANELS * PANEL, STAGE = 2 * HALF;  // bytes; HALF: keys, or values
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -205,6 +206,7 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
         if (own + 8 * c >= last) continue;
 #pragma unroll
         for (int i = 0; i < D / 8; i++)
-            *(u32*)(out + row(c) + 8 * i + 2 * t) = from_floats<T>(acc[4 * i + 2 * c] * total[c], acc[4 * i + 2 * c + 1] * total[c]);
+            *(u32*)(out + row(c) + 8 * i + 2 * t) =
+                from_floats<T>(acc[4 * i + 2 * c] * total[c], acc[4 * i + 2 * c + 1] * total[c]);
     }
 }

@@ -1,9 +1,9 @@
-// The experts of each token and their weights: product by the router, softmax, the likeliest top_k, in one launch (route_cuda.py).
+// The experts of each token and their weights: product by the router, softmax, the likeliest top_k, in one launch.
 //
 // Grid    (8, tokens in eights): a cluster of 8 blocks for eight tokens.
 // Block   TILES row tiles of 16 experts, or, where there are fewer than eight tiles, a PARTS-th of k. Its 16 warps take 32 k in
-//         turn: the router is the A operand of mma, eight tokens are the columns of B. A lane reads 16 bytes of a row, which are its
-//         pairs of two mma; the order of k inside a product is free.
+//         turn: the router is the A operand of mma, eight tokens are the columns of B. A lane reads 16 bytes of a row, which
+//         are its pairs of two mma; the order of k inside a product is free.
 // Sum     warps meet in shared memory, and each sum goes to the block that is its token's (meet.cuh).
 // Pick    a warp a token. A logit in 16 bits, mapped so that integers are ordered as they are, and the expert behind it are one
 //         number, so the next best is one `redux`. Equal logits: the lowest expert.
@@ -29,15 +29,17 @@ __device__ __forceinline__ float sum_of_warp(float v) {
 
 template <int T, int TILES, int PARTS, int STEPS>
 __global__ void __launch_bounds__(WARPS * 32, 1)
-route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x, long long* ids, float* weights, int M, int E, int H, int top_k,
-      int normalise, int rounded) {
-    constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;  // experts of a block, of all, of a lane
+route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x, long long* ids, float* weights, int M,
+      int E, int H, int top_k, int normalise, int rounded) {
+    // experts of a block, of all, of a lane
+    constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;
     __shared__ float sums[WARPS][ROWS * TOKENS];
     __shared__ float logits[PARTS][MOST];  // of this block's token
     __shared__ u64 all_there[1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, quad = lane & 3;
-    const int rank = blockIdx.x, part = rank % PARTS, first = rank / PARTS * ROWS, m0 = blockIdx.y * TOKENS, tokens = smaller(M - m0, TOKENS);
+    const int rank = blockIdx.x, part = rank % PARTS, first = rank / PARTS * ROWS, m0 = blockIdx.y * TOKENS,
+              tokens = smaller(M - m0, TOKENS);
     next_grid_launch();
     const u32 meeting = shared_address(all_there);
     if (threadIdx.x == 0) open(meeting, rank < tokens ? PARTS * MOST * 4 : 0);
@@ -60,7 +62,8 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
         beside[i] = 0;
-        if (bias != nullptr && lane + 32 * i < E) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(beside[i]) : "l"(bias + lane + 32 * i));
+        if (bias != nullptr && lane + 32 * i < E)
+            asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(beside[i]) : "l"(bias + lane + 32 * i));
     }
     joined();
     previous_grid_wait();

@@ -32,12 +32,13 @@ __device__ __forceinline__ float2 read_float2(u32 shared) {
     return v;
 }
 
-template <bool SWAP, int T, int A_SCALE, int B_SCALE, int ROW_TILES_64, int TILE_COLUMNS, int STAGES, int SPLIT_K, int
-          WARPGROUPS_K, int BLOCKS_PER_SM, int BAND>
+template <bool SWAP, int T, int A_SCALE, int B_SCALE, int ROW_TILES_64, int TILE_COLUMNS, int STAGES, int SPLIT_K,
+          int WARPGROUPS_K, int BLOCKS_PER_SM, int BAND>
 __global__ void __launch_bounds__(BLOCKS_PER_SM == 2 ? 288 : 384, BLOCKS_PER_SM)
-fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap groups_map,
-         const float* __restrict__ a_scales, const float* __restrict__ b_scales, const u16* __restrict__ bias, u16* __restrict__ y,
-         int A, int B, int chunks, int a_shift, int b_shift, int a_stride, int b_stride, int a_k_shift, int b_k_shift) {
+fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+         const __grid_constant__ TensorMap groups_map, const float* __restrict__ a_scales,
+         const float* __restrict__ b_scales, const u16* __restrict__ bias, u16* __restrict__ y, int A, int B, int chunks,
+         int a_shift, int b_shift, int a_stride, int b_stride, int a_k_shift, int b_k_shift) {
     static_assert(A_SCALE != GROUP || B_SCALE != GROUP, "only x has groups");
     static_assert(WARPGROUPS_K == 1 || (SWAP && ROW_TILES_64 == 1), "only one half of rows is shared by warpgroups");
     static_assert(STAGES % WARPGROUPS_K == 0, "a stage always goes to the same warpgroup");
@@ -56,7 +57,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     auto g_stage = [&](int s) { return base + STAGES * (A_BYTES + B_BYTES) + s * G_STEP; };
 
     const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0, team = blockIdx.x / SPLIT_K, teams = gridDim.x / SPLIT_K;
-    const int share = (chunks + SPLIT_K - 1) / SPLIT_K, begin = SPLIT_K > 1 ? smaller(rank * share, chunks) : 0, part = smaller(share, chunks - begin);
+    const int share = (chunks + SPLIT_K - 1) / SPLIT_K, begin = SPLIT_K > 1 ? smaller(rank * share, chunks) : 0,
+              part = smaller(share, chunks - begin);
     const int a_tiles = (A + ROWS - 1) / ROWS, b_tiles = (B + TILE_COLUMNS - 1) / TILE_COLUMNS, all = a_tiles * b_tiles;
     auto place = [&](int tile, int& a0, int& b0) {  // bands of BAND tiles of B; within one, B fastest, then A
         const int band = tile / (BAND * a_tiles), first = band * BAND, width = smaller(BAND, b_tiles - first);
@@ -75,7 +77,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         if (threadIdx.x == 256) {
             auto load_a = [&](int s, int c, int a0) {
                 barrier_expect(full + 8 * s, A_BYTES + B_BYTES + G_BYTES);
-                if (SWAP && B <= TILE_COLUMNS) tensor_load_once(a_stage(s), &a_map, c * 128, a0, full + 8 * s);  // 16 to 64 rows: 2 to 4%
+                // 16 to 64 rows: 2 to 4%
+                if (SWAP && B <= TILE_COLUMNS) tensor_load_once(a_stage(s), &a_map, c * 128, a0, full + 8 * s);
                 else tensor_load(a_stage(s), &a_map, c * 128, a0, full + 8 * s);
             };
             auto load_b = [&](int s, int c, int a0, int b0) {
@@ -113,7 +116,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     previous_grid_wait();
     next_grid_launch();
     float acc[ROW_TILES_64][TILE_COLUMNS / 2], part_sums[TILE_COLUMNS / 2];
-    const int first_row = WARPGROUPS_K == 2 ? 0 : g * ROW_TILES_64 * 64, k_group = WARPGROUPS_K == 2 ? g : 0;  // of this warpgroup
+    // of this warpgroup
+    const int first_row = WARPGROUPS_K == 2 ? 0 : g * ROW_TILES_64 * 64, k_group = WARPGROUPS_K == 2 ? g : 0;
 
     auto release = [&](int stage) {
         if (lane == 0) barrier_arrive(empty + 8 * stage);
@@ -152,7 +156,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #pragma unroll
                 for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
-                    for (int o = 0; o < 2; o++) rows[h][o] = read_float(g_stage(s) + (first_row + h * 64 + warp * 16 + r + 8 * o) * 4);
+                    for (int o = 0; o < 2; o++)
+                        rows[h][o] = read_float(g_stage(s) + (first_row + h * 64 + warp * 16 + r + 8 * o) * 4);
             }
 #pragma unroll
             for (int h = 0; h < ROW_TILES_64; h++) {
@@ -185,7 +190,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (h + 1 == ROW_TILES_64 && BLOCKS_PER_SM == 1) release(s);
 #pragma unroll
                 for (int i = 0; i < TILE_COLUMNS / 2; i++) {
-                    if (B_SCALE == GROUP && BLOCKS_PER_SM == 2 && i % 4 == 0) read_columns(i / 4);  // few registers: one at a time
+                    // few registers: one at a time
+                    if (B_SCALE == GROUP && BLOCKS_PER_SM == 2 && i % 4 == 0) read_columns(i / 4);
                     float f = factor;
                     if constexpr (A_SCALE == GROUP) f = scaled[(i >> 1) & 1];
                     if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
@@ -197,11 +203,13 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        constexpr bool SHARED_SUM = TILE_COLUMNS / SPLIT_K >= 8;               // every block of a split sums some columns, or the first one all
+        // every block of a split sums some columns, or the first one all
+        constexpr bool SHARED_SUM = TILE_COLUMNS / SPLIT_K >= 8;
         constexpr int COLUMNS = SHARED_SUM ? TILE_COLUMNS / SPLIT_K : TILE_COLUMNS;
         const int b_first = b0 + (SPLIT_K > 1 && SHARED_SUM ? rank * COLUMNS : 0);
         if constexpr (SPLIT_K > 1) {  // sums[h][i][thread] of both warpgroups over the ring
-            float *const all_sums = (float*)shared + (threadIdx.x & 127), *const sums = all_sums + g * ROW_TILES_64 * (TILE_COLUMNS / 2) * 128;
+            float* const all_sums = (float*)shared + (threadIdx.x & 127);
+            float* const sums = all_sums + g * ROW_TILES_64 * (TILE_COLUMNS / 2) * 128;
             asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
 #pragma unroll
             for (int h = 0; h < ROW_TILES_64; h++)
@@ -212,7 +220,9 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 2; i++) {
-                    const u32 here = shared_address((WARPGROUPS_K == 2 ? all_sums : sums) + (h * (TILE_COLUMNS / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
+                    const u32 here =
+                        shared_address((WARPGROUPS_K == 2 ? all_sums : sums) +
+                                       (h * (TILE_COLUMNS / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
                     float v = 0.f;
                     if (SHARED_SUM || rank == 0) {
 #pragma unroll
@@ -238,7 +248,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             asm volatile("bar.sync 3, 256;" ::: "memory");  // read: the other one may write the next tile's
             if (g == 1) continue;
         }
-        unsigned char* const stage_out = shared + (SPLIT_K > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP) + (WARPGROUPS_K == 2 ? TILE_COLUMNS * 256 : 0));
+        unsigned char* const stage_out =
+            shared + (SPLIT_K > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP) + (WARPGROUPS_K == 2 ? TILE_COLUMNS * 256 : 0));
         const int w8 = g * 4 + warp;
 #pragma unroll
         for (int h = 0; h < ROW_TILES_64; h++) {
@@ -260,10 +271,12 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     if (!SWAP && bias) bb[o] = at < B ? to_floats<T>(bias[at]).x : 0.f;
                 }
 #pragma unroll
-                for (int o = 0; o < 4; o++) acc[h][4 * i + o] = acc[h][4 * i + o] * fa[o >> 1] * fb[o & 1] + ba[o >> 1] + bb[o & 1];
+                for (int o = 0; o < 4; o++)
+                    acc[h][4 * i + o] = acc[h][4 * i + o] * fa[o >> 1] * fb[o & 1] + ba[o >> 1] + bb[o & 1];
             }
             if constexpr (!SWAP) {
-                constexpr int WIDE = TILE_COLUMNS < 64 ? TILE_COLUMNS : 64, LINE = WIDE + 8;  // halves: 16 bytes more than are staged, against bank conflicts
+                // halves: 16 bytes more than are staged, against bank conflicts
+                constexpr int WIDE = TILE_COLUMNS < 64 ? TILE_COLUMNS : 64, LINE = WIDE + 8;
                 const u32 staging = shared_address(stage_out) + w8 * 16 * LINE * 2;
 #pragma unroll
                 for (int b = 0; b < TILE_COLUMNS / WIDE; b++) {
@@ -272,8 +285,10 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     for (int i = 0; i < WIDE / 8; i += 2) {
                         const float* v = acc[h] + 4 * (b * (WIDE / 8) + i);
                         const u32 at = staging + ((lane & 15) * LINE + (i + (lane >> 4)) * 8) * 2;
-                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(from_floats<T>(v[0], v[1])),
-                                     "r"(from_floats<T>(v[2], v[3])), "r"(from_floats<T>(v[4], v[5])), "r"(from_floats<T>(v[6], v[7])) : "memory");
+                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                                     "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])),
+                                     "r"(from_floats<T>(v[4], v[5])), "r"(from_floats<T>(v[6], v[7]))
+                                     : "memory");
                     }
                     __syncwarp();
 #pragma unroll 4

@@ -1,7 +1,8 @@
 // A GPU for one block (or cluster) at a time, for device code compiled as host C++: enough of CUDA and PTX for our kernels.
 //
 // Threads  fibers on one host thread, switched only where they wait for each other: __syncthreads, __syncwarp, warp
-//          collectives, cluster barriers. `order` picks which of the runnable ones comes next (1: the next, -1: the one before).
+//          collectives, cluster barriers. `order` picks which of the runnable ones comes next (1: the next, -1: the one
+//          before).
 // Memory   shared memory starts as NaN; every access by address is checked for its bounds and alignment. What cp.async
 //          writes is NaN from its issue until a wait_group covers it, so a missing wait shows; so does a slot that is
 //          overwritten too early.
@@ -158,7 +159,8 @@ inline void cluster_barrier() {
 template <class P, class F>
 inline void collective(const char* what, P& mine, F&& all) {
     Warp& w = self->block->warps[self->thread.x / 32];
-    if (w.arrived && w.what != what && strcmp(w.what, what)) fail(std::string("lanes of a warp meet in ") + w.what + " and " + what);
+    if (w.arrived && w.what != what && strcmp(w.what, what))
+        fail(std::string("lanes of a warp meet in ") + w.what + " and " + what);
     w.what = what, w.mine[self->lane] = &mine;
     if (++w.arrived < 32) {
         self->waits = 'w';
@@ -186,9 +188,11 @@ inline T& variable(int number) {  // a __shared__ variable
 }
 inline float4* dynamic_shared() { return (float4*)(self->block->memory() + STATIC); }
 inline char* shared(Block& b, u32 address, int bytes) {
-    if (address % bytes) fail("misaligned shared address " + std::to_string(address) + " of " + std::to_string(bytes) + " bytes");
+    if (address % bytes)
+        fail("misaligned shared address " + std::to_string(address) + " of " + std::to_string(bytes) + " bytes");
     const bool fits = address >= (u32)STATIC ? address + bytes <= (u32)(STATIC + b.dynamic) : address + bytes <= (u32)b.used;
-    if (!fits) fail("shared address " + std::to_string(address) + " is outside: " + std::to_string(b.dynamic) + " bytes are there");
+    if (!fits)
+        fail("shared address " + std::to_string(address) + " is outside: " + std::to_string(b.dynamic) + " bytes are there");
     return b.memory() + address;
 }
 inline char* shared(u32 address, int bytes) { return shared(*self->block, address, bytes); }
@@ -282,8 +286,8 @@ inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u3
     shared(to + bytes - 16, 16), memset(shared(to, 16), 0xff, bytes);
     barrier(at).copies.push_back({to, (const char*)from, bytes, bytes});
 }
-inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from, int bytes,
-                                                                                             u32 at, uint64_t) {
+inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from,
+                                                                                             int bytes, u32 at, uint64_t) {
     cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, at);
 }
 inline void cp_async_bulk_prefetch_L2_global(const void* from, int bytes) {
@@ -335,7 +339,9 @@ inline void ld_global_nc_u32(u32& v, const void* at) {
     if ((uintptr_t)at % 4) fail("misaligned global address of a 4-byte load");
     v = *(const u32*)at;
 }
-inline void ld_global_nc_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
+inline void ld_global_nc_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) {
+    ld_global_nc_v4_u32(a, b, c, d, at);
+}
 inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
     if ((uintptr_t)at % 8) fail("misaligned global address of an 8-byte load");
     const u32* p = (const u32*)at;
@@ -554,25 +560,31 @@ inline void mma16816(float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
             }
     });
 }
-#define MMA(name, number)                                                                                                       \
-    inline void name(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,      \
-                     float c1, float c2, float c3) {                                                                            \
-        mma16816<number>({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});                                   \
+#define MMA(name, number)                                                                                                  \
+    inline void name(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, \
+                     float c1, float c2, float c3) {                                                                       \
+        mma16816<number>({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});                              \
     }
 MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, f16)
 MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, bf16)
 #undef MMA
 // 16 x 256 bits by 256 x 8: counts of ones of the AND.
-inline void mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2,
-                                                                      u32 a3, u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
-    struct Mine { u32* d[4]; u32 a[4], b[2]; int c[4]; } mine{{&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};
+inline void mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1,
+                                                                      u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2,
+                                                                      int c3) {
+    struct Mine {
+        u32* d[4];
+        u32 a[4], b[2];
+        int c[4];
+    } mine{{&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};
     collective("mma of bits", mine, [](Mine** lane) {
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) {
                 int count = lane[l]->c[i];
                 for (int q = 0; q < 4; q++)      // lanes of a row, of a column: bits 32 q .. 32 q + 31
                     for (int w = 0; w < 2; w++)  // and 128 further on
-                        count += __builtin_popcount(lane[l / 4 * 4 + q]->a[i / 2 + 2 * w] & lane[(2 * (l % 4) + i % 2) * 4 + q]->b[w]);
+                        count += __builtin_popcount(lane[l / 4 * 4 + q]->a[i / 2 + 2 * w] &
+                                                    lane[(2 * (l % 4) + i % 2) * 4 + q]->b[w]);
                 *lane[l]->d[i] = (u32)count;
             }
     });
@@ -580,7 +592,11 @@ inline void mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(u32& d0, u
 // 16 x 32 unsigned bytes by 32 x 8 signed ones.
 inline void mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int& d0, int& d1, int& d2, int& d3, u32 a0, u32 a1, u32 a2, u32 a3,
                                                             u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
-    struct Mine { int* d[4]; u32 a[4], b[2]; int c[4]; } mine{{&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};
+    struct Mine {
+        int* d[4];
+        u32 a[4], b[2];
+        int c[4];
+    } mine{{&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};
     collective("mma of bytes", mine, [](Mine** lane) {
         int A[16][32], B[8][32];
         for (int l = 0; l < 32; l++)
@@ -651,7 +667,8 @@ inline void wgmma8(void* d, const u32* a, uint64_t b, int add) {
             for (int i = 0; i < 4; i++)
                 for (int e = 0; e < 4; e++) {
                     const int row = l / 4 + 8 * (i % 2), k = 4 * (l % 4) + e + 16 * (i / 2);
-                    const unsigned char byte = SHARED ? tile_byte((uint64_t)lane[0]->a, warp * 16 + row, k) : (unsigned char)(lane[l]->a[i] >> 8 * e);
+                    const unsigned char byte =
+                        SHARED ? tile_byte((uint64_t)lane[0]->a, warp * 16 + row, k) : (unsigned char)(lane[l]->a[i] >> 8 * e);
                     A[row][k] = INT ? byte : e4m3(byte);
                 }
         for (int n = 0; n < NB; n++)

@@ -21,7 +21,8 @@ inline Isa::I codes(const int32_t* p, int q) {
     if constexpr (BITS < 8 && BITS != 3) {
         constexpr int per_byte = 8 / BITS;
         const int stays = scaled(BITS, U, q), mask = ((1 << BITS) - 1) * 0x01010101;
-        return Isa::masked(Isa::right(Isa::load(p + q / per_byte * ROWS), q % per_byte * BITS - stays), (int)((unsigned)mask << stays));
+        return Isa::masked(Isa::right(Isa::load(p + q / per_byte * ROWS), q % per_byte * BITS - stays),
+                           (int)((unsigned)mask << stays));
     }
 }
 

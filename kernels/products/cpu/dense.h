@@ -50,7 +50,9 @@ inline void widen(float* to, const void* from, int dtype, size_t at, int n) {
 }
 
 inline void narrow(void* to, int dtype, size_t at, const float* from, int n) {
-    dtype == BF16 ? round_to<BF16>(to, at, from, n) : dtype == FP16 ? round_to<FP16>(to, at, from, n) : round_to<FP32>(to, at, from, n);
+    dtype == BF16   ? round_to<BF16>(to, at, from, n)
+    : dtype == FP16 ? round_to<FP16>(to, at, from, n)
+                    : round_to<FP32>(to, at, from, n);
 }
 
 // y's columns n0 .. n0 + n of the rows m0 on that `out` holds: what it holds, times `unit`, and the bias.

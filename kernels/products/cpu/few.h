@@ -14,7 +14,8 @@ __attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, in
     using I = Isa::I;
     using F = Isa::F;
     constexpr int W = ROWS / Isa::LANES;
-    constexpr int U = Isa::AT_ONCE || W * MB * D >= 8 ? 1 : W * MB * D >= 4 || BITS >= 4 ? 2 : 4;  // chains of dependent dot products
+    // chains of dependent dot products
+    constexpr int U = Isa::AT_ONCE || W * MB * D >= 8 ? 1 : W * MB * D >= 4 || BITS >= 4 ? 2 : 4;
     constexpr bool HALVES = Isa::pairs(BITS, D, MB);  // of codes and of x, in the place of digits of x
     constexpr int P = HALVES ? 1 : D, S = Isa::JOINED ? 1 : D;  // sums of a chunk and of a block, for each row of x
     constexpr int PARTS = U * W * MB * P, SUMS = U * W * MB * S;
@@ -62,7 +63,8 @@ __attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, in
                     }
             }
 #pragma GCC unroll 16
-            for (int i = 0; i < PARTS; i++) sum[i * S / P] = Isa::end<BITS>(sum[i * S / P], part[i], P == 2 && i % P == 0 ? 7 : 0);
+            for (int i = 0; i < PARTS; i++)
+                sum[i * S / P] = Isa::end<BITS>(sum[i * S / P], part[i], P == 2 && i % P == 0 ? 7 : 0);
             words += BITS * ROWS;
             xq += x.MB * D * CHUNK;
         }

@@ -16,8 +16,8 @@ struct Place {  // of one register of rows of the weight, in one chunk
 
 // One chunk with the rows m .. m + R of x: into whole[m] within a block, into out[m] at its end.
 template <int BITS, int D, int R>
-inline void rows_of_chunk(const Isa::I (&v)[QUADS], const Place& at, const int8_t* quads, int m, const Rounded& x, Isa::I* whole,
-                          float (*out)[Isa::LANES]) {
+inline void rows_of_chunk(const Isa::I (&v)[QUADS], const Place& at, const int8_t* quads, int m, const Rounded& x,
+                          Isa::I* whole, float (*out)[Isa::LANES]) {
     using I = Isa::I;
     using F = Isa::F;
     I sum[R], part[R * D];

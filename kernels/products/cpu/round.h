@@ -51,9 +51,9 @@ struct Rounded {
     int MB;
 };
 
-// The n values of one row from k0 on as whole numbers v, zeros beyond K; what they are multiples of. Two digits: a power of two,
-// |v| < 2^14, so that a bf16 or fp16 within 2^-6 or 2^-3 of the largest is exact and any other is off by at most 2^-14 of that.
-// One digit: the row's max / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is NaN.
+// The n values of one row from k0 on as whole numbers v, zeros beyond K; what they are multiples of. Two digits: a power of
+// two, |v| < 2^14, so that a bf16 or fp16 within 2^-6 or 2^-3 of the largest is exact and any other is off by at most 2^-14 of
+// that. One digit: the row's max / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is NaN.
 template <int D>
 inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
     alignas(64) float x[128];

@@ -242,7 +242,8 @@ void attend(const Attend& a) {
             size_t here = block * a.block + kv * a.head + (size_t)(at % a.BLOCK) * D;
             widen<T>(q, a.qkv, row + (size_t)(a.HQ + kv) * D, D);
             turn<T>(a, q, spare, (char*)a.k + here * size, at, a.k_norm);
-            memcpy((char*)a.v + here * size, (const char*)a.qkv + (row + (size_t)(a.HQ + a.HKV + kv) * D) * size, (size_t)D * size);
+            memcpy((char*)a.v + here * size, (const char*)a.qkv + (row + (size_t)(a.HQ + a.HKV + kv) * D) * size,
+                   (size_t)D * size);
         }
 #pragma omp for schedule(static)
         for (int i = 0; i < a.B * a.HKV; i++) {

@@ -13,7 +13,8 @@
 
 namespace {
 
-constexpr int HALF = 16;  // of a chunk: k of one sum, 16 * 2^13 * 2^14 at most, and the least group. All widths have it in 4 quads
+// of a chunk: k of one sum, 16 * 2^13 * 2^14 at most, and the least group. All widths have it in 4 quads
+constexpr int HALF = 16;
 
 // A table as whole numbers below 2^13 of a unit, a power of two: e2m1 and iq4_nl exactly, others within 2^-13 of their largest.
 struct Entries {
@@ -54,7 +55,8 @@ struct InWords {
     Isa::Entries of(int c, int q, int w) const {
         const int32_t* p = words + (size_t)c * BITS * ROWS;
         if (q % (QUADS / 2) == 0 && w == 0)
-            for (int line = q ? BITS / 2 : 0; line < (q ? BITS : BITS / 2); line++) __builtin_prefetch(p + line * ROWS + AHEAD / 4);
+            for (int line = q ? BITS / 2 : 0; line < (q ? BITS : BITS / 2); line++)
+                __builtin_prefetch(p + line * ROWS + AHEAD / 4);
         return Isa::look_up(codes<BITS, 1>(p + w * Isa::LANES, q), low, high);
     }
 };
@@ -65,7 +67,8 @@ struct Found {
 
     Isa::Entries of(int c, int q, int) const {
         const Isa::Entries& e = found[(size_t)c * QUADS + q];
-        return {e.first, e.second};  // g++ copies the whole by halves of registers, which then wait for each other (8 times as long)
+        // g++ copies the whole by halves of registers, which then wait for each other (8 times as long)
+        return {e.first, e.second};
     }
 };
 

@@ -2,12 +2,12 @@
 //
 // Maths   q = round(x * (LIMIT / max|x|)), scale = max / LIMIT, LIMIT = 448 or 127: lowq_kernels/activations.py to the last bit
 // round_rows  q * scale in x's type: what 16-bit kernels multiply
-// act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. Of each chunk
-//             of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
-//             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2
+// act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. Of each
+//             chunk of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with f = i + (b %
+//             2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
-// Launch  one block of 256 threads a row. act_rows holds it in registers meanwhile where it has at most 16 * 256 * ROUNDS values (0:
-//         it is read twice, as by round_rows, the second time out of L1)
+// Launch  one block of 256 threads a row. act_rows holds it in registers meanwhile where it has at most 16 * 256 * ROUNDS
+//         values (0: it is read twice, as by round_rows, the second time out of L1)
 // Source  own.
 #include "tile.cuh"
 
@@ -36,7 +36,8 @@ __device__ __forceinline__ void load8(const u16* row, int k, int K, u32 (&v)[4])
         v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = (k + 2 * i < K ? row[k + 2 * i] : 0u) | (k + 2 * i + 1 < K ? (u32)row[k + 2 * i + 1] << 16 : 0u);
+        for (int i = 0; i < 4; i++)
+            v[i] = (k + 2 * i < K ? row[k + 2 * i] : 0u) | (k + 2 * i + 1 < K ? (u32)row[k + 2 * i + 1] << 16 : 0u);
     }
 }
 
@@ -88,7 +89,8 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 f = to_floats<T>(v[i]);
-            const float a = quantized<INT8>(__fmul_rn(f.x, inverse), byte) * scale, b = quantized<INT8>(__fmul_rn(f.y, inverse), byte) * scale;
+            const float a = quantized<INT8>(__fmul_rn(f.x, inverse), byte) * scale,
+                        b = quantized<INT8>(__fmul_rn(f.y, inverse), byte) * scale;
             v[i] = from_floats<T>(a, b);
         }
         if (K % 8 == 0) *(uint4*)(to + k) = make_uint4(v[0], v[1], v[2], v[3]);
@@ -102,7 +104,8 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
 
 template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS>
 __global__ void __launch_bounds__(256)
-act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps, int sums_stride) {
+act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps,
+         int sums_stride) {
     __shared__ float maxima[8];
     const int row = blockIdx.x, units = steps * 8;  // of 16 bytes
     const u16* const from = x + (size_t)row * K;

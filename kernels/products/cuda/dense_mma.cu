@@ -2,10 +2,10 @@
 //
 // Grid    x: ROW_TILES row tiles of 16 rows of W a block. y: blocks of 8 rows of x.
 // Block   WARPS warps take the steps (STEP k) in turn and add up through shared memory at the end.
-// Warp    W and x go from global memory into registers, two steps of them: W's first two before anything else and in front of the
-//         wait for the kernel before, a later one as soon as the step two before it is used. The order of k inside a product is
-//         free: a lane reads 16 bytes of a row of W, and of x, and they are its pairs of two mma; 64 bytes of a row by its four lanes,
-//         128 by two loads.
+// Warp    W and x go from global memory into registers, two steps of them: W's first two before anything else and in front of
+//         the wait for the kernel before, a later one as soon as the step two before it is used. The order of k inside a
+//         product is free: a lane reads 16 bytes of a row of W, and of x, and they are its pairs of two mma; 64 bytes of a row
+//         by its four lanes, 128 by two loads.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
@@ -14,14 +14,18 @@
 
 __device__ __forceinline__ uint4 weights16(const u16* p) {  // read once
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
 }
 
 template <int T, int WARPS, int ROW_TILES, int STEP, int BLOCKS_PER_SM, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
-dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x, u16* y, int M, int N, int K, const Folded folded) {
-    constexpr int LOADS = STEP / 32, E = ROW_TILES * 4 * 32;  // of 16 bytes, of a lane and row; fp32 sums of a warp: [t][register][lane]
+dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x, u16* y, int M, int N, int K,
+          const Folded folded) {
+    // of 16 bytes, of a lane and row; fp32 sums of a warp: [t][register][lane]
+    constexpr int LOADS = STEP / 32, E = ROW_TILES * 4 * 32;
     constexpr int OUT = FOLD & GATED ? ROW_TILES * 8 : ROW_TILES * 16;
     extern __shared__ float4 shared[];
     __shared__ float factor[8];
@@ -43,7 +47,8 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
             for (int j = 0; j < LOADS; j++) {
                 const int k = s * STEP + 32 * j;
 #pragma unroll
-                for (int i = 0; i < 2; i++) w[u][t][i][j] = k + 8 * quad < K ? weights16(from[t][i] + k) : make_uint4(0, 0, 0, 0);
+                for (int i = 0; i < 2; i++)
+                    w[u][t][i][j] = k + 8 * quad < K ? weights16(from[t][i] + k) : make_uint4(0, 0, 0, 0);
             }
     };
     const u16* x_from = x + (size_t)(m0 + smaller(r, rows - 1)) * K + 8 * quad;

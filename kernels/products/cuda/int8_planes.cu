@@ -1,14 +1,14 @@
-// Rows of x[M,K] fp16 or bf16 as 16-bit integers in two signed bytes, a power of two for each row and 128 k: x of the products that
-// take codes as bytes (split_int8.cuh tells how), made once and not by every warp of them.
+// Rows of x[M,K] fp16 or bf16 as 16-bit integers in two signed bytes, a power of two for each row and 128 k: x of the products
+// that take codes as bytes (split_int8.cuh tells how), made once and not by every warp of them.
 //
 // Maths   x = x' * unit, unit a power of two by which the span's largest |x'| fills 14 bits; x' = 256 * high + low
 // Shapes  planes (2 * M, steps * 128) bytes, rows 2 * m high and 2 * m + 1 low, zeros past K · units (steps, stride) of (unit,
 //         sum(x')); of a span with inf or nan unit is nan
 // Order   that of the codes in a word of the tile layout: of each 128 k the i-th 32 bytes: byte 16*h + 4*quad + b is
 //         k = 16*f + 8*h + 2*quad + b / 2, with f = i + b % 2 * 4, by 4 bits (chunks of 64 k) f = i / 2 * 4 + i % 2 + b % 2 * 2
-// PLACE   by 1 and 2 bits: codes of odd i come times 2^PLACE, so that half of them need no shift. Then planes are of 2 x' where i is even and
-//         of 2 x' / 2^PLACE where it is odd, unit is half as large and sum(2 x') is of these roundings. An x' of 2^14 - 64 or more,
-//         whose double two signed bytes do not hold, takes the next unit.
+// PLACE   by 1 and 2 bits: codes of odd i come times 2^PLACE, so that half of them need no shift. Then planes are of 2 x' where
+//         i is even and of 2 x' / 2^PLACE where it is odd, unit is half as large and sum(2 x') is of these roundings. An x' of
+//         2^14 - 64 or more, whose double two signed bytes do not hold, takes the next unit.
 // Units   of row 4 * i + q lie at q * stride / 4 + i: those of a lane of wgmma's side by side.
 // Launch  x: 128 threads for 2048 k of a row, 16 each. y: rows.
 // Source  own.
@@ -42,7 +42,8 @@ int8_planes(const u16* __restrict__ x, uint4* __restrict__ planes, float2* __res
     for (int quad = 0; quad < 4; quad++) {
         const float2 a = to_floats<T>(v[0][quad]), b = to_floats<T>(v[1][quad]);
         const u32 one[2] = {__float_as_uint(__fmaf_rn(a.x, up, SPLIT_ROUND)), __float_as_uint(__fmaf_rn(a.y, up, SPLIT_ROUND))};
-        const u32 other[2] = {__float_as_uint(__fmaf_rn(b.x, up, SPLIT_ROUND)), __float_as_uint(__fmaf_rn(b.y, up, SPLIT_ROUND))};
+        const u32 other[2] = {__float_as_uint(__fmaf_rn(b.x, up, SPLIT_ROUND)),
+                              __float_as_uint(__fmaf_rn(b.y, up, SPLIT_ROUND))};
         sum += one[0] + other[0] + one[1] + other[1];
         split_int8(one, other, low[quad], high[quad]);
     }
@@ -54,5 +55,7 @@ int8_planes(const u16* __restrict__ x, uint4* __restrict__ planes, float2* __res
     to[0] = make_uint4(high[0], high[1], high[2], high[3]);
     to[steps * 8] = make_uint4(low[0], low[1], low[2], low[3]);
     const int place = row % 4 * (stride / 4) + row / 4;
-    if (at % 8 == 0) units[(size_t)step * stride + place] = make_float2(__uint_as_float(e >= 255 ? 0x7fffffffu : (e - HEAD) << 23), (float)(int)sum);
+    if (at % 8 == 0)
+        units[(size_t)step * stride + place] =
+            make_float2(__uint_as_float(e >= 255 ? 0x7fffffffu : (e - HEAD) << 23), (float)(int)sum);
 }

@@ -8,9 +8,10 @@
 //         2 e + h are fragment (place + PLACES * h), k = 16 * fragment + 2 * quad + e: x is stored in that order.
 // rounds  Eight columns are four pairs: 4 / ROWS spans that share a flush; a lane has one pair, so one scale and zero and one
 //         fp32 sum of each row of W. Columns of other spans are zero for a chunk: they are cleared once and never written.
-// tables  Four codes of a word's half (four fragments, one k of a pair) are the selectors of two `prmt`, each among eight bytes below
-//         128: a selector's top bit makes `prmt` repeat a byte's sign, 0, so the half that a code is not of adds nothing. Two planes,
-//         the high and the low 7 bits of 14: 15 instructions for eight codes. (e2m1 in one plane was slower than as halves: tables.md.)
+// tables  Four codes of a word's half (four fragments, one k of a pair) are the selectors of two `prmt`, each among eight bytes
+//         below 128: a selector's top bit makes `prmt` repeat a byte's sign, 0, so the half that a code is not of adds nothing.
+//         Two planes, the high and the low 7 bits of 14: 15 instructions for eight codes. (e2m1 in one plane was slower than as
+//         halves: tables.md.)
 // zeros   sum(x') of a span is known as x is stored, so sum(code * x') - zero * sum(x') cancels as it should.
 // Cost    16 x 128 weights: 16 LOP3, 4 mma, 3 doublings and, shared by four groups, 5 instructions of scales; x: 33 for 128 k.
 // Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
@@ -43,24 +44,26 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
-// x' comes as the last bits of fma(x, a power of two, SPLIT_ROUND): it fills SPLIT_HEAD + 1 bits, and 1.5 * 2^23 leaves no room for a
-// fraction. 128 makes the second byte the high byte; the first is the low one + 128.
+// x' comes as the last bits of fma(x, a power of two, SPLIT_ROUND): it fills SPLIT_HEAD + 1 bits, and 1.5 * 2^23 leaves no room
+// for a fraction. 128 makes the second byte the high byte; the first is the low one + 128.
 constexpr int SPLIT_HEAD = 13;  // unit is 2^-SPLIT_HEAD of the largest |x|'s power of two
 constexpr float SPLIT_ROUND = 12582912.f + 128;
 constexpr u32 SPLIT_ZERO = 0x4b400080u;  // the bits of SPLIT_ROUND
-__device__ __forceinline__ void split_int8(const u32 (&one)[2], const u32 (&other)[2], u32& low, u32& high) {  // of four x', [e]: e-th of a pair
+// of four x', [e]: e-th of a pair
+__device__ __forceinline__ void split_int8(const u32 (&one)[2], const u32 (&other)[2], u32& low, u32& high) {
     const u32 even = __byte_perm(one[0], other[0], 0x5140), odd = __byte_perm(one[1], other[1], 0x5140);
     low = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high = __byte_perm(even, odd, 0x7632);
 }
 
-// Register j of a chunk of 3-bit codes as fields of four bits: codes of even places, or of odd ones. Their third bits lie beside the low two.
+// Register j of a chunk of 3-bit codes as fields of four bits: codes of even places, or of odd ones. Their third bits lie
+// beside the low two.
 __device__ __forceinline__ u32 fields_of_four(const u32 (&w)[Tile<3>::REGS], int j, int odd) {
     const u32 h = w[4 + j / 2];
     return odd ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
 }
 
-// 16 floats as the numbers 8192 + 8191 / (the largest of them) times each: a plane of high and one of low 7 bits, by a whole warp; the
-// largest over 8191.
+// 16 floats as the numbers 8192 + 8191 / (the largest of them) times each: a plane of high and one of low 7 bits, by a whole
+// warp; the largest over 8191.
 __device__ __forceinline__ float make_planes(const float* values, unsigned char* planes, int lane) {
     const float value = values[lane & 15];
     float most = fabsf(value);
@@ -72,8 +75,8 @@ __device__ __forceinline__ float make_planes(const float* values, unsigned char*
     return most * (1.f / 8191.f);
 }
 
-// sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan. own: the
-// table, if there is one.
+// sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan. own:
+// the table, if there is one.
 template <int BITS, int T, int GROUP, int FORM>
 __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const float* own, const u16* x, int r, int K) {
     using L = Tile<BITS>;
@@ -102,7 +105,8 @@ struct Int8Planes {
     static constexpr int PARTS = TABLE ? 2 : 1;  // planes of a code
     static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = BLOCK_K / SPAN;  // of a step
     static constexpr int CHUNKS = BLOCK_K / L::CHUNK, PLACES = L::FRAGS / 2;  // PLACES: mma of a chunk
-    static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
+    // spans, chunks of a round
+    static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;
     static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
     static constexpr int ROW = 288;  // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
     static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * BLOCK_K * 2;
@@ -111,12 +115,13 @@ struct Int8Planes {
     static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 32, "a chunk's spans are of one round");
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
-    // turns 16 k at once, or 8 where that takes all lanes: TABLE of BESIDE fragments, else SPLIT of one, else of two, so that it has
-    // whole words of B.
-    static constexpr int VALUES = ROWS * BLOCK_K <= 256 && !(TABLE && BESIDE == 4) ? 8 : 16, EVERY = BLOCK_K / VALUES;  // EVERY: tasks of a row
+    // turns 16 k at once, or 8 where that takes all lanes: TABLE of BESIDE fragments, else SPLIT of one, else of two, so that
+    // it has whole words of B. EVERY: tasks of a row
+    static constexpr int VALUES = ROWS * BLOCK_K <= 256 && !(TABLE && BESIDE == 4) ? 8 : 16, EVERY = BLOCK_K / VALUES;
     static constexpr int TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
     static constexpr int QUADS = VALUES / 4 / BESIDE;  // TABLE: of a task
-    static constexpr int PAIRS = TABLE ? QUADS : SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
+    // pairs of k that lie together
+    static constexpr int PAIRS = TABLE ? QUADS : SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;
     static constexpr int APART = TABLE ? 16 : SPLIT ? 4 : 16 * PLACES;
     static constexpr int offset(int load) { return 8 * (load % 2) + APART * (load / 2); }  // in k
     const u16* from;
@@ -187,7 +192,8 @@ struct Int8Planes {
             for (int i = 0; i < LOADS * PAIRS; i++) {
                 const float2 two = to_floats<T>(v[i / PAIRS][i % PAIRS]);
                 u32(&to)[2] = t[i / PAIRS][i % PAIRS];
-                to[0] = __float_as_uint(__fmaf_rn(two.x, up, SPLIT_ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, SPLIT_ROUND));
+                to[0] = __float_as_uint(__fmaf_rn(two.x, up, SPLIT_ROUND)),
+                to[1] = __float_as_uint(__fmaf_rn(two.y, up, SPLIT_ROUND));
                 sum += to[0] + to[1];
             }
             sum -= VALUES * SPLIT_ZERO;
@@ -195,7 +201,8 @@ struct Int8Planes {
             for (int d = 1; d < SPAN / VALUES; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
             if (TASKS % 32 && task >= TASKS) continue;
             if (mine % (SPAN / VALUES) == 0) {  // nan where an x is no finite number
-                const u32 unit = e == 255 ? 0x7fffffffu : (e - SPLIT_HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
+                const u32 unit = e == 255 ? 0x7fffffffu : (e - SPLIT_HEAD) << 23,
+                          total = __float_as_uint((float)(int)sum * (1 << SHIFT));
                 store2(unit_at[n], unit, total);
             }
             if constexpr (TABLE) {
@@ -208,7 +215,8 @@ struct Int8Planes {
                     for (int i = 0; i < 2 * QUADS; i++) {  // (quad, register of B)
                         const int q = i / 2, r = i % 2;
                         if constexpr (BESIDE == 4) {
-                            const u32 even[2] = {t[r][0][e], t[4 % LOADS + r][0][e]}, odd[2] = {t[2 % LOADS + r][0][e], t[6 % LOADS + r][0][e]};
+                            const u32 even[2] = {t[r][0][e], t[4 % LOADS + r][0][e]},
+                                      odd[2] = {t[2 % LOADS + r][0][e], t[6 % LOADS + r][0][e]};
                             split_int8(even, odd, low[i], high[i]);
                         } else {
                             low[i] = (__byte_perm(t[r][q][e], t[2 + r][q][e], 0x4040) ^ 0x80808080u) & here;
@@ -246,7 +254,10 @@ struct Int8Planes {
     }
     static __device__ __forceinline__ uint4 read16(u32 from) {
         uint4 v;
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(from)
+                     : "memory");
         return v;
     }
     static __device__ __forceinline__ void store2(u32 to, u32 a, u32 b) {
@@ -269,7 +280,8 @@ struct Int8Planes {
         return make_float2(__uint_as_float(unit), __uint_as_float(sum));
     }
 
-    // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile; books: TABLE's bytes of each tile.
+    // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile; books: TABLE's bytes of each
+    // tile.
     template <int ROW_TILES>
     __device__ __forceinline__ void products(const u32 (&w)[ROW_TILES][CHUNKS][L::REGS], int round, const uint4 (*books)[2],
                                              float2 (&sums)[ROW_TILES]) const {
@@ -311,7 +323,9 @@ struct Int8Planes {
             }
         }
     }
-    static __device__ __forceinline__ float2 both_rows(const int (&d)[4]) { return make_float2((float)(256 * d[0] + d[1]), (float)(256 * d[2] + d[3])); }
+    static __device__ __forceinline__ float2 both_rows(const int (&d)[4]) {
+        return make_float2((float)(256 * d[0] + d[1]), (float)(256 * d[2] + d[3]));
+    }
     static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {

@@ -1,15 +1,15 @@
 // out[n, k] = (q[n,k] - zeros[n,g]) * scales[n,g] for some row tiles of a tile weight: dense rows for the library's matmul.
 //
-// With TABLE it is values[q[n,k]] * scales[n,g] * factor: values (T, 2^BITS) fp32, or one for all where factors (T) are given; T
-// tables of table_rows rows each. SCALES: how bytes are scales (book.cuh), or 0.
+// With TABLE it is values[q[n,k]] * scales[n,g] * factor: values (T, 2^BITS) fp32, or one for all where factors (T) are given;
+// T tables of table_rows rows each. SCALES: how bytes are scales (book.cuh), or 0.
 // Grid    x: ceil(chunks / 8), y: row tiles. One warp a chunk of one tile; values computed in fp32, rounded once.
 #include "book.cuh"
 
 template <int BITS, int T, int GROUP, bool ZEROS, bool TABLE = false, int SCALES = 0>
 __global__ void __launch_bounds__(256)
-tile_dequant(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, u16* __restrict__ out,
-             const float* __restrict__ values, const float* __restrict__ factors, int tile0, int rows, int K, int chunks, int groups,
-             int table_rows, int N) {
+tile_dequant(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
+             u16* __restrict__ out, const float* __restrict__ values, const float* __restrict__ factors, int tile0,
+             int rows, int K, int chunks, int groups, int table_rows, int N) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     __shared__ u32 mask[C::PLACES];
@@ -26,7 +26,8 @@ tile_dequant(const u32* __restrict__ words, const u16* __restrict__ scales, cons
     const u32* chunk = words + ((size_t)t * chunks + c) * L::WORDS;
     u32 w[L::REGS];
 #pragma unroll
-    for (int i = 0; i < L::REGS; i++) w[i] = i < L::REGS / 4 * 4 ? chunk[i / 4 * 128 + lane * 4 + i % 4] : chunk[128 + lane * 2 + i % 4];
+    for (int i = 0; i < L::REGS; i++)
+        w[i] = i < L::REGS / 4 * 4 ? chunk[i / 4 * 128 + lane * 4 + i % 4] : chunk[128 + lane * 2 + i % 4];
 #pragma unroll
     for (int f = 0; f < L::FRAGS; f++) {
         const int k0 = c * L::CHUNK + f * 16;

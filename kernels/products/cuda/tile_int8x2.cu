@@ -24,7 +24,8 @@
 #include "wgmma8.cuh"
 
 template <int BITS>
-__device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUNK + (BITS == 1)][Tile<BITS>::REGS], int span, u32 (&a)[4][4]) {
+__device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUNK + (BITS == 1)][Tile<BITS>::REGS], int span,
+                                           u32 (&a)[4][4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         if constexpr (BITS == 1) {  // its low four bits are places of the span
@@ -43,19 +44,22 @@ __device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUN
     }
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WARPGROUPS_N, int WARPGROUPS_K, int COLUMNS, int SPANS, int BUFFERS, int
-          STAGES, int BLOCKS_PER_SM>
+template <int BITS, int T, int GROUP, bool ZEROS, int WARPGROUPS_N, int WARPGROUPS_K, int COLUMNS, int SPANS, int BUFFERS,
+          int STAGES, int BLOCKS_PER_SM>
 __global__ void __launch_bounds__(128 * (1 + WARPGROUPS_N * WARPGROUPS_K), BLOCKS_PER_SM)
-tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant__ TensorMap units_map, const __grid_constant__ TensorMap words_map,
-            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, const u16* __restrict__ x,
-            const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
+tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant__ TensorMap units_map,
+            const __grid_constant__ TensorMap words_map, const __grid_constant__ TensorMap scales_map,
+            const __grid_constant__ TensorMap zeros_map, const u16* __restrict__ x, const u32* __restrict__ words,
+            const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
             u16* __restrict__ y, int M, int N, int K, int steps, int row_tiles, int chunks, int groups) {
     using L = Tile<BITS>;
-    constexpr int STEP_SPANS = SPANS * WARPGROUPS_K, BLOCK_K = STEP_SPANS * 128, TILES = 4 * WARPGROUPS_N, CONSUMERS = WARPGROUPS_N * WARPGROUPS_K, ROWS = COLUMNS / 2;
+    constexpr int STEP_SPANS = SPANS * WARPGROUPS_K, BLOCK_K = STEP_SPANS * 128, TILES = 4 * WARPGROUPS_N,
+                  CONSUMERS = WARPGROUPS_N * WARPGROUPS_K, ROWS = COLUMNS / 2;
     constexpr int PER = BITS == 4 ? 2 : 1, SHARE = BITS == 1 ? 2 : 1;  // chunks of a span, spans of a chunk
     constexpr int GROUPS = groups_of_step(GROUP, BLOCK_K);
     constexpr int UNITS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16;  // rows of units: as int8_planes.py has them
-    constexpr u32 PANEL = COLUMNS * 128, X_BYTES = STEP_SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = BLOCK_K / L::CHUNK * CHUNK_BYTES;
+    constexpr u32 PANEL = COLUMNS * 128, X_BYTES = STEP_SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4,
+                  W_BYTES = BLOCK_K / L::CHUNK * CHUNK_BYTES;
     constexpr u32 META_BYTES = TILES * GROUPS * 32, METAS = X_BYTES + W_BYTES, UNITS_AT = METAS + (ZEROS ? 2 : 1) * META_BYTES;
     constexpr u32 LOADED = UNITS_AT + STEP_SPANS * UNITS * 8, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
     static_assert(SPANS % SHARE == 0, "whole chunks for a warpgroup");
@@ -68,7 +72,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
     const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
     const int tiles = (row_tiles + TILES - 1) / TILES;
 
-    if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&planes_map), prefetch(&units_map);
+    if (threadIdx.x == 32)
+        prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&planes_map), prefetch(&units_map);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * CONSUMERS);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
@@ -85,7 +90,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                 barrier_expect(barrier, LOADED - STEP_SPANS * (COLUMNS - 2 * M) * 128);
 #pragma unroll
                 for (int u = 0; u < BLOCK_K / L::CHUNK; u++)
-                    tensor_load_once(at + X_BYTES + u * CHUNK_BYTES, &words_map, (c * (BLOCK_K / L::CHUNK) + u) * L::WORDS, tile * TILES, barrier);
+                    tensor_load_once(at + X_BYTES + u * CHUNK_BYTES, &words_map, (c * (BLOCK_K / L::CHUNK) + u) * L::WORDS,
+                                     tile * TILES, barrier);
                 const int g = GROUP == 0 ? 0 : c * BLOCK_K / (GROUP ? GROUP : 1);
                 tensor_load(at + METAS, &scales_map, g * 16, tile * TILES, barrier);
                 if (ZEROS) tensor_load(at + METAS + META_BYTES, &zeros_map, g * 16, tile * TILES, barrier);
@@ -103,7 +109,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                         load_weights(s, c, tile);
                     }
 #pragma unroll
-                    for (int i = 0; i < STEP_SPANS; i++) tensor_load(at + i * PANEL, &planes_map, (c * STEP_SPANS + i) * 128, 0, barrier);
+                    for (int i = 0; i < STEP_SPANS; i++)
+                        tensor_load(at + i * PANEL, &planes_map, (c * STEP_SPANS + i) * 128, 0, barrier);
                     tensor_load(at + UNITS_AT, &units_map, 0, c * STEP_SPANS, barrier);
                     if (++s == STAGES) s = 0, round++;
                 }
@@ -116,14 +123,16 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
     previous_grid_wait();
     next_grid_launch();
     const int g = group - 1, wn = g % WARPGROUPS_N, wk = WARPGROUPS_K > 1 ? g / WARPGROUPS_N : 0, t = wn * 4 + warp;
-    u32 words_at = X_BYTES + wk * (SPANS * 128 / L::CHUNK) * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = METAS + t * GROUPS * 32 + r * 4;
+    u32 words_at = X_BYTES + wk * (SPANS * 128 / L::CHUNK) * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16,
+        meta_at = METAS + t * GROUPS * 32 + r * 4;
     u32 units_at = UNITS_AT + wk * SPANS * UNITS * 8 + q * (UNITS / 4) * 8;
     asm volatile("" : "+r"(words_at), "+r"(meta_at), "+r"(units_at));  // else ptxas makes them anew for each step
     float acc[ROWS / 2];  // [i][o]: row 4 * i + q of x, row r + 8 * o of W
     int sum[BUFFERS][ROWS];
     u32 a[BUFFERS][4][4];
     int s = 0;
-    u32 parity = 0, stage = base, barrier = full, panel = (u32)swizzled_tile(base) + wk * SPANS * (PANEL / 16);  // low half of a descriptor
+    // low half of a descriptor
+    u32 parity = 0, stage = base, barrier = full, panel = (u32)swizzled_tile(base) + wk * SPANS * (PANEL / 16);
 
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll
@@ -140,14 +149,18 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
             auto read_metas = [&](int b) {  // scales, zeros, units: late, registers are short
                 int at = 0;  // the span's group, of those in the stage
                 if (GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0) at = (wk * SPANS + b) * 128 / (GROUP ? GROUP : 1);
-                else if (GROUP && GROUP % BLOCK_K) at = (c * BLOCK_K + (wk * SPANS + b) * 128) / (GROUP ? GROUP : 1) - c * BLOCK_K / (GROUP ? GROUP : 1);
+                else if (GROUP && GROUP % BLOCK_K)
+                    at = (c * BLOCK_K + (wk * SPANS + b) * 128) / (GROUP ? GROUP : 1) - c * BLOCK_K / (GROUP ? GROUP : 1);
                 scale = read4(stage + meta_at + at * 32);
                 if (ZEROS) zero = read4(stage + meta_at + META_BYTES + at * 32);
 #pragma unroll
                 for (int i = 0; i < ROWS / 4; i += 2) {
                     const u32 from = stage + units_at + (b * UNITS + i) * 8;
                     if (i + 1 < ROWS / 4)
-                        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(unit[i]), "=f"(total[i]), "=f"(unit[i + 1]), "=f"(total[i + 1]) : "r"(from) : "memory");
+                        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                                     : "=f"(unit[i]), "=f"(total[i]), "=f"(unit[i + 1]), "=f"(total[i + 1])
+                                     : "r"(from)
+                                     : "memory");
                     else asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(unit[i]), "=f"(total[i]) : "r"(from) : "memory");
                 }
             };
@@ -167,7 +180,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                 const int which = b % BUFFERS;
                 if (b % SHARE == 0) {
 #pragma unroll
-                    for (int i = 0; i < PER; i++) read_chunk<BITS>(stage + words_at + (b / SHARE * PER + i) * CHUNK_BYTES, lane, w[i]);
+                    for (int i = 0; i < PER; i++)
+                        read_chunk<BITS>(stage + words_at + (b / SHARE * PER + i) * CHUNK_BYTES, lane, w[i]);
                 }
                 span_codes<BITS>(w, b, a[which]);
                 alive(which);
@@ -194,11 +208,13 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                 }
             }
             stage += STAGE_BYTES, barrier += 8, panel += STAGE_BYTES / 16;
-            if (++s == STAGES) s = 0, stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, panel -= STAGES * (STAGE_BYTES / 16), parity ^= 1;
+            if (++s == STAGES)
+                s = 0, stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, panel -= STAGES * (STAGE_BYTES / 16), parity ^= 1;
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        auto together = [&] { asm volatile("bar.sync %0, %1;" ::"r"(wn + 1), "n"(128 * WARPGROUPS_K) : "memory"); };  // with the others along K
+        // with the others along K
+        auto together = [&] { asm volatile("bar.sync %0, %1;" ::"r"(wn + 1), "n"(128 * WARPGROUPS_K) : "memory"); };
         float* const sums = (float*)(shared + STAGES * STAGE_BYTES) + wn * ROWS * ROW;  // [wk][wn][row of x][row of W]
         constexpr int APART = WARPGROUPS_N * ROWS * ROW;
         together();  // the sums of the tile before have been read
@@ -227,7 +243,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                     const size_t meta = (size_t)at * groups * 16;
                     const u16* const zero = ZEROS ? zeros + meta : nullptr;
                     if (!(one * 0.f == 0.f))
-                        one = plainly<BITS, T, GROUP, 0>(words + (size_t)at * chunks * L::WORDS, scales + meta, zero, nullptr, x + (size_t)m * K, (n + j) % 16, K);
+                        one = plainly<BITS, T, GROUP, 0>(words + (size_t)at * chunks * L::WORDS, scales + meta, zero, nullptr,
+                                                         x + (size_t)m * K, (n + j) % 16, K);
                     mine[j] = one;
                 }
 #pragma unroll
@@ -237,7 +254,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
 #pragma unroll
                 for (int j = 0; j < 8; j++) v[j] += n + j < N ? to_floats<T>(bias[n + j]).x : 0.f;
             }
-            const uint4 eight = make_uint4(from_floats<T>(v[0], v[1]), from_floats<T>(v[2], v[3]), from_floats<T>(v[4], v[5]), from_floats<T>(v[6], v[7]));
+            const uint4 eight = make_uint4(from_floats<T>(v[0], v[1]), from_floats<T>(v[2], v[3]), from_floats<T>(v[4], v[5]),
+                                           from_floats<T>(v[6], v[7]));
             store8(y + (size_t)m * N + n, eight, N, n);
         }
     }

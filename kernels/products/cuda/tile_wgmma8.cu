@@ -61,12 +61,14 @@ __device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, 
 template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
           int BAND>
 __global__ void __launch_bounds__(384, 1)
-tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map, const __grid_constant__ TensorMap words_map,
-            const __grid_constant__ TensorMap scales_map, const u32* __restrict__ scales, const u32* __restrict__ zeros,
-            const float* __restrict__ x_scales, const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int row_tiles, int groups) {
+tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map,
+            const __grid_constant__ TensorMap words_map, const __grid_constant__ TensorMap scales_map,
+            const u32* __restrict__ scales, const u32* __restrict__ zeros, const float* __restrict__ x_scales,
+            const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int row_tiles, int groups) {
     using L = Tile<BITS>;
     constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, CHUNKS = 128 / L::CHUNK, TILES = 8 * ROW_TILES_64;
-    constexpr u32 X_BYTES = BLOCK_M * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES, META_BYTES = TILES * PARTS * 32;
+    constexpr u32 X_BYTES = BLOCK_M * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES,
+                  META_BYTES = TILES * PARTS * 32;
     constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
     static_assert(SG / 32 % BATCH == 0, "one wgmma batch, one sum");
     constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
@@ -77,7 +79,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
     const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
     const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0, team = blockIdx.x / SPLIT_K, teams = gridDim.x / SPLIT_K;
-    const int share = (steps + SPLIT_K - 1) / SPLIT_K, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
+    const int share = (steps + SPLIT_K - 1) / SPLIT_K, begin = smaller(rank * share, steps),
+              part = smaller(share, steps - begin);
     // sums of x from sums_at on, in steps of 64 after those of x; TMA wants 16-byte aligned addresses (illegal instruction)
     const int sums_begin = begin * PARTS, sums_at = sums_begin & ~7, sums_end = sums_begin + part * PARTS;
     const int sum_steps = part > 0 ? (sums_end - sums_at + 63) / 64 : 0;
@@ -103,7 +106,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                 for (int u = 0; u < CHUNKS; u++)
                     tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, n_tile * TILES, barrier);
-                tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES, barrier);
+                tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES,
+                            barrier);
             };
             int s = 0, round = 0, early = 0;
             if (team < all) {  // weights do not depend on the kernel before, x does
@@ -173,7 +177,9 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) {
                         const int at = b * BATCH + i;
-                        if (at % PER_CHUNK == 0) read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, lane, w);
+                        if (at % PER_CHUNK == 0)
+                            read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16,
+                                             lane, w);
                         codes8<BITS>(w, at % PER_CHUNK, a[i]);
                     }
                     const int p = b * BATCH / PER_SUM;
@@ -185,7 +191,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
                     products_fence();
 #pragma unroll
-                    for (int i = 0; i < BATCH; i++) Wgmma8<INT8, BLOCK_M>::run(sums8, a[i], panel + 2 * (b * BATCH + i), (b * BATCH + i) % PER_SUM > 0);
+                    for (int i = 0; i < BATCH; i++)
+                        Wgmma8<INT8, BLOCK_M>::run(sums8, a[i], panel + 2 * (b * BATCH + i), (b * BATCH + i) % PER_SUM > 0);
                     products_commit();
                     float2 f = to_floats<T>(both);
                     if (!INT8) f.x *= 512.f, f.y *= 512.f;
@@ -207,7 +214,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
             for (int h = 0; h < ROW_TILES_64; h++) {
                 const int t = n_tile * TILES + t_first + 4 * h;
-                float product[BLOCK_M / 2];  // not acc itself: as a target of wgmma it costs ptxas more registers than there are
+                // not acc itself: as a target of wgmma it costs ptxas more registers than there are
+                float product[BLOCK_M / 2];
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; i++) product[i] = 0.f;
 #pragma unroll 1
@@ -225,7 +233,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                             const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
                             minus[e] = inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;
                         }
-                        a[i / 2][i % 2 * 2] = __byte_perm(minus[0], minus[1], 0x5410), a[i / 2][i % 2 * 2 + 1] = __byte_perm(minus[0], minus[1], 0x7632);
+                        a[i / 2][i % 2 * 2] = __byte_perm(minus[0], minus[1], 0x5410),
+                                         a[i / 2][i % 2 * 2 + 1] = __byte_perm(minus[0], minus[1], 0x7632);
                     }
                     alive(a);
 #pragma unroll
@@ -248,7 +257,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         // ---------------------------------------------------------------------------------------------- epilogue
         constexpr int COLUMNS = BLOCK_M / SPLIT_K;  // of x that a block writes
         const int m_first = m0 + rank * COLUMNS, m_end = smaller(M, m0 + BLOCK_M);
-        if constexpr (SPLIT_K > 1) {  // sums[h][i][thread] in the ring's place, then each block adds up its columns in rank order
+        // sums[h][i][thread] in the ring's place, then each block adds up its columns in rank order
+        if constexpr (SPLIT_K > 1) {
             float* const sums = (float*)shared + group * ROW_TILES_64 * (BLOCK_M / 2) * 128 + (threadIdx.x & 127);
             asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
 #pragma unroll
