@@ -27,6 +27,7 @@ from lowq_cli.run.events import Event
 from lowq_cli.run.pipeline import maker, run_hash, text_of
 from lowq_cli.run.prepare import prepare
 from lowq_cli.run.refined_file import RefinedFile
+from lowq_cli.run.scaled_original import scaled_original
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError
 
@@ -66,23 +67,23 @@ class Refining:
     def run(self) -> Iterator[Event]:
         """Choose codes; yields events of generating the text and of the layers, none if an earlier call has finished.
 
-        Raises UnsupportedError for another model, or weights that were scaled before they were quantized; and as `prepare`.
+        Raises UnsupportedError for another model or learnt norms; and as `prepare`.
         """
         make, file = maker(self.model, self.device), self.file
         with prepare(self.model, self.recipe, self.out, self.device, make=make) as prepared:
             plan = _plan(prepared.plan, file)
-            _check_same_model(file, prepared.source)
+            source = _target(file, prepared.source)
             text, plan = yield from text_of(prepared, plan)
             assert text
             on = torch.device(str(prepared.workers[0]))
-            facts = f"{run_hash(prepared.source, plan, on, text)} {self.kept.name} scales"
+            facts = f"{run_hash(source, plan, on, text)} {self.kept.name} scales"
             run = hashlib.sha256(facts.encode()).hexdigest()[:16]
             self.work = self.kept.with_name(f"{self.kept.name}-{run}")
             if file.is_done(self.work):
                 return
             check_free(self.out)
             with new_folder(self.work, run) as new:
-                calibration = Calibration(prepared.source, plan, text, new, run, on, file)
+                calibration = Calibration(source, plan, text, new, run, on, file)
                 yield from calibration.run()
                 loaders = {i.name: partial(file.load, calibration.layer_of[i.name], i) for i in calibration.items.values()}
                 file.write(loaders, new)
@@ -124,18 +125,24 @@ def _plan(plan: Plan, file: RefinedFile) -> Plan:
     return replace(plan, items=tuple(items))
 
 
-def _check_same_model(file: RefinedFile, source: Source) -> None:
-    """Raise UnsupportedError if norms differ from the model's: another model, scales moved into weights (AWQ), or trained.
+def _target(file: RefinedFile, source: Source) -> Source:
+    """The model whose outputs the file's should have: the original, scaled as AWQ does where the file's norms are.
 
-    Codes are chosen for inputs that the original's norms produce; with other norms they would not lower the real error.
+    Raises UnsupportedError if norms differ otherwise: another model, or trained. Codes are chosen for inputs that the
+    original's norms produce; with other norms they would not lower the real error.
     """
-    for name, held in file.norms():
+    norms = {}
+    for name, values in file.norms():
         if name in source.headers and "norm" in name:
-            held, original = held.float().flatten(), source.read(name).float().flatten()
-            if held.shape != original.shape or not torch.allclose(
-                held, original, rtol=SAME, atol=SAME * float(original.abs().mean())
-            ):
-                raise UnsupportedError(
-                    f"{name} is not what it is in {source.name}: the file is of another model, or its weights were "
-                    "scaled before they were quantized, as AWQ does, or its norms were learnt, as distill does"
-                )
+            values, original = values.float().flatten(), source.read(name).float().flatten()
+            near = SAME * float(original.abs().mean())
+            if values.shape != original.shape or not torch.allclose(values, original, rtol=SAME, atol=near):
+                norms[name] = values
+    if not norms:
+        return source
+    if (scaled := scaled_original(source, file, norms)) is None:
+        raise UnsupportedError(
+            f"{min(norms)} is not what it is in {source.name}, and no scales as AWQ's explain the weights next to it: "
+            "the file is of another model, or its norms were learnt, as distill does"
+        )
+    return scaled

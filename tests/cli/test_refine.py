@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import Bytes
 from exported import HEAD, INT4, SYM, dense_tensors
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vocabularies import tokenizer
 
@@ -273,10 +274,45 @@ def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
         list(Refining(str(tmp_path / "file"), str(other.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
 
 
-def test_scaled_weights_are_refused(bf16_checkpoints, text, tmp_path, monkeypatch):
+def test_learnt_norms_are_refused(bf16_checkpoints, text, tmp_path, monkeypatch):
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
     plain = Checkpoint.read_plain
     monkeypatch.setattr(Checkpoint, "read_plain", lambda self, t: plain(self, t) * (1.5 if "norm" in t.name else 1))
-    with pytest.raises(UnsupportedError, match="scaled before"):
+    with pytest.raises(UnsupportedError, match="no scales as AWQ's explain"):
         list(Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
+
+
+def scaled_as_awq_does(dense, folder, pairs):
+    """The model with scales of 1/3 to 3 between norms and linears and between `pairs` of linears: the same function."""
+    shutil.copytree(dense, folder)
+    with open_source(dense) as source:
+        tensors = {n: t.float() for n, t in dense_tensors(source).items()}
+    g = torch.Generator().manual_seed(0)
+    moves = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")} | pairs
+    for before, W in tensors.items():
+        stem, _, leaf = before.removesuffix(".weight").rpartition(".")
+        for after in moves.get(leaf, ()):
+            s = torch.exp(2.2 * torch.rand(len(W), generator=g.manual_seed(len(stem))) - 1.1)
+            name = next(n for n in tensors if n.startswith(stem) and n.endswith(f"{after}.weight"))
+            tensors[name] = tensors[name] * s
+        if leaf in moves:
+            tensors[before] = W / (s if W.dim() == 1 else s.unsqueeze(-1))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("pairs", [{}, {"up_proj": ("down_proj",)}], ids=["norms", "norms and up"])
+def test_weights_scaled_before_they_were_quantized_are_improved(pairs, bf16_checkpoints, text, tmp_path):
+    """As AWQ's tools do it: the norms' scales are exact, those between up and down are estimated, and norms stay."""
+    dense = bf16_checkpoints("llama", INT4).dense
+    scaled = scaled_as_awq_does(dense, tmp_path / "scaled", pairs)
+    assert errors_of(dense, text, scaled)[0] < 1e-6
+    pipeline.quantize(
+        scaled, tmp_path / "m", bits=4, group=32, zero="int", method="rtn", dtype="float16", lm_head="keep", device="cpu"
+    )
+    export(tmp_path / "m", "awq", tmp_path / "file")
+    done = refined(tmp_path / "file", dense, text, tmp_path / "refined")
+    assert_grids_stay(tmp_path / "file", tmp_path / "refined", done)
+    old, new = errors_of(dense, text, tmp_path / "file", tmp_path / "refined")
+    assert 0 < new < 0.8 * old
