@@ -1,6 +1,7 @@
 """Many models in one server: swaps, queues, engines and clients that die, the file that names them."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -192,6 +194,33 @@ def test_an_engine_that_died_is_loaded_again_by_the_next_request():
         assert log.count(("begin", "a")) == 2
 
     run(go())
+
+
+@pytest.mark.parametrize("how", ["unloaded", "died"])
+def test_a_model_that_has_left_is_freed(how):
+    """At once, and not whenever Python collects the next time: tokenizers take up to hundreds of megabytes."""
+
+    async def go():
+        pool, _ = pool_of("ab", room=1)
+        await pool.start(lambda n, of: None)
+        async with pool.lease("a") as model:
+            left = [weakref.ref(x) for x in (model, model.engine, model.tokenizer, model.hub, model.grammars)]
+            model.ways("")
+        del model
+        if how == "died":
+            pool.places["a"].model.engine.closed = "killed by signal 9"
+            pool.look()
+        assert await use(pool, "b") == "b"
+        end = time.monotonic() + 20
+        while any(ref() is not None for ref in left):
+            assert time.monotonic() < end, [gc.get_referrers(ref()) for ref in left if ref() is not None]
+            await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        run(go())
+    finally:
+        gc.enable()
 
 
 def test_an_alias_is_another_name_of_the_same_loaded_model():

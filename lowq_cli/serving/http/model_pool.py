@@ -8,6 +8,7 @@ requested model gets its turn. If an engine ends by itself, only its model fails
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -331,9 +332,12 @@ class ModelPool:
             with suppress(TimeoutError):  # an engine that died reports no end of its requests
                 async with asyncio.timeout(1.0):
                     await place.drained.wait()
-        place.model = None
+        place.model, ending = None, asyncio.to_thread(model.end, not place.gone)
+        del model
         self.metrics.leave(place.offer.name)
-        await asyncio.to_thread(model.end, not place.gone)
+        await ending
+        del ending
+        await asyncio.to_thread(gc.collect)  # its objects refer to each other; with them a tokenizer and descriptors would stay
         place.state, place.task = State.ABSENT, None
         if place.waiters:
             self._want(place)
@@ -361,7 +365,9 @@ class ModelPool:
         model, place.model, place.loading = place.model, None, None
         if model is not None:
             self.metrics.leave(place.offer.name)
-            asyncio.get_running_loop().run_in_executor(None, model.end, False)
+            loop = asyncio.get_running_loop()
+            ended = loop.run_in_executor(None, model.end, False)
+            ended.add_done_callback(lambda _: loop.run_in_executor(None, gc.collect))  # as in `_drained`
         place.state, place.why = State.FAILED, why
         place.again = time.monotonic() + min(PAUSES[1], PAUSES[0] * 2**place.failures)
         place.failures += 1
