@@ -2,11 +2,15 @@
 
 import ast
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import urllib.request
+import venv
 import zipfile
 from pathlib import Path
 
@@ -157,22 +161,58 @@ def test_every_package_folder_is_declared():
     assert found == declared
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_our_packages_and_nobody_elses(tmp_path):
-    tree = tmp_path / "tree"  # setuptools leaves a build folder behind, whose stale files the next wheel would hold
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this tree, without compiled kernels: those are tested in tests/kernels/test_cpu_wheel.py."""
+    made = tmp_path_factory.mktemp("wheel")
+    tree = made / "tree"  # setuptools leaves a build folder behind, whose stale files the next wheel would hold
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "benchmarks", "tests", "docs"))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
-    without = os.environ | {"LOWQ_CPU_ISA": "off"}  # compiled kernels: tests/kernels/test_cpu_wheel.py
-    subprocess.run(command, check=True, capture_output=True, env=without)
-    names = zipfile.ZipFile(next(tmp_path.glob("lowq-*.whl"))).namelist()
-    tops = {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")}
-    assert tops == {"lowq.py", *FOLDERS}
-    for package, path in SOURCES:
-        assert "/".join([package, *path.relative_to(ROOT / FOLDERS[package]).parts]) in names
-    for data in ("demo/model.safetensors", "demo/tokenizer.json", "serving/http/page.html"):
-        assert f"lowq_cli/{data}" in names
-    for source in (ROOT / "kernels").rglob("*.cu*"):
-        assert "/".join(["lowq_kernels", *source.relative_to(ROOT / "kernels").parts]) in names
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(made), str(tree)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"LOWQ_CPU_ISA": "off"})
+    return next(made.glob("lowq-*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_our_files_and_nobody_elses(wheel):
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith(".dist-info")}
+    ours = {"lowq.py"}
+    for package, folder in FOLDERS.items():
+        files = [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+        ours |= {"/".join([package, *p.relative_to(ROOT / folder).parts]) for p in files}
+    assert {"lowq_cli/demo/model.safetensors", "lowq_cli/serving/http/page.html", "lowq_kernels/cuda/tile.cuh"} <= ours
+    assert names == ours
+
+
+@pytest.mark.slow
+def test_a_fresh_environment_runs_the_wheel(wheel, tmp_path):
+    """The command, the bundled model, the server and its page; only the libraries are those of this environment."""
+    venv.create(tmp_path / "fresh", symlinks=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    site = Path(subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip())
+    line = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(line, check=True, capture_output=True)
+    (site / "libraries.pth").write_text(f"{Path(importlib.util.find_spec('torch').origin).parents[1]}\n")
+    env = {"HOME": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin", "LOWQ_CPU_ISA": "off", "OMP_NUM_THREADS": "1"}
+
+    def said(*line):
+        return subprocess.check_output(line, env=env, cwd=tmp_path, text=True)
+
+    assert str(site) in said(python, "-c", "import lowq_cli; print(lowq_cli)")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert said(python.parent / "lowq", "--version") == f"lowq {version}\n"
+    line = [python.parent / "lowq", "serve", "demo", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(line, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            url = next(m[1] for row in server.stderr if (m := re.search(r"listening on (http://\S+)", row)))
+            asked = json.dumps({"prompt": "Once", "max_tokens": 4}).encode()
+            with urllib.request.urlopen(f"{url}/v1/completions", asked, timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 4
+            with urllib.request.urlopen(url, timeout=60) as page:
+                assert b"<!doctype html>" in page.read(100)
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+    assert server.returncode == 0
 
 
 def test_production_code_stays_within_its_budget():
