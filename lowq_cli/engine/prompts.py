@@ -192,8 +192,9 @@ def encode_messages(
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
     from lowq_cli.engine.vision import sight_of
     from lowq_cli.hf.chat_template import render
-    from lowq_cli.hf.pictures import expanded
+    from lowq_cli.hf.pictures import check_typed, expanded
 
+    check_typed(messages, sight_of(shown[0]).images, spelled_by(tokenizer))
     if hasattr(tokenizer, "spelling"):  # lowq's own
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     else:

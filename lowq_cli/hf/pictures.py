@@ -173,15 +173,27 @@ def written(images: Images, picture: Picture | Packed, spelled: Spelled) -> str:
     return begin + (row * h if h * w > 1 else "") + "<|image|>" + each + end
 
 
+def check_typed(messages: Sequence[Mapping[str, Any]], images: Images, spelled: Spelled) -> None:
+    """Raise UsageError if a message spells an image's `place`: an image that the template leaves out would be shown there."""
+    placeholder = place(images, spelled)
+    if any(placeholder in str(m) for m in messages):
+        raise UsageError(f"a message has the text {placeholder}, which stands for a picture; {_leave_out(placeholder)}")
+
+
+def _leave_out(placeholder: str) -> str:
+    return f"leave {placeholder} out of what you write"
+
+
 def expanded(text: str, pictures: Sequence[Picture | Packed], images: Images, spelled: Spelled) -> str:
     """The text with the placeholders of its images. Raises UsageError if images and places differ in number."""
     placeholder = place(images, spelled)
     parts = text.split(placeholder)
-    if len(parts) - 1 != len(pictures):
+    if len(parts) - 1 < len(pictures):
         raise UsageError(
-            f"the text has {len(parts) - 1} places for pictures ({placeholder}) and there are {len(pictures)} pictures; "
-            f"leave {placeholder} out of what you write"
+            f"the chat template writes {len(parts) - 1} of the {len(pictures)} pictures; send pictures in messages of the user"
         )
+    if len(parts) - 1 > len(pictures):
+        raise UsageError(f"the text has {len(parts) - 1} places for {len(pictures)} pictures; {_leave_out(placeholder)}")
     pieces = [part for pair in zip(parts, (written(images, p, spelled) for p in pictures), strict=False) for part in pair]
     return "".join([*pieces, parts[-1]])
 

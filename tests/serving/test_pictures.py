@@ -80,8 +80,8 @@ REFUSED = [
     ({"type": "image_url", "image_url": {"link": "x"}}, "unknown field"),
     ({"type": "image_url", "image_url": 7}, "must be an object"),
     ({"type": "image"}, "send a picture as"),
-    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "no videos"),
-    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "no sound"),
+    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "not videos"),
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "not sound"),
     ({"type": "hologram"}, "takes texts and pictures"),
 ]
 
@@ -312,7 +312,7 @@ def test_langchain_shows_pictures(seeing):
         assert model.invoke(asked).content == wanted
         assert "".join(str(c.content) for c in model.stream(asked)) == wanted
     video = HumanMessage(content=[{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}])
-    with pytest.raises(openai.BadRequestError, match="no videos"):
+    with pytest.raises(openai.BadRequestError, match="not videos"):
         model.invoke([video])
 
 
@@ -387,3 +387,71 @@ def test_the_page_takes_pictures_by_button_paste_and_drop(page, seeing, tmp_path
     whole = seeing.post("chat/completions", body).json()["choices"][0]["message"]["content"]
     assert page.run("document.querySelector('.assistant div').textContent").strip() == whole.strip()
     assert not page.complaints()
+
+
+ROLES = "{% for m in messages %}{% if m.role == 'system' and m.content is not string %}{{ m.content[-1].text }}{% else %}"
+PLAIN = {"url": "data:image/png;base64,"}
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory):
+    """A model whose chat template leaves out pictures of the system, as some do."""
+    folder = sighted.write("qwen3_vl", tmp_path_factory.mktemp("strict"))
+    template = (folder / "chat_template.jinja").read_text()
+    dropped = template.replace("{% for m in messages %}", ROLES, 1).replace(
+        "<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}", 1
+    )
+    (folder / "chat_template.jinja").write_text(dropped)
+    return folder
+
+
+def test_pictures_that_do_not_fit_their_text_are_refused_in_one_line(start_on, strict):
+    """By OpenAI's client, streamed too; what comes after is answered as before."""
+    client = openai.OpenAI(base_url=f"{start_on(strict, '--name', 'sees').wait_ready().url}/v1", api_key="none", max_retries=0)
+    a = url(sighted.drawing(1))
+    how = {"model": "sees", "temperature": 0, "max_tokens": 6}
+    fine = {"messages": [message(a)], **how}
+    before = client.chat.completions.create(**fine).choices[0].message.content
+    of_system = {**message(a, text="Look."), "role": "system"}
+    typed = {"role": "user", "content": "<|image_pad|>"}
+    wrong = [
+        ([of_system, message()], "the chat template writes 0 of the 1 pictures"),
+        ([of_system, message(a)], "the chat template writes 1 of the 2 pictures"),
+        ([of_system, typed], r"leave <\|image_pad\|> out"),  # as many places as pictures, and yet another place
+        ([message(a), typed], r"leave <\|image_pad\|> out"),
+        ([message(*[a] * 8)], "the context ends at 256"),
+        ([message(a, text="word " * 240)], "the context ends at 256"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": PLAIN}]}], "not a PNG, JPEG, WebP or GIF"),
+    ]
+    for messages, why in wrong:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=why) as refused:
+                client.chat.completions.create(messages=messages, stream=stream, **how)
+            assert "\n" not in refused.value.body["message"]
+    alone = client.chat.completions.create(messages=[typed], **how)  # without a picture it is a token as others
+    assert alone.usage.completion_tokens
+    parts = message(a)["content"]
+    for turns in ([{"role": "user", "content": parts[:1]}], [message(a), {**message(a), "role": "assistant"}, message()]):
+        assert client.chat.completions.create(messages=turns, **how).usage.prompt_tokens > 36
+    assert client.chat.completions.create(**fine).choices[0].message.content == before
+
+
+def test_pictures_alike_in_bytes_and_prefixes_that_end_in_a_picture(seeing, sees):
+    """Plain pictures of two shapes whose pixels are the same bytes; a text whose blocks end in the middle of pictures."""
+    import lowq
+    from lowq_cli.engine.open_model import ready
+
+    client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none")
+    wide, high = (Image.new("RGB", size, (90, 140, 60)) for size in ((64, 32), (32, 64)))
+    model, tokenizer = ready(str(sees), "cpu")
+    how = {"model": "sees", "temperature": 0, "max_tokens": 6}
+    for images, text, cached in (
+        ((wide,), QUESTION, 0), ((high,), QUESTION, 0), ((high, wide), QUESTION, 0), ((wide, high), QUESTION, 0),
+        ((sighted.drawing(1),) * 3, QUESTION, 0), ((sighted.drawing(1),) * 3, QUESTION, 128),
+        ((sighted.drawing(1), sighted.drawing(1), sighted.drawing(2)), QUESTION, 64),
+        ((sighted.drawing(1), sighted.drawing(2), sighted.drawing(1)), QUESTION, 0),
+    ):  # fmt: skip
+        answer = client.chat.completions.create(messages=[message(*map(url, images), text=text)], **how)
+        ours = lowq.stream(model, tokenizer, text, 6, chat=True, images=list(images))
+        assert answer.choices[0].message.content == "".join(ours)
+        assert answer.usage.prompt_tokens_details.cached_tokens == cached, (len(images), answer.usage)

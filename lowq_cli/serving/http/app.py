@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
-from lowq_cli.hf.pictures import Packed, expanded
+from lowq_cli.hf.pictures import Packed, check_typed, expanded
 from lowq_cli.output.dialects import Ways
 from lowq_cli.output.read import Reader
 from lowq_cli.serving.dialects import embeddings, ollama, rerank, tokens
@@ -457,6 +457,8 @@ class Endpoints:
             if asked.chat:
                 template = template_of(model.tokenizer, bool(offered.given))
                 ways = model.ways(template)
+                if pictures and model.pictures is not None:
+                    check_typed(asked.get("messages"), model.pictures.images, model.tokenizer.spelling)
                 text = prompt_text(model.tokenizer, asked, offered.given, ways)
                 if pictures and model.pictures is not None:
                     text = expanded(text, pictures, model.pictures.images, model.tokenizer.spelling)
