@@ -1,4 +1,4 @@
-"""Perplexity of quantized models, for docs/accuracy.md: benchmarks/results/accuracy/*.json. On a GPU, or slowly on a CPU.
+"""Measure perplexity of quantized models, for docs/accuracy.md: benchmarks/results/accuracy/*.json.
 
     python benchmarks/accuracy.py free       --models MODELS --data DATA    every data-free method beside the hqq package
     python benchmarks/accuracy.py calibrated --models MODELS --data DATA [--method gptq,awq] [--rotate] [--calib FILE]

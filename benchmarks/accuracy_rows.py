@@ -1,4 +1,4 @@
-"""accuracy.py's texts, flags, and result files in which a cell measured again replaces the old one."""
+"""Part of accuracy.py: its texts, flags, and result files, in which a new measurement replaces the old one."""
 
 import argparse
 import datetime

@@ -1,4 +1,4 @@
-"""Attention of decode steps over long caches, and of prompts, beside the kernels that could do it instead. Needs a GPU.
+"""Time attention of decode steps over long caches, and of prompts, against other kernels for it. Needs a GPU.
 
     python benchmarks/attention.py                    # a minute; writes benchmarks/results/<gpu>/attention.json
     python benchmarks/attention.py --parts kv,decode  # two minutes: caches in 16 bits, fp8 and 4 bits; an 8B's steps over each

@@ -1,4 +1,4 @@
-"""lowq beside llama.cpp on this CPU, by the clock: decoding, a prompt, a batch, peak memory, seconds to the first token.
+"""Compare lowq with llama.cpp on this CPU: decoding, a prompt, a batch, peak memory, seconds to the first token.
 
     pip download --no-binary :all: --no-deps llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
     cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF

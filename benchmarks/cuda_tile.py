@@ -1,4 +1,4 @@
-"""The tile kernels against cuBLAS fp16 on one GPU, every cell checked against fp32 before it is timed.
+"""Time the tile kernels against cuBLAS fp16 on one GPU; every cell is checked against fp32 before it is timed.
 
     python benchmarks/cuda_tile.py                                  # PLAN: the tables of docs/cuda.md
     python benchmarks/cuda_tile.py --shapes 4096x4096 --bits 4 --m 1,8,16 --sweep    # every legal config of every kernel

@@ -1,4 +1,4 @@
-"""Two checks of the decode engine, for docs/decode.md.
+"""Check the decode engine's tokens and its time to the first token, for docs/decode.md.
 
     python benchmarks/decode_checks.py tokens MODEL --out FILE.json [--bits 4] [--group 64] [--new 256] [--dtype bfloat16]
     python benchmarks/decode_checks.py first --out FILE.json [--model 8b] [--variant 4h8] [--folder FOLDER] [--runs 3]

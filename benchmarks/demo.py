@@ -1,4 +1,4 @@
-"""`make demo`: the whole journey on the bundled model, with the commands a person would type, then one table.
+"""`make demo`: quantize, tune and run the bundled model with the commands that a user would type, then print one table.
 
 Usage: python benchmarks/demo.py [--bits N] [--out DIR]
 """

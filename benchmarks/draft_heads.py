@@ -1,4 +1,4 @@
-"""Draft heads: guesses right in a row on a model's greedy text, and their time. benchmarks/results/<device>/draft_heads.json.
+"""Measure draft heads: right guesses in a row on greedy text, and their time. benchmarks/results/<device>/draft_heads.json.
 
     python benchmarks/draft_heads.py MODEL HEAD --texts FILE [--name base] [--device cuda]
 

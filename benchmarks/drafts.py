@@ -1,4 +1,4 @@
-"""Drafts: what steps of several rows take, and what guesses by n-grams bring. benchmarks/results/<device>/drafts.json.
+"""Measure drafts: the time of steps of several rows, and the gain from n-grams. benchmarks/results/<device>/drafts.json.
 
     python benchmarks/drafts.py [--parts rows,same,speed] [--shape 8b] [--models base=FOLDER,...] [--texts FILE] [--device cuda]
 

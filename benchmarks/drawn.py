@@ -1,4 +1,4 @@
-"""Drawn pictures with questions that have one right answer: digits of dots and shapes, coloured, moved, scaled and noisy."""
+"""Part of the picture benchmarks: draws pictures with questions that have one right answer."""
 
 from dataclasses import dataclass
 

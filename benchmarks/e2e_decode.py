@@ -1,4 +1,4 @@
-"""End-to-end decode: tokens per second of whole models with random weights, every variant in one run.
+"""Measure tokens per second of whole models with random weights, all variants in one run.
 
     python benchmarks/e2e_decode.py --out FOLDER [--run MODEL=VARIANTS[@BATCHES]] ...
 

@@ -1,4 +1,4 @@
-"""A mixture's layer by both kernels: experts read once a token, and products grouped by expert. results/<gpu>/experts.json.
+"""Time a mixture's layer by two kernels: experts read once per token, and grouped by expert. results/<gpu>/experts.json.
 
     python benchmarks/experts_speed.py [--bits 4] [--models NAME,...] [--tokens 1,16,...] [--out FILE]     # on a Hopper GPU
 

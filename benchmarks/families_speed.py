@@ -1,4 +1,4 @@
-"""How fast families decode on one GPU, real layer widths, few layers: benchmarks/results/<gpu>/families_speed.json.
+"""Time decoding of all families on one GPU: real layer widths, few layers. benchmarks/results/<gpu>/families_speed.json.
 
     python benchmarks/families_speed.py [--out FILE] [--launches] [--kernels] [--dtype bfloat16] [FAMILY or whole:NAME ...]
 

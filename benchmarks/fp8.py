@@ -1,4 +1,4 @@
-"""fp8 and int8 activations on a Hopper GPU: `python3 benchmarks/fp8.py --model DIR --text FILE --out FILE.json`.
+"""Measure fp8 and int8 activations on a Hopper GPU: `python3 benchmarks/fp8.py --model DIR --text FILE --out FILE.json`.
 
     quantizer   block quantizer, 256x256: ours, the tile-per-block baseline, the plan of the GridQuant article, torch.compile's,
                 and the plain cast, which moves the same bytes

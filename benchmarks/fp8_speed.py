@@ -1,4 +1,4 @@
-"""What fp8.py times: the block quantizer, block-scaled products, and products of 8-bit activations with packed codes."""
+"""Part of fp8.py: times the block quantizer, block-scaled products, and products of 8-bit activations with packed codes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Exports judged by the tools they are for: benchmarks/results/accuracy/interop.json.
+"""Let other tools read lowq's exports and compare the weights: benchmarks/results/accuracy/interop.json.
 
     python benchmarks/interop.py --model MODELS/base --text DATA/wikitext2_test.txt [--tokens 32768]
 

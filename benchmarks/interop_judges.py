@@ -1,4 +1,4 @@
-"""Judges of exports, matrix by matrix: each reads what `lowq export` wrote of a model and says how many matrices are ours."""
+"""Part of interop.py: other tools' readers, each of which says how many matrices of an export are equal to lowq's."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost the server: users of one 8B at 4 bits, without adapters, with one, with several at once.
+"""Measure the cost of LoRA adapters in the server: users of an 8B at 4 bits without adapters, with one, with several.
 
     python benchmarks/lora.py --work /dev/shm/x [--users 16] [--adapters 8] [--rank 16]
 

@@ -1,4 +1,4 @@
-"""The papers' experiments on this GPU, for docs/gemv.md and docs/splitk.md: benchmarks/results/h100/.
+"""Time the papers' kernels on this GPU, for docs/gemv.md and docs/splitk.md: benchmarks/results/h100/.
 
     python benchmarks/papers_speed.py gemv   [--out FILE.json]    gemv_paper.json
     python benchmarks/papers_speed.py splitk [--out FILE.json]    splitk_paper.json

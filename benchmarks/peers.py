@@ -1,4 +1,4 @@
-"""Other tools' checkpoints beside lowq's at equal bits, judged alike: benchmarks/results/accuracy/peers.json.
+"""Compare other tools' checkpoints with lowq's at equal bits: benchmarks/results/accuracy/peers.json.
 
     python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200]      AutoRound (sign gradient descent)
     python benchmarks/peers.py llamacpp  --models MODELS --data DATA --library LIB      K- and i-quants, importance matrix

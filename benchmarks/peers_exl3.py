@@ -1,4 +1,4 @@
-"""EXL3 for peers.py: exllamav3's quantizer as its wheel has it, with the two CUDA kernels of it that quantizing takes.
+"""Part of peers.py: EXL3 by exllamav3's own quantizer, with the two CUDA kernels that it needs.
 
 The package's own extension (some 200 files) is mostly what it decodes with. Here its Python (modules/quant/exl3_lib) is
 imported from an unpacked wheel without the rest of the package; its trellis search is compiled by nvcc behind C functions: the

@@ -1,4 +1,4 @@
-"""First token of a picture and what follows it, on one GPU: benchmarks/results/<gpu>/pictures.json.
+"""Time the first token after a picture and the tokens after it, on one GPU: benchmarks/results/<gpu>/pictures.json.
 
     python benchmarks/pictures.py [--layers N] [--out FILE]
 

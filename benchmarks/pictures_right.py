@@ -1,4 +1,4 @@
-"""Right answers about drawn pictures by width, into pictures.json of the results.
+"""Measure right answers about drawn pictures by the width of the weights: pictures.json of the results.
 
     python benchmarks/pictures_right.py FOLDER [--pictures 200] [--out FILE]
 

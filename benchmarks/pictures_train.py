@@ -1,4 +1,4 @@
-"""Train a small model that sees, on one core of a CPU: a tower before a small Llama, on drawn digits and shapes (`drawn.py`).
+"""Train a small vision-language model on one CPU core: a vision tower and a small Llama, on drawn digits and shapes.
 
     python benchmarks/pictures_train.py LLAMA OUT [--seconds 660] [--batch 32]
 

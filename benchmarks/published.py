@@ -1,4 +1,4 @@
-"""lowq's checkpoints by exllamav3's protocol (perplexity and KL divergence over bits), and one plot beside others' numbers.
+"""Measure lowq's checkpoints by exllamav3's protocol (perplexity and KL divergence over bits); plot them.
 
     python benchmarks/published.py measure MODEL --text wiki.test.raw [--schemes 8:64,4:64,3:64,2:64] [--method learn]
     python benchmarks/published.py measure MODEL --text wiki.test.raw --types Q4_K_M,Q2_K        # GGUF as lowq writes it

@@ -1,4 +1,4 @@
-"""Memory and time of `lowq quantize` on random checkpoints of Llama's shapes. Each run is a fresh process.
+"""Measure memory and time of `lowq quantize` on random checkpoints of Llama's shapes, each run in a fresh process.
 
     python benchmarks/quantize_cost.py memory        # 16 and 32 layers, 4 bits: benchmarks/results/cpu/quantize_memory.json
     python benchmarks/quantize_cost.py memory --hidden 512 --intermediate 2048 --vocab 8192 --runs 2:rtn --out -

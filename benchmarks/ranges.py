@@ -1,4 +1,4 @@
-"""Run part of the suite on the oldest and newest versions of the libraries that pyproject.toml promises. Before a release.
+"""Run part of the tests on the oldest and newest versions of the libraries in pyproject.toml. Before a release.
 
     python benchmarks/ranges.py                       the oldest transformers in range and the newest there is
     python benchmarks/ranges.py 5.17.0 5.20.2 5.24.0  these

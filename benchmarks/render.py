@@ -1,4 +1,4 @@
-"""Write the generated pages, and parts of README.md and docs/*.md: tables from benchmarks/results/, help from the command.
+"""Write the tables of README.md, benchmarks/README.md and docs/*.md from benchmarks/results/, and the help pages.
 
     python benchmarks/render.py          rewrite what has changed
     python benchmarks/render.py --check  exit 1 if anything would change, or a result is of no use (a test runs this)
@@ -110,7 +110,7 @@ def main() -> int:
     """Render every page; with --check the exit status is 1 where one would change, or a result is of no use."""
     stale, opened = [], set[Path]()
     sys.addaudithook(lambda event, given: opened.add(Path(given[0])) if event == "open" and type(given[0]) is str else None)
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         before = page.read_text()
         after = WHOLE[page.name]() if page.name in WHOLE else rendered(before)
         if before != after:

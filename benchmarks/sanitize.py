@@ -1,4 +1,4 @@
-"""compute-sanitizer over every registered GPU kernel, CUDA and Triton: `python benchmarks/sanitize.py [--only NAME]`.
+"""Run compute-sanitizer over every GPU kernel, CUDA and Triton: `python benchmarks/sanitize.py [--only NAME]`.
 
 Each kernel runs in a process of its own under memcheck and racecheck, on small shapes with tails in M, N and K, at every
 width, over a few of its configs; weights, x and truth are made on the CPU, so that few kernels but ours are instrumented,

@@ -1,4 +1,4 @@
-"""g++'s address and undefined-behaviour sanitizers over own CPU kernels: `benchmarks/sanitize_cpu.py [-k WORDS ...]`.
+"""Run g++'s address and undefined-behaviour sanitizers over the CPU kernels: `benchmarks/sanitize_cpu.py [-k WORDS ...]`.
 
 Their tests run again on a library built with both: every width, table, group, kind of zero and odd shape, on each instruction
 set that this CPU has and AVX-512 emulated, x, weights and results allocated one by one, so that an access past the end of one

@@ -1,4 +1,4 @@
-"""Servers under the users of serve_load.py over HTTP: `lowq serve`, `vllm serve` by its own kernels, and by lowq's plugin.
+"""Measure servers over HTTP under the users of serve_load.py: `lowq serve`, `vllm serve`, and vLLM with lowq's plugin.
 
     python benchmarks/serve_http.py --work /dev/shm/x [--servers lowq,export,plugin] [--users 1,16,64,128] [--long 4400,128000]
     python benchmarks/serve_http.py --work /dev/shm/x --texts 64

@@ -1,4 +1,4 @@
-"""The loads that servers are measured under: so many users, each of whom sends the next request when the last is answered.
+"""Part of the server benchmarks: users, each of whom sends the next request when the last one is answered.
 
     from serve_load import LOADS, requests, users_of, closed_loop
 

@@ -1,4 +1,4 @@
-"""lowq's own engine under the load of serve_load.py, without HTTP. benchmarks/results/<gpu>/serve_SHAPE.json.
+"""Measure lowq's own engine under the users of serve_load.py, without HTTP. benchmarks/results/<gpu>/serve_SHAPE.json.
 
     python benchmarks/serve_own.py --work /dev/shm/x [--shape 8b] [--parts start,same,load,deterministic,prompts] [--users 1,16]
 

@@ -1,4 +1,4 @@
-"""What a schedule would give on a GPU, before it is measured there: the engine's own Scheduler and TokenBudget, and a clock.
+"""Simulate a schedule of the server before it is measured on a GPU: the engine's own Scheduler and TokenBudget, and a clock.
 
     python benchmarks/serve_schedule.py [--users 16,64,128] [--loads rag-64,chats-128] [--set SLACK=2.5 EARLY_S=0]
 

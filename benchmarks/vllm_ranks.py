@@ -1,4 +1,4 @@
-"""vLLM with lowq's kernels over several GPUs: the same answers, a killed worker, tokens per second.
+"""Check and time vLLM with lowq's kernels over several GPUs: equal answers, a killed worker, tokens per second.
 
     python benchmarks/vllm_ranks.py --work /dev/shm/x [--parts answers,killed,speed] [--tp 2] [--seconds 200] [--out FOLDER]
 

@@ -1,4 +1,4 @@
-"""vLLM with its own kernels and with lowq's, on one model of random weights. benchmarks/results/<gpu>/vllm_SHAPE.json.
+"""Time vLLM with its own kernels and with lowq's, on one model of random weights. benchmarks/results/<gpu>/vllm_SHAPE.json.
 
     python benchmarks/vllm_speed.py --work /dev/shm/x [--shape 8b] [--runs 4:export,4:lowq,8:export,8:lowq,2:lowq] [--full 4]
     python benchmarks/vllm_speed.py --work /dev/shm/x --shape a3b --layers 24 --runs 4:export,4:lowq --no-users

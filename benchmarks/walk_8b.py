@@ -1,4 +1,4 @@
-"""Seconds from shell to shell of every command on a model of an 8B's shape with random weights: what a person waits for.
+"""Time every command on a model of an 8B's shape with random weights, from shell prompt to shell prompt.
 
     python benchmarks/walk_8b.py                      # on a GPU; 35 GB of disk; --folder /dev/shm for memory
     python benchmarks/walk_8b.py --shape tiny         # the same steps on a CPU in a minute or two, to see that they work

@@ -28,7 +28,10 @@ from lowq_packers.scheme import ACTS, ZERO_KINDS
 ROOT = Path(__file__).parent.parent
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")), *DOCS]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md")),
+    *DOCS,
+]
 MOST_LINES = 120  # of the README
 
 

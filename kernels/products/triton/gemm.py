@@ -80,7 +80,7 @@ def _refuse(call: Call, config: Config) -> str | None:
 
 
 KEYS = ("BLOCK_M", "BLOCK_N", "ROWS", "SPLIT_K", "TRANSPOSED", "NATURAL", "num_warps", "num_stages")
-# Both lists: configs that won somewhere in benchmarks/triton_sweep.py on an H100, and a few for smaller GPUs.
+# Both lists: configs that won somewhere in benchmarks/once/triton_sweep.py on an H100, and a few for smaller GPUs.
 SPLITK_CONFIGS = configs_of(KEYS, (
     (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 8, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 2, 3),
     (16, 64, 16, 4, 0, 0, 2, 4), (16, 64, 16, 16, 0, 0, 4, 2), (16, 32, 16, 8, 0, 0, 2, 3),

@@ -1,7 +1,7 @@
-"""Two GPUs beside one: quantizing, and decoding by tensor parallelism. benchmarks/results/h200x2/two_gpus.json.
+"""Compare two GPUs with one: quantizing, and decoding by tensor parallelism. benchmarks/results/h200x2/two_gpus.json.
 
-    python benchmarks/two_gpus.py --models MODELS --work /dev/shm/x [--devices cuda:0,cuda:1] [--layers 16] [--out FILE]
-    python benchmarks/two_gpus.py --take FILE    # rows measured elsewhere into the results; other kinds of row stay
+    python benchmarks/once/two_gpus.py --models MODELS --work /dev/shm/x [--devices cuda:0,cuda:1] [--layers 16] [--out FILE]
+    python benchmarks/once/two_gpus.py --take FILE    # rows measured elsewhere into the results; other kinds of row stay
 
 Quantizing: a random model of Qwen2.5-32B's shape (as many layers as asked), made on the spot, by each method on the first
 device and on both; the files must be equal byte for byte. Decoding: that model and a trained one, one process and one process
@@ -31,7 +31,7 @@ from lowq_cli import ranks
 from lowq_cli.files.source import INDEX
 from lowq_cli.run import pipeline
 
-OUT = Path(__file__).parent / "results" / "h200x2" / "two_gpus.json"
+OUT = Path(__file__).parents[1] / "results" / "h200x2" / "two_gpus.json"
 SHAPE = {  # Qwen2.5-32B without its biases
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,
     "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 152064, "rms_norm_eps": 1e-6,

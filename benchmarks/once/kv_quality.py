@@ -1,6 +1,6 @@
-"""What a cache of keys and values in fp8 and in 4 bits costs: perplexity, KL divergence and agreement beside 16 bits.
+"""Measure the loss from a KV cache in fp8 and in 4 bits: perplexity, KL divergence and agreement against 16 bits.
 
-    python benchmarks/kv_quality.py MODEL [MODEL ...] [--text FILE] [--tokens 16384]   # writes results/accuracy/kv.json
+    python benchmarks/once/kv_quality.py MODEL [MODEL ...] [--text FILE] [--tokens 16384]   # writes results/accuracy/kv.json
 
 Windows of 512 tokens of the bundled sample unless another text is named; attention reads the cache as it is held. An earlier
 run's rows of other models stay.
@@ -18,7 +18,7 @@ from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.perplexity import evaluate, read_text
 from lowq_kernels.decode import kv
 
-OUT = Path(__file__).parent / "results" / "accuracy" / "kv.json"
+OUT = Path(__file__).parents[1] / "results" / "accuracy" / "kv.json"
 
 
 def main() -> None:

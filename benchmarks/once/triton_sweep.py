@@ -1,6 +1,6 @@
-"""Time a wide space of configs of the Triton kernels, and check each against fp32: where the registry's short lists come from.
+"""Time many configs of the Triton kernels, each checked against fp32; the registry's short lists come from it.
 
-`python3 benchmarks/triton_sweep.py --out FILE.jsonl [--bits 4,2] [--shapes 4096x4096] [--batch 1,16] [--kernels NAME,...]`
+`python3 benchmarks/once/triton_sweep.py --out FILE.jsonl [--bits 4,2] [--shapes 4096x4096] [--batch 1,16] [--kernels NAME,...]`
 A row is {kernel, config, bits, group, N, K, M, us, err}; cuBLAS in fp16 is a row too. All is compiled first, in parallel.
 """
 

@@ -1,6 +1,6 @@
-"""`quantize --max-kl` and `--max-ppl`: how close to its bound the checkpoint comes, in how many rounds. On a GPU or a CPU.
+"""Measure how close `quantize --max-kl` and `--max-ppl` come to their bound, and in how many rounds. On a GPU or a CPU.
 
-    python benchmarks/bounds.py --models MODELS [--out FILE.json]
+    python benchmarks/once/bounds.py --models MODELS [--out FILE.json]
 
 MODELS holds base and story. Every case is a whole `quantize` of its own; what it measured is then measured again from the
 checkpoint by `evaluate`. A case measured again replaces its row.
@@ -59,7 +59,7 @@ def main() -> None:
     """Measure what the flags ask for."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--models", type=Path, required=True)
-    flags.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "accuracy" / "bounds.json")
+    flags.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "accuracy" / "bounds.json")
     args = flags.parse_args()
     rows: list[dict[str, object]] = []
     for name, asked in CASES:

@@ -1,6 +1,6 @@
-"""Does vLLM with lowq's kernels compute what lowq computes? benchmarks/results/<gpu>/vllm_quality.json.
+"""Check that vLLM with lowq's kernels computes what lowq computes: benchmarks/results/<gpu>/vllm_quality.json.
 
-    python benchmarks/vllm_quality.py [--model demo] [--processes 4] [--first 15]
+    python benchmarks/once/vllm_quality.py [--model demo] [--processes 4] [--first 15]
 
 For each scheme: perplexity of the model on its sample text by lowq's own model and by vLLM's log-probabilities of the same
 windows of 512 tokens; greedy tokens of lowq's decoder and of vLLM, and where they part, how far apart the two logits are. On a
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts of benchmarks/
 from pages import results_of
 
 import lowq

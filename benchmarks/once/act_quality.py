@@ -1,6 +1,6 @@
-"""What 8-bit activations cost in predictions.
+"""Measure the loss from 8-bit activations: perplexity and KL divergence.
 
-    python benchmarks/act_quality.py --models DIR,DIR --texts FILE,FILE --out FILE.json [--bits 8,4,3,2]
+    python benchmarks/once/act_quality.py --models DIR,DIR --texts FILE,FILE --out FILE.json [--bits 8,4,3,2]
 
 Each model is quantized to each width (lsq, groups of 64), and its predictions in windows of 512 tokens are compared with those
 of 16-bit activations: perplexity, KL divergence, agreement. Modes: int8, fp8, either but for the down projections, and what

@@ -1,6 +1,6 @@
-"""NVFP4, MXFP4 and NF4 beside other tools' kernels, one run on one GPU: benchmarks/results/<gpu>/table_peers.json.
+"""Time NVFP4, MXFP4 and NF4 against other tools' kernels in one run on one GPU: benchmarks/results/<gpu>/table_peers.json.
 
-    python benchmarks/table_peers.py [--m 1,2,4,8,16,1024] [--peers lowq,cublas,marlin,bitsandbytes,humming] [--out FILE]
+    python benchmarks/once/table_peers.py [--m 1,2,4,8,16,1024] [--peers lowq,cublas,marlin,bitsandbytes,humming] [--out FILE]
 
 A row is {peer, format, N, K, M, us, error}. Peers are what can be imported: vLLM's Marlin (0.24), bitsandbytes, Humming, and
 cuBLAS of dense fp16; lowq's rows are what dispatch picks, with grids of as many bytes beside. All by `cuda_tile.timed`,
@@ -12,6 +12,7 @@ import argparse
 import copy
 import datetime
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts of benchmarks/
 from cuda_tile import LAYERS, SMALL, random_weight, sample, timed
 from pages import results_of
 
@@ -125,7 +128,7 @@ def main() -> None:
         "gpu": device,
         "torch": torch.__version__,
         "date": str(datetime.date.today()),
-        "script": "benchmarks/table_peers.py",
+        "script": "benchmarks/once/table_peers.py",
     }
     rows: list[dict[str, Any]] = []
     if "lowq" in args.peers:

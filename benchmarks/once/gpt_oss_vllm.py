@@ -1,6 +1,8 @@
-"""gpt-oss' shape with random weights in vLLM, its own kernels: beside rows of e2e_decode.py of the same run.
+"""Time gpt-oss' shape with random weights in vLLM with vLLM's kernels, to compare with rows of e2e_decode.py of the same run.
 
-    python benchmarks/gpt_oss_vllm.py --out results/<gpu>/decode_gpt-oss-20b_vllm.json [--model gpt-oss-20b] [--batches 1,16,64]
+    python benchmarks/once/gpt_oss_vllm.py --out FILE.json [--model gpt-oss-20b] [--batches 1,16,64]
+
+The result lies in results/<gpu>/decode_gpt-oss-20b_vllm.json.
 
 Experts in MXFP4 as published, the rest in bf16. A row is tokens/s of all texts over the new tokens after the first, as in
 e2e_decode.py: the median time of the whole answers less that of one token. No checkpoint is written: vLLM makes dummy weights,
@@ -11,12 +13,15 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts of benchmarks/
 from e2e_decode import SHAPES
 from transformers import AutoConfig
 

@@ -1,6 +1,6 @@
-"""Errors of GGUF's block types on a model's real weights: lowq's search, the definition's plain rounding, and llama.cpp's own.
+"""Measure errors of GGUF's block types on a model's weights: lowq's search, plain rounding, and llama.cpp's own.
 
-    python benchmarks/gguf_types.py MODEL [--library libggml-base.so] -> benchmarks/results/accuracy/gguf_types.json
+    python benchmarks/once/gguf_types.py MODEL [--library libggml-base.so] -> benchmarks/results/accuracy/gguf_types.json
 
 Each type rounds the linears of two decoder layers, their rows cut to whole blocks; compared are the relative errors over all.
 --library: a shared library with llama.cpp's `quantize_q4_K` and the like; without it that column keeps its old numbers.
@@ -20,7 +20,7 @@ from lowq_cli.quantizers._block_search import quantize_blocks
 from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, Blocks, read_blocks
 from lowq_packers.formats.gguf import TYPES
 
-OUT = Path(__file__).parent / "results" / "accuracy" / "gguf_types.json"
+OUT = Path(__file__).parents[1] / "results" / "accuracy" / "gguf_types.json"
 LAYERS = ("1", "4")
 
 

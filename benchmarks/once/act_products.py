@@ -1,6 +1,6 @@
-"""Products of 8-bit activations with packed codes beside cuBLAS, at prompts' rows, on an 8B's shapes.
+"""Time products of 8-bit activations with packed codes against cuBLAS, with the rows of prompts and an 8B's shapes.
 
-    python benchmarks/act_products.py --out FILE.json [--bits 4,8,2] [--rows 256,1024,4096]
+    python benchmarks/once/act_products.py --out FILE.json [--bits 4,8,2] [--rows 256,1024,4096]
 
 us of one product, the rounding of x included: int8 and e4m3 x, what dispatch takes for 16 bits, cuBLAS fp16, and cuBLAS fp8 of
 operands that are rounded already, a scale for each row. Timed in turn with rests (fp8_speed.in_turn).
@@ -8,6 +8,7 @@ operands that are rounded already, a scale for each row. Timed in turn with rest
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts of benchmarks/
 from fp8_speed import ACTS, DEVICE, in_turn, repeated
 
 from lowq_kernels.activations import rounded
