@@ -1,29 +1,36 @@
-// One token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel (attend_cuda.py launches it).
+// One decoding step of attention: q/k norm, RoPE, cache write, and attention of each sequence's token over its cache, in one
+// kernel.
 //
-// Grid    (blocks of a key head, key heads of all sequences): a cluster of CLUSTER blocks, which meet in shared memory, or, for
-//         long caches and many heads, CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which meet in global
-//         memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block: a short text keeps as
-//         many SMs busy as it has tiles.
-// Rows    D / 4 lanes a head norm and turn the token's queries, one after another round the warps, in fp32, rounded once, into
-//         shared memory; in the block that has the newest tile its key and value too, which go into the cache and, when that
-//         tile's turn comes, over what was fetched of it: nobody reads slot `pos`.
-// Warp    K q^T and V^T p by mma.sync straight from registers: the order of head dims inside a product is free, so a lane
-//         reads 16 bytes of a slot and calls its pairs what it likes (codes.cuh). K: lane (g, t) has the t-th part of slots
-//         g, g + 8; V: the g-th of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Scores, transposed by movmatrix, are p's operand.
-// Top     sums are of 2^(score - top), where top is not the largest score so far but within 2^LIMIT of it: it moves when some score
-//         is past that, seldom, and what a warp has summed up is then multiplied once.
-// Early   position, angles and the first tiles of every warp are fetched before the previous kernel has ended (they were
-//         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
-//         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
-// Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (meet.cuh): no fence, no trip
-//         to memory. Without a cluster the last block to arrive adds up. Every sum has a fixed order. Those of warps lie over what
-//         was fetched, so that two blocks of 8 warps fit an SM.
-// Order   where there are more heads than run at once, whose turn it is: the longest texts', so that none of them ends alone.
-// Paged   PAGE slots a block of the cache (0: a cache a sequence), found by `table`, S its width; tiles begin at multiples of 16,
-//         so that none lies in two blocks, and a warp asks for the block of the tile after the next one a tile ahead.
-// Codes   KV 8 or 4: heads are turned (Hadamard's) as they come, new keys and values encoded, and y turned back. A scale is one
-//         of a slot, so it stands beside the products: of score and p, no code is multiplied by it.
-// Limits  fp16 or bf16, PAGE a power of two from 16 up, D of 64 or 128, R a multiple of 64, G <= 8; codes: S a multiple of 16.
+// Shapes  qkv (B, (G + 2) * HKV, D) in fp16 or bf16: heads of q, then of k, then of v; G queries share a key head. y (B, G *
+//         HKV, D). The cache holds HKV key and value heads of D per slot (token), in 16 bits or in codes (codes.cuh).
+// Grid    (blocks of a key head, key heads of all sequences). Short caches: a cluster of CLUSTER blocks, which meet in shared
+//         memory. Long caches or many heads: CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which meet in
+//         global memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block, so that a short
+//         sequence keeps as many SMs busy as it has tiles.
+// Rows    D / 4 lanes norm and rotate a head of the token in fp32; the warps take its heads in turn. Queries are rounded once,
+//         into shared memory. In the block that has the newest tile the new key and value follow: they go into the cache and,
+//         when that tile's turn comes, over what was fetched of it; slot `pos` is never read from the cache.
+// Warp    K q^T and V^T p by mma.sync, straight from registers. The order of head dims inside a product is free, so a lane
+//         reads 16 bytes of a slot and takes its pairs in the order they have (codes.cuh). K: lane (g, t) has the t-th part of
+//         slots g and g + 8; V: the g-th part of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Scores, transposed by movmatrix, are the
+//         operand p.
+// Top     Sums are of 2^(score - top). `top` is not the largest score so far but within 2^LIMIT of it: it moves only when a
+//         score is past that, which is rare, and what the warp has summed so far is then multiplied once.
+// Early   Position, angles and the first tiles of every warp are fetched before the previous kernel has ended, because an
+//         earlier step wrote them: 1024 slots of a key head are on the SMs when q arrives. They go to shared memory: registers
+//         had room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
+// Sum     Warps meet in shared memory. Blocks of a cluster push their parts to the block that owns a slice of y (meet.cuh),
+//         without a fence or a trip to memory. Without a cluster the last block to arrive adds up. Every sum has a fixed order.
+//         Sums of warps lie over the fetched tiles, so that two blocks of 8 warps fit an SM.
+// Order   With more heads than run at once, `order` gives the longest sequences the first turns, so that none of them ends
+//         alone.
+// Paged   PAGE slots per block of the cache (0: one cache per sequence), found by `table`, whose width is S. Tiles begin at
+//         multiples of 16, so that none lies in two blocks; a warp looks up the block of the tile after the next one a tile
+//         ahead.
+// Codes   KV 8 or 4: heads are turned (Hadamard's) as they come, new keys and values are encoded, and y is turned back. A slot
+//         has one scale, so it multiplies the score and p; no code is multiplied by it.
+// Limits  fp16 or bf16; PAGE a power of two from 16 up; D 64 or 128; R (dims that rotate) a multiple of 64; G <= 8; codes: S a
+//         multiple of 16.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "codes.cuh"
 #include "exp2.cuh"
@@ -35,7 +42,7 @@ __device__ __forceinline__ u32 transposed(u32 v) {  // 8 x 8 halves of a warp: l
     return d;
 }
 
-// Four dims of a head a lane, 4 lane and on: normed by `weight` where NORM, and rotated, in fp32.
+// Four dims of a head per lane, from 4 * lane on: normed by `weight` where NORM, and rotated, in fp32.
 template <int D, int R, int NORM>
 __device__ __forceinline__ float4 prepared(float4 x, float4 weight, float4 cos, float4 sin, float eps, int lane) {
     if constexpr (NORM != 0) {
@@ -43,73 +50,92 @@ __device__ __forceinline__ float4 prepared(float4 x, float4 weight, float4 cos, 
         const float mean = squares * (1.f / D) + eps;
         float inverse;
         asm("rsqrt.approx.f32 %0, %1;" : "=f"(inverse) : "f"(mean));
-        x = make_float4(x.x * (inverse * weight.x), x.y * (inverse * weight.y), x.z * (inverse * weight.z), x.w * (inverse * weight.w));
+        x = make_float4(x.x * (inverse * weight.x), x.y * (inverse * weight.y), x.z * (inverse * weight.z),
+                        x.w * (inverse * weight.w));
     }
     const float sign = lane < R / 8 ? -1.f : 1.f;
     auto rotated = [&](float v, float c, float s) {
         const float other = __shfl_xor_sync(0xffffffffu, v, R / 8);
         return 4 * lane < R ? v * c + sign * other * s : v;
     };
-    return make_float4(rotated(x.x, cos.x, sin.x), rotated(x.y, cos.y, sin.y), rotated(x.z, cos.z, sin.z), rotated(x.w, cos.w, sin.w));
+    return make_float4(rotated(x.x, cos.x, sin.x), rotated(x.y, cos.y, sin.y), rotated(x.z, cos.z, sin.z),
+                       rotated(x.w, cos.w, sin.w));
 }
 
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>  // STAGES: tiles in flight a warp
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
-attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const int* order,
-       const u16* cos_table, const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived,
-       unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least, float scale, float eps, float shorter) {
-    using C = Held<KV, D>;
-    constexpr int MT = KV ? FP16 : T, STEPS = D / 16, ROW = D + 4;  // what is multiplied; of q k^T, of V^T p; padded sums
-    // float4 of y, and those this block adds up at the end: of codes whole heads, which are turned back
-    constexpr int ITEMS = G * D / 4, MINE = KV ? D / 4 : ITEMS / CLUSTER;
-    constexpr int PARTIAL = ITEMS + (G + 1) / 2, AT_ONCE = WARPS == 8 ? 16 : 8;  // float4 a block leaves in global memory: sums, top, total; parts
-    constexpr float NONE = -1e30f;                                    // the top of no scores: finite, so that differences stay numbers
-    constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;        // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
-    constexpr int LANES = D / 4, AHEAD = WARPS * 32 / LANES, ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;  // of a row; rows at a time
-    extern __shared__ float4 shared[];                                // [warp][stage][piece][lane] a piece
-    float4* const parts = shared;                                     // at the end, over what was fetched: [warp][query][dim]
-    __shared__ float4 encoded[KV ? WARPS * 32 : 1];                   // heads on their way to codes
-    __shared__ float tops[WARPS * G];
-    __shared__ float totals[WARPS * G];
-    __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
-    __shared__ float2 inbox_sums[CLUSTER * MINE];
-    __shared__ u64 all_there[1];
-    __shared__ u32 turn[1];
-    __shared__ uint2 queries[G * (D + 8) / 4];  // halves
-    __shared__ float query_sums[G];
-    __shared__ uint4 newest[2 * (C::ROW / 16 + 1)];  // the token's key and value as they go into the cache, and their scales
+struct AttendArguments {  // of a launch
+    const u16* qkv;
+    unsigned char *k_cache, *v_cache;
+    const int *table;
+    const u16 *cos_table, *sin_table;
+    const void *q_norm, *k_norm;
+    const float* sinks;
+    u16* y;
+    float4* partial;
+    u32* arrived;
+    unsigned char *k_scales, *v_scales;
+    int S, HKV, window, least;
+    float scale, eps, shorter;
+};
 
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rank = blockIdx.x, turn_of = blockIdx.y / HKV, h = blockIdx.y % HKV;
-    const int b = order == nullptr ? turn_of : order[turn_of];
-    next_grid_launch();
-    const u32 meeting = shared_address(all_there);
-    if constexpr (CLUSTER > 1) {
-        if (threadIdx.x == 0) open(meeting, CLUSTER * MINE * 24);
-        join();
-    }
-    const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0, first = seen_from & ~15;
-    const int tiles = (n - first + 15) / 16, last = tiles - 1;
-    const int blocks = CLUSTER > 1 ? CLUSTER : tiles < 2 * least ? 1 : smaller(tiles / least, gridDim.x);
-    if (CLUSTER == 1 && rank >= blocks) return;
-    auto page_of = [&](int tile) {  // of a tile's slots; block 0 after the last of them
+// A thread of the kernel: its place among the blocks and in the sequence, and the phases that the kernel runs through. The
+// phases get arrays of registers as arguments: as fields, they would lie in memory until the compiler has unrolled all loops
+// over them.
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>
+struct AttendThread : AttendArguments {
+    using C = Held<KV, D>;
+    static constexpr int MT = KV ? FP16 : T;  // type of what is multiplied
+    static constexpr int STEPS = D / 16;      // mma of q k^T, of V^T p
+    static constexpr int ROW = D + 4;         // floats of a query's sums in shared memory, against bank conflicts
+    // float4 of y, and those that this block adds up at the end: of codes whole heads, which are turned back
+    static constexpr int ITEMS = G * D / 4, MINE = KV ? D / 4 : ITEMS / CLUSTER;
+    static constexpr int ALL = KV ? (ITEMS + 31) / 32 * 32 : ITEMS;  // turning takes whole warps: some do the last item again
+    static constexpr int PARTIAL = ITEMS + (G + 1) / 2;  // float4 that a block leaves in global memory: sums, tops and totals
+    static constexpr int AT_ONCE = WARPS == 8 ? 16 : 8;  // parts that a thread loads at once there: one trip to memory
+    static constexpr int LANES = D / 4, AHEAD = WARPS * 32 / LANES;     // of a head of the token; heads at a time
+    static constexpr int ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;
+    static constexpr float NONE = -1e30f;  // the top of no scores: finite, so that differences stay numbers
+    // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
+    static constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;
+
+    using Queries = u32[STEPS][2];  // B operands
+    struct Sums {                   // of queries 2 t and 2 t + 1
+        float top[2], total[2], rest[2], q_sum[2];
+    };
+    using Values = float[STEPS][4];  // [m][c]: query 2 t + c % 2, dim 2 m + c / 2 of those that lane g has
+
+    // ---- shared memory
+    float4 *shared, *parts;  // [warp][stage][piece][lane] a piece; at the end, over it: [warp][query][dim]
+    float4* encoded;         // heads on their way to codes
+    float *tops, *totals;    // [warp][query]
+    uint2* queries;          // halves
+    float* query_sums;
+    uint4* newest;           // the token's key and value as they go into the cache, and their scales
+
+    // ---- place
+    int warp, lane, g, t, rank, b, h;
+    int pos, seen_from, first;  // slots: the token's, the first in the window, the first tile's
+    int tiles, last, blocks;    // tiles of the sequence, the newest one, blocks that share them
+    u32 ring;                                        // bytes into `shared`
+    const unsigned char *k_mine, *v_mine, *its_scales;
+    bool has_scales;
+
+    // ------------------------------------------------------------------------------------------------- tiles of the cache
+    __device__ __forceinline__ int page_of(int tile) const {  // of a tile's slots; block 0 after the last of them
         if constexpr (PAGE == 0) return 0;
         else return tile < tiles ? table[(size_t)b * S + (first + tile * 16) / PAGE] : 0;
-    };
-    auto row_of = [&](int page, int slot) {  // of the cache, in slots
+    }
+    __device__ __forceinline__ size_t row_of(int page, int slot) const {  // of the cache, in slots
         if constexpr (PAGE == 0) return ((size_t)b * HKV + h) * S + slot;
         else return ((size_t)page * HKV + h) * PAGE + (slot & (PAGE - 1));
-    };
-    auto v_slot = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
-    // A tile on its way: every lane fetches its own pieces to places of its own, so no other thread need be waited for.
-    const u32 ring = warp * STAGES * C::STAGE;  // bytes into `shared`
-    auto k_at = [&](int i, int j) { return ((i * C::K_PIECES + j) * 32 + lane) * C::K_BYTES; };
-    auto v_at = [&](int i, int j) { return C::K_AT + ((i * C::V_PIECES + j) * 32 + lane) * C::V_BYTES; };
-    const unsigned char *k_mine = k_cache + g * C::ROW + C::k_piece(t, 0), *v_mine = v_cache + 2 * t * C::ROW + C::v_piece(g, 0), *its_scales;
-    bool has_scales = false;  // of codes, 16 scales of keys a tile, then those of values, four bytes a lane
-    if constexpr (KV != 0)
-        has_scales = lane < 8 * C::SCALE, its_scales = (lane < 4 * C::SCALE ? k_scales : v_scales) + lane % (4 * C::SCALE) * 4;
-    auto copy = [&](int stage, int tile, int page) {
+    }
+    // Where this lane's pieces lie in a stage. A lane fetches the pieces it will read, so it waits for no other thread.
+    __device__ __forceinline__ int v_slot(int i) const { return 2 * t + (i & 1) + 8 * (i >> 1); }
+    __device__ __forceinline__ int k_at(int i, int j) const { return ((i * C::K_PIECES + j) * 32 + lane) * C::K_BYTES; }
+    __device__ __forceinline__ int v_at(int i, int j) const {
+        return C::K_AT + ((i * C::V_PIECES + j) * 32 + lane) * C::V_BYTES;
+    }
+
+    __device__ __forceinline__ void copy(int stage, int tile, int page) const {
         if (tile < tiles) {
             const int start = first + tile * 16, old = pos - start;  // slots of it that earlier steps have written
             const size_t row = row_of(page, start);
@@ -118,54 +144,31 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int j = 0; j < C::K_PIECES; j++)  // codes past the newest are some numbers, which p of 0 takes away
+                for (int j = 0; j < C::K_PIECES; j++)  // codes past the newest are arbitrary numbers, which p = 0 removes
                     copy_or_zero<C::K_BYTES>(to + k_at(i, j), k + 8 * i * C::ROW + 64 * j, KV || g + 8 * i < old);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int j = 0; j < C::V_PIECES; j++)
-                    copy_or_zero<C::V_BYTES>(to + v_at(i, j), v + ((i & 1) + 8 * (i >> 1)) * C::ROW + 128 * j, KV || v_slot(i) < old);
-            if (has_scales) copy_or_zero<4>(to + C::K_AT + C::V_AT + 4 * lane, its_scales + row * C::SCALE, KV == 8 || lane % 16 < old);
+                    copy_or_zero<C::V_BYTES>(to + v_at(i, j), v + ((i & 1) + 8 * (i >> 1)) * C::ROW + 128 * j,
+                                             KV || v_slot(i) < old);
+            if (has_scales)
+                copy_or_zero<4>(to + C::K_AT + C::V_AT + 4 * lane, its_scales + row * C::SCALE, KV == 8 || lane % 16 < old);
         }
         copy_commit();
-    };
-    const int ROUND = WARPS * blocks;
-    const int mine = warp * blocks + rank;  // this warp's first tile
-#pragma unroll
-    for (int u = 0; u < STAGES; u++) copy(u, mine + u * ROUND, page_of(mine + u * ROUND));
-    int page = page_of(mine + STAGES * ROUND);  // of the tile to be copied next
+    }
 
-    const bool owner = last % blocks == rank;  // some warp of this block has the newest tile
-    const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp, newest_page = page_of(last);
-    auto four = [](const u16* from) {
+    // ------------------------------------------------------------------------------------------------- the token's heads
+    static __device__ __forceinline__ float4 four(const u16* from) {
         u32 v[2];
         asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(from) : "memory");
         const float2 low = to_floats<T>(v[0]), high = to_floats<T>(v[1]);
         return make_float4(low.x, low.y, high.x, high.y);
-    };
-    const size_t angle = (size_t)pos * R + smaller(4 * part, R - 4);
-    const float4 cos = four(cos_table + angle), sin = four(sin_table + angle);
-    float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
-    if constexpr (NORM == 1) q_weight = four((const u16*)q_norm + 4 * part), k_weight = four((const u16*)k_norm + 4 * part);
-    if constexpr (NORM == 2) q_weight = ((const float4*)q_norm)[part], k_weight = ((const float4*)k_norm)[part];
-    if constexpr (CLUSTER > 1) joined();
-    previous_grid_wait();
-
-    const int rows = owner ? G + 2 : G;  // queries, key, value
-    float4 head[ROUNDS];
-#pragma unroll
-    for (int u = 0; u < ROUNDS; u++) {
-        const int row = smaller(u * AHEAD + threadIdx.x / LANES, rows - 1);
-        const int there = row < G ? h * G + row : HKV * row + h;  // heads of q, then of k, then of v
-        head[u] = four(qkv + ((size_t)b * (G + 2) * HKV + there) * D + 4 * part);
     }
-#pragma unroll 1  // what is fetched of instructions is executed once a layer
-    for (int u = 0; u < ROUNDS; u++) {
-        if (u * AHEAD + of_warp >= rows) break;
-        const int row = u * AHEAD + threadIdx.x / LANES;
-        const float4 own = u == 0 ? head[0] : u == 1 ? head[1 % ROUNDS] : head[2 % ROUNDS];
-        float4 x = prepared<D, R, NORM>(own, row < G ? q_weight : k_weight, cos, sin, eps, part);
-        if (row >= G + 1) x = own;
+    // One head per D / 4 lanes, already normed and rotated in x, into shared memory and, of the key and value, into the cache.
+    // owner: this block has the newest tile. first_row: of the warp's heads.
+    __device__ __forceinline__ void write_head(float4 x, int row, int part, int rows, bool owner, int first_row,
+                                               int newest_page) const {
         u32 low = from_floats<T>(x.x, x.y), high = from_floats<T>(x.z, x.w), scales = 0;
         if constexpr (KV != 0) {
             const float2 a = to_floats<T>(low), c = to_floats<T>(high);
@@ -173,83 +176,73 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
             low = from_floats<FP16>(x.x, x.y * C::ODD), high = from_floats<FP16>(x.z, x.w * C::ODD);
             const float2 d = to_floats<FP16>(low), e = to_floats<FP16>(high);
             const float sum = all<LANES>(d.x + d.y / C::ODD + e.x + e.y / C::ODD, [](float a, float b) { return a + b; });
-            if (row < G && part == 0) query_sums[row] = sum * (1.f / C::FACTOR);
+            if (KV == 4 && row < G && part == 0) query_sums[row] = sum * (1.f / C::FACTOR);
         }
         if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
-        if (!owner || u * AHEAD + of_warp + 32 / LANES <= G) continue;
+        if (!owner || first_row + 32 / LANES <= G) return;
         if constexpr (KV != 0) encode<KV, D>(x, encoded + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
-        if (row < G || row >= rows) continue;
+        if (row < G || row >= rows) return;
         const size_t slot = row_of(newest_page, pos);
-        unsigned char *here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
-        unsigned char *to = (row == G ? k_cache : v_cache) + slot * C::ROW + C::ROW / LANES * part, *beside = row == G ? k_scales : v_scales;
+        unsigned char* here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
+        unsigned char* to = (row == G ? k_cache : v_cache) + slot * C::ROW + C::ROW / LANES * part;
+        unsigned char* its = row == G ? k_scales : v_scales;
         if constexpr (KV == 0) *(uint2*)here = *(uint2*)to = uint2{low, high};
         else if constexpr (KV == 8) *(u32*)here = *(u32*)to = low;
         else *(u16*)here = *(u16*)to = (u16)low;
         if (KV != 0 && part == 0) {
             *(u32*)(newest + (row - G) * (C::ROW / 16 + 1) + C::ROW / 16) = scales;
-            if constexpr (KV == 8) beside[slot] = (unsigned char)scales;
-            else ((u32*)beside)[slot] = scales;
+            if constexpr (KV == 8) its[slot] = (unsigned char)scales;
+            else ((u32*)its)[slot] = scales;
         }
     }
-    __syncthreads();
-    u32 q[STEPS][2];
+    __device__ __forceinline__ void read_queries(Queries& q) const {
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        const u16* dims = (const u16*)queries + smaller(g, G - 1) * (D + 8) + C::k_dim(t, s);
-        C::query(*(const u32*)dims, *(const u32*)(dims + C::NEXT), q[s][0], q[s][1]);
+        for (int s = 0; s < STEPS; s++) {
+            const u16* dims = (const u16*)queries + smaller(g, G - 1) * (D + 8) + C::k_dim(t, s);
+            C::query(*(const u32*)dims, *(const u32*)(dims + C::NEXT), q[s][0], q[s][1]);
+        }
     }
 
-    // Of queries 2 t and 2 t + 1. acc[m][c]: query 2 t + c % 2, dim 2 m + c / 2 of those that lane g has.
-    float top[2] = {NONE, NONE}, total[2] = {}, rest[2] = {}, q_sum[2] = {}, acc[STEPS][4] = {};
+    // ------------------------------------------------------------------------------------------------- one tile The token's
+    // key and value over what was fetched of their slot. Every lane writes over pieces of its own, and one the scales.
+    __device__ __forceinline__ void insert_newest(u32 at, int start) const {
+        char* over = (char*)shared + at;
+        const char *k = (const char*)newest, *v = k + C::ROW + 16;
+        const int slot = pos - start;
+        auto write = [&](int there, const char* piece, int bytes) {
+            for (int i = 0; i < bytes; i += 4) *(u32*)(over + there + i) = *(const u32*)(piece + i);
+        };
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const int query = smaller(2 * t + c, G - 1);
-        if constexpr (KV == 4) q_sum[c] = query_sums[query];
-        if (sinks != nullptr && rank == 0 && warp == 0)  // one score more, without a value
-            top[c] = sinks[h * G + query] * 1.44269504f, total[c] = g == 0 ? 1.f : 0.f;
-    }
-    const float by = scale * C::FACTOR;
-    int stage = 0;
-    for (int tile = mine; tile < tiles; tile += ROUND) {
-        const int start = first + tile * 16;
-        const u32 at = ring + stage * C::STAGE, from = shared_address(shared) + at;
-        copy_wait<STAGES - 1>();
-        if (tile == last) {  // every lane writes over pieces of its own, and one the scales
-            char* over = (char*)shared + at;
-            const char *k = (const char*)newest, *v = k + C::ROW + 16;
-            const int slot = pos - start;
-            auto write = [&](int there, const char* piece, int bytes) {
-                for (int i = 0; i < bytes; i += 4) *(u32*)(over + there + i) = *(const u32*)(piece + i);
-            };
+        for (int j = 0; j < C::K_PIECES; j++)
+            if (slot % 8 == g) write(k_at(slot / 8, j), k + C::k_piece(t, j), C::K_BYTES);
 #pragma unroll
-            for (int j = 0; j < C::K_PIECES; j++)
-                if (slot % 8 == g) write(k_at(slot / 8, j), k + C::k_piece(t, j), C::K_BYTES);
-#pragma unroll
-            for (int j = 0; j < C::V_PIECES; j++)
-                if (slot % 8 / 2 == t) write(v_at(slot / 8 * 2 + slot % 2, j), v + C::v_piece(g, j), C::V_BYTES);
-            if (KV != 0) __syncwarp();
-            if (KV != 0 && lane < 2) {
-                char* its = over + C::K_AT + C::V_AT + (16 * lane + slot) * C::SCALE;
-                const u32 w = *(const u32*)((lane ? v : k) + C::ROW);
-                if constexpr (KV == 4) *(u32*)its = w;
-                else *its = (char)w;
-            }
+        for (int j = 0; j < C::V_PIECES; j++)
+            if (slot % 8 / 2 == t) write(v_at(slot / 8 * 2 + slot % 2, j), v + C::v_piece(g, j), C::V_BYTES);
+        if (KV != 0) __syncwarp();
+        if (KV != 0 && lane < 2) {
+            char* its = over + C::K_AT + C::V_AT + (16 * lane + slot) * C::SCALE;
+            const u32 w = *(const u32*)((lane ? v : k) + C::ROW);
+            if constexpr (KV == 4) *(u32*)its = w;
+            else *its = (char)w;
         }
-        if constexpr (KV != 0) __syncwarp();  // scales are fetched for other lanes, too
-        u32 k[2][C::K_WORDS], v[4][C::V_WORDS];
+    }
+
+    // score: slots g and g + 8 of each of the lane's two queries. v_step, v_low: scales of these slots' values.
+    __device__ __forceinline__ void score_tile(u32 from, const Queries& q, const Sums& sums, float (&score)[4],
+                                               float (&v_step)[2], float (&v_low)[2]) const {
+        u32 k[2][C::K_WORDS];
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int j = 0; j < C::K_PIECES; j++) read_words<C::K_BYTES>(k[i] + j * C::K_BYTES / 4, from + k_at(i, j));
-        float score[4] = {}, other[4] = {};  // slots g, g + 8 of each query; two sums, as one waits for the mma before
+        float other[4] = {};  // two sums, as one waits for the mma before
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             u32 a[4];
             C::key(k[0], s, a[0], a[2]), C::key(k[1], s, a[1], a[3]);
-            float(&d)[4] = s % 2 ? other : score;
+            float (&d)[4] = s % 2 ? other : score;
             mma<MT>(d, a, q[s][0], q[s][1], d[0], d[1], d[2], d[3]);
         }
-        float v_step[2], v_low[2], p[4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float step = 1.f, low = 0.f;
@@ -262,42 +255,53 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
                 float& s = score[2 * i + c];
                 s += other[2 * i + c];
                 if constexpr (KV == 8) s *= step;
-                if constexpr (KV == 4) s = s * step + q_sum[c] * low;
+                if constexpr (KV == 4) s = s * step + sums.q_sum[c] * low;
             }
         }
-        if (tile == last || tile == 0)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int slot = start + g + 8 * (i >> 1);
-                if (slot > pos || slot < seen_from) score[i] = NONE;
-            }
-        bool within = true;
-#pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = score[i] * by - top[i & 1], within = within && p[i] <= LIMIT;
-        if (!__all_sync(0xffffffffu, within))
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                float most = (score[c] > score[2 + c] ? score[c] : score[2 + c]) * by;
-#pragma unroll
-                for (int d = 4; d < 32; d *= 2) {
-                    const float its = __shfl_xor_sync(0xffffffffu, most, d);
-                    most = its > most ? its : most;
-                }
-                if (most - top[c] > LIMIT) {
-                    const float fade = exp2_of(top[c] - (most - HEAD));
-                    top[c] = most - HEAD, total[c] *= fade, rest[c] *= fade;
-                    p[c] = score[c] * by - top[c], p[2 + c] = score[2 + c] * by - top[c];
-#pragma unroll
-                    for (int m = 0; m < STEPS; m++) acc[m][c] *= fade, acc[m][2 + c] *= fade;
-                }
-            }
+    }
+    __device__ __forceinline__ void hide(int start, float (&score)[4]) const {  // slots after the token and before the window
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            p[i] = exp2_of(p[i]), total[i & 1] += p[i];
-            if constexpr (KV == 4) rest[i & 1] += p[i] * v_low[i >> 1];
+            const int slot = start + g + 8 * (i >> 1);
+            if (slot > pos || slot < seen_from) score[i] = NONE;
+        }
+    }
+
+    // p = 2^(score - top), and `top` moved where some p would be past 2^LIMIT.
+    static __device__ __forceinline__ void exponentials(const float (&score)[4], float by, const float (&v_step)[2],
+                                                        const float (&v_low)[2], Sums& sums, Values& acc, float (&p)[4]) {
+        bool within = true;
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[i] = score[i] * by - sums.top[i & 1], within = within && p[i] <= LIMIT;
+        if (!__all_sync(0xffffffffu, within)) move_top(score, by, sums, acc, p);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            p[i] = exp2_of(p[i]), sums.total[i & 1] += p[i];
+            if constexpr (KV == 4) sums.rest[i & 1] += p[i] * v_low[i >> 1];
             if constexpr (KV != 0) p[i] *= v_step[i >> 1];
         }
+    }
+    static __device__ __forceinline__ void move_top(const float (&score)[4], float by, Sums& sums, Values& acc, float (&p)[4]) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float most = (score[c] > score[2 + c] ? score[c] : score[2 + c]) * by;
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) {
+                const float its = __shfl_xor_sync(0xffffffffu, most, d);
+                most = its > most ? its : most;
+            }
+            if (most - sums.top[c] > LIMIT) {
+                const float fade = exp2_of(sums.top[c] - (most - HEAD));
+                sums.top[c] = most - HEAD, sums.total[c] *= fade, sums.rest[c] *= fade;
+                p[c] = score[c] * by - sums.top[c], p[2 + c] = score[2 + c] * by - sums.top[c];
+#pragma unroll
+                for (int m = 0; m < STEPS; m++) acc[m][c] *= fade, acc[m][2 + c] *= fade;
+            }
+        }
+    }
+    __device__ __forceinline__ void add_values(u32 from, const float (&p)[4], Values& acc) const {
         const u32 p0 = transposed(from_floats<MT>(p[0], p[1])), p1 = transposed(from_floats<MT>(p[2], p[3]));
+        u32 v[4][C::V_WORDS];
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -308,81 +312,84 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
             C::values(v[0], v[1], m, a[0], a[1]), C::values(v[2], v[3], m, a[2], a[3]);
             mma<MT>(acc[m], a, p0, p1, acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
         }
-        copy(stage, tile + STAGES * ROUND, page);
-        page = page_of(tile + (STAGES + 1) * ROUND);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    __syncthreads();  // every warp has read its last tile
+
+    // ------------------------------------------------------------------------------------------------- sums
+    __device__ __forceinline__ void start_sums(Sums& sums) const {
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) {
-            total[c] += __shfl_xor_sync(0xffffffffu, total[c], d);
-            if constexpr (KV == 4) rest[c] += __shfl_xor_sync(0xffffffffu, rest[c], d);
+        for (int c = 0; c < 2; c++) {
+            const int query = smaller(2 * t + c, G - 1);
+            if constexpr (KV == 4) sums.q_sum[c] = query_sums[query];
+            if (sinks != nullptr && rank == 0 && warp == 0)  // one more score, without a value
+                sums.top[c] = sinks[h * G + query] * 1.44269504f, sums.total[c] = g == 0 ? 1.f : 0.f;
         }
-        if (2 * t + c >= G) continue;
-#pragma unroll
-        for (int m = 0; m < STEPS; m += 2) {
-            auto sum = [&](int m, int odd) { return KV ? acc[m][2 * odd + c] * (odd ? C::FACTOR * C::ODD : C::FACTOR) + rest[c] : acc[m][2 * odd + c]; };
-            parts[((warp * G + 2 * t + c) * ROW + (KV ? D / 8 * g + 2 * m : 64 * (m / 4) + 8 * g + 2 * (m % 4))) / 4] =
-                make_float4(sum(m, 0), sum(m, 1), sum(m + 1, 0), sum(m + 1, 1));
-        }
-        if (g == 0) tops[warp * G + 2 * t + c] = top[c], totals[warp * G + 2 * t + c] = total[c];
     }
-    __syncthreads();
-    constexpr int ALL = KV ? (ITEMS + 31) / 32 * 32 : ITEMS;  // turning takes whole warps: some do the last item again
-    auto store = [&](int item, float4 sum, float whole) {
+    __device__ __forceinline__ void leave_sums(Sums& sums, const Values& acc) const {  // of a warp, in shared memory
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) {
+                sums.total[c] += __shfl_xor_sync(0xffffffffu, sums.total[c], d);
+                if constexpr (KV == 4) sums.rest[c] += __shfl_xor_sync(0xffffffffu, sums.rest[c], d);
+            }
+            if (2 * t + c >= G) continue;
+#pragma unroll
+            for (int m = 0; m < STEPS; m += 2) {
+                auto sum = [&](int m, int odd) {
+                    const float v = acc[m][2 * odd + c];
+                    return KV ? v * (odd ? C::FACTOR * C::ODD : C::FACTOR) + sums.rest[c] : v;
+                };
+                parts[((warp * G + 2 * t + c) * ROW + (KV ? D / 8 * g + 2 * m : 64 * (m / 4) + 8 * g + 2 * (m % 4))) / 4] =
+                    make_float4(sum(m, 0), sum(m, 1), sum(m + 1, 0), sum(m + 1, 1));
+            }
+            if (g == 0) tops[warp * G + 2 * t + c] = sums.top[c], totals[warp * G + 2 * t + c] = sums.total[c];
+        }
+    }
+    static __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float by) {
+        sum.x += v.x * by, sum.y += v.y * by, sum.z += v.z * by, sum.w += v.w * by;
+    }
+    __device__ __forceinline__ void sum_warps(int query, int place, float& most, float& whole, float4& sum) const {
+        most = tops[query], whole = 0.f;
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) most = tops[w * G + query] > most ? tops[w * G + query] : most;
+        sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float share = exp2_of(tops[w * G + query] - most);
+            const float4 one = parts[(w * G + query) * ROW / 4 + place];
+            whole += totals[w * G + query] * share;
+            add_scaled(sum, one, share);
+        }
+    }
+    __device__ __forceinline__ void store(int item, float4 sum, float whole) const {  // four dims of y
         if constexpr (KV != 0) sum = turned<D>(sum, lane);
         if (item >= ITEMS) return;
         const float inverse = 1.f / whole;
         u32* to = (u32*)(y + ((size_t)b * HKV + h) * G * D + 4 * item);
         to[0] = from_floats<T>(sum.x * inverse, sum.y * inverse);
         to[1] = from_floats<T>(sum.z * inverse, sum.w * inverse);
-    };
-    for (int item = threadIdx.x; item < ALL; item += WARPS * 32) {
-        const int query = smaller(item, ITEMS - 1) / (D / 4), place = item % (D / 4);
-        float most = tops[query], whole = 0.f;
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) most = tops[w * G + query] > most ? tops[w * G + query] : most;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float share = exp2_of(tops[w * G + query] - most);
-            const float4 one = parts[(w * G + query) * ROW / 4 + place];
-            whole += totals[w * G + query] * share;
-            sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
-        }
-        if constexpr (CLUSTER == 1) {
-            if (blocks == 1) {
-                store(item, sum, whole);
-            } else if (item < ITEMS) {
-                float4* own = partial + ((size_t)blockIdx.y * gridDim.x + rank) * PARTIAL;
-                own[item] = sum;
-                if (place == 0) ((float2*)(own + ITEMS))[query] = make_float2(most, whole);
-            }
-        } else if (item < ITEMS) {
-            const int there = rank * MINE + item % MINE;
-            push(item / MINE, meeting, shared_address(inbox + there), sum);
-            push(item / MINE, meeting, shared_address(inbox_sums + there), make_float2(most, whole));
-        }
     }
-    if constexpr (CLUSTER == 1) {
-        if (blocks == 1) return;
+
+    // Without a cluster: the last block to arrive adds up the parts of all blocks of its key head.
+    __device__ __forceinline__ bool arrives_last(u32* turn) const {
         __syncthreads();
         if (threadIdx.x == 0) {
             u32 before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived + blockIdx.y), "r"(1) : "memory");
+            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                         : "=r"(before) : "l"(arrived + blockIdx.y), "r"(1) : "memory");
             turn[0] = before;
         }
         __syncthreads();
-        if (turn[0] + 1 != blocks) return;
+        return turn[0] + 1 == blocks;
+    }
+    __device__ __forceinline__ void sum_blocks() const {
         const float4* first_part = partial + (size_t)blockIdx.y * gridDim.x * PARTIAL;
         for (int item = threadIdx.x; item < ALL; item += WARPS * 32) {
             const int there = smaller(item, ITEMS - 1);
             const float2* of_query = (const float2*)(first_part + ITEMS) + there / (D / 4);
             float most = NONE, whole = 0.f;
             float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-            for (int from = 0; from < blocks; from += AT_ONCE) {  // so many parts asked for at once: one trip to memory
+            for (int from = 0; from < blocks; from += AT_ONCE) {
                 float2 its[AT_ONCE];
                 float4 one[AT_ONCE];
 #pragma unroll
@@ -400,31 +407,173 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
                 for (int u = 0; u < AT_ONCE; u++) {
                     const float share = from + u < blocks ? exp2_of(its[u].x - most) : 0.f;
                     whole += its[u].y * share;
-                    sum.x += one[u].x * share, sum.y += one[u].y * share, sum.z += one[u].z * share, sum.w += one[u].w * share;
+                    add_scaled(sum, one[u], share);
                 }
             }
             store(item, sum, whole);
         }
         if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
     }
-    if constexpr (CLUSTER > 1) {
+
+    // In a cluster: this block's slice of y, of the parts that all blocks have pushed here.
+    __device__ __forceinline__ void sum_inbox(const float4* inbox, const float2* inbox_sums) const {
         constexpr int WHOLE = KV ? (MINE + 31) / 32 * 32 : MINE;
-        if (rank * MINE >= ITEMS) return;
-        barrier_wait(meeting, 0);
         for (int wanted = threadIdx.x; wanted < WHOLE; wanted += WARPS * 32) {
             const int item = smaller(wanted, MINE - 1);
             float most = inbox_sums[item].x, whole = 0.f;
 #pragma unroll
-            for (int r = 1; r < CLUSTER; r++) most = inbox_sums[r * MINE + item].x > most ? inbox_sums[r * MINE + item].x : most;
+            for (int r = 1; r < CLUSTER; r++)
+                most = inbox_sums[r * MINE + item].x > most ? inbox_sums[r * MINE + item].x : most;
             float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int r = 0; r < CLUSTER; r++) {
                 const float share = exp2_of(inbox_sums[r * MINE + item].x - most);
                 const float4 one = inbox[r * MINE + item];
                 whole += inbox_sums[r * MINE + item].y * share;
-                sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
+                add_scaled(sum, one, share);
             }
             if (wanted < MINE || KV) store(wanted < MINE ? rank * MINE + item : ITEMS, sum, whole);
         }
+    }
+};
+
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>  // STAGES: tiles per warp
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
+attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const int* order,
+       const u16* cos_table, const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y,
+       float4* partial, u32* arrived, unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least,
+       float scale, float eps, float shorter) {
+    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV>;
+    using C = typename Thread::C;
+    constexpr int LANES = Thread::LANES, AHEAD = Thread::AHEAD, ROUNDS = Thread::ROUNDS;
+    constexpr int ITEMS = Thread::ITEMS, MINE = Thread::MINE;
+    extern __shared__ float4 shared[];
+    __shared__ float4 encoded[KV ? WARPS * 32 : 1];
+    __shared__ float tops[WARPS * G];
+    __shared__ float totals[WARPS * G];
+    __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
+    __shared__ float2 inbox_sums[CLUSTER * MINE];
+    __shared__ u64 all_there[1];
+    __shared__ u32 turn[1];
+    __shared__ uint2 queries[G * (D + 8) / 4];
+    __shared__ float query_sums[G];
+    __shared__ uint4 newest[2 * (C::ROW / 16 + 1)];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int rank = blockIdx.x, turn_of = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    const int b = order == nullptr ? turn_of : order[turn_of];
+    next_grid_launch();
+    const u32 meeting = shared_address(all_there);
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x == 0) open(meeting, CLUSTER * MINE * 24);
+        join();
+    }
+    const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0, first = seen_from & ~15;
+    const int tiles = (n - first + 15) / 16, last = tiles - 1;
+    const int blocks = CLUSTER > 1 ? CLUSTER : tiles < 2 * least ? 1 : smaller(tiles / least, gridDim.x);
+    if (CLUSTER == 1 && rank >= blocks) return;
+
+    // ---- the first tiles
+    const u32 ring = warp * STAGES * C::STAGE;
+    const unsigned char *k_mine = k_cache + g * C::ROW + C::k_piece(t, 0);
+    const unsigned char *v_mine = v_cache + 2 * t * C::ROW + C::v_piece(g, 0), *its_scales = nullptr;
+    bool has_scales = false;  // of codes, 16 scales of keys per tile, then those of values, four bytes a lane
+    if constexpr (KV != 0)
+        has_scales = lane < 8 * C::SCALE, its_scales = (lane < 4 * C::SCALE ? k_scales : v_scales) + lane % (4 * C::SCALE) * 4;
+    const Thread thread{{qkv, k_cache, v_cache, table, cos_table, sin_table, q_norm, k_norm, sinks, y, partial, arrived,
+                         k_scales, v_scales, S, HKV, window, least, scale, eps, shorter},
+                        shared, shared, encoded, tops, totals, queries, query_sums, newest, warp, lane, g, t, rank, b, h, pos,
+                        seen_from, first, tiles, last, blocks, ring, k_mine, v_mine, its_scales, has_scales};
+    const int ROUND = WARPS * blocks;
+    const int mine = warp * blocks + rank;  // this warp's first tile
+#pragma unroll
+    for (int u = 0; u < STAGES; u++) thread.copy(u, mine + u * ROUND, thread.page_of(mine + u * ROUND));
+    int page = thread.page_of(mine + STAGES * ROUND);  // of the tile to be copied next
+
+    // ---- the token's heads
+    const bool owner = last % blocks == rank;  // some warp of this block has the newest tile
+    const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp, newest_page = thread.page_of(last);
+    const size_t angle = (size_t)pos * R + smaller(4 * part, R - 4);
+    const float4 cos = Thread::four(cos_table + angle), sin = Thread::four(sin_table + angle);
+    float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
+    if constexpr (NORM == 1)
+        q_weight = Thread::four((const u16*)q_norm + 4 * part), k_weight = Thread::four((const u16*)k_norm + 4 * part);
+    if constexpr (NORM == 2) q_weight = ((const float4*)q_norm)[part], k_weight = ((const float4*)k_norm)[part];
+    if constexpr (CLUSTER > 1) joined();
+    previous_grid_wait();
+
+    const int rows = owner ? G + 2 : G;  // queries, key, value
+    float4 head[ROUNDS];
+#pragma unroll
+    for (int u = 0; u < ROUNDS; u++) {
+        const int row = smaller(u * AHEAD + threadIdx.x / LANES, rows - 1);
+        const int there = row < G ? h * G + row : HKV * row + h;  // heads of q, then of k, then of v
+        head[u] = Thread::four(qkv + ((size_t)b * (G + 2) * HKV + there) * D + 4 * part);
+    }
+#pragma unroll 1  // instructions that are fetched once per layer: fewer are faster
+    for (int u = 0; u < ROUNDS; u++) {
+        if (u * AHEAD + of_warp >= rows) break;
+        const int row = u * AHEAD + threadIdx.x / LANES;
+        const float4 raw = u == 0 ? head[0] : u == 1 ? head[1 % ROUNDS] : head[2 % ROUNDS];
+        float4 x = prepared<D, R, NORM>(raw, row < G ? q_weight : k_weight, cos, sin, eps, part);
+        if (row >= G + 1) x = raw;
+        thread.write_head(x, row, part, rows, owner, u * AHEAD + of_warp, newest_page);
+    }
+    __syncthreads();
+
+    // ---- this warp's tiles
+    typename Thread::Queries q;
+    thread.read_queries(q);
+    typename Thread::Values acc = {};
+    typename Thread::Sums sums = {{Thread::NONE, Thread::NONE}};
+    thread.start_sums(sums);
+    const float by = scale * C::FACTOR;
+    int stage = 0;
+    for (int tile = mine; tile < tiles; tile += ROUND) {
+        const int start = first + tile * 16;
+        const u32 at = ring + stage * C::STAGE, from = shared_address(shared) + at;
+        copy_wait<STAGES - 1>();
+        if (tile == last) thread.insert_newest(at, start);
+        if constexpr (KV != 0) __syncwarp();  // scales are fetched for other lanes, too
+        float score[4] = {}, v_step[2], v_low[2], p[4];
+        thread.score_tile(from, q, sums, score, v_step, v_low);
+        if (tile == last || tile == 0) thread.hide(start, score);
+        Thread::exponentials(score, by, v_step, v_low, sums, acc, p);
+        thread.add_values(from, p, acc);
+        thread.copy(stage, tile + STAGES * ROUND, page);
+        page = thread.page_of(tile + (STAGES + 1) * ROUND);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+
+    // ---- sums over warps, then over blocks
+    __syncthreads();  // every warp has read its last tile
+    thread.leave_sums(sums, acc);
+    __syncthreads();
+    for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {
+        const int query = smaller(item, ITEMS - 1) / (D / 4), place = item % (D / 4);
+        float most, whole;
+        float4 sum;
+        thread.sum_warps(query, place, most, whole, sum);
+        if constexpr (CLUSTER == 1) {
+            if (blocks == 1) {
+                thread.store(item, sum, whole);
+            } else if (item < ITEMS) {
+                float4* to = partial + ((size_t)blockIdx.y * gridDim.x + rank) * Thread::PARTIAL;
+                to[item] = sum;
+                if (place == 0) ((float2*)(to + ITEMS))[query] = make_float2(most, whole);
+            }
+        } else if (item < ITEMS) {
+            const int there = rank * MINE + item % MINE;
+            push(item / MINE, meeting, shared_address(inbox + there), sum);
+            push(item / MINE, meeting, shared_address(inbox_sums + there), make_float2(most, whole));
+        }
+    }
+    if constexpr (CLUSTER == 1) {
+        if (blocks == 1) return;
+        if (thread.arrives_last(turn)) thread.sum_blocks();
+    }
+    if constexpr (CLUSTER > 1) {
+        if (rank * MINE >= ITEMS) return;
+        barrier_wait(meeting, 0);
+        thread.sum_inbox(inbox, inbox_sums);
     }
 }
