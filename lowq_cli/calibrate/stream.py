@@ -112,7 +112,10 @@ def _update(update: Update, shared: bool) -> Turns:
 def _mixer(part: p.Mixer, norm: Norm | None, shared: bool) -> Turns:
     match part:
         case p.Attention():
-            odd = part.gated or part.v_is_k or part.v_norm or part.shares is not None or shared or part.order != "parts"
+            odd = part.gated or part.gate or part.v_is_k or part.v_norm or part.shares is not None or shared
+            odd = odd or part.order != "parts"
+            if part.gate is not None:
+                yield from _reads(part.gate, norm)
             yield from _reads(part.qkv, norm, None if odd else (part.kv_heads * part.dim, part.dim))
             yield from _writes(part.o, 0 if odd else part.dim)
         case p.LatentAttention():

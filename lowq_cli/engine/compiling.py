@@ -167,6 +167,10 @@ class Compiler:
 
     @_mixer.register
     def _(self, part: p.Attention) -> None:
+        if part.gate is not None:
+            self._emit(s.Keep("before"))
+            self._product(part.gate, "gate")
+            self._emit(s.Keep("gate"), s.Take("before", last=True))
         self._product(part.qkv, "qkv" if part.shares is None else "q")
         if part.clip:
             self._emit(s.Clip(part.clip))
@@ -192,8 +196,8 @@ class Compiler:
             )  # fmt: skip
             attend = s.AttendBlock(index, heads, None) if part.block else s.Attend(index, heads, None, self._whole(part))
             self._emit(s.Prepare(facts, part.rope), attend)
-            if part.gated:
-                self._emit(s.Open("gate"))
+        if part.gated or part.gate is not None:
+            self._emit(s.Open("gate"))
         self._product(part.o, "o")
 
     def _whole(self, part: p.Attention) -> bool:

@@ -79,7 +79,7 @@ def part_tensors(part: Any, form: Form, kind: str = "other") -> Named:
         case parts.Branch():
             yield from part_tensors((part.norm, part.post, part.mixer), form, kind)
         case parts.Attention():
-            yield from part_tensors((part.qkv, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
+            yield from part_tensors((part.qkv, part.gate, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
             yield from _vectors("attention", (part.sinks, part.heads))
         case parts.LatentAttention():
             yield from part_tensors((part.q, part.kv_down, part.kv_norm, part.kv_up, part.o), form, "attention")

@@ -145,6 +145,12 @@ TEXTS: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "stablelm/side_by_side": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
     "persimmon": {"num_key_value_heads": 4},
+    "afmoe": EXPERTS
+    | {"num_experts": 6, "num_shared_experts": 2, "sliding_window": 4, "mup_enabled": True, "route_scale": 2.5}
+    | {"attention_bias": True},
+    "mellum": EXPERTS
+    | {"num_experts": 6, "sliding_window": 4, "layer_types": [SLIDING, FULL] * 2, "attention_bias": True}
+    | {"mlp_layer_types": ["dense", "sparse"] * 2},
     "hy_v3": EXPERTS | BIASES | {"num_experts": 6, "num_shared_experts": 2},
     "minicpm3": LATENT | {"head_dim": None, "scale_emb": 12, "dim_model_base": 16},
     "youtu": LATENT | {"pad_token_id": None},  # whose class sets the row of a padding token to zero in loading

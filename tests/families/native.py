@@ -49,7 +49,7 @@ FACTS: dict[str, dict[str, Any]] = {  # class of a part -> its facts, and what t
     "Rope": {"pairing": "halves", "of": 0},
     "Attention": {
         "window": 0, "clip": 0.0, "chunk": 0, "softcap": 0.0, "q_norm": None, "k_norm": None, "v_norm": None,
-        "norm_over": "head", "norm_last": False, "gated": False, "order": "parts", "key_scale": 1.0, "sinks": "",
+        "norm_over": "head", "norm_last": False, "gated": False, "gate": None, "order": "parts", "key_scale": 1.0, "sinks": "",
         "position_scale": None, "scale": 1.0, "rope": None,
     },
     "LatentAttention": {"scale": 1.0, "position_scale": None},

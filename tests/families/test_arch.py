@@ -138,10 +138,10 @@ def test_defaults_are_those_of_transformers(name):
         made_of |= {k for k in family.filled if not hasattr(cls, alias.get(k, k))}
     wanted = {k: getattr(cls, k if hasattr(cls, k) else alias[k]) for k in family.filled if k not in made_of}
     assert {k: v for k, v in family.filled.items() if k not in made_of} == wanted
+    of_kinds = getattr(cls(), "rope_parameters", None) or {}
     if not family.text and name != "gemma4_text":
         bases = cls.default_theta if isinstance(cls.default_theta, dict) else {"global": cls.default_theta}
-        assert family.rope_theta == bases["global"]
-    of_kinds = getattr(cls(), "rope_parameters", None) or {}
+        assert family.rope_theta == of_kinds.get("full_attention", {}).get("rope_theta", bases["global"])
     assert family.local_rope_theta == of_kinds.get("sliding_attention", {}).get("rope_theta", 0.0)
 
 

@@ -24,7 +24,7 @@ REASONS = {
     ),
     "norms behind": (
         *("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_text/31b", "gemma4_text/e2b"),
-        *("glm4", "olmo2", "olmo3", "flex_olmo", "hyperclovax", "exaone4", "exaone4/no_window"),
+        *("glm4", "olmo2", "olmo3", "flex_olmo", "hyperclovax", "afmoe", "exaone4", "exaone4/no_window"),
     ),
     "biases of its experts": ("gpt_oss",),
     "would have to be rotated as well": (
