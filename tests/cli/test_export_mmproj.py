@@ -288,3 +288,16 @@ def test_a_damaged_tower_is_refused_in_one_line(exported, old, new, message, tmp
     bent(file.with_name("mmproj-m.gguf"), old, new)
     with pytest.raises((DamagedError, UnsupportedError), match=message):
         open_decoded(file)
+
+
+def test_a_tower_is_not_offered_as_a_model(tmp_path):
+    """By `lowq serve --models`, and by the line about a folder that holds GGUF files alone."""
+    from lowq_cli.files.source import open_source
+    from lowq_cli.serving.catalog import Config, gather
+    from lowq_packers.errors import NotFoundError
+
+    for name in ("mmproj-a.gguf", "z.gguf", "a-mmproj-F16.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert [n for n, offer in gather(Config(), [str(tmp_path)]).items() if offer.path.startswith(str(tmp_path))] == ["z"]
+    with pytest.raises(NotFoundError, match=r"GGUF, which is named by its file: .*/z.gguf"):
+        open_source(tmp_path)
