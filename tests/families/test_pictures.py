@@ -29,6 +29,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import packed
 from lowq_cli.hf.tower import Tower, load_tower
 from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -263,6 +264,27 @@ def test_blocks_of_a_picture_are_found_by_its_name_alone(name):
 
     assert [cached(*first), cached(*first), cached(*other), cached(*other), cached(*first)] == [0, 128, 0, 128, 128]
     engine.stop(1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3"])
+def test_blocks_of_a_picture_come_back_from_host_memory(name):
+    """In a cache for one text; also in the next engine, and never for a text with another picture in the same place."""
+    memory, drawn = HostMemory(8 << 20, 1), [pictured.picture(name, i, 4, 5) for i in (1, 2)]
+    long, more = texts(pictured.VOCAB, 70, 60)
+    asked = [pictured.text(p, long, more) for p in drawn]
+    wanted = [served(seeing(name)[0], [one], 8)[0][0] for one in asked]
+    for hits in (256, 512):
+        engine, heard = ContinuousEngine(seeing(name)[0], 8, 2, 256, host=(lent := memory.lend("m"))), queue.SimpleQueue()
+        engine.start(lambda batch, heard=heard: [heard.put(e) for _, e in batch])
+        for i in (0, 1, 0, 1):
+            ids, pictures = asked[i]
+            engine.submit(Request(tuple(ids), 8, pictures=tuple(map(packed, pictures))))
+            assert [heard.get(timeout=60).token for _ in range(8)] == wanted[i]
+        assert engine.stats().prefix_hits == hits
+        assert engine.stats().host_hits > 0
+        engine.stop(1)
+        memory.take_back("m", lent, engine.keep())
+    memory.close()
 
 
 def test_a_picture_that_cannot_be_seen_ends_its_own_text_alone():
