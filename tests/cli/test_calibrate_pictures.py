@@ -19,7 +19,7 @@ from lowq_packers.errors import UnsupportedError, UsageError
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 import sighted
 
-FAMILIES = ("mistral3", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_5")
+FAMILIES = ("mistral3", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_5", "llava", "internvl")
 WORDS = ("once upon a time there was a red box", "two of them", "a line from the left to the right", "nothing much", "blue")
 
 
