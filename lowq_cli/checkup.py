@@ -50,10 +50,10 @@ def _installed(package: str) -> str | None:
 def _libraries() -> Iterator[Check]:
     yield Check("python", True, f"{platform.python_version()} on {platform.machine()}")
     for package in ("torch", "transformers", "safetensors"):
-        found = _installed(package)
-        yield Check(package, found is not None, found or "missing", "" if found else f"pip install {package}")
-    found = _installed("triton")
-    yield Check("triton", True if found else None, found or "not installed: no Triton kernels")
+        installed = _installed(package)
+        yield Check(package, installed is not None, installed or "missing", "" if installed else f"pip install {package}")
+    installed = _installed("triton")
+    yield Check("triton", True if installed else None, installed or "not installed: no Triton kernels")
     if any(name.startswith("cuda/") for name in registry.kernels()):
         yield Check("nvrtc", True, f"{_installed('nvidia-cuda-nvrtc') or 'found'}: CUDA C++ kernels can be compiled")
     else:
@@ -72,21 +72,21 @@ def _devices() -> Iterator[Check]:
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         free = torch.cuda.mem_get_info(i)[0]
-        found = f"{p.name}, compute capability {p.major}.{p.minor}, {free / 1e9:.1f} of {p.total_memory / 1e9:.1f} GB free"
+        line = f"{p.name}, compute capability {p.major}.{p.minor}, {free / 1e9:.1f} of {p.total_memory / 1e9:.1f} GB free"
         here = gpu.here(i)
         tested = here.capability >= gpu.LEAST
         untested = ": runs only Triton's portable kernels, which were never tested on this GPU"
-        yield Check(f"gpu {i}", tested or None, found if tested else found + untested)
+        yield Check(f"gpu {i}", tested or None, line if tested else line + untested)
         fp8 = "tensor cores multiply fp8" if here.fp8 else "no fp8 tensor cores: fp8 falls back to 16 bits"
         yield Check(f"gpu {i} fp8", here.fp8 or None, fp8)
         file = policy.file_for(here)
-        own = policy.made_for(file, here)
+        exact = policy.made_for(file, here)
         rule = f"configs of the CUDA kernels are chosen by {file['file']}, {file['origin']}"
         yield Check(
             f"gpu {i} table",
-            own or None,
-            rule if own else f"{rule}: nothing ships for this architecture",
-            "" if own else "lowq tune measures a checkpoint's shapes here",
+            exact or None,
+            rule if exact else f"{rule}: nothing ships for this architecture",
+            "" if exact else "lowq tune measures a checkpoint's shapes here",
         )
 
 
@@ -116,7 +116,7 @@ def _kernels() -> Iterator[Check]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(lambda case: _tried(*case), cases))
     for spec in specs:
-        name, tried = spec.name, [found for case, found in zip(cases, results, strict=True) if case[0] is spec]
+        name, tried = spec.name, [result for case, result in zip(cases, results, strict=True) if case[0] is spec]
         done = [t for t in tried if t[0] is not None]
         wrong = [why for ok, why in done if not ok]
         if done:

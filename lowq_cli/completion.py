@@ -61,10 +61,10 @@ def _folders(incomplete: str) -> list[str]:
     """Folders that match the incomplete path; folders with a model come before other folders."""
     parent = os.path.dirname(incomplete)
     try:
-        found = [os.path.join(parent, e.name) for e in os.scandir(parent or ".") if e.is_dir() and not e.name.startswith(".")]
+        folders = [os.path.join(parent, e.name) for e in os.scandir(parent or ".") if e.is_dir() and not e.name.startswith(".")]
     except OSError:
         return []
-    return sorted(found, key=lambda f: (not os.path.isfile(os.path.join(f, "config.json")), f))
+    return sorted(folders, key=lambda f: (not os.path.isfile(os.path.join(f, "config.json")), f))
 
 
 devices = words("auto", "cpu", "cuda")

@@ -184,8 +184,8 @@ def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]
     if title:
         print(title, file=stream)
     for first, *rest in cells:
-        told = ", ".join(f"{name} {cell}".strip() for name, cell in zip(titles[1:], rest, strict=True) if cell)
-        print(_broken(f"{first}: {told}" if first else told, stream), file=stream)
+        sentence = ", ".join(f"{name} {cell}".strip() for name, cell in zip(titles[1:], rest, strict=True) if cell)
+        print(_broken(f"{first}: {sentence}" if first else sentence, stream), file=stream)
     print(file=stream, flush=True)
 
 

@@ -56,16 +56,16 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 def name_device(device: str) -> NamedDevice:
     """`pick_device` for a plan: it counts GPUs by the CUDA driver instead of torch, unless torch is built for other GPUs."""
-    found = gpus()
-    if found is None:
+    present = gpus()
+    if present is None:
         picked = pick_device(device)
         return NamedDevice(picked.type, picked.index)
     if device == "auto":
-        return NamedDevice("cuda" if found else "cpu")
+        return NamedDevice("cuda" if present else "cpu")
     kind, _, index = device.partition(":")
     if not kind.isalpha() or (":" in device and not index.isdigit()):
         raise UsageError(f"device {device!r} does not exist; use auto, cpu or cuda")
-    return _checked(NamedDevice(kind, int(index) if index else None), device, found)
+    return _checked(NamedDevice(kind, int(index) if index else None), device, present)
 
 
 def _checked(chosen: AnyDevice, asked: object, there: int) -> AnyDevice:
@@ -141,7 +141,7 @@ def name_devices(names: str) -> tuple[NamedDevice, ...]:
 
 
 def _several(names: str, pick: Callable[[str], AnyDevice]) -> tuple[AnyDevice, ...]:
-    found = tuple(pick(n.strip()) for n in names.split(","))
-    if len({d.type for d in found}) > 1:
+    devices = tuple(pick(n.strip()) for n in names.split(","))
+    if len({d.type for d in devices}) > 1:
         raise UsageError(f"device {names!r} names two kinds of device; use GPUs only, or the CPU only")
-    return found
+    return devices

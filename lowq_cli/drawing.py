@@ -31,8 +31,8 @@ def figure(width: float, height: float, **layout: Any) -> "Figure":
 def save(drawn: "Figure", path: Path, dpi: int | None = None) -> None:
     """Write the figure atomically. Raises UsageError or DoesNotFitError if that fails."""
     try:
-        with replacing(path) as made:
-            drawn.savefig(made, dpi="figure" if dpi is None else dpi)
+        with replacing(path) as partial:
+            drawn.savefig(partial, dpi="figure" if dpi is None else dpi)
     except OSError as e:
         if full := disk_full(e, path):
             raise full from None

@@ -100,7 +100,7 @@ def named(names: list[str], cached: bool) -> list[Holding]:
     Raises NotFoundError for a name that matches no holding, UsageError for an ambiguous one.
     """
     every = holdings()
-    found = [h for h in every if cached and h.cached]
+    chosen = [h for h in every if cached and h.cached]
     for name in names:
         given = state.user_path(name).absolute()
         path = given.resolve()
@@ -112,8 +112,8 @@ def named(names: list[str], cached: bool) -> list[Holding]:
             raise NotFoundError(f"{name} is not in the list of what lowq wrote (lowq ls); remove it yourself")
         if len({h.will_be for h in mine}) > 1:
             raise UsageError(f"{name} may be {' or '.join(str(h.path) for h in mine)}; give the whole path")
-        found += [h for h in mine if h not in found]
-    return found
+        chosen += [h for h in mine if h not in chosen]
+    return chosen
 
 
 def _remove_head(folder: Path) -> None:

@@ -26,7 +26,7 @@ def ask() -> str | None:
     """
     while True:
         try:
-            said = _message()
+            message = _message()
         except EOFError:
             if sys.stdin.isatty():
                 console.page("")  # end the line of the prompt, so that the shell's prompt starts a new one
@@ -35,14 +35,14 @@ def ask() -> str | None:
             console.page("")  # end the discarded line
             console.say("(dropped; /quit or Ctrl-D leaves)")
             continue
-        if said.strip():
-            return said.strip()
+        if message.strip():
+            return message.strip()
 
 
 def command(said: str) -> tuple[str, str] | None:
     """(name, rest) of a line such as "/set top-k 40"; None for a message to the model."""
-    found = COMMAND.match(said)
-    return (found[1], (found[2] or "").strip()) if found else None
+    match = COMMAND.match(said)
+    return (match[1], (match[2] or "").strip()) if match else None
 
 
 def _message() -> str:

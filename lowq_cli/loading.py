@@ -29,10 +29,10 @@ def load(
         NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
     """
     with open_source(runnable(model)) as source:
-        made, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
+        loaded, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
     if lora is not None:
         from lowq_cli.engine.lora import attach
         from lowq_cli.files.adapter import read_adapter
 
-        attach(made, [read_adapter(os.fspath(lora))])
-    return made, tokenizer
+        attach(loaded, [read_adapter(os.fspath(lora))])
+    return loaded, tokenizer

@@ -72,8 +72,8 @@ def _global(
 
 
 def _add_commands() -> None:
-    found = {m.name for m in pkgutil.iter_modules(commands.__path__)}
-    for name in sorted(found, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n)):
+    modules = {m.name for m in pkgutil.iter_modules(commands.__path__)}
+    for name in sorted(modules, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n)):
         module = importlib.import_module(f"lowq_cli.commands.{name}")
         function = getattr(module, name)
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
@@ -233,13 +233,13 @@ def main(words: Sequence[str]) -> int:
 
 def _in_plain_words(text: str, command: str) -> str:
     """Replace pydantic's phrases about values by lowq's (VALUES), in an error of `command`."""
-    for said, plain in VALUES.items():
-        text = re.sub(said, plain, text)
+    for pattern, plain in VALUES.items():
+        text = re.sub(pattern, plain, text)
     if "'--bits'" in text and "whole number" in text:
         text += " (a mean of several widths: --bpw)"
-    if found := EXTRA.match(text):
-        given = shlex.quote(found[1])
-        text = f"one argument too many: {found[1]}"
+    if match := EXTRA.match(text):
+        given = shlex.quote(match[1])
+        text = f"one argument too many: {match[1]}"
         text += f"; a text is given as --prompt {given}" if command == "lowq generate" else ""
     return text
 

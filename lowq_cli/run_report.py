@@ -69,14 +69,14 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
 
 def _kept_embedding(plan: "Plan") -> "Iterator[str]":
     """A hint how to quantize a tied embedding, if it stays in 16 bits and takes much of the file."""
-    kept = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
-    if kept is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
+    table = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
+    if table is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
         return
-    share, smaller = kept.nbytes / plan.nbytes, kept.params * EMBEDDING_BITS / 8
+    share, smaller = table.nbytes / plan.nbytes, table.params * EMBEDDING_BITS / 8
     if share > MUCH:
-        bpw = 8 * (plan.nbytes - kept.nbytes + smaller) / plan.params
+        bpw = 8 * (plan.nbytes - table.nbytes + smaller) / plan.params
         yield (
-            f"the embedding, which is the output head too, stays {8 * kept.nbytes // kept.params}-bit and is {share:.0%} of "
+            f"the embedding, which is the output head too, stays {8 * table.nbytes // table.params}-bit and is {share:.0%} of "
             f"the file; --embedding 8 would make the whole {bpw:.2f} bits per weight"
         )
 
@@ -120,14 +120,14 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
     """Show the generation of the text and the calibration of each layer; yields the events that follow."""
     from lowq_cli.run.events import LayerDone, MatrixDone, PassDone
 
-    told: set[str] = set()
+    shown: set[str] = set()
     events = _follow_curvature(_follow_text(events))
     with console.progress("calibrate", STEPS) as advance:
         for event in events:
             if isinstance(event, MatrixDone):
                 advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
             elif isinstance(event, LayerDone):
-                _show_layer(event, told)
+                _show_layer(event, shown)
             elif isinstance(event, PassDone):
                 told_of = f"pass {event.index} of {event.total}"
                 console.say(f"learnt together, {told_of}: {event.loss:.4f} nats from the original")

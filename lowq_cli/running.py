@@ -47,14 +47,14 @@ def listen() -> socket.socket | None:
         folder().mkdir(0o700, parents=True, exist_ok=True)
         if not own(folder().lstat()):
             return None
-        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder() / f"{os.getpid()}{SUFFIX}"
         path.unlink(missing_ok=True)  # left by an earlier process with the same id
         with _short(path) as name:
-            found.bind(name)
+            sock.bind(name)
         path.chmod(0o600)
-        found.listen()
-        return found
+        sock.listen()
+        return sock
     return None
 
 
@@ -91,23 +91,23 @@ def sockets() -> list[Path]:
 
 def connect(path: Path) -> socket.socket:
     """A connection to a server of this user. Raises Declined. Deletes the socket of a server that has died."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    found.settimeout(CONNECT_S)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(CONNECT_S)
     try:
         with _short(path) as name:
-            found.connect(name)
+            sock.connect(name)
         if hasattr(socket, "SO_PEERCRED"):
-            _, user, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
             if user != os.getuid():
                 raise OSError("it belongs to another user")
     except OSError as e:
-        found.close()
+        sock.close()
         if isinstance(e, ConnectionRefusedError):
             with suppress(OSError):
                 path.unlink()
         raise Declined(f"process {path.stem} does not answer: {e}") from None
-    found.settimeout(FIRST_S)
-    return found
+    sock.settimeout(FIRST_S)
+    return sock
 
 
 def lines(path: Path, what: str, body: object = None) -> Iterator[dict[str, Any]]:
@@ -125,12 +125,12 @@ def lines(path: Path, what: str, body: object = None) -> Iterator[dict[str, Any]
             if len(status) < 2 or status[1] != b"200":
                 raise Declined(_reason(reader.read()) if len(status) > 1 else f"process {path.stem} ended")
             for line in reader:
-                found = json.loads(line)
-                if "error" in found:
-                    error = LowqError(found["error"])
-                    error.exit_code = found.get("exit_code", LowqError.exit_code)
+                message = json.loads(line)
+                if "error" in message:
+                    error = LowqError(message["error"])
+                    error.exit_code = message.get("exit_code", LowqError.exit_code)
                     raise error
-                yield found
+                yield message
         except (OSError, ValueError) as e:
             raise Declined(f"process {path.stem} does not answer: {e}") from None
 
@@ -204,8 +204,8 @@ def leave_behind(model: str, keep_alive: str, flags: list[str]) -> str:
     line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", model_path(model), "--local"]
     line += ["--keep-alive", keep_alive, "--quiet", *flags]
     log = folder() / "last.log"
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as said:
-        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said, "start_new_session": True}
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log_file:
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log_file, "stderr": log_file, "start_new_session": True}
         process = subprocess.Popen(line, **how)
     path = folder() / f"{process.pid}{SUFFIX}"
     while not path.exists():
@@ -234,11 +234,11 @@ def ask_or_leave(body: dict[str, Any], keep_alive: str | None, device: str) -> R
 
 def all_info() -> list[dict[str, Any]]:
     """The `info` of each server of this user."""
-    found = []
+    servers = []
     for path in sockets():
         with suppress(Declined, StopIteration, LowqError):
-            found.append(next(lines(path, "info")))
-    return found
+            servers.append(next(lines(path, "info")))
+    return servers
 
 
 def stop(process: int) -> None:

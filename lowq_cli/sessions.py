@@ -32,20 +32,20 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
     if not path.exists():
         return "", []
     try:
-        found: dict[str, Any] = json.loads(read_text(path, MOST))
-        said = [{"role": str(m["role"]), "content": str(m["content"])} for m in found["messages"]]
-        return str(found["system"]), said
+        content: dict[str, Any] = json.loads(read_text(path, MOST))
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in content["messages"]]
+        return str(content["system"]), messages
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{path} is not a saved conversation; move it away, or use another --session") from None
 
 
 def write(name: str, system: str, messages: list[dict[str, str]]) -> None:
     """Save a conversation's text; a new one has no cache. Raises UsageError if it cannot be written."""
-    path, said = path_of(name), [m for m in messages if m["role"] != "system"]
+    path, turns = path_of(name), [m for m in messages if m["role"] != "system"]
     try:
-        if not said:
+        if not turns:
             cache_of(name).unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"system": system, "messages": said}, ensure_ascii=False).encode(errors="replace"))
+        write_whole(path, json.dumps({"system": system, "messages": turns}, ensure_ascii=False).encode(errors="replace"))
     except OSError as e:
         raise UsageError(f"{path} cannot be written: {e.strerror}; the conversation is not kept") from None

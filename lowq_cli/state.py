@@ -86,7 +86,7 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
             return []
         table = json.loads(read_text(path, MAX_CONFIG))
         rows = table["known"] if "known" in table else [{"checkpoint": table["checkpoint"]}]  # the second form: an older lowq
-        found = [
+        entries = [
             Known(
                 Path(r["checkpoint"]),
                 str(r.get("where", "")),
@@ -99,7 +99,7 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
     except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # invalid JSON, or another structure
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
-    return [k for k in found if k.checkpoint.is_dir()]
+    return [k for k in entries if k.checkpoint.is_dir()]
 
 
 def source_of(checkpoint: Path, report: Mapping[str, Any]) -> str | None:
@@ -142,8 +142,8 @@ def begin(target: Path) -> None:
 def begun() -> list[Path]:
     """The outputs that runs of this user began and did not finish, the newest last; some may no longer exist."""
     try:
-        found = json.loads(read_text(state_dir() / LAST, MAX_CONFIG)).get("begun", [])
-        return [Path(p) for p in found if isinstance(p, str)]
+        paths = json.loads(read_text(state_dir() / LAST, MAX_CONFIG)).get("begun", [])
+        return [Path(p) for p in paths if isinstance(p, str)]
     except (LowqError, ValueError, TypeError, AttributeError, RecursionError):  # no file, or another structure
         return []
 
@@ -161,11 +161,11 @@ def checkpoint_or_last(given: str | None) -> str:
     """
     if given is not None:
         return given
-    found = known(console.say)
-    if not found:
+    checkpoints = known(console.say)
+    if not checkpoints:
         raise NotFoundError("no checkpoint was given, and lowq has not written one on this machine; run: lowq quantize demo")
-    here = [k for k in found if k.where == str(Path.cwd())]
-    last = (here or found)[-1]
+    here = [k for k in checkpoints if k.where == str(Path.cwd())]
+    last = (here or checkpoints)[-1]
     elsewhere = f" (written from {last.where}; none was from here)" if last.where and not here else ""
     console.say(f"using {last.checkpoint}{elsewhere}")
     return str(last.checkpoint)
@@ -191,10 +191,10 @@ def run_of(model: str, recipe: str | None) -> str | None:
     folder = DEMO if model == "demo" else user_path(model)
     if not folder.is_dir():
         return None
-    made, *stamps = _runs().get(f"{folder.resolve()} {recipe or ''}", [""])
-    if not made or stamps != [_stamp(folder), _stamp(Path(made))]:
+    checkpoint, *stamps = _runs().get(f"{folder.resolve()} {recipe or ''}", [""])
+    if not checkpoint or stamps != [_stamp(folder), _stamp(Path(checkpoint))]:
         return None
-    return str(made)
+    return str(checkpoint)
 
 
 def remember_run(model: str, recipe: str | None, made: str) -> None:
@@ -213,18 +213,18 @@ def remember_run(model: str, recipe: str | None, made: str) -> None:
 
 def _runs() -> dict[str, Any]:
     try:
-        found = json.loads(read_text(state_dir() / RUNS, MAX_CONFIG))
+        entries = json.loads(read_text(state_dir() / RUNS, MAX_CONFIG))
     except (LowqError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return entries if isinstance(entries, dict) else {}
 
 
 def _exports() -> dict[str, Any]:
     try:
-        found = json.loads(read_text(state_dir() / EXPORTS, MAX_CONFIG))
+        entries = json.loads(read_text(state_dir() / EXPORTS, MAX_CONFIG))
     except (LowqError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return entries if isinstance(entries, dict) else {}
 
 
 def _stamp(out: Path) -> list[list[str | int]]:

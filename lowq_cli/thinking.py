@@ -23,10 +23,10 @@ def parts(pieces: Iterable[str], marks: Any) -> Iterator[Part]:
 
 def split(text: str, marks: Any) -> tuple[str, str]:
     """(thoughts, answer) of a whole text."""
-    found = {"thought": "", "text": ""}
+    texts = {"thought": "", "text": ""}
     for part in parts([text], marks):
-        found[part.kind] += part.text
-    return found["thought"], found["text"]
+        texts[part.kind] += part.text
+    return texts["thought"], texts["text"]
 
 
 def write(pieces: Iterable[str], marks: Any) -> bool:

@@ -45,8 +45,8 @@ def threads() -> int:
     """Number of torch's CPU threads; before torch is imported, the number that it will use by default."""
     if "torch" in sys.modules:
         return torch.get_num_threads()
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdigit() and int(said) else len(os.sched_getaffinity(0))
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdigit() and int(setting) else len(os.sched_getaffinity(0))
 
 
 def on_free_device(work: Callable[[Item, torch.device], Result], devices: Sequence[torch.device]) -> Callable[[Item], Result]:

@@ -139,8 +139,8 @@ class Calibration:
             count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
             unseen = texts.random_token_windows(tokenizer, count, rows, self.ids.shape[1])
             self.ids = torch.cat([self.ids, pictured.before(unseen) if pictured else unseen])
-        kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
-        self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
+        dtypes = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
+        self.stored = {name: _dtype(dtype) for name, dtype in dtypes.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
         self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds its codes and scales
         self.rounded = 0  # number of matrices rounded so far
@@ -164,20 +164,20 @@ class Calibration:
             began = time.monotonic()
             path = self._file(number)
             mine = {n: s for n, s in blocks.linears(number).items() if n in self.items}
-            kept = {p: n for p, n in blocks.kept(number).items() if n in self.stored}
-            self.layer_of |= dict.fromkeys([*mine, *kept.values()], path)
+            others_of_layer = {p: n for p, n in blocks.kept(number).items() if n in self.stored}
+            self.layer_of |= dict.fromkeys([*mine, *others_of_layer.values()], path)
             done = path.is_file()
             error = 0.0
             with torch.no_grad(), blocks.layer(number) as module:
                 layer = Layer(module, others[number], mine)
                 if done:
-                    scaling.repeat(layer, self._scaled(path, list(mine), kept))
+                    scaling.repeat(layer, self._scaled(path, list(mine), others_of_layer))
                     for name in mine:
                         q = self.file.load(path, self.items[name]) if self.file else load_item(path, self.items[name])
                         layer.set(name, q.dequantize().to(self.device))
                     self.rounded += len(mine)
                 else:
-                    error = yield from self._quantize(layer, kept, x_ref, x_quant, path)
+                    error = yield from self._quantize(layer, others_of_layer, x_ref, x_quant, path)
                 if number + 1 < len(blocks) or self.distills:
                     layer.advance(x_ref, x_quant)
             notes, unscaled = load_notes(path)
@@ -219,13 +219,13 @@ class Calibration:
 
     def _tables(self) -> dict[str, torch.Tensor]:
         """The embeddings as the checkpoint will hold them quantized, so that the layers see their errors and can compensate."""
-        found = {}
+        tables = {}
         for i in self.embeddings:
             assert i.scheme is not None
             W = self.source.read(i.source).reshape(i.shape).to(self.device)
             q = quantizers.get(str(i.method))(W, i.scheme, _dtype(i.outputs[1][1].dtype))
-            found[i.source] = q.dequantize()
-        return found
+            tables[i.source] = q.dequantize()
+        return tables
 
     def _quantize(
         self, layer: Layer, kept: dict[str, str], x_ref: Hidden, x_quant: Hidden, path: Path
@@ -317,24 +317,24 @@ class Calibration:
             alike.setdefault((item.method, item.scheme, item.outputs[1][1].dtype, item.kind), []).append(name)
         for group in alike.values():
             scheme = self.items[group[0]].scheme
-            own = scheme and scheme.table_width  # each matrix has its own table, or its own factor of the table
-            if not own and not self.file and sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
+            own_table = scheme and scheme.table_width  # each matrix has its own table, or its own factor of the table
+            if not own_table and not self.file and sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
                 yield group
             else:
                 yield from ([n] for n in group)
 
     def _scaled(self, path: Path, names: list[str], kept: dict[str, str]) -> scaling.Scaled:
         """The scales that were folded into a finished layer."""
-        found = scaling.Scaled()
+        result = scaling.Scaled()
         for tensors, leaf, keys in (
-            (found.rows, "rows", {n: n for n in names}),
-            (found.columns, "columns", {n: n for n in names}),
-            (found.kept, "values", kept),
+            (result.rows, "rows", {n: n for n in names}),
+            (result.columns, "columns", {n: n for n in names}),
+            (result.kept, "values", kept),
         ):
             for key, name in keys.items():
                 if (t := load_tensor(path, f"{name}.{leaf}")) is not None:
                     tensors[key] = t.to(self.device, torch.float32)
-        return found
+        return result
 
     def quantizer(self, item: Item) -> Callable[..., QuantizedTensor] | None:
         """The quantizer of one item, which returns rows of `run`'s results in order; None for an item that `run` skipped."""

@@ -34,11 +34,11 @@ def output_moments(
     ids: (n, T) token ids, read `batch` windows at a time; an incomplete last batch is dropped. The same ids give the same bits
     on one machine. Yields progress events.
     """
-    wanted = set(names)
-    spots = [{n: s for n, s in blocks.linears(i).items() if n in wanted and s.cut.expert is None} for i in range(len(blocks))]
+    chosen = set(names)
+    spots = [{n: s for n, s in blocks.linears(i).items() if n in chosen and s.cut.expert is None} for i in range(len(blocks))]
     batch = min(batch, len(ids))
     ids = ids[: max(1, min(len(ids), CURVED_TOKENS // ids.shape[1]) // batch) * batch]
-    generator, found = torch.Generator().manual_seed(0), _Moments(blocks, spots)
+    generator, moments = torch.Generator().manual_seed(0), _Moments(blocks, spots)
     hidden = _hidden_size(blocks)
     windows = max(1, HELD_BYTES // (4 * ids.shape[1] * hidden * (len(blocks) + 1)) // batch) * batch
     rounds = ids.split(windows)
@@ -48,14 +48,14 @@ def output_moments(
             grads = by_outputs(blocks, part, inputs.pop(), generator)
             for number in reversed(range(len(blocks))):
                 with blocks.layer(number) as module:
-                    place = _Place(module, spots[number], found.rows)
+                    place = _Place(module, spots[number], moments.rows)
                     grads = [
                         place.through(lambda h: run(module, h, others[number]), h, g)  # noqa: B023  (called here)
                         for h, g in zip(inputs.pop(), grads, strict=True)
                     ]
-                found.add(place)
+                moments.add(place)
                 yield CurvatureDone(len(blocks) * (turn + 1) - number, len(blocks) * len(rounds))
-    return found.damped(ids.numel())
+    return moments.damped(ids.numel())
 
 
 def _hidden_size(blocks: DecoderLayers) -> int:

@@ -176,22 +176,22 @@ class EndToEnd:
         """The number of passes that an earlier run finished, and the loss before them; restores leaves and averages."""
         if not path.is_file():
             return 0, 0.0
-        found = load_own(path)
-        done, before = (float(x) for x in found["facts"])
+        tensors = load_own(path)
+        done, before = (float(x) for x in tensors["facts"])
         for key, optimizer, t in self._leaves():
-            t.data.copy_(found[f"{key}.value"])
-            averages = {k: found[f"{key}.{k}"].to(t.device) for k in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[t] = {"step": found[f"{key}.step"], **averages}
+            t.data.copy_(tensors[f"{key}.value"])
+            averages = {k: tensors[f"{key}.{k}"].to(t.device) for k in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[t] = {"step": tensors[f"{key}.step"], **averages}
         return int(done), before
 
     def _keep(self, path: Path, done: int, before: float) -> None:
-        found = {"facts": torch.tensor([done, before], dtype=torch.float64)}
+        tensors = {"facts": torch.tensor([done, before], dtype=torch.float64)}
         for key, optimizer, t in self._leaves():
             state = optimizer.state[t]
-            found |= {f"{key}.{k}": state[k].detach().cpu().contiguous() for k in ("step", "exp_avg", "exp_avg_sq")}
-            found[f"{key}.value"] = t.detach().cpu().contiguous()
+            tensors |= {f"{key}.{k}": state[k].detach().cpu().contiguous() for k in ("step", "exp_avg", "exp_avg_sq")}
+            tensors[f"{key}.value"] = t.detach().cpu().contiguous()
         with writing(path):
-            write_whole(path, save(found))
+            write_whole(path, save(tensors))
 
     def _write(self, better: bool) -> None:
         """Write a file with the trained values next to each layer's; with the old values where the loss did not fall."""

@@ -20,16 +20,16 @@ class Visits:
         """The number of visits (windows, experts of all layers) of tokens (T,), which are cut into windows."""
         cut = texts.windows(ids, self.window)
         hidden, others = self.blocks.start(cut, texts.BATCH)
-        found = []
+        counts = []
         for number in range(len(self.blocks)):
             spots = {n: s for n, s in self.blocks.linears(number).items() if s.cut.expert is not None}
             with self.blocks.layer(number) as module:
                 layer = Layer(module, others[number], spots)
                 for name in dict.fromkeys(s.module for s in spots.values()):
                     count = len(layer.experts([n for n, s in spots.items() if s.module == name]))
-                    found.append(torch.cat([_counted(layer.routed(name, x), len(x), count) for x in hidden]))
+                    counts.append(torch.cat([_counted(layer.routed(name, x), len(x), count) for x in hidden]))
                 hidden = [layer.run(x, layer.original) for x in hidden]
-        return torch.cat(found, 1)
+        return torch.cat(counts, 1)
 
 
 def _counted(routed: torch.Tensor, windows: int, experts: int) -> torch.Tensor:

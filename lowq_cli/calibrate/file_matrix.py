@@ -145,8 +145,8 @@ class GivenCodes:
         for g in range(wide.shape[1]):
             part = slice(g * s.group_size, (g + 1) * s.group_size)
             (gain,), both = moving.costs(part, [ones[:, part]])
-            wanted = wide[:, g] + gain / both[0, 0].clamp(min=TINY)
-            new, now = self._nearest(stored[:, g : g + 1], wide[:, g], wanted)
+            best = wide[:, g] + gain / both[0, 0].clamp(min=TINY)
+            new, now = self._nearest(stored[:, g : g + 1], wide[:, g], best)
             step = now - wide[:, g]
             helps = step * (step * both[0, 0] - 2 * gain) < 0
             stored[:, g] = torch.where(helps, new, stored[:, g])

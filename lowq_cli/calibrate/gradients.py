@@ -19,11 +19,11 @@ def entered(blocks: DecoderLayers, ids: torch.Tensor, batch: int) -> tuple[list[
     Also returns the other arguments that each layer is called with for a batch.
     """
     hidden, others = blocks.start(ids, batch)
-    found = [hidden]
+    inputs = [hidden]
     for number in range(len(blocks)):
         with torch.no_grad(), blocks.layer(number) as module:
-            found.append([run(module, h, others[number]) for h in found[-1]])
-    return found, others
+            inputs.append([run(module, h, others[number]) for h in inputs[-1]])
+    return inputs, others
 
 
 def by_outputs(blocks: DecoderLayers, ids: torch.Tensor, last: Batches, generator: torch.Generator) -> Batches:

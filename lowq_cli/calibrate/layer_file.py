@@ -18,8 +18,8 @@ from lowq_packers.regular import opened
 def save_item(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors to save: codes as bytes, scales and zeros in the checkpoint's dtype, a table in fp32."""
     q = q.held(dtype)
-    found = {"codes": q.W_q, "scales": q.scales, "zeros": q.zeros, "table": q.table}
-    return {f"{name}.{k}": t.to("cpu", copy=True).contiguous() for k, t in found.items() if t is not None}
+    leaves = {"codes": q.W_q, "scales": q.scales, "zeros": q.zeros, "table": q.table}
+    return {f"{name}.{k}": t.to("cpu", copy=True).contiguous() for k, t in leaves.items() if t is not None}
 
 
 def load_item(path: Path, item: Item) -> QuantizedTensor:

@@ -125,11 +125,11 @@ class Layer:
         if self._found:
             return self._found
         order: list[tuple[int, list[str]]] = []
-        kept: list[torch.Tensor] = []  # kept alive, so that no two inputs get the same id
+        alive: list[torch.Tensor] = []  # kept alive, so that no two inputs get the same id
 
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                kept.append(args[0])
+                alive.append(args[0])
                 if order and order[-1][0] == id(args[0]):
                     order[-1][1].append(name)
                 else:
@@ -166,9 +166,9 @@ class Layer:
             mine = _visitors(visits, expert)
             x, quant = clean[mine], seen[mine]
             for path in (up, down):
-                wanted = [n for n in names if self.spots[n].cut.expert == expert and self.spots[n].path == path]
-                if wanted:
-                    yield Stage(wanted, _add(None, x, quant))
+                chosen = [n for n in names if self.spots[n].cut.expert == expert and self.spots[n].path == path]
+                if chosen:
+                    yield Stage(chosen, _add(None, x, quant))
                 if path == up:
                     x, quant = (
                         self._inside(module, expert, x, self.original),
@@ -210,10 +210,10 @@ class Layer:
 
     def _given(self, module: str, hidden: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, ...]:
         """The arguments that a module is called with. The layer runs only up to that module."""
-        found: list[tuple[torch.Tensor, ...]] = []
+        inputs: list[tuple[torch.Tensor, ...]] = []
 
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            found.append(args)
+            inputs.append(args)
             raise _Reached
 
         handle = self.module.get_submodule(module).register_forward_pre_hook(hook)
@@ -223,7 +223,7 @@ class Layer:
             pass
         finally:
             handle.remove()
-        return found[0]
+        return inputs[0]
 
 
 class _Reached(Exception):

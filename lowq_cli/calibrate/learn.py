@@ -47,11 +47,11 @@ def learn(
     }
     if not dense:
         return {}
-    wanted = [layer.run(x, layer.original) for x in x_ref]
-    sizes = [(y - x).square().sum().clamp(min=1e-30) for x, y in zip(x_ref, wanted, strict=True)]
+    targets = [layer.run(x, layer.original) for x in x_ref]
+    sizes = [(y - x).square().sum().clamp(min=1e-30) for x, y in zip(x_ref, targets, strict=True)]
     with repeatable(), torch.enable_grad():
         layer.put(layer.quantized)
-        before = sum(float(_loss(layer, {}, x, y)) for x, y in zip(x_quant, wanted, strict=True))
+        before = sum(float(_loss(layer, {}, x, y)) for x, y in zip(x_quant, targets, strict=True))
         optimizer = torch.optim.Adam([g for m in dense.values() for g in m.parameters()], betas=(0.9, 0.95))
         rates = [g["lr"] for g in optimizer.param_groups]
         steps, step = EPOCHS * len(x_quant), 0
@@ -60,13 +60,13 @@ def learn(
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
                 optimizer.zero_grad()
-                (_loss(layer, weights_of(layer, dense), x_quant[i], wanted[i]) / sizes[i]).backward()
+                (_loss(layer, weights_of(layer, dense), x_quant[i], targets[i]) / sizes[i]).backward()
                 optimizer.step()
                 step += 1
         better = {n: m.quantized() for n, m in dense.items()}
         fixed = {n: Grid(q, dtypes[n], q.W_q.device, 0, 0) for n, q in better.items()}
         with torch.no_grad():
-            after = sum(float(_loss(layer, weights_of(layer, fixed), x, y)) for x, y in zip(x_quant, wanted, strict=True))
+            after = sum(float(_loss(layer, weights_of(layer, fixed), x, y)) for x, y in zip(x_quant, targets, strict=True))
     return better if after < before else {}
 
 
@@ -95,10 +95,10 @@ class Grid:
 
     def parameters(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
-        found: list[dict[str, Any]] = [{"params": [t for t in (self.stretch, self.shift) if t.requires_grad], "lr": self.rate}]
+        groups: list[dict[str, Any]] = [{"params": [t for t in (self.stretch, self.shift) if t.requires_grad], "lr": self.rate}]
         if self.table is not None and self.table.requires_grad:
-            found.append({"params": [self.table], "lr": self.rate * 2 / self.q.scheme.levels})
-        return found if self.moved is None else [*found, {"params": [self.moved], "lr": self.code_rate}]
+            groups.append({"params": [self.table], "lr": self.rate * 2 / self.q.scheme.levels})
+        return groups if self.moved is None else [*groups, {"params": [self.moved], "lr": self.code_rate}]
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes (N, K), scales and zeros (N, G) as they would be stored, with gradients as if nothing were rounded."""
@@ -118,23 +118,23 @@ class Grid:
         """The values of codes; between two codes the gradient is the difference of their values."""
         assert self.table is not None
         at, top = codes.detach().round().int(), self.q.scheme.levels - 1
-        found = self.table[at]
+        values = self.table[at]
         if self.moved is None:
-            return found
+            return values
         high, low = (at + 1).clamp(max=top), (at - 1).clamp(min=0)
         slope = (self.table[high] - self.table[low]).detach() / (high - low)
-        return found + slope * (codes - codes.detach())
+        return values + slope * (codes - codes.detach())
 
     def quantized(self) -> QuantizedTensor:
         """What was learnt."""
         codes, scales, zeros = (t.detach() for t in self.parts())
         q = self.q
-        kept = None if q.zeros is None else zeros.squeeze(-1)
+        zeros_of_rows = None if q.zeros is None else zeros.squeeze(-1)
         W_q, table = codes.round().to(torch.uint8).reshape(q.W_q.shape), None
         if self.table is not None:
             W_q = self.order.to(torch.uint8)[W_q.int()]
             table = self.table.detach()[self.order.argsort()].unsqueeze(0) if q.table_kind == "fitted" else q.table
-        return QuantizedTensor.of(q.scheme, W_q, scales.squeeze(-1), kept, table)
+        return QuantizedTensor.of(q.scheme, W_q, scales.squeeze(-1), zeros_of_rows, table)
 
 
 def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -149,15 +149,15 @@ def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]
         spot, W = layer.spots[name], matrix.weight()
         first, last = spot.cut.rows or (0, W.shape[0])
         pieces[spot.path].append((first, last, W.T if spot.cut.transposed else W))
-    found = {}
+    weights = {}
     for path, parts in pieces.items():
         rest, at, joined = layer.quantized[path], 0, []
         for first, last, W in sorted(parts, key=lambda p: p[0]):
             joined += [rest[at:first], W]
             at = last
         whole = len(parts) == 1 and parts[0][2].shape == rest.shape
-        found[path] = parts[0][2] if whole else torch.cat([*joined, rest[at:]])
-    return found
+        weights[path] = parts[0][2] if whole else torch.cat([*joined, rest[at:]])
+    return weights
 
 
 def _loss(layer: Layer, weights: dict[str, torch.Tensor], x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

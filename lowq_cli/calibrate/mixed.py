@@ -72,11 +72,11 @@ class Mixed:
     @property
     def histogram(self) -> list[tuple[str, int, int]]:
         """(scheme, groups, weights), most bytes per weight first."""
-        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        by_scheme: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for s in sorted(self.shares, key=lambda s: -s.nbytes / s.params):
-            one = found[str(s.scheme or KEPT)]
+            one = by_scheme[str(s.scheme or KEPT)]
             one[0], one[1] = one[0] + 1, one[1] + s.params
-        return [(scheme, groups, params) for scheme, (groups, params) in found.items()]
+        return [(scheme, groups, params) for scheme, (groups, params) in by_scheme.items()]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -123,12 +123,12 @@ class Spread:
 
     def at(self, budget: int) -> tuple[Recipe, Mixed]:
         """The recipe with an override per group; all groups take at most `budget` bytes. Raises the errors of `allocate`."""
-        found = allocate(self.choices, budget)
-        overrides = [o for name, c in found.items() if c.what for o in _overrides(self.groups[name], c.what)]
+        chosen = allocate(self.choices, budget)
+        overrides = [o for name, c in chosen.items() if c.what for o in _overrides(self.groups[name], c.what)]
         head = "keep" if self.plain.lm_head == "auto" else self.plain.lm_head
         resolved = replace(self.plain, lm_head=head, overrides=(*self.plain.overrides, *overrides))
         shares = []
-        for name, c in found.items():
+        for name, c in chosen.items():
             members = self.groups[name]
             shares.append(Share(name, members[0].kind, _params(members), c.nbytes, c.what, c.error))
         return resolved, Mixed(tuple(shares), not self.why_not_nats, self.why_not_nats)
@@ -203,10 +203,10 @@ def _params(members: Sequence[Candidate]) -> int:
 
 def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     """Group name -> the matrices that must share a scheme."""
-    found: dict[str, list[Candidate]] = defaultdict(list)
+    groups: dict[str, list[Candidate]] = defaultdict(list)
     for c in candidates:
-        found[_group_of(c.name)].append(c)
-    return dict(found)
+        groups[_group_of(c.name)].append(c)
+    return dict(groups)
 
 
 def _options(members: Sequence[Candidate], recipe: Recipe) -> list[Scheme]:
@@ -215,7 +215,7 @@ def _options(members: Sequence[Candidate], recipe: Recipe) -> list[Scheme]:
     if recipe.group == "channel":
         sizes = {K} if all(c.shape[1] == K for c in members) else set()
     else:
-        sizes = {g for wanted in ([recipe.group] if recipe.group else GROUPS) if (g := fit_group(K, int(wanted)))}
+        sizes = {g for size in ([recipe.group] if recipe.group else GROUPS) if (g := fit_group(K, int(size)))}
     return [Scheme(bits, g, recipe.zero) for bits in recipe.widths for g in sorted(sizes)]
 
 
@@ -224,14 +224,14 @@ def _choices(
 ) -> list[Choice]:
     """The choices of a group; head and embedding may also stay unquantized."""
     meta = ITEMSIZE[scale_dtype(source, recipe)]
-    found = []
+    choices = []
     for s in schemes:
         stored = 1 if s.zero == "none" else 2
         size = sum(c.shape[0] * (4 * words_per_row(c.shape[1], s.bits) + stored * meta * s.groups(c.shape[1])) for c in members)
-        found.append(Choice(s, size, sum(errors[c.name][s] for c in members)))
+        choices.append(Choice(s, size, sum(errors[c.name][s] for c in members)))
     if members[0].kind in ("head", "embedding"):
-        found.append(Choice(None, sum(c.shape[0] * c.shape[1] * ITEMSIZE[c.source_dtype] for c in members), 0.0))
-    return found
+        choices.append(Choice(None, sum(c.shape[0] * c.shape[1] * ITEMSIZE[c.source_dtype] for c in members), 0.0))
+    return choices
 
 
 def _group_of(name: str) -> str:
@@ -280,10 +280,10 @@ def _measured(
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     file = f"sensitivity/{memo.key(facts)}.json"
     with suppress(ValueError, KeyError, TypeError, AttributeError):  # the cache has no entry, or a damaged one
-        kept = memo.recall(file)
+        entry = memo.recall(file)
         named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
-        read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}
-        return read, str(kept["why_not_nats"])
+        read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in entry["errors"].items()}
+        return read, str(entry["why_not_nats"])
 
     def rounded(W: torch.Tensor, s: Scheme) -> torch.Tensor:
         return quantizers.get(quantizers.default_method(s.bits, s.group_size, s.zero))(W, s, dtype).dequantize()
@@ -297,8 +297,8 @@ def _measured(
         errors, why = walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         errors, why = sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
-    kept = {"why_not_nats": why, "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()}}
-    memo.keep(file, kept)
+    entry = {"why_not_nats": why, "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()}}
+    memo.keep(file, entry)
     return errors, why
 
 

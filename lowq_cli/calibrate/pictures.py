@@ -40,8 +40,8 @@ class Pictured:
         chosen = torch.linspace(0, len(text.pairs) - 1, min(count, len(text.pairs))).round().long().tolist()
         spelled, side = tokenizer.convert_ids_to_tokens, SIDE * self.images.patch * self.images.merge
         self.pictures: list[Picture] = [processor(_squared(read_picture(text.pairs[i][0]), side)) for i in chosen]
-        own = framed(self.images, spelled)
-        written = [expanded(own, [p], self.images, spelled) for p in self.pictures]
+        framed_text = framed(self.images, spelled)
+        written = [expanded(framed_text, [p], self.images, spelled) for p in self.pictures]
         heads = [texts.tokenize(tokenizer, w) for w in written]
         self.lead = len(heads[0])
         if len({len(h) for h in heads}) > 1 or self.lead >= window:
@@ -70,11 +70,11 @@ class Pictured:
     def __call__(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arguments of transformers' model for windows (n, T)."""
         seen = [self.pictures[-1 - int(row.min())] for row in ids]
-        found = {key: torch.cat([p.inputs[key] for p in seen]) for key in seen[0].inputs}
+        arguments = {key: torch.cat([p.inputs[key] for p in seen]) for key in seen[0].inputs}
         kinds = next((k for k in ("mm_token_type_ids", "token_type_ids") if k in self.takes), None)
         if kinds:
-            found[kinds] = (ids < 0).long()
-        return found | {"input_ids": torch.where(ids < 0, self.images.token, ids)}
+            arguments[kinds] = (ids < 0).long()
+        return arguments | {"input_ids": torch.where(ids < 0, self.images.token, ids)}
 
 
 def _images(source: Source) -> Images:

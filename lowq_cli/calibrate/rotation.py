@@ -127,28 +127,28 @@ def rotated(raw: Source) -> RotatedSource:
     model = _described(raw, skeleton)
     places = {name: place.param for name in raw.headers if (place := skeleton.place(name))}
     at = {param: name for name, param in places.items()}
-    wanted = turns(model)
+    turn_of = turns(model)
     if odd := places.values() - tensors(model, "modules").keys() - {f"{model.head}.weight"}:
         raise _refusal(raw, f"lowq does not know what {at[min(odd)]} does")
     changes = {
         name: Change(name, turn, at[f"{model.prefix}{turn.norm.name}.weight"] if turn.norm else "")
         for name, param in places.items()
-        if (turn := wanted.get(param))
+        if (turn := turn_of.get(param))
     }
     headers, where, notes = dict(raw.headers), dict(raw.where), []
-    told = {k: v for k, v in raw.config.items() if k != "tie_word_embeddings"} | {"tie_word_embeddings": False}
+    config = {k: v for k, v in raw.config.items() if k != "tie_word_embeddings"} | {"tie_word_embeddings": False}
     head = f"{model.head}.weight"
     if head in skeleton.tied:
         table, stored = at[f"{model.prefix}{model.embed}.weight"], at.get(head, head)
         headers[stored] = replace(headers[table])
         where.setdefault(stored, where[table])
         norm = at[f"{model.prefix}{model.norm.name}.weight"] if model.norm.name else ""
-        changes[stored] = Change(table, wanted[head], norm)
+        changes[stored] = Change(table, turn_of[head], norm)
         notes.append(
             f"--rotate makes the output head a matrix of its own: {headers[table].numel / 1e6:,.1f} M parameters more to store"
         )
     return RotatedSource(
-        raw.name, raw.folder, told, headers, raw.files, where,
+        raw.name, raw.folder, config, headers, raw.files, where,
         raw=raw, changes=changes, stream=Rotation(model.hidden, SEED), notes=tuple(notes),
     )  # fmt: skip
 

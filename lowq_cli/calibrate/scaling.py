@@ -96,12 +96,12 @@ class _Inputs:
 def _inputs(layer: Layer, mappings: list[ScaleMapping], x_quant: Hidden) -> Iterator[tuple[ScaleMapping, _Inputs]]:
     """Pairs of a mapping and its inputs: one pass over the text for the plain linears, then expert by expert."""
     plain = [m for m in mappings if m.expert is None]
-    found: dict[str, _Inputs] = {}
+    by_label: dict[str, _Inputs] = {}
 
     def hook(label: str) -> Callable[..., None]:
         def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
-            found.setdefault(label, _Inputs.like(x)).add(x)
+            by_label.setdefault(label, _Inputs.like(x)).add(x)
 
         return note
 
@@ -113,7 +113,7 @@ def _inputs(layer: Layer, mappings: list[ScaleMapping], x_quant: Hidden) -> Iter
     finally:
         for h in hooks:
             h.remove()
-    yield from ((f, found[f.label]) for f in plain)
+    yield from ((f, by_label[f.label]) for f in plain)
     experts = {m.after[0]: m for m in mappings if m.expert is not None}
     for module in dict.fromkeys(layer.spots[n].module for n in experts):
         for name, x in layer.inner(module, x_quant):

@@ -144,12 +144,12 @@ class Sensitivities:
         assert place.second is not None
         made_up = self.calibrated and c.kind not in NOT_CALIBRATED
         costs = column_costs(Moments(place.second, tokens=tokens)) if made_up else None
-        found = {}
+        errors = {}
         for s in self.schemes[name]:
             d = self.rounded(W, s) - W
             squares = (d @ place.second) * d if costs is None else d.square() * costs
-            found[s] = 0.5 * scale * float((squares.sum(1) * importance[rows]).sum())
-        return found
+            errors[s] = 0.5 * scale * float((squares.sum(1) * importance[rows]).sum())
+        return errors
 
     def _table(self, name: str, ids: torch.Tensor, grads: list[torch.Tensor], tokens: int) -> dict[Scheme, float]:
         """The errors of the embedding's rows as the first layer's input."""
@@ -159,11 +159,11 @@ class Sensitivities:
         W = _take(read_rows(c, self.source), used).to(self.device, torch.float32)
         g = torch.cat([x.reshape(-1, x.shape[-1]) for x in grads]) * (embed_scale(table) or 1.0)
         at = at.reshape(-1).to(self.device)
-        found = {}
+        errors = {}
         for s in self.schemes[name]:
             d = self.rounded(W, s) - W
-            found[s] = 0.5 * float((d[at] * g).sum(-1).square().sum()) / tokens
-        return found
+            errors[s] = 0.5 * float((d[at] * g).sum(-1).square().sum()) / tokens
+        return errors
 
 
 def _take(read: Callable[[int, int], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

@@ -84,10 +84,10 @@ def _reads(part: Linear, norm: Norm | None, values: tuple[int, int] | None = Non
     """The turns of a linear that reads the normed stream. values: `Turn.values` of its last part."""
     norm = norm if norm and norm.name else None
     for name in part.parts:
-        own = values if name == part.parts[-1] else None
-        yield f"{name}.weight", Turn(norm=norm, columns=True, values=own)
-        if part.bias and own:
-            yield f"{name}.bias", Turn(values=own)
+        of_part = values if name == part.parts[-1] else None
+        yield f"{name}.weight", Turn(norm=norm, columns=True, values=of_part)
+        if part.bias and of_part:
+            yield f"{name}.bias", Turn(values=of_part)
 
 
 def _writes(part: Linear, mixed: int = 0) -> Turns:
@@ -144,7 +144,7 @@ def _experts(part: p.Experts, norm: Norm | None) -> Turns:
         yield from _reads(part.latent[0], norm)
         yield from _writes(part.latent[1])
         return
-    turned, own = bool(part.transposed), norm if norm and norm.name else None
+    turned, weighted = bool(part.transposed), norm if norm and norm.name else None
     first = "gate_up_proj" if part.gated else "up_proj"
-    yield f"{part.module}.{first}", Turn(norm=own, columns=True, transposed=turned)
+    yield f"{part.module}.{first}", Turn(norm=weighted, columns=True, transposed=turned)
     yield f"{part.module}.down_proj", Turn(rows=True, transposed=turned)

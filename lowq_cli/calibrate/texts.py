@@ -40,20 +40,20 @@ class Text:
     def read(cls, path: str | None) -> Text:
         """The text that a recipe names, unless the model writes it itself. Raises the errors of `read_text`."""
         root = None if path in (None, BUNDLED) else user_path(str(path))
-        if root is None or not root.is_dir() or not (found := picture_pairs(root)):
+        if root is None or not root.is_dir() or not (pairs := picture_pairs(root)):
             return cls(path or BUNDLED, read_text(path))
-        beside = {file.with_suffix(".txt") for file, _ in found}
+        beside = {file.with_suffix(".txt") for file, _ in pairs}
         others = [read_text(str(p)) for p in text_files(root) if p not in beside]
-        return cls(str(path), "\n\n".join(others) or read_text(None), pairs=tuple(found))
+        return cls(str(path), "\n\n".join(others) or read_text(None), pairs=tuple(pairs))
 
     @cached_property
     def digest(self) -> str:
         """A hash of the contents."""
         raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
-        found = hashlib.sha256(raw)
+        sha = hashlib.sha256(raw)
         for file, words in self.pairs:
-            found.update(hashlib.sha256(read_given(file, "picture", MAX_TEXT)).digest() + words.encode() + b"\0")
-        return found.hexdigest()[:16]
+            sha.update(hashlib.sha256(read_given(file, "picture", MAX_TEXT)).digest() + words.encode() + b"\0")
+        return sha.hexdigest()[:16]
 
     def windows(self, tokenizer: Tokenizer, tokens: int, model: CausalModel) -> torch.Tensor:
         """The token ids (n, window) that `choose_windows` picks for a model. Raises the errors of both it and `check_ids`."""
@@ -92,8 +92,8 @@ def text_files(folder: Path) -> list[Path]:
 
 def picture_pairs(folder: Path) -> list[tuple[Path, str]]:
     """The images of a folder that have a text file next to them (a.txt for a.png), each with its text."""
-    found = sorted(f for f in folder.iterdir() if f.suffix.lower() in PICTURES and f.with_suffix(".txt").is_file())
-    return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in found]
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in PICTURES and f.with_suffix(".txt").is_file())
+    return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in files]
 
 
 def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:

@@ -99,12 +99,12 @@ class Braces:
         if depth < DEEPEST and (opened := (yield from source.takes("{", "["))):
             yield from (self._object if opened == "{" else self._list)(source, out, depth)
             return True
-        kept: list[str] = []
-        end = yield from source.until((",", "}", "]", self.close), kept.append)
+        pieces: list[str] = []
+        end = yield from source.until((",", "}", "]", self.close), pieces.append)
         source.held = end + source.held
-        if kept or end or not source.cut:
-            out.arguments(json.dumps(converted("".join(kept), {}), ensure_ascii=False))
-        return bool(kept)
+        if pieces or end or not source.cut:
+            out.arguments(json.dumps(converted("".join(pieces), {}), ensure_ascii=False))
+        return bool(pieces)
 
 
 GEMMA = Braces("<|tool_call>", "<tool_call|>", '<|"|>')

@@ -83,10 +83,10 @@ class Ways:
 
 def switches(template: str, think: bool | None, effort: str | None) -> dict[str, object]:
     """The variables of thinking and of its effort that the template has."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     if think is not None:
-        found |= {name: think for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)}
-    return found | ({"reasoning_effort": effort} if effort and "reasoning_effort" in template else {})
+        values |= {name: think for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)}
+    return values | ({"reasoning_effort": effort} if effort and "reasoning_effort" in template else {})
 
 
 def ways_by(mark: str) -> Ways:

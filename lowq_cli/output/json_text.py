@@ -24,14 +24,14 @@ TYPES: dict[str, Any] = {
 def string(source: Source) -> Wait[str | None]:
     """Consume a JSON string of up to LONGEST characters; None if the text goes on with something else."""
     while True:
-        found = STRING.match(source.held)
-        if found and len(found[0]) <= LONGEST:
+        match = STRING.match(source.held)
+        if match and len(match[0]) <= LONGEST:
             try:
-                return str(json.loads(source.take(len(found[0])), strict=False))
+                return str(json.loads(source.take(len(match[0])), strict=False))
             except ValueError:
                 return None
         begins = source.held[:1] in ('"', "") and len(source.held) <= LONGEST
-        if found or source.ended or not begins:
+        if match or source.ended or not begins:
             return None
         yield
 
@@ -58,9 +58,9 @@ def value(source: Source, say: Say) -> Wait[None]:
                 end = i
             if end is not None:
                 break
-        said = source.take(len(source.held) if end is None else end)
-        if said:
-            say(said)
+        text = source.take(len(source.held) if end is None else end)
+        if text:
+            say(text)
         if end is not None or source.ended:
             return
         yield
@@ -90,9 +90,9 @@ def call_object(source: Source, out: Parts) -> Wait[bool]:
             begun = out.call(name)
             yield from _arguments(source, out.arguments)
         elif key in ARGUMENTS or key in BESIDE or begun:
-            kept: list[str] = []
-            yield from (_arguments if key in ARGUMENTS else value)(source, kept.append)
-            early = "".join(kept) if key in ARGUMENTS else early
+            pieces: list[str] = []
+            yield from (_arguments if key in ARGUMENTS else value)(source, pieces.append)
+            early = "".join(pieces) if key in ARGUMENTS else early
         else:
             return False
         yield from source.blanks()
@@ -112,9 +112,9 @@ def _arguments(source: Source, say: Say) -> Wait[None]:
     if source.held.startswith("{"):
         yield from value(source, say)
         return
-    kept: list[str] = []
-    yield from value(source, kept.append)
-    text = "".join(kept)
+    pieces: list[str] = []
+    yield from value(source, pieces.append)
+    text = "".join(pieces)
     if text.startswith('"'):
         try:
             text = str(json.loads(text, strict=False))
@@ -133,10 +133,10 @@ def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: boo
         if end or not source.cut:
             out.arguments('"')
         return end
-    kept: list[str] = []
-    end = yield from source.until(ends, kept.append)
+    pieces: list[str] = []
+    end = yield from source.until(ends, pieces.append)
     if end or not source.cut:
-        out.arguments(json.dumps(converted("".join(kept), schema), ensure_ascii=False))
+        out.arguments(json.dumps(converted("".join(pieces), schema), ensure_ascii=False))
     return end
 
 
@@ -145,14 +145,14 @@ def converted(text: str, schema: dict[str, Any]) -> Any:
     plain = text.strip()
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(plain)
-            json.dumps(found)
+            value = read(plain)
+            json.dumps(value)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
         kinds = _kinds(schema)
-        if not kinds or any(isinstance(found, TYPES[k]) for k in kinds if k in TYPES):
-            return found
-        return found if isinstance(found, str) else text.strip("\n")
+        if not kinds or any(isinstance(value, TYPES[k]) for k in kinds if k in TYPES):
+            return value
+        return value if isinstance(value, str) else text.strip("\n")
     return text.strip("\n")
 
 

@@ -50,13 +50,13 @@ class Pairs:
         first = True
         while True:
             tag = yield from source.until((key, close), ignore)
-            found = (yield from source.word(key_end)) if tag == key else None
-            if found is None:
+            key_text = (yield from source.word(key_end)) if tag == key else None
+            if key_text is None:
                 break
-            out.arguments(("" if first else ", ") + json.dumps(found.strip(), ensure_ascii=False) + ": ")
+            out.arguments(("" if first else ", ") + json.dumps(key_text.strip(), ensure_ascii=False) + ": ")
             first = False
             yield from source.until((value,), ignore)
-            yield from typed(source, out, found.strip(), (value_end,), trim=False)
+            yield from typed(source, out, key_text.strip(), (value_end,), trim=False)
         if tag or not source.cut:
             out.arguments("}")
 

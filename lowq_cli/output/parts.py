@@ -36,8 +36,8 @@ class Offered:
     def schema(self, function: str, key: str) -> dict[str, Any]:
         """The JSON schema of a parameter, {} if it has none."""
         known = self.functions.get(function, {}).get("properties")
-        found = known.get(key) if isinstance(known, dict) else None
-        return found if isinstance(found, dict) else {}
+        entry = known.get(key) if isinstance(known, dict) else None
+        return entry if isinstance(entry, dict) else {}
 
 
 class Parts:
@@ -52,8 +52,8 @@ class Parts:
 
     def take(self) -> list[Part]:
         """The parts added since the last call."""
-        found, self._found = self._found, []
-        return found
+        parts, self._found = self._found, []
+        return parts
 
     def thought(self, text: str) -> None:
         """Add text to the thoughts."""
@@ -89,10 +89,10 @@ class Parts:
 
 def joined(parts: Iterable[Part]) -> list[Part]:
     """The parts with neighbours of the same kind and call merged."""
-    found: list[Part] = []
+    parts_so_far: list[Part] = []
     for p in parts:
-        if found and p.kind != "call" and (found[-1].kind, found[-1].index) == (p.kind, p.index):
-            found[-1].text += p.text
+        if parts_so_far and p.kind != "call" and (parts_so_far[-1].kind, parts_so_far[-1].index) == (p.kind, p.index):
+            parts_so_far[-1].text += p.text
         else:
-            found.append(Part(p.kind, p.text, p.index, p.id))
-    return found
+            parts_so_far.append(Part(p.kind, p.text, p.index, p.id))
+    return parts_so_far

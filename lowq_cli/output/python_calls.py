@@ -42,16 +42,16 @@ class PythonCalls:
         source.mark()
         yield from source.blanks()
         listed = yield from source.takes("[")
-        found = False
+        any_call = False
         while self.open or listed:
             yield from source.blanks()
             if not (yield from self._call(source, out)):
                 break
-            found = True
+            any_call = True
             source.sure()
             yield from source.blanks()
             yield from source.takes(",")
-        if not found:
+        if not any_call:
             out.text(self.open + source.taken)
             source.sure()
             if not self.open:  # calls can only be at the start
@@ -117,18 +117,18 @@ def _to_the_end(source: Source) -> Wait[str | None]:
 
 def _as_json(text: str) -> str:
     """Named arguments as a JSON object; a value that is not a literal becomes a string of its source."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     try:
         call = ast.parse(f"f({text})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return json.dumps({"": text}, ensure_ascii=False)
     for keyword in call.keywords if isinstance(call, ast.Call) else ():
         try:
-            found[keyword.arg or ""] = ast.literal_eval(_Words().visit(keyword.value))
-            json.dumps(found)
+            arguments[keyword.arg or ""] = ast.literal_eval(_Words().visit(keyword.value))
+            json.dumps(arguments)
         except (ValueError, TypeError, RecursionError, MemoryError):
-            found[keyword.arg or ""] = ast.unparse(keyword.value)
-    return json.dumps(found, ensure_ascii=False)
+            arguments[keyword.arg or ""] = ast.unparse(keyword.value)
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 class _Words(ast.NodeTransformer):

@@ -37,10 +37,10 @@ class Source:
 
     def take(self, n: int) -> str:
         """Consume and return the next n characters."""
-        found, self.held = self.held[:n], self.held[n:]
+        text, self.held = self.held[:n], self.held[n:]
         if self._marked:
-            self.taken += found
-        return found
+            self.taken += text
+        return text
 
     def mark(self) -> None:
         """Record the text consumed from here on, for `back`."""
@@ -91,18 +91,18 @@ class Source:
     def takes(self, *options: str) -> Wait[str]:
         """Consume and return the longest option that the text begins with; "" for none."""
         while True:
-            found = max((o for o in options if self.held.startswith(o)), key=len, default="")
-            if self.ended or not any(len(o) > len(found) and o.startswith(self.held) for o in options):
-                return self.take(len(found))
+            longest = max((o for o in options if self.held.startswith(o)), key=len, default="")
+            if self.ended or not any(len(o) > len(longest) and o.startswith(self.held) for o in options):
+                return self.take(len(longest))
             yield
 
     def blanks(self) -> Wait[str]:
         """Consume and return whitespace."""
-        found = ""
+        text = ""
         while True:
-            found += self.take(len(self.held) - len(self.held.lstrip()))
+            text += self.take(len(self.held) - len(self.held.lstrip()))
             if self.held or self.ended:
-                return found
+                return text
             yield
 
     def word(self, *ends: str) -> Wait[str | None]:
@@ -112,7 +112,7 @@ class Source:
             if at > LONGEST or (self.ended and not end):
                 return None
             if end:
-                found = self.take(at)
+                piece = self.take(at)
                 self.take(len(end))
-                return found
+                return piece
             yield

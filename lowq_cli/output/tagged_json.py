@@ -36,17 +36,17 @@ class TaggedJson:
         source.mark()
         yield from source.blanks()
         yield from source.takes("[")
-        found = False
+        any_call = False
         while True:
             yield from source.blanks()
             if not (yield from call_object(source, out)):
                 break
-            found = True
+            any_call = True
             source.sure()
             yield from source.blanks()
             if not (yield from source.takes(",")):
                 break
-        if not found:
+        if not any_call:
             out.text(self.open + source.taken)
             source.sure()
         elif self.close:

@@ -111,8 +111,8 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: Path) -> None:
     series: dict[str, list[Row]] = {}
     for r in rows:
         series.setdefault(f"{r.N}x{r.K} {r.bits}-bit", []).append(r)
-    for label, found in series.items():
-        best = {m: min((r for r in found if m == r.M), key=lambda r: r.us) for m in sorted({r.M for r in found})}
+    for label, points in series.items():
+        best = {m: min((r for r in points if m == r.M), key=lambda r: r.us) for m in sorted({r.M for r in points})}
         ms = list(best)
         left.plot(ms, [r.cublas_us / r.us for r in best.values()], marker="o", markersize=4, label=label)
         intensity = [2.0 * r.M * r.N * r.K / (max(r.gbs, 1e-4) * r.us * 1e3) for r in best.values()]

@@ -107,9 +107,9 @@ def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None
 
 def _stack(shape: Shape, device: torch.device) -> Stack:
     layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device)
-    made = [random_weight(shape, layout, device) for _ in range(EXPERTS)]
-    zeros = None if made[0].zeros is None else torch.stack([p.zeros for p in made if p.zeros is not None])
-    words, scales = torch.stack([p.words for p in made]), torch.stack([p.scales for p in made])
+    experts = [random_weight(shape, layout, device) for _ in range(EXPERTS)]
+    zeros = None if experts[0].zeros is None else torch.stack([p.zeros for p in experts if p.zeros is not None])
+    words, scales = torch.stack([p.words for p in experts]), torch.stack([p.scales for p in experts])
     return Stack(words, scales, zeros, None, shape.scheme, shape.N, shape.K, layout)
 
 

@@ -62,9 +62,9 @@ def race(folder: Path, device: torch.device, entries: Sequence[Entry], batches: 
         plain, tuned = (stack.enter_context(_view(folder)) for _ in range(2))
         tuning_file.write_file(tuned / tuning_file.FILE, Machine.here(device), entries)
         decoders = [(_decoder(view, device), view) for view in (plain, tuned)]
-        found = [_trial(decoders, device, M) for M in dict.fromkeys((batches[0], batches[-1]))]
+        trials = [_trial(decoders, device, M) for M in dict.fromkeys((batches[0], batches[-1]))]
         tuning.forget()
-        return found
+        return trials
 
 
 @contextmanager

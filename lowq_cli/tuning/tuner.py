@@ -30,19 +30,19 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.bfloat16
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    found = getattr(torch, str(named), None)
-    return found if found in (torch.float16, torch.bfloat16) else torch.float16
+    dtype = getattr(torch, str(named), None)
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
     """Parse "1,2,8" as ascending batch sizes. Raises UsageError."""
     try:
-        found = tuple(sorted({int(part) for part in text.split(",")}))
+        sizes = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        found = ()
-    if not found or found[0] < 1 or found[-1] > 1 << 20:
+        sizes = ()
+    if not sizes or sizes[0] < 1 or sizes[-1] > 1 << 20:
         raise UsageError(f"--batch {text!r} is not a list of rows such as 1,2,4,8")
-    return found
+    return sizes
 
 
 def compile_candidates(
@@ -63,11 +63,11 @@ def compile_candidates(
 
 def _same_binary(work: Sequence[Work]) -> list[Work]:
     """One item per binary: Triton specializes on sizes only by whether 16 divides them and whether steps of k tile K."""
-    found: dict[object, Work] = {}
+    by_key: dict[object, Work] = {}
     for w in work:
         key = (w.kernel, w.config, w.scheme, w.layout, w.dtype, w.M, w.N % 16 == 0, w.K % 4096 == 0 or w.K)
-        found.setdefault(key, w)
-    return list(found.values())
+        by_key.setdefault(key, w)
+    return list(by_key.values())
 
 
 def for_kernels(budget: Budget) -> Budget:
@@ -134,10 +134,10 @@ class Steps:
         from lowq_cli.engine import search
         from lowq_cli.engine.sampling import Sampling
 
-        found = {e.place: e for e in entries if e.M == M}
+        entry_of = {e.place: e for e in entries if e.M == M}
         self.decoder.start([[1] * IN_PLACE_TOKENS] * M, Sampling(), IN_PLACE_TOKENS)
         now = search.calls_of(self.decoder, M, self.dtype)
-        known = {call: e for call in now if (e := found.get(tuning.place_of(call)))}
+        known = {call: e for call in now if (e := entry_of.get(tuning.place_of(call)))}
         options = {call: _close(e) for call, e in known.items()}
         chosen, before, after = search.search(self.decoder, now, options, left)
         self.decoder.captured.clear()
@@ -151,33 +151,33 @@ def _close(e: Entry) -> list[Named]:
 
 def _reordered(e: Entry, winner: Named) -> Entry:
     """The entry with another of its finalists as winner."""
-    own = {"kernel": e.kernel, "config": e.config, "us": e.us}
+    fastest = {"kernel": e.kernel, "config": e.config, "us": e.us}
     best = next((r for r in e.runners_up if (r["kernel"], r["config"]) == winner), None)
     if best is None:
         return e
-    others = tuple(r for r in (own, *e.runners_up) if r is not best)
+    others = tuple(r for r in (fastest, *e.runners_up) if r is not best)
     source = source_hash(best["kernel"])
     return replace(e, kernel=best["kernel"], config=best["config"], us=best["us"], source=source, runners_up=others)
 
 
 def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     """The entries of each shape's fastest layout, and a line for each layout that lost."""
-    table, kept, behind = tuning.Table(entries), list[Entry](), dict[str, list[float]]()
+    table, present, behind = tuning.Table(entries), list[Entry](), dict[str, list[float]]()
     us = {(*e.place, e.M): e.us for e in entries}
     layouts = list(dict.fromkeys(e.layout for e in entries))
     for e in entries:
         scheme = Scheme.of(e.bits, e.group, e.zero)
         best = tuning.preferred_layout(table, Shape(e.N, e.K, scheme, getattr(torch, e.dtype)), layouts) or e.layout
         if e.layout == best:
-            kept.append(e)
+            present.append(e)
         elif theirs := us.get((*replace(e, layout=best).place, e.M)):
             behind.setdefault(e.layout, []).append(e.us / theirs)
-    used = {e.layout for e in kept}
+    used = {e.layout for e in present}
     lost = []
     for name, r in behind.items():
         so = "for the shapes that do not take it" if name in used else "so no shape takes it"
         lost.append(f"layout {name}: {min(r):.1f} to {max(r):.1f} times as long{',' if name not in used else ''} {so}")
-    return kept, lost
+    return present, lost
 
 
 def crossovers(entries: Sequence[Entry]) -> list[str]:
@@ -188,7 +188,7 @@ def crossovers(entries: Sequence[Entry]) -> list[str]:
         places.setdefault(key, {}).setdefault(e.M, []).append(e)
     lines = []
     for (bits, group, _, _, N, K, _), by_m in places.items():
-        best = [(M, min(found, key=lambda e: e.us)) for M, found in sorted(by_m.items())]
+        best = [(M, min(of_size, key=lambda e: e.us)) for M, of_size in sorted(by_m.items())]
         for (_, before), (M, after) in pairwise(best):
             if before.layout != after.layout:
                 lines.append(f"{N}x{K} {bits}-bit g{group}: {before.kernel} below M = {M}, {after.kernel} from there")

@@ -91,11 +91,11 @@ class LowqVllmConfig(QuantizationConfig):
     def scheme(self, prefix: str, members: Iterable[str]) -> Scheme | None:
         """The common scheme of a layer's members, None if they are dense. Raises UnsupportedError if they differ."""
         members = list(members)
-        found = expand_stored(self.config, {*self._named(), *members})
+        stored = expand_stored(self.config, {*self._named(), *members})
         for name in members:
-            if name in found and found[name].layout != DISK:
-                raise UnsupportedError(f"{name} is stored in layout {found[name].layout}; vLLM loads {DISK}: quantize again")
-        schemes = {name: found[name].scheme if name in found else None for name in members}
+            if name in stored and stored[name].layout != DISK:
+                raise UnsupportedError(f"{name} is stored in layout {stored[name].layout}; vLLM loads {DISK}: quantize again")
+        schemes = {name: stored[name].scheme if name in stored else None for name in members}
         if len(set(schemes.values())) > 1:
             spelled = ", ".join(f"{n.rpartition('.')[2]} {s or 'dense'}" for n, s in list(schemes.items())[:3])
             raise UnsupportedError(f"vLLM makes one layer of {prefix}, but its parts are {spelled}; give them one scheme")

@@ -60,8 +60,8 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register this rank's w13_weight, w13_weight_scale, ... Raises UnsupportedError if the split cuts a group."""
-        own = intermediate_size_per_partition
-        shapes = {"w13": (2 * own, hidden_size, hidden_size), "w2": (hidden_size, own, own * self.moe.tp_size)}
+        width = intermediate_size_per_partition
+        shapes = {"w13": (2 * width, hidden_size, hidden_size), "w2": (hidden_size, width, width * self.moe.tp_size)}
         layer.lowq, self.dtype = {}, params_dtype
         for weight, (N, K, whole_K) in shapes.items():
             held = LowqLinearMethod(self.schemes[weight], f"{self.name}.{weight}").share(N, K, whole_K)
@@ -140,10 +140,10 @@ def _load_table(
     return_success: bool = False,
 ) -> bool | None:
     """Load one matrix's table (1, width), as vLLM's loader does for scales. Returns True if this rank has the expert."""
-    own = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
-    if own >= 0:
-        param.data[own, int(shard_id == "w3")] = loaded_weight[0]
-    return own >= 0 if return_success else None
+    local_id = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
+    if local_id >= 0:
+        param.data[local_id, int(shard_id == "w3")] = loaded_weight[0]
+    return local_id >= 0 if return_success else None
 
 
 def _current(layer: Any, weight: str) -> Stack:

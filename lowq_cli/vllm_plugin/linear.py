@@ -46,13 +46,13 @@ class Held(NamedTuple):
     def blank(self, dtype: torch.dtype, parts: int = 1) -> dict[str, torch.Tensor]:
         """Empty tensors for vLLM's loaders, on the default device. parts: the number of checkpoint matrices in the layer."""
         s, shape = self.scheme, (self.N, self.scheme.groups(self.K))
-        found = {"weight": torch.empty(self.N, words_per_row(self.K, s.bits), dtype=torch.int32)}
-        found["weight_scale"] = torch.empty(shape, dtype=dtype if s.scale == "float" else torch.uint8)
+        tensors = {"weight": torch.empty(self.N, words_per_row(self.K, s.bits), dtype=torch.int32)}
+        tensors["weight_scale"] = torch.empty(shape, dtype=dtype if s.scale == "float" else torch.uint8)
         if s.zero != "none":
-            found["weight_zero"] = torch.empty(shape, dtype=dtype)
+            tensors["weight_zero"] = torch.empty(shape, dtype=dtype)
         if s.table_width:  # each matrix has its own table, which every rank needs whole
-            found["weight_table"] = torch.empty(parts, s.table_width, dtype=torch.float32)
-        return found
+            tensors["weight_table"] = torch.empty(parts, s.table_width, dtype=torch.float32)
+        return tensors
 
 
 @register_weight_loader_v2_supported_method
@@ -79,13 +79,13 @@ class LowqLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register this rank's `weight`, `weight_scale`, `weight_zero`. Raises UnsupportedError if the split cuts a group."""
-        layer.lowq = own = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
+        layer.lowq = held = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
         self.dtype, self.rows = params_dtype, output_partition_sizes
-        for leaf, data in own.blank(params_dtype, len(output_partition_sizes)).items():
+        for leaf, data in held.blank(params_dtype, len(output_partition_sizes)).items():
             dims: dict[str, Any] = {"input_dim": 1, "output_dim": 0}
             kind: Any = GroupQuantScaleParameter
             if leaf == "weight":
-                kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, own.scheme.bits)}
+                kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, held.scheme.bits)}
             elif leaf == "weight_table":
                 kind, dims = PerTensorScaleParameter, {}
             elif self.scheme.group_size == input_size:  # one scale per row: every rank with a part of the row needs it
@@ -113,12 +113,12 @@ class LowqLinearMethod(LinearMethodBase):
 
 def loaded(layer: Any, name: str, rows: list[int]) -> PackedWeight:
     """The weight that the loaders filled. rows: the number of rows of each checkpoint matrix in it."""
-    own = layer.lowq
+    held = layer.lowq
     words, scales, zeros, table = tensors(layer)
-    check_companions(scales, zeros, table, own.scheme, name)
+    check_companions(scales, zeros, table, held.scheme, name)
     if table is not None:
         table = tables.joined(table.split(1), rows)
-    return PackedWeight(words, scales, zeros, own.scheme, own.N, own.K, own.layout, table=table)
+    return PackedWeight(words, scales, zeros, held.scheme, held.N, held.K, held.layout, table=table)
 
 
 def tensors(layer: Any, prefix: str = "") -> Any:
