@@ -35,12 +35,16 @@ def paged(cache, block):
     return pool, table.to(cache.device, torch.int32)
 
 
-@pytest.mark.parametrize("block", [0, 16, 32])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=INTERPRETED_BF16)], ids=str)
+NAMES = [(s, "neighbours") for s in SHAPES] + [("odd", n) for n in FACTS if n != "neighbours"]
+PAIRS = [(*name, b, d) for i, name in enumerate(NAMES) for b in range(3) for d in ((i + b) % 2, 2)]  # d: each with all else
+
+
 @pytest.mark.parametrize(
-    ("shape", "name"), [(s, "neighbours") for s in SHAPES] + [("odd", n) for n in FACTS if n != "neighbours"]
+    ("shape", "name", "block", "dtype"),
+    [pytest.param(s, n, (0, 16, 32)[b], list(DTYPES)[d], marks=INTERPRETED_BF16 if d == 2 else ()) for s, n, b, d in PAIRS],
+    ids=str,
 )
-def test_step(shape, name, dtype, block, monkeypatch):
+def test_step(shape, name, block, dtype, monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr(latent_triton, "splits_for", lambda heads: 4)  # the interpreter runs one program after the other
     f = facts(SHAPES[shape], dtype, **FACTS[name])

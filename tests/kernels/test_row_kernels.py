@@ -190,7 +190,7 @@ ROUTERS = {
     "groups by their best": (60, 48, 3, {"groups": (6, 2), "group_score": "max", "normalise": False, "factor": 16.0}),
     "all groups": (16, 48, 3, {"groups": (4, 4), "each": 16, "rounded": True}),
     "one expert": (8, 48, 1, {"score": "sigmoid", "normalise": False, "logits_bias": 8}),
-    "normed for itself": (128, 2100, 8, {"norm": 0, "scale": 2100, "each": 128}),
+    "normed for itself": (40, 2100, 8, {"norm": 0, "scale": 2100, "each": 40}),
     "normed with factors": (20, 100, 2, {"norm": 100, "normalise": False}),
 }  # fmt: skip
 
