@@ -101,15 +101,20 @@ def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]
     """Tokens per second without drafts, then with them."""
     found = []
     for kind, some in asked.items():
-        seconds, made = dict[str, float](), dict[str, int]()
+        seconds, cpu, made = dict[str, float](), dict[str, float](), dict[str, int]()
         counts = dict.fromkeys(("steps", "drafted", "accepted", "passes"), 0)
         for way in ("none", draft):
-            for timed in (False, True):  # first all texts untimed: kernels are compiled, and steps recorded for each length
-                seconds[way], made[way] = 0.0, 0
+            # on a GPU first all texts untimed: kernels are compiled, and steps recorded for each length
+            for timed in (False, True) if model.device.type == "cuda" else (True,):
+                seconds[way], made[way], cpu[way] = 0.0, 0, 0.0
                 for ids in some:
                     g = stream(model, tokenizer, ids, max_new_tokens=NEW, draft=way)
-                    for _ in g:
+                    pieces = iter(g)
+                    next(pieces, None)
+                    began = time.process_time()
+                    for _ in pieces:
                         pass
+                    cpu[way] += time.process_time() - began
                     seconds[way] += g.decode_s
                     made[way] += len(g.tokens[0]) - 1
                     if timed and (d := g.drafting):
@@ -120,6 +125,8 @@ def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]
         tps, passes = {way: made[way] / s for way, s in seconds.items()}, counts["passes"]
         found.append({"part": "speed", "model": name, "kind": kind, "prompts": len(some), "draft": draft}
                      | {"tokens_per_s": round(tps[draft], 1), "tokens_per_s_without": round(tps["none"], 1)}
+                     | {"cpu_ms_per_token": round(1e3 * cpu[draft] / made[draft], 4)}
+                     | {"cpu_ms_per_token_without": round(1e3 * cpu["none"] / made["none"], 4)}
                      | {"times": round(tps[draft] / tps["none"], 3), "tokens_per_pass": round(made[draft] / passes, 3)}
                      | counts)  # fmt: skip
         print(found[-1], flush=True)

@@ -1,0 +1,142 @@
+"""Drafts beside what else a server does: adapters, pictures, blocks in host memory, asked for with OpenAI's own client."""
+
+import asyncio
+import base64
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from asking import adapter
+from saying import byte_tokenizer
+from test_device_drafts import always, made, prompts
+from transformers import AutoModelForCausalLM
+
+from lowq_cli.engine.drafts.model import ModelDrafter
+from lowq_cli.engine.lora import adapt
+from lowq_cli.engine.open_model import ready
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.files.adapter import read_adapter
+from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.engines import engine_of
+from lowq_cli.serving.host_memory import HostMemory
+from lowq_cli.serving.http import pictures as picture_requests
+from lowq_cli.serving.http.app import Served, make_app
+from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.pictures import PictureReader
+from lowq_cli.serving.http.served_model import Facts, ServedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
+import sighted
+
+openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
+DRAFTERS = ("EAGLE-3", "MTP of glm4_moe", "ngram")
+
+
+def message(*images, text="What is this?"):
+    parts = [{"type": "image_url", "image_url": {"url": i}} for i in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def url(image):
+    return "data:image/png;base64," + base64.b64encode(sighted.encoded(image, "PNG")).decode()
+
+
+class Believed:
+    """An engine whose drafts are checked whatever they bring; `always` takes something that has one."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        assert isinstance(engine, ContinuousEngine)
+        if engine.guesses is not None:
+            always(self)
+        elif engine.drafts is not None:
+            engine._seconds = lambda rows, texts, plain: plain
+
+
+def asked(model, tokenizer, requests, draft, facts=None, pictures=None, **how):
+    """(texts, usages, the engine's counts) of requests (kind of request, its fields), first all at once and then one by one."""
+    engine = Believed(engine_of(model, 64, draft=draft, **how)).engine
+    pool = ModelPool.of_one(ServedModel(engine, tokenizer, "base", frozenset(), facts=facts, pictures=pictures))
+    place = pool.places["base"]
+    if facts is not None:
+        place.offer = replace(place.offer, how={"lora": dict.fromkeys(facts.adapters, "")})
+    served = Served(pool)
+    with asyncio.Runner() as runner:
+        runner.run(served.models.start(lambda n, of: None))
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(served)), timeout=120)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
+
+        def call(kind, fields):
+            create = client.chat.completions.create if kind == "chat" else client.completions.create
+            return create(**{"model": "base", "temperature": 0} | fields)
+
+        async def all_at_once():
+            return await asyncio.gather(*(call(*one) for one in requests))
+
+        answers = runner.run(all_at_once()) + [runner.run(all_of(call(*one))) for one in requests]
+        counts = engine.stats()
+        engine.stop(0)
+        runner.run(http.aclose())
+    texts = [c.message.content if hasattr(c, "message") else c.text for a in answers for c in a.choices]
+    return texts, [a.usage for a in answers], counts
+
+
+async def all_of(one):
+    return await one
+
+
+def details(usages):
+    """(accepted, rejected) tokens of all answers."""
+    each = [u.completion_tokens_details for u in usages]
+    return tuple(sum(getattr(d, f"{n}_prediction_tokens") or 0 for d in each) for n in ("accepted", "rejected"))
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_adapters_and_blocks_in_host_memory(kind, tmp_path):
+    model, drafter = made("another model" if kind == "ngram" else kind, tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    folders = [adapter(tmp_path / name, whole, seed) for seed, name in enumerate("ab")]
+    adapt(plan_of(model), [read_adapter(f, f.name) for f in folders])
+    begin, names = prompts(140)[0], ("base", "a", "b")
+    texts = [begin + p if i % 2 else p * 3 for i, p in enumerate(prompts(20, 30, 40, 25))]
+    requests = [("text", {"prompt": p, "max_tokens": 24, "model": n}) for p in texts for n in names]
+    facts, tokenizer = Facts(adapters=names[1:]), byte_tokenizer()
+    wanted, _, _ = asked(model, tokenizer, requests, "none", facts, running=12)
+    assert len(set(wanted)) > 8
+    memory = HostMemory(8 << 20, 1)
+    draft = "ngram" if kind == "ngram" else drafter
+    found, usages, counts = asked(model, tokenizer, requests, draft, facts, running=3, cache_tokens=768, host=memory.lend("m"))
+    memory.close()
+    assert found == wanted
+    assert counts.host_hits
+    assert details(usages) == (counts.accepted, counts.drafted - counts.accepted)
+    assert counts.drafted > 0
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory):
+    return sighted.write("qwen3_vl", tmp_path_factory.mktemp("sees"))
+
+
+@pytest.mark.parametrize("kind", ["ngram", "itself"])
+def test_pictures(kind, sees, monkeypatch):
+    """Texts with pictures beside texts without; rows after a picture rotate by positions of three parts."""
+    monkeypatch.setattr(picture_requests, "READ_S", 300.0)  # its process starts late on a busy machine
+    model, tokenizer = ready(str(sees), "cpu")
+    a = url(sighted.drawing(1))
+    said = [message(a), message(text="one two one two one two one two"), message(a, text="x y x y x y x y")]
+    requests = [("chat", {"messages": [m], "max_tokens": 24}) for m in said]
+    plan = plan_of(model)
+    reader = PictureReader(str(sees), plan.model.images)
+    wanted, _, _ = asked(model, tokenizer, requests, "none", pictures=reader)
+    draft = kind if kind == "ngram" else ModelDrafter(plan, "itself", plan.vocabulary)
+    memory = HostMemory(8 << 20, 1)
+    found, usages, counts = asked(
+        model, tokenizer, requests, draft, pictures=reader, running=2, cache_tokens=512, host=memory.lend("m")
+    )
+    memory.close()
+    assert found == wanted
+    assert details(usages) == (counts.accepted, counts.drafted - counts.accepted)
+    assert counts.drafted > 0
