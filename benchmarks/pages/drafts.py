@@ -1,11 +1,11 @@
-"""Draft heads: what is accepted of their guesses (<device>/draft_heads.json)."""
+"""Drafts: what steps of several rows take and what drafts bring (<device>/drafts.json), what is accepted of heads' guesses."""
 
 from pages import RESULTS, Row, part, read, table
 
 EAGLE3 = (
     "4 to 5"  # tokens a round that EAGLE-3's authors give for their heads of 8B models, drafted as a tree (arXiv:2503.01840)
 )
-DEVICES = ("h100", "cpu")
+DEVICES = ("h200", "h100", "cpu")
 
 
 def _rows(name: str, kind: str) -> list[tuple[str, Row]]:
@@ -32,3 +32,39 @@ def _accepted(device: str, row: Row, most: int) -> tuple[str, ...]:
     how = f"{made['tokens']:,} tokens, {made['seconds'] / 60:.0f} min, {device}" if made else ""
     shares = [f"{100 * a:.0f}%" for a in row["right"]]
     return row["model"], row["head"], how, row["kind"], f"{row['tokens_per_round']:.2f}", *shares, *[""] * (most - len(shares))
+
+
+@part
+def draft_speed() -> str:
+    """Tokens per second with drafts beside those without, in generate."""
+    found = []
+    for device, r in _rows("drafts.json", "speed"):
+        with_drafts, without = f"{r['tokens_per_s']:,.0f}", f"{r['tokens_per_s_without']:,.0f}"
+        processor = ""
+        if "cpu_ms_per_token" in r:
+            processor = f"{r['cpu_ms_per_token_without'] / r['cpu_ms_per_token']:.2f}"
+        found.append((device, r["model"], r["draft"], r["kind"], without, with_drafts, f"{r['times']:.2f}", processor))
+    columns = ("device", "model", "drafts", "text", ">tokens/s without", ">with", ">times", ">times by processor time")
+    return table(columns, found)
+
+
+@part
+def draft_rows() -> str:
+    """Milliseconds of steps by the number of their rows."""
+    rows = [r for _, r in _rows("drafts.json", "rows")]
+    contexts, widths = (sorted({r[n] for r in rows}) for n in ("context", "rows"))
+    ms = {(r["context"], r["rows"]): r["ms"] for r in rows}
+    columns = ("tokens before", *(f">{w} row{'s' * (w > 1)}" for w in widths))
+    return table(columns, [(f"{c:,}", *(f"{ms[c, w]:.2f}" for w in widths)) for c in contexts])
+
+
+@part
+def draft_serving() -> str:
+    """Tokens per second and waits of a server's users, with drafts and without."""
+    rows = {(r["users"], r["load"], r["draft"]): r for _, r in _rows("drafts.json", "serve")}
+    found = []
+    for users, load in dict.fromkeys((u, load) for u, load, _ in rows):
+        pair = [rows[users, load, draft] for draft in ("none", "ngram")]
+        found.append((users, load, *(f"{r['tokens_per_s']:,.0f}" for r in pair), *(f"{r['p99_ms']:.1f}" for r in pair)))
+    columns = (">users", "load", ">tokens/s without", ">with", ">p99 ms without", ">with")
+    return table(columns, found)
