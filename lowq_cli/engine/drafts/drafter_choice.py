@@ -12,8 +12,9 @@ from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
 
 NAMES = ("auto", "ngram", "mtp", "none")
-# Devices on which "auto" means n-grams if no head was trained. On a GPU "auto" then means no drafts: on an H200 n-grams gave 1.18
-# to 1.56 times the speed with base in 4 bits, but 0.91 to 1.52 in 16 bits (2026-11-27); `balance` has not been measured there.
+# Devices on which "auto" means n-grams if no head was trained. On a GPU "auto" then means no drafts: on an H200 n-grams gave
+# 1.18 to 1.56 times the speed with base in 4 bits, but 0.91 to 1.52 in 16 bits (2026-11-27), without `balance`, which has not
+# been measured there.
 BY_NGRAMS = ("cpu",)
 
 
