@@ -98,7 +98,7 @@ def prompts(tokenizer: Any, text: str) -> dict[str, list[list[int]]]:
 
 
 def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]]], draft: str = "ngram") -> list[Row]:
-    """Tokens per second without drafts and with them: in turns by n-grams, one after the other by a head, which needs another cache.
+    """Tokens per second without drafts and with them: in turns by n-grams, in blocks by a head, which needs a cache of its own.
 
     On a GPU all texts come once untimed: kernels are compiled, and steps recorded for each length.
     """
