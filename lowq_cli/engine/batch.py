@@ -187,19 +187,19 @@ class Batch:
     @cached_property
     def positions(self) -> torch.Tensor:
         """(M,) int32: the position of every row."""
-        own = self.pos[: self.steps]
+        of_rows = self.pos[: self.steps]
         if not self.mixed:
-            return own
-        return torch.cat([own, self.packed.pos]) if self.steps else self.packed.pos
+            return of_rows
+        return torch.cat([of_rows, self.packed.pos]) if self.steps else self.packed.pos
 
     def turned(self, kind: Rope) -> "Tables | None":
         """cos, sin (M, R) of every row; None where all rows rotate by their slots, with the tables of `angles`."""
         if self.pictures is None or self.pictures.places is None:
             return None
         if kind not in self._turned:
-            found = self.pictures.turned(self.angles[kind])
-            assert found is not None
-            self._turned[kind] = found
+            tables = self.pictures.turned(self.angles[kind])
+            assert tables is not None
+            self._turned[kind] = tables
         return self._turned[kind]
 
     def attend(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:

@@ -55,9 +55,9 @@ class Tokens:
     def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         shape = (-1, self.part.layers, self.part.dims)
         scale = torch.full((), self.part.scale, dtype=x.dtype, device=x.device)
-        own = (self.rows[ids].to(x.dtype) * scale).reshape(shape)
+        of_tokens = (self.rows[ids].to(x.dtype) * scale).reshape(shape)
         projected = normed((self.project(x) * self.part.by).reshape(shape), *self.norm)
-        return (projected + own) * 2**-0.5
+        return (projected + of_tokens) * 2**-0.5
 
 
 class Compiler:
@@ -143,15 +143,15 @@ class Compiler:
     def _add_norm(self, norm: p.Norm | None) -> None:
         """Emit the step that adds the pending update to the stream and norms the sum; if possible the fused `AddNorm`."""
         last, self.pending = self.pending, None
-        own = None if norm is None else self.norm(norm)
+        next_norm = None if norm is None else self.norm(norm)
         post = self.norm(last.post) if last and last.post else None
         simple = last is None or (last.scale == 1.0 and not last.after and not self.beside)
-        alike = post is None or (s.is_plain(post) and own is not None and post.eps == own.eps)
-        if own is not None and s.is_plain(own) and simple and alike:
-            self._emit(s.AddNorm(own, post.weight if post else None, first=last is None))
+        alike = post is None or (s.is_plain(post) and next_norm is not None and post.eps == next_norm.eps)
+        if next_norm is not None and s.is_plain(next_norm) and simple and alike:
+            self._emit(s.AddNorm(next_norm, post.weight if post else None, first=last is None))
             return
         after = self.weights.vector(last.after) if last and last.after else None
-        self._emit(s.UpdateNorm(own, post, last.scale if last else 1.0, after, first=last is None, second=self.beside))
+        self._emit(s.UpdateNorm(next_norm, post, last.scale if last else 1.0, after, first=last is None, second=self.beside))
 
     @singledispatchmethod
     def _mixer(self, part: Any) -> None:

@@ -77,14 +77,14 @@ class Conversation(Turns):
 
     def prompt(self, said: str) -> list[int]:
         """Token ids of the conversation up to the model's answer to `said`. Raises UsageError if `said` is not text."""
-        asked = self.asked(said)
-        if not isinstance(asked, str):
-            return encode_messages(self.tokenizer, asked, (self.model, self.pictures), self.think)
+        request = self.asked(said)
+        if not isinstance(request, str):
+            return encode_messages(self.tokenizer, request, (self.model, self.pictures), self.think)
         if self.pictures:
             from lowq_cli.engine.vision import sight_of
 
-            asked = sight_of(self.model).written(asked, self.pictures, spelled_by(self.tokenizer))
-        return list(self.tokenizer(asked)["input_ids"])
+            request = sight_of(self.model).written(request, self.pictures, spelled_by(self.tokenizer))
+        return list(self.tokenizer(request)["input_ids"])
 
     def _message(self, said: str) -> dict[str, Any]:
         if not self._new:

@@ -18,15 +18,19 @@ def decoder_of(model: CausalModel, kv: str = PLAIN) -> Decoder:
     kv: the format of cached keys and values (`decode.kv.KINDS`). Raises UsageError for an unknown format, and UnsupportedError
     for one other than 16 bits if the model has no native decoder.
     """
-    own = owned(model)
-    kept: Any = own.decoder
-    if kept is None or (kept.device, getattr(kept, "dtype", model.dtype), kept.kv) != (model.device, model.dtype, check(kv)):
+    record = owned(model)
+    decoder: Any = record.decoder
+    if decoder is None or (decoder.device, getattr(decoder, "dtype", model.dtype), decoder.kv) != (
+        model.device,
+        model.dtype,
+        check(kv),
+    ):
         if (getattr(model, "_tp_size", None) or 1) > 1:  # processes synchronise in every layer, inside transformers' forward
             reason: str | None = "its weights are spread over processes"
         else:
             reason = why_not(model)
         if reason and kv != PLAIN:
             raise UnsupportedError(f"this model runs in transformers' forward, whose cache has 16 bits; leave --kv {kv} out")
-        kept = HfEagerDecoder(model, reason) if reason else NativeDecoder(model, kv=kv)
-        own.decoder = kept
-    return kept
+        decoder = HfEagerDecoder(model, reason) if reason else NativeDecoder(model, kv=kv)
+        record.decoder = decoder
+    return decoder

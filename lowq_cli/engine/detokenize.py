@@ -78,5 +78,5 @@ class Detokenizer:
 def shown_tokens(tokenizer: Tokenizer, tags: Iterable[str]) -> dict[int, str]:
     """id -> text of the special tokens among these tags, which the parser of the output needs."""
     added: dict[str, Any] = getattr(tokenizer, "added_tokens", dict)()
-    wanted = list(tags)
-    return {found.token: text for text, found in added.items() if found.special and any(text in tag for tag in wanted)}
+    wanted_tags = list(tags)
+    return {token.token: text for text, token in added.items() if token.special and any(text in tag for tag in wanted_tags)}

@@ -47,12 +47,12 @@ class LayerKernel:
 
 def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
     """One entry per distinct linear layer of `model`, in the model's order, for calls with M rows of `dtype`."""
-    found: dict[tuple[Any, ...], int] = {}
+    counts: dict[tuple[Any, ...], int] = {}
     for name, count, what in _products(model, M, dtype):
         key = (_pattern(name), *what)
-        found[key] = found.get(key, 0) + count
+        counts[key] = counts.get(key, 0) + count
     rows = []
-    for (pattern, N, K, scheme, layout, forced, device, act), count in found.items():
+    for (pattern, N, K, scheme, layout, forced, device, act), count in counts.items():
         kernel, chosen = DENSE if layout == "dense" else forced, ""
         config, refused = Config(), dict[str, str]()
         if layout not in ("dense", "fp8") and forced not in kernels("experts"):
@@ -60,8 +60,10 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
             spec, config = select(call, forced)
             config = {k: config[k] for k in spec.configs[0]}  # a tuning table's file may have another order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
-        elif layout == "dense" and (own := choice(DenseCall(M, N, K, getattr(torch, scheme), device.type, capability(device)))):
-            kernel, config = own[0].name, own[1]
+        elif layout == "dense" and (
+            dense := choice(DenseCall(M, N, K, getattr(torch, scheme), device.type, capability(device)))
+        ):
+            kernel, config = dense[0].name, dense[1]
         weight = str(scheme) if act == "none" else f"{scheme}, activations {act}"
         rows.append(LayerKernel(pattern, count, N, K, weight, layout, kernel, config, chosen, refused))
     return rows
@@ -123,13 +125,13 @@ def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int
 
 def bytes_by_layer(model: CausalModel, decoder: Decoder, batch: int = 1) -> dict[str, float]:
     """Bytes of weights that one decode step of `batch` sequences reads in the layers of each pattern (`LayerKernel.layers`)."""
-    chosen, found = _chosen(model, batch), dict[str, float]()
+    chosen, by_layer = _chosen(model, batch), dict[str, float]()
     for name, m in called(model, decoder).named_modules():
         share = chosen if EXPERT.search(name) else 1.0
         for leaf, tensors in _read(m).items():
             pattern = _pattern(f"{name}.{leaf}" if leaf else name)
-            found[pattern] = found.get(pattern, 0.0) + share * sum(t.nbytes for t in tensors)
-    return found
+            by_layer[pattern] = by_layer.get(pattern, 0.0) + share * sum(t.nbytes for t in tensors)
+    return by_layer
 
 
 def _chosen(model: CausalModel, batch: int) -> float:
@@ -152,16 +154,16 @@ def _own(t: torch.Tensor) -> torch.Tensor:
 def _read(m: nn.Module) -> dict[str, list[torch.Tensor]]:
     """The tensors of one module, without its children, that its products read, by product; "" is the module itself."""
     if not isinstance(m, QuantLinear | QuantExperts):
-        own = [_own(p) for p in m.parameters(recurse=False)]
-        return {"": own} if own else {}
+        parameters = [_own(p) for p in m.parameters(recurse=False)]
+        return {"": parameters} if parameters else {}
     held: dict[str, Any] = {"": m.packed} if isinstance(m, QuantLinear) else {name: m.stack(name) for name in m.shapes}
-    found = {}
+    tensors_of = {}
     for leaf, p in held.items():
         # torch's CPU kernel has a second copy of scales and zeros in aux, and reads that one
         tensors = [p.words, p.aux] if p.layout == "cpu_int4" else [p.words, p.scales, p.zeros, p.aux]
         tensors += [m.bias] if isinstance(m, QuantLinear) else []
-        found[leaf] = [t for t in tensors if t is not None]
-    return found
+        tensors_of[leaf] = [t for t in tensors if t is not None]
+    return tensors_of
 
 
 def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:

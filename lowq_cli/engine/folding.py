@@ -103,7 +103,7 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
     """The steps for M rows with neighbours folded; the same list object where nothing is folded."""
     if ops.fold is None:
         return steps
-    made, i = list[s.Step](), 0
+    folded, i = list[s.Step](), 0
     entering = False  # whether the product at i follows a ProductAdd
     while i < len(steps):
         step, rest = steps[i], steps[i + 1 :][:3]
@@ -113,20 +113,20 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
             with_gate = gate is not None and not ops.fold.why_not(
                 step.layer, M, dtype, ops.fold.NORMED | ops.fold.ACTS[gate.act]
             )
-            made.append(NormProduct(step.layer, step.role, gate.act if gate and with_gate else ""))
+            folded.append(NormProduct(step.layer, step.role, gate.act if gate and with_gate else ""))
             i += 2 if with_gate else 1
             entering = False
         elif isinstance(step, s.Product) and _adds(step, rest, ops.fold, M, dtype):
             assert isinstance(rest[0], s.AddNorm)
-            made.append(ProductAdd(step.layer, step.role, rest[0].norm))
+            folded.append(ProductAdd(step.layer, step.role, rest[0].norm))
             i, entering = i + 2, True
         elif isinstance(step, s.Product) and gate and not ops.fold.why_not(step.layer, M, dtype, ops.fold.ACTS[gate.act]):
-            made.append(ProductGate(step.layer, step.role, gate.act))
+            folded.append(ProductGate(step.layer, step.role, gate.act))
             i += 2
         else:
-            made.append(step)
+            folded.append(step)
             i += 1
-    return made if len(made) < len(steps) else steps
+    return folded if len(folded) < len(steps) else steps
 
 
 def _folds_gate(gate: s.Gate, fold: FoldedProducts) -> bool:

@@ -22,15 +22,15 @@ def published(model: Any) -> dict[str, Any]:
     do_sample false asks for greedy decoding. top_k -1 means off, as in vLLM.
     """
     config = getattr(model, "generation_config", None)
-    found = {n: value for n in NAMES if (value := getattr(config, n, None)) is not None}
+    values = {n: value for n in NAMES if (value := getattr(config, n, None)) is not None}
     sample = getattr(config, "do_sample", None)
     if sample is False:
-        return {**{n: value for n, value in found.items() if n not in DRAWING}, **GREEDY}
-    if sample or any(n in found for n in DRAWING):
-        found.setdefault("temperature", 1.0)
-    if found.get("top_k") == -1:
-        found["top_k"] = 0
-    return found
+        return {**{n: value for n, value in values.items() if n not in DRAWING}, **GREEDY}
+    if sample or any(n in values for n in DRAWING):
+        values.setdefault("temperature", 1.0)
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return values
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def keep(state: Sequence[torch.Tensor]) -> Callable[[], None]:
     before = [t.clone() for t in state]
 
     def back() -> None:
-        for t, kept in zip(state, before, strict=True):
-            t.copy_(kept)
+        for t, saved in zip(state, before, strict=True):
+            t.copy_(saved)
 
     return back
 

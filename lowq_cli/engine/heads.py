@@ -51,9 +51,9 @@ class HeadPlan(Plan):
         self.layers = head.taps or (STREAM_END,)
         self.fuse = weights.linear(head.fuse.project) if head.fuse else None
         norms = (*head.fuse.before, *([head.fuse.after] if head.fuse.after else [])) if head.fuse else ()
-        made = [Norm(weights.vector(f"{n.name}.weight").flatten(), n.eps, n.kind, None, n.groups) for n in norms]
-        self.after = made.pop() if head.fuse and head.fuse.after else None
-        self.before = made
+        built = [Norm(weights.vector(f"{n.name}.weight").flatten(), n.eps, n.kind, None, n.groups) for n in norms]
+        self.after = built.pop() if head.fuse and head.fuse.after else None
+        self.before = built
         if self.fuse is not None:
             self.linears["fuse"] = self.fuse
         self.unknown = None
@@ -140,12 +140,12 @@ class BlockPlan(HeadPlan):
         logits = self.logits(y.flatten(0, 1)).reshape(*y.shape[:2], -1)
         if self.out is None or self.first is None:
             return self.ids(logits.argmax(-1))
-        found, before, carried = [], anchor, y.new_zeros(B, self.first.shape[1])
+        drawn_ids, before, carried = [], anchor, y.new_zeros(B, self.first.shape[1])
         for k in range(y.shape[1]):
             more, carried = self._correction(self.first[before], y[:, k], carried)
             before = self.ids((logits[:, k] + self.out(more)).argmax(-1))
-            found.append(before)
-        return torch.stack(found, 1)
+            drawn_ids.append(before)
+        return torch.stack(drawn_ids, 1)
 
     def _correction(self, w: torch.Tensor, h: torch.Tensor, carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(input of the `out` product, next `carried`), from the previous token's vector w (B, rank) and the state h (B, H)."""
@@ -252,8 +252,8 @@ def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:
     header = source.headers[name]
     if header.dtype not in INTEGERS:
         raise DamagedError(f"{name} of the draft head is {header.dtype}; it must hold whole numbers")
-    found = torch.frombuffer(source.read_raw(name, 0, header.nbytes), dtype=INTEGERS[header.dtype]).long()
-    ids = found + torch.arange(len(found))
+    offsets = torch.frombuffer(source.read_raw(name, 0, header.nbytes), dtype=INTEGERS[header.dtype]).long()
+    ids = offsets + torch.arange(len(offsets))
     if not bool(((ids >= 0) & (ids < vocabulary)).all()):
         raise DamagedError(f"{name} of the draft head names tokens that the model does not have")
-    return found
+    return offsets

@@ -56,22 +56,22 @@ class LoraProduct(s.Step):
 
 def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
     """Set a plan's adapters. Raises UnsupportedError for an adapter of a module that is not a product of the plan."""
-    found = Adapters([a.name for a in given], [a.digest for a in given])
+    adapters = Adapters([a.name for a in given], [a.digest for a in given])
     used: list[set[str]] = [set() for _ in given]
 
     def step_of(step: s.Step) -> s.Step:
         if not isinstance(step, s.Product) or step.part is None:
             return step
         stack = _stack(step.part, given, used, plan)
-        return step if stack is None else LoraProduct(step.layer, step.role, *stack, found)
+        return step if stack is None else LoraProduct(step.layer, step.role, *stack, adapters)
 
     plan.rewrite(step_of)
-    for adapter, own in zip(given, used, strict=True):
-        if left := sorted(set(adapter.factors) - own):
+    for adapter, modules in zip(given, used, strict=True):
+        if left := sorted(set(adapter.factors) - modules):
             line = f"the adapter {adapter.name} changes {left[0]}, which is not a separate matrix product in this model"
             raise UnsupportedError(f"{line}; merge it into its base model (peft: merge_and_unload)")
-    plan.adapters = found
-    return found
+    plan.adapters = adapters
+    return adapters
 
 
 def _stack(
@@ -82,7 +82,7 @@ def _stack(
     Raises UnsupportedError for factors of another shape.
     """
     each: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
-    for adapter, own in zip(given, used, strict=True):
+    for adapter, modules in zip(given, used, strict=True):
         rows, first = [], 0
         for name, N in zip(part.parts, part.rows, strict=True):
             module = next((m for m in adapter.factors if m == name or m.endswith(f".{name}")), None)
@@ -91,7 +91,7 @@ def _stack(
                 if (B.shape[0], A.shape[1]) != (N, part.columns):
                     line = f"the adapter {adapter.name} is of another model: {module} is {N} x {part.columns} in this one"
                     raise UnsupportedError(f"{line}, not {B.shape[0]} x {A.shape[1]}")
-                own.add(module)
+                modules.add(module)
                 rows.append((first, A, B))
             first += N
         each.append(rows)

@@ -29,16 +29,16 @@ def owned(model: Any) -> Owned:
     """The record of a model, created empty at the first call."""
     if getattr(model, ATTRIBUTE, None) is None:
         object.__setattr__(model, ATTRIBUTE, Owned())  # object's method: nn.Module's might register it as a submodule
-    found: Owned = getattr(model, ATTRIBUTE)
-    return found
+    record: Owned = getattr(model, ATTRIBUTE)
+    return record
 
 
 def tuned_by(model: Any, folder: str) -> None:
     """Use only the tuning table of this folder to select kernels while the model computes."""
-    own = owned(model)
-    own.tuned = folder
-    if own.plan is not None:
-        own.plan.tuned = folder
+    record = owned(model)
+    record.tuned = folder
+    if record.plan is not None:
+        record.plan.tuned = folder
 
 
 def file_facts(folder: str) -> list[tuple[str, int, int, int]]:

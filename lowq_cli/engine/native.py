@@ -293,8 +293,8 @@ class NativeDecoder:
             hidden = self._piece(here, piece, tokens.start, lengths[some], angles, B == 1).reshape(b, t, -1)
             at = ends[some] - tokens.start
             inside = (at >= 0) & (at < t)
-            found = hidden[torch.arange(b, device=self.device), at.clamp(0, t - 1)]
-            last[some] = torch.where(inside[:, None], found, last[some])
+            at_end = hidden[torch.arange(b, device=self.device), at.clamp(0, t - 1)]
+            last[some] = torch.where(inside[:, None], at_end, last[some])
         return last
 
     def _piece(
@@ -354,17 +354,17 @@ class NativeDecoder:
                 self.captured.clear()
             back = keep([*self.sampler.state, *tensors_of(self.state)])
             try:
-                found = capture(self.forward_step)
+                graph = capture(self.forward_step)
             except RuntimeError as e:  # the step waits for the device, or memory is full
                 if device_lost(e):
                     raise
                 self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
-                found = None
+                graph = None
             back()
-            if found is None:
+            if graph is None:
                 return None
-            found.logits = self.sampler.logits
-            self.captured[key] = found
+            graph.logits = self.sampler.logits
+            self.captured[key] = graph
         return self.captured[key]
 
 

@@ -184,7 +184,7 @@ def filled(
     ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
-    stacks = {part: found for part in routed if (found := _stacks(part, named, headers))}
+    stacks = {part: stack for part in routed if (stack := _stacks(part, named, headers))}
     return Contents(config, model, named, dtype, "none", linears, experts, stacks, vectors, embed, top)
 
 
@@ -201,14 +201,14 @@ def _stacks(part: Experts, named: Named, headers: Mapping[str, TensorHeader]) ->
     if not part.stacked or f"{named.full(part.files)}.{part.leaves[0]}" not in headers:
         return {}
     E, N, K = part.router.experts, part.inner, part.hidden
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    stacks: dict[str, tuple[str, tuple[int, ...]]] = {}
     sizes = {"gate_up_proj" if part.gated else "up_proj": (2 * N if part.gated else N, K), "down_proj": (K, N)}
     for (parameter, (rows, columns)), leaf in zip(sizes.items(), part.leaves, strict=True):
         name = f"{named.full(part.files)}.{leaf}"
         forms = {"both": ((E, columns, rows),), "files": ((E, columns, rows), (E, rows, columns)), "": ((E, rows, columns),)}
         held = tuple(headers[name].shape) if name in headers else ()
-        found[parameter] = name, held if held in forms[part.transposed] else forms[part.transposed][0]
-    return found
+        stacks[parameter] = name, held if held in forms[part.transposed] else forms[part.transposed][0]
+    return stacks
 
 
 def _biases(part: Experts, named: Named) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -228,37 +228,37 @@ def _dtype(source: Source, known: Named) -> torch.dtype:
     if named is None:
         held = (source.headers[n].dtype for n in known.tensors if n in source.headers)
         named = next((torch_dtype(d) for d in held if d in FLOATS), None)
-    found = DTYPES.get(named, named) if isinstance(named, str) else named
-    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
+    dtype = DTYPES.get(named, named) if isinstance(named, str) else named
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise NotPlain(f"config.json names the dtype {named!r}")
-    return found
+    return dtype
 
 
 def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
     """Raise NotPlain unless the headers are those of `contents`, plus at most those of parts that are not run."""
-    wanted: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
+    expected: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
     singles = [m for m in (contents.embed, contents.head) if m]
-    stacks = [row for part, own in contents.experts.items() if part not in contents.stacks for row in own.values()]
-    wanted |= {name: (shape, FLOATS) for own in contents.stacks.values() for name, shape in own.values()}
+    stacks = [row for part, matrices in contents.experts.items() if part not in contents.stacks for row in matrices.values()]
+    expected |= {name: (shape, FLOATS) for matrices in contents.stacks.values() for name, shape in matrices.values()}
     if any(len({m.how for m in row}) > 1 or not (row[0].how is None or _in_rows(row[0])) for row in stacks):
         raise NotPlain("experts of a layer that are not packed alike, in rows")
     for part in contents.experts:
-        wanted |= {name: (shape, FLOATS) for name, shape in _biases(part, contents.named).values()}
+        expected |= {name: (shape, FLOATS) for name, shape in _biases(part, contents.named).values()}
     for m in [*(m for row in (*contents.linears.values(), *stacks) for m in row), *singles]:
         if m.bias:
-            wanted[m.stem + BIAS] = (m.N,), FLOATS
+            expected[m.stem + BIAS] = (m.N,), FLOATS
         if m.how is None:
-            wanted[m.stem + WEIGHT] = (m.N, m.K), FLOATS
+            expected[m.stem + WEIGHT] = (m.N, m.K), FLOATS
             continue
         if m is contents.embed and not _in_rows(m):
             raise NotPlain(f"{m.stem} in another layout than rows")
         try:
-            wanted |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
+            expected |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
         except SchemeError as e:
             raise NotPlain(str(e)) from None
-    if odd := {n for n in wanted.keys() ^ headers.keys() if not contents.named.beside(n)}:
+    if odd := {n for n in expected.keys() ^ headers.keys() if not contents.named.beside(n)}:
         raise NotPlain(f"{min(odd)} is missing or not expected")
-    for name, (shape, dtypes) in wanted.items():
+    for name, (shape, dtypes) in expected.items():
         if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:
             raise NotPlain(f"{name} is {headers[name].dtype} {tuple(headers[name].shape)}")
 
@@ -352,8 +352,8 @@ def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeig
     leaf = OF_BLOCKS if layout == E4M3 else SCALE
     scales = reader.companion([n + leaf for n in names], dtype if scheme.scale == "float" else None, scheme, "scale")
     zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme, "zero")
-    own = reader.companion([n + TABLE for n in names], None, scheme, "table").split(1) if scheme.table_width else ()
-    table = joined(own, [m.N for m in row])
+    own_table = reader.companion([n + TABLE for n in names], None, scheme, "table").split(1) if scheme.table_width else ()
+    table = joined(own_table, [m.N for m in row])
     return PackedWeight(words, scales, zeros, scheme, sum(m.N for m in row), row[0].K, layout, table=table)
 
 
@@ -429,12 +429,12 @@ def _embedding(m: Matrix, contents: Contents, reader: Reader) -> nn.Embedding | 
     if m.how is None:
         return table
     packed = _packed([m], contents.dtype, reader)
-    found = QuantEmbedding(table, packed.scheme, contents.dtype)
-    found.weight = nn.Parameter(packed.words, requires_grad=False)
-    found.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
-    found.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)
-    found.weight_table = None if packed.table is None else nn.Parameter(packed.table, requires_grad=False)
-    return found
+    embedding = QuantEmbedding(table, packed.scheme, contents.dtype)
+    embedding.weight = nn.Parameter(packed.words, requires_grad=False)
+    embedding.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
+    embedding.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)
+    embedding.weight_table = None if packed.table is None else nn.Parameter(packed.table, requires_grad=False)
+    return embedding
 
 
 def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.Tensor | None) -> nn.Module:
@@ -453,8 +453,8 @@ def _generation(source: Source, config: Config) -> dict[str, Any]:
     assert source.folder is not None
     path = source.folder / "generation_config.json"
     try:
-        found = json.loads(read_text(path, MAX_CONFIG)) if path.is_file() else {}
-        ends = found.get("eos_token_id")
+        settings = json.loads(read_text(path, MAX_CONFIG)) if path.is_file() else {}
+        ends = settings.get("eos_token_id")
     except (LowqError, ValueError, AttributeError, RecursionError):
         raise NotPlain("generation_config.json cannot be read") from None
-    return {**found, "eos_token_id": getattr(config.get_text_config(), "eos_token_id", None) if ends is None else ends}
+    return {**settings, "eos_token_id": getattr(config.get_text_config(), "eos_token_id", None) if ends is None else ends}

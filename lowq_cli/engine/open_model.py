@@ -76,11 +76,11 @@ def tokenizer(source: Source) -> LoadedTokenizer:
     except NotPlain:
         from lowq_cli.hf.tokenizer import is_its_backend, load_tokenizer
 
-        found = load_tokenizer(source)
-        if not is_its_backend(found):
-            return WrappedTokenizer(found)
+        loaded = load_tokenizer(source)
+        if not is_its_backend(loaded):
+            return WrappedTokenizer(loaded)
         where = f"the tokenizer of {source.name}"
-        return FastTokenizer(found.backend_tokenizer, found.special_tokens_map, found.chat_template, where)
+        return FastTokenizer(loaded.backend_tokenizer, loaded.special_tokens_map, loaded.chat_template, where)
 
 
 def threads() -> int:

@@ -53,23 +53,23 @@ class Reader:
         if len({h.dtype for h in headers}) > 1:
             return torch.cat([self.read(n, dtype) for n in names])
         rows, rest = [h.shape[0] if h.shape else 1 for h in headers], headers[0].shape[1:]
-        kept = torch_dtype(headers[0].dtype)
-        if self.device.type == "cpu" and dtype in (None, kept) and (there := self.source.mapped(names)) is not None:
+        stored = torch_dtype(headers[0].dtype)
+        if self.device.type == "cpu" and dtype in (None, stored) and (there := self.source.mapped(names)) is not None:
             return there.reshape(sum(rows), *rest)
-        found = torch.empty((sum(rows), *rest), dtype=dtype or kept, device=self.device)
+        whole = torch.empty((sum(rows), *rest), dtype=dtype or stored, device=self.device)
         at = 0
         for name, n in zip(names, rows, strict=True):
-            part = found[at : at + n].view(-1)
-            for first in range(0, part.numel(), CHUNK // kept.itemsize):
-                self._fill(part[first : first + CHUNK // kept.itemsize], name, first, kept)
+            part = whole[at : at + n].view(-1)
+            for first in range(0, part.numel(), CHUNK // stored.itemsize):
+                self._fill(part[first : first + CHUNK // stored.itemsize], name, first, stored)
             at += n
-        return found
+        return whole
 
     def companion(self, names: Sequence[str], dtype: torch.dtype | None, scheme: Scheme, role: str) -> torch.Tensor:
         """The scales, zeros or tables (`role`) of a scheme's matrices, recorded for `check`."""
-        found = self.join(names, dtype)
-        self._good.append(plausible(found, scheme, role))
-        return found
+        whole = self.join(names, dtype)
+        self._good.append(plausible(whole, scheme, role))
+        return whole
 
     def check(self) -> None:
         """Raise NotPlain for scales or zeros that no quantizer writes; loading with transformers then reports which."""
@@ -98,8 +98,8 @@ class Reader:
         """The next of this thread's two buffers, which alternate; pinned for a GPU, with the event of its last copy."""
         if not hasattr(self._own, "buffers"):
             to_gpu = self.device.type == "cuda"
-            made = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=to_gpu) for _ in range(2)]
-            self._own.buffers = [(buffer, torch.cuda.Event() if to_gpu else None) for buffer in made]
+            buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=to_gpu) for _ in range(2)]
+            self._own.buffers = [(buffer, torch.cuda.Event() if to_gpu else None) for buffer in buffers]
         self._own.buffers.reverse()
         return self._own.buffers[0]
 

@@ -34,16 +34,16 @@ class Shown:
         self.ids, self.names = list(ids), list(ids)
         at = [i for i, token in enumerate(ids) if token == images.token]
         if len(at) != sum(p.rows for p in pictures):
-            wanted = sum(p.rows for p in pictures)
+            needed = sum(p.rows for p in pictures)
             raise UsageError(
-                f"the prompt has {len(at)} picture tokens, but its {len(pictures)} pictures need {wanted}; "
+                f"the prompt has {len(at)} picture tokens, but its {len(pictures)} pictures need {needed}; "
                 f"leave the token that stands for a picture out of the text"
             )
         self.spans, first = list[tuple[int, int]](), 0
         for p in pictures:
-            own, start = at[first : first + p.rows], -1 - (int.from_bytes(p.name, "big") << 20)
-            self.spans.append((own[0], own[-1] + 1))
-            for i, place in enumerate(own):
+            places, start = at[first : first + p.rows], -1 - (int.from_bytes(p.name, "big") << 20)
+            self.spans.append((places[0], places[-1] + 1))
+            for i, place in enumerate(places):
                 self.names[place] = start - i
             first += p.rows
         self.at = torch.tensor(at)
@@ -57,15 +57,15 @@ class Shown:
     def _places(self) -> tuple[torch.Tensor, int]:
         """Three-part positions. For text all parts are equal and increase by 1; an image is a grid, and the text after it
         continues from the grid's longer side."""
-        found, following, end = list[torch.Tensor](), 0, 0
+        positions, following, end = list[torch.Tensor](), 0, 0
         for p, (first, last) in zip(self.pictures, self.spans, strict=True):
-            found.append(torch.arange(first - end).expand(3, -1) + following)
+            positions.append(torch.arange(first - end).expand(3, -1) + following)
             following, (h, w) = following + first - end, p.grid
             rows = torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)
-            found.append(torch.stack((torch.zeros(h * w, dtype=torch.int64), *rows)) + following)
+            positions.append(torch.stack((torch.zeros(h * w, dtype=torch.int64), *rows)) + following)
             following, end = following + max(h, w), last
-        found.append(torch.arange(len(self.ids) - end).expand(3, -1) + following)
-        return torch.cat(found, 1), following - end
+        positions.append(torch.arange(len(self.ids) - end).expand(3, -1) + following)
+        return torch.cat(positions, 1), following - end
 
     def see(self, features: Sequence[Features], device: torch.device, dtype: torch.dtype) -> "Shown":
         """Set the features that the vision tower computed for each image; returns self."""
@@ -127,9 +127,9 @@ def in_pass(
     for shown, first, end in pieces:
         plain = torch.arange(first, end)
         if shown is not None:
-            own, made, more = shown.part(first, end)
-            rows.append(own + M)
-            features.append(made)
+            rows_here, features_here, more = shown.part(first, end)
+            rows.append(rows_here + M)
+            features.append(features_here)
             added.append(more)
         places.append((plain.expand(3, -1) if shown is None else shown.turned(first, end)).to(device))
         until.append(plain if shown is None else shown.until(first, end))

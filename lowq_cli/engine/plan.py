@@ -40,10 +40,12 @@ class Plan:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
         self.ops: Ops = ops(device.type)
         self.embedding, self.head = weights.embed, weights.head
-        own = (
+        module_scale = (
             embed_scale(self.embedding) if isinstance(self.embedding, nn.Embedding) else getattr(self.embedding, "scale", None)
         )
-        self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # an embedding module with a scale already multiplies
+        self.scale = (
+            1.0 if module_scale not in (None, 1.0) else model.embed_scale
+        )  # an embedding module with a scale already multiplies
         compiled = Compiler(model, weights, dtype)
         self.states, self.taps = compiled.states, tuple[int, ...]()
         self._entered, self._untapped = compiled.entered, compiled.steps
@@ -188,13 +190,13 @@ class Plan:
     def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | int, Tables]:
         """Tables cos, sin (slots, R) of each kind of rotation, rounded as in transformers, for a sequence of `length` tokens.
         Under a head dim D: tables (slots, D) that do not rotate."""
-        made: dict[Rope | int, Tables] = {}
+        tables: dict[Rope | int, Tables] = {}
         for step in self.steps:
             if isinstance(step, s.Attend) and (step.rope is None or (self.model.images and self.model.images.sections)):
-                made[step.heads.D] = unrotated(slots, step.heads.D, torch.empty(0, dtype=self.dtype, device=device))
+                tables[step.heads.D] = unrotated(slots, step.heads.D, torch.empty(0, dtype=self.dtype, device=device))
         for kind, r in self.rotations.items():
-            made[kind] = r.tables(slots, device, self.dtype, length)
-        return made
+            tables[kind] = r.tables(slots, device, self.dtype, length)
+        return tables
 
 
 def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:
@@ -204,14 +206,14 @@ def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, R
 
 def plan_of(model: Any) -> Plan:
     """The plan of a model for which `why_not` is None; a transformers model's is made once and kept with the model."""
-    own = owned(model)
-    plan = own.plan
+    record = owned(model)
+    plan = record.plan
     if plan is None or (plan.device, plan.dtype) != (model.device, model.dtype):
         described, _ = of_model.describe(model.config)
         plan = Plan(
             described, model.config.get_text_config(), of_model.ModelWeights(model, described), model.device, model.dtype
         )
-        plan.tuned, own.plan = own.tuned, plan
+        plan.tuned, record.plan = record.tuned, plan
     return plan
 
 

@@ -40,17 +40,17 @@ def profile_steps(
         decoder.step()
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)
     wait()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as found:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
         start = time.perf_counter()
         for _ in range(STEPS):
             decoder.step()
         wait()
         wall_us = (time.perf_counter() - start) * 1e6 / STEPS
-    _write(found, timeline)
+    _write(profiler, timeline)
     if on_gpu:
         rows = lines.parts(lines.spans(timeline), STEPS, products)
         return [*rows, StepPart(WHOLE, sum(r.us for r in rows), 1.0)]
-    averages = [e for e in found.key_averages() if e.self_cpu_time_total > 0]
+    averages = [e for e in profiler.key_averages() if e.self_cpu_time_total > 0]
     rows = [StepPart(e.key, e.self_cpu_time_total / STEPS, e.count / STEPS) for e in averages]
     rows.append(StepPart(BETWEEN, max(0.0, wall_us - sum(r.us for r in rows)), 0.0))
     return [*sorted(rows, key=lambda r: -r.us), StepPart(WHOLE, wall_us, 1.0)]
@@ -58,10 +58,10 @@ def profile_steps(
 
 def _write(found: Any, timeline: Path) -> None:
     """Write the profiler's timeline completely or not at all: on a full disk the library silently writes only a part."""
-    with ExitStack() as made:
+    with ExitStack() as stack:
         try:
             timeline.parent.mkdir(parents=True, exist_ok=True)
-            folder = made.enter_context(scratch(timeline.parent, ".lowq-timeline"))
+            folder = stack.enter_context(scratch(timeline.parent, ".lowq-timeline"))
         except OSError as e:
             raise UsageError(f"the timeline {timeline} cannot be written: {e.strerror}") from None
         try:

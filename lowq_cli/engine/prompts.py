@@ -68,11 +68,11 @@ def stream(
     one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     given: list[Any] = [prompt] if one else list(prompt)
     pictures = _pictures(model, [images] if one else list(images), len(given)) if images else [[] for _ in given]
-    made = [
+    encoded = [
         encode(tokenizer, p, chat, (model, seen), think) if isinstance(p, str) else list(p)
         for p, seen in zip(given, pictures, strict=True)
     ]
-    prompts, pictures = [p for p in made for _ in range(batch)], [seen for seen in pictures for _ in range(batch)]
+    prompts, pictures = [p for p in encoded for _ in range(batch)], [seen for seen in pictures for _ in range(batch)]
     if not prompts:
         raise UsageError("there is no prompt")
     longest = max(map(len, prompts))
@@ -116,13 +116,13 @@ def marks_of(tokenizer: Any, prompt: Sequence[int]) -> dict[str, Any] | None:
     """The markers of thoughts in an answer (`output.dialects.marks`), and under "shown" the special tokens among them."""
     ways = ways_of(_template(tokenizer), getattr(tokenizer, "added_tokens", dict)())
     end = tokenizer.decode(list(prompt[-LAST:]), skip_special_tokens=False) if ways.thoughts or ways.channels else ""
-    found = marks(ways, end)
-    return found and {**found, "shown": shown_tokens(tokenizer, ways.tags(False))}
+    marking = marks(ways, end)
+    return marking and {**marking, "shown": shown_tokens(tokenizer, ways.tags(False))}
 
 
 def _template(tokenizer: Any) -> str:
-    found = getattr(tokenizer, "chat_template", None) or ""
-    return found if isinstance(found, str) else str(found.get("default", ""))
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else str(template.get("default", ""))
 
 
 def encode(
@@ -139,8 +139,8 @@ def encode(
     check_characters(text)
     if shown[1]:
         return _with_pictures(tokenizer, text, chat, *shown)
-    said = [{"role": "user", "content": text}]
-    ids = encode_messages(tokenizer, said, think=think) if chat else tokenizer(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
+    ids = encode_messages(tokenizer, messages, think=think) if chat else tokenizer(text)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
@@ -231,8 +231,8 @@ def context_limit(model: Any) -> int | None:
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a sequence: generation_config's, else the config's, else the tokenizer's."""
     sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
-    found = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
-    ids = found if isinstance(found, list | tuple) else [found]
+    ids_of_source = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
+    ids = ids_of_source if isinstance(ids_of_source, list | tuple) else [ids_of_source]
     if not all(type(i) is int for i in ids):
-        raise DamagedError(f"the model's eos_token_id is {found!r}, which is not a token id")
+        raise DamagedError(f"the model's eos_token_id is {ids_of_source!r}, which is not a token id")
     return frozenset(ids)

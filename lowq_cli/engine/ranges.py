@@ -51,7 +51,7 @@ def ranges(settings: type) -> dict[str, Range]:
     """The range of every field of a dataclass that has one."""
     hints = get_type_hints(settings, include_extras=True)
     extras = {name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return {name: r for name, found in extras.items() for r in found if isinstance(r, Range)}
+    return {name: r for name, extra in extras.items() for r in extra if isinstance(r, Range)}
 
 
 def check_ranges(settings: Any) -> None:

@@ -30,8 +30,8 @@ def why_not(rope: Mapping[str, Any] | None) -> str | None:
 
 def by_kind(rope: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """Kind of layer -> its rope_parameters; {"": rope_parameters} where all layers share one."""
-    found = {kind: r for kind, r in (rope or {}).items() if isinstance(r, Mapping)}
-    return found or {"": rope or {}}
+    parameters = {kind: r for kind, r in (rope or {}).items() if isinstance(r, Mapping)}
+    return parameters or {"": rope or {}}
 
 
 def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -> int:
@@ -157,8 +157,8 @@ def _yarn(powers: torch.Tensor, R: int, base: float, rope: Mapping[str, Any]) ->
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, R - 1)
     ramp = ((torch.arange(R // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-    kept = 1 - ramp
-    inverse = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    unscaled = 1 - ramp
+    inverse = 1.0 / (factor * powers) * (1 - unscaled) + 1.0 / powers * unscaled
     attention = rope.get("attention_factor")
     if attention is None:
         attention = grown(mscale) / grown(of_all) if mscale and of_all else grown()

@@ -53,19 +53,19 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """
     V = logits.shape[-1]
     if top_p < 1:
-        found = torch.sort(logits, dim=-1, descending=True).values
+        top = torch.sort(logits, dim=-1, descending=True).values
     elif 0 < top_k < V:
-        found = torch.topk(logits, top_k, dim=-1).values
+        top = torch.topk(logits, top_k, dim=-1).values
     else:
         return logits
-    floor = found[:, min(top_k, V) - 1, None] if top_k else found[:, -1:]
+    floor = top[:, min(top_k, V) - 1, None] if top_k else top[:, -1:]
     if top_p < 1:
-        kept = found.masked_fill(found < floor, float("-inf"))
-        p = kept.softmax(-1)
+        truncated = top.masked_fill(top < floor, float("-inf"))
+        p = truncated.softmax(-1)
         before = p.cumsum(-1) - p  # total probability of all likelier tokens
         out = (before >= top_p) | (p == 0)
         out[:, 0] = False  # the likeliest stays, however fp32 rounds top_p and the sum
-        floor = kept.masked_fill(out, float("inf")).amin(-1, keepdim=True)
+        floor = truncated.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     return logits.masked_fill(logits < floor, float("-inf"))
 
 

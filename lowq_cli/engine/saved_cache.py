@@ -60,11 +60,11 @@ class SavedCache:
         n, pages, states = len(self.held), list(_pages(decoder)), tensors_of(decoder.state)
         if decoder.batch != 1 or n > decoder.slots or self.drafter != _drafter(decoder):
             return False
-        wanted = {f"state.{i}": (t[:2].shape, t.dtype) for i, t in enumerate(states)}
+        expected = {f"state.{i}": (t[:2].shape, t.dtype) for i, t in enumerate(states)}
         for name, t, table, _ in pages:
             count = min(n, self.tensors[name].shape[1]) if table is not None and name in self.tensors else n
-            wanted[name] = torch.Size((t.shape[1], count, *t.shape[3:])), t.dtype
-        if {name: (t.shape, t.dtype) for name, t in self.tensors.items()} != wanted:
+            expected[name] = torch.Size((t.shape[1], count, *t.shape[3:])), t.dtype
+        if {name: (t.shape, t.dtype) for name, t in self.tensors.items()} != expected:
             return False
         for name, t, table, slots in pages:
             count = min(self.tensors[name].shape[1], slots or n)
@@ -91,9 +91,9 @@ def keep(path: Path, model: CausalModel, kv: str) -> None:
         _make_room(path, MOST - size)
         tensors = {name: t.to("cpu").contiguous() for name, t in saved.tensors.items()}
     facts = {"held": saved.held, "read": saved.read, "written": saved.written, "drafter": saved.drafter}
-    told = {"identity": identity, "facts": json.dumps(facts)}
-    with replacing(path) as made:
-        save_file(tensors, made, told | {"digest": _digest(tensors, told)})
+    header = {"identity": identity, "facts": json.dumps(facts)}
+    with replacing(path) as partial:
+        save_file(tensors, partial, header | {"digest": _digest(tensors, header)})
 
 
 def recall(path: Path, model: CausalModel, kv: str) -> str:
@@ -103,13 +103,13 @@ def recall(path: Path, model: CausalModel, kv: str) -> str:
         return ""
     try:
         with opened(path) as name, safe_open(name, framework="pt") as file:
-            told: Mapping[str, str] = file.metadata() or {}
-            if told["identity"] != _identity(model, kv):
+            header: Mapping[str, str] = file.metadata() or {}
+            if header["identity"] != _identity(model, kv):
                 return "it is another model's, or of another --kv or device"
             tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118  (not a dict)
-        if told["digest"] != _digest(tensors, told):
+        if header["digest"] != _digest(tensors, header):
             return "it is not as it was written"
-        decoder.saved = SavedCache(tensors=tensors, **json.loads(told["facts"]))
+        decoder.saved = SavedCache(tensors=tensors, **json.loads(header["facts"]))
     except (LowqError, SafetensorError, KeyError, ValueError, TypeError, OSError) as e:
         return f"it is damaged ({one_line(e)})"
     return ""

@@ -24,13 +24,13 @@ _trial: dict[Call, Named] = {}
 
 def calls_of(decoder: StepDecoder, batch: int, dtype: torch.dtype) -> dict[Call, Named]:
     """Each product of a step of `batch` sequences and dispatch's present choice for it; those with the most weights first."""
-    found: dict[Call, int] = {}
+    sizes: dict[Call, int] = {}
     for m in decoder.linears.modules():
         if isinstance(m, QuantLinear):
             p, device = m.packed, m.weight.device
             call = Call(batch, p.N, p.K, p.scheme, p.layout, dtype, device.type, capability(device))
-            found[call] = found.get(call, 0) + p.N * p.K
-    chosen = {call: registry.select(call) for call in sorted(found, key=lambda c: -found[c])}
+            sizes[call] = sizes.get(call, 0) + p.N * p.K
+    chosen = {call: registry.select(call) for call in sorted(sizes, key=lambda c: -sizes[c])}
     return {call: (spec.name, config) for call, (spec, config) in chosen.items()}
 
 

@@ -294,9 +294,12 @@ class Prepare(Step):
     def run(self, f: Frame) -> None:
         tables: tuple[Any, Any] = (None, None) if self.rope is None else f.batch.angles[self.rope]
         at = f.batch.positions
-        if self.rope is not None and (own := f.batch.turned(self.rope)) is not None:
+        if self.rope is not None and (turned := f.batch.turned(self.rope)) is not None:
             assert f.batch.pictures is not None
-            at, tables = f.batch.pictures.numbers, own  # no family both scales queries by position and has three-part positions
+            at, tables = (
+                f.batch.pictures.numbers,
+                turned,
+            )  # no family both scales queries by position and has three-part positions
         f.y, gate = f.ops.prepare(f.y, self.facts, at, *tables)
         if gate is not None:
             f.kept["gate"] = gate
@@ -388,10 +391,10 @@ class Attend(Step):
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
         turned, heads = f.batch.angles[self.rope or self.heads.D], self.heads
-        if self.rope is not None and (own := f.batch.turned(self.rope)) is not None:
+        if self.rope is not None and (of_pictures := f.batch.turned(self.rope)) is not None:
             assert f.batch.pictures is not None
             facts, heads = self.apart
-            f.y, _ = f.ops.prepare(f.y, facts, f.batch.pictures.numbers, *own)
+            f.y, _ = f.ops.prepare(f.y, facts, f.batch.pictures.numbers, *of_pictures)
             turned = f.batch.angles[heads.D]
         f.y = f.batch.attend(f.y, held, turned, heads, self.whole)
 

@@ -24,9 +24,9 @@ class Stopper:
         if not self.stops:
             return piece, False
         self.held += piece
-        found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        if found:  # the stop text that is complete first, as if the text came character by character
-            end, begin = min(found)
+        stops_here = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if stops_here:  # the stop text that is complete first, as if the text came character by character
+            end, begin = min(stops_here)
             shown, self.met, self.held = self.held[:begin], self.held[begin:end], ""
             return shown, True
         shown = self.held[: len(self.held) - self._begun()]

@@ -188,39 +188,39 @@ class Generation:
 
     def _checked(self, drafting: OnDevice, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
         """As `_steps` after the first token, for one sequence whose drafts are made on the device."""
-        made = 1
+        count = 1
         yield [tokens]
         waiting: list[tuple[_Fetch, int, bool]] = []
-        while made < self.room:
+        while count < self.room:
             began = time.perf_counter()
-            while len(waiting) <= (self.decoder.ahead and made + 1 < self.room):
+            while len(waiting) <= (self.decoder.ahead and count + 1 < self.room):
                 where, rows, fresh = drafting.launch()
                 waiting.append((_Fetch(where), rows, fresh))
             fetch, rows, fresh = waiting.pop(0)
             tokens = drafting.read(fetch.get(), rows, fresh)
-            made += len(tokens)
+            count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
             drafting.took(rows > 1, len(tokens), time.perf_counter() - began)
 
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
         """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them."""
-        decoder, made, waiting = self.decoder, 1, None
+        decoder, count, waiting = self.decoder, 1, None
         drafting.begin(self.prompts[0])
         drafting.extend(tokens)
         yield [tokens]
-        while made < self.room:
+        while count < self.room:
             began = time.perf_counter()
-            if waiting is None and (step := drafting.step(self.room - made)) is not None:
+            if waiting is None and (step := drafting.step(self.room - count)) is not None:
                 tokens = step
             else:
                 step = None
                 waiting = waiting or _Fetch(decoder.step())
-                more = decoder.ahead and made + 1 < self.room and not drafting.wants(self.room - made - 1)
+                more = decoder.ahead and count + 1 < self.room and not drafting.wants(self.room - count - 1)
                 ahead = _Fetch(decoder.step()) if more else None
                 tokens, waiting = waiting.get(), ahead
                 drafting.extend(tokens)
-            made += len(tokens)
+            count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
             drafting.took(step is not None, len(tokens), time.perf_counter() - began)

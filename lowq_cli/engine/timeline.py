@@ -37,8 +37,8 @@ class StepPart:
 def spans(timeline: Path) -> list[Span]:
     """The kernels and copies on the device, in order of their starts, from a file in the profiler's format."""
     events = json.loads(timeline.read_text())["traceEvents"]
-    found = [Span(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ON_DEVICE]
-    return sorted(found, key=lambda s: s.start)
+    device_spans = [Span(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ON_DEVICE]
+    return sorted(device_spans, key=lambda s: s.start)
 
 
 def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> list[StepPart]:

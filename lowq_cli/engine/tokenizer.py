@@ -62,13 +62,13 @@ class LoadedTokenizer(ABC):
 
         Raises UnsupportedError for several templates without a default.
         """
-        found = self.chat_template or ""
-        if isinstance(found, str):
-            return found
-        name = "tool_use" if with_tools and "tool_use" in found else "default"
-        if name not in found:
-            raise UnsupportedError(f"the model's chat templates are {', '.join(sorted(found))}, and none is the default")
-        return found[name]
+        given = self.chat_template or ""
+        if isinstance(given, str):
+            return given
+        name = "tool_use" if with_tools and "tool_use" in given else "default"
+        if name not in given:
+            raise UnsupportedError(f"the model's chat templates are {', '.join(sorted(given))}, and none is the default")
+        return given[name]
 
     def apply_chat_template(
         self,
@@ -93,8 +93,8 @@ class LoadedTokenizer(ABC):
             return None
         if spelled.startswith("<0x") and len(spelled) == 6:
             return [int(spelled[3:5], 16)]
-        found = [BYTE_OF.get(c) for c in spelled]
-        return None if None in found else found  # type: ignore[return-value]
+        values = [BYTE_OF.get(c) for c in spelled]
+        return None if None in values else values  # type: ignore[return-value]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -57,18 +57,18 @@ def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(path, MAX_CONFIG))
+        content = json.loads(read_text(path, MAX_CONFIG))
     except (LowqError, ValueError, RecursionError) as e:
         raise NotPlain(f"{path.name}: {e}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise NotPlain(f"{path.name} is not a table")
-    return found
+    return content
 
 
 def _without_vocabulary(text: str) -> dict[str, Any]:
     """tokenizer.json without its vocabulary and merges, which are not needed as Python objects."""
-    head, found, model = text.partition('"model"')
-    if not found or '"vocab"' in head:
+    head, model_key, model = text.partition('"model"')
+    if not model_key or '"vocab"' in head:
         return json.loads(text)
     try:
         parsed: dict[str, Any] = json.loads(head.rstrip().rstrip(",") + "}")

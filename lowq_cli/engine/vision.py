@@ -62,19 +62,19 @@ class Sight:
 
     def features(self, picture: Picture) -> Features:
         """The tower's features of an image, cached."""
-        found = self._kept.pop(picture.name, None)
-        if found is None:
-            found = self.load()(picture.inputs)
+        computed = self._kept.pop(picture.name, None)
+        if computed is None:
+            computed = self.load()(picture.inputs)
             self.computed += 1
-        self._kept[picture.name] = found
+        self._kept[picture.name] = computed
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
             self._kept.popitem(last=False)
-        return found
+        return computed
 
     def written(self, text: str, pictures: Sequence[Picture], spelled: Callable[[int], str | None]) -> str:
         """A text with the tokens of its images at their placeholders, or at its beginning if it has none."""
-        if pictures and (own := framed(self.images, spelled)) not in text:
-            text = own * len(pictures) + text
+        if pictures and (placeholder := framed(self.images, spelled)) not in text:
+            text = placeholder * len(pictures) + text
         return expanded(text, pictures, self.images, spelled)
 
     def shown(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Shown:
@@ -90,16 +90,16 @@ def _bytes(features: Features) -> int:
 
 def sight_of(model: Any) -> Sight:
     """The `Sight` of a loaded model, kept with the model. Raises UnsupportedError for a model that does not take images."""
-    own = owned(model)
-    if own.sight is None:
+    record = owned(model)
+    if record.sight is None:
         if reason := why_not(model):
             raise UnsupportedError(f"pictures need lowq's own decoder, which does not support this model: {reason}")
-        images, folder = plan_of(model).model.images, own.folder or getattr(model, "name_or_path", "")
+        images, folder = plan_of(model).model.images, record.folder or getattr(model, "name_or_path", "")
         if images is None:
             raise UnsupportedError(f"{model.config.model_type} has no picture inputs")
-        own.sight = Sight(Path(folder), images, model.device, model.dtype)
-    found: Sight = own.sight
-    return found
+        record.sight = Sight(Path(folder), images, model.device, model.dtype)
+    sight: Sight = record.sight
+    return sight
 
 
 def check_decoder(decoder: Any) -> None:

@@ -53,12 +53,12 @@ class ModelWeights:
 
     def experts(self, part: Experts) -> nn.Module:
         """As `compiling.Weights` says."""
-        found = self.text.get_submodule(part.module)
-        if isinstance(found, QuantExperts):
-            return found
-        own = copy(found)  # QuantExperts takes the parameters out of the copy; the model's module keeps them
-        own._parameters = dict(found._parameters)
-        return QuantExperts(own, {}, self.model.dtype, top_k=part.router.top_k)
+        module = self.text.get_submodule(part.module)
+        if isinstance(module, QuantExperts):
+            return module
+        shallow = copy(module)  # QuantExperts takes the parameters out of the copy; the model's module keeps them
+        shallow._parameters = dict(module._parameters)
+        return QuantExperts(shallow, {}, self.model.dtype, top_k=part.router.top_k)
 
     @property
     def embed(self) -> nn.Module:

@@ -20,8 +20,8 @@ def name_after(before: Name, tokens: Sequence[int]) -> Name:
 
     Tokens of images are numbers below zero, of any size (`engine.pictures`).
     """
-    own = repr(list(tokens)).encode() if min(tokens) < 0 else array("i", tokens).tobytes()
-    return blake2b(before + own, digest_size=32).digest()
+    content = repr(list(tokens)).encode() if min(tokens) < 0 else array("i", tokens).tobytes()
+    return blake2b(before + content, digest_size=32).digest()
 
 
 class BlockPool:

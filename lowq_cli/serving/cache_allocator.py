@@ -150,8 +150,10 @@ def make_cache(
         held = states + sizes.bytes(blocks)
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
         beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]
-        own = [KeyValues(*both, passes.rows.tables[0]) for both in beside_it]
-        return Cache(passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held, shares, own)
+        drafter_cache = [KeyValues(*both, passes.rows.tables[0]) for both in beside_it]
+        return Cache(
+            passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held, shares, drafter_cache
+        )
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 
@@ -215,5 +217,5 @@ def _room(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[
     for M in (t for t in trial.totals if t > trial.most_recorded and (t <= RECORDED or t % 1024 == 0)):
         trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
     peak = torch.cuda.max_memory_allocated() - before
-    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + kept - peak - trial.graph_bytes() - BESIDE, trial.token_budget
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + reserved - peak - trial.graph_bytes() - BESIDE, trial.token_budget

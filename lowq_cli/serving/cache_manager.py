@@ -94,14 +94,14 @@ class CacheManager:
 
     def match(self, seq: Sequence) -> Match:
         """Return the longest prefix of a waiting sequence that the cache can supply; at least one token is left to compute."""
-        found: list[list[int]] = [[] for _ in self.pages]
+        blocks_of: list[list[int]] = [[] for _ in self.pages]
         held = [0] * len(self.pages)  # length of the run of cached blocks that ends at the n-th
         best = pages = 0
         for n in range(1, (len(seq.tokens) - 1) // self.size + 1 if self.shared else 1):
             name, whole = self._name_of(seq, n), True
             for i, group in enumerate(self.pages):
-                found[i].append(group.find(name))
-                held[i] = held[i] + 1 if found[i][-1] else 0
+                blocks_of[i].append(group.find(name))
+                held[i] = held[i] + 1 if blocks_of[i][-1] else 0
                 whole &= held[i] > 0 or group.window > 0
             if not whole:
                 break
@@ -109,7 +109,7 @@ class CacheManager:
                 pages = n
                 best = n if self.states is None or self._snapshot_of(name) else best
         blocks = []
-        for group, row in zip(self.pages, found, strict=True):
+        for group, row in zip(self.pages, blocks_of, strict=True):
             first = group.first(best * self.size)
             blocks.append([0] * min(first, best) + row[first:best])
         snapshot = self._snapshot_of(self._name_of(seq, best)) if self.states is not None and best else 0
@@ -140,8 +140,8 @@ class CacheManager:
             return False
         for group, blocks in zip(self.pages, match.blocks, strict=True):
             first = group.first(match.tokens)
-            wanted = max(0, group.end(len(seq.tokens) + 1, first) - len(blocks)) + sum(b < 0 for b in blocks)
-            if group.pool.free - group.pool.idle(blocks) < wanted + spare:
+            needed = max(0, group.end(len(seq.tokens) + 1, first) - len(blocks)) + sum(b < 0 for b in blocks)
+            if group.pool.free - group.pool.idle(blocks) < needed + spare:
                 return False
         return True
 

@@ -78,8 +78,8 @@ class Offer:
     @property
     def lora(self) -> Mapping[str, str]:
         """The folders of its adapters, by the names that requests use."""
-        found: Mapping[str, str] = self.how.get("lora") or {}
-        return found
+        folders: Mapping[str, str] = self.how.get("lora") or {}
+        return folders
 
     @property
     def folder(self) -> Path:
@@ -88,9 +88,9 @@ class Offer:
 
     def weight_bytes(self) -> int:
         """Return the bytes of its weights on disk, 0 where they are not on this disk."""
-        found = [self.folder] if self.folder.is_file() else self.folder.glob("*.safetensors")
+        files = [self.folder] if self.folder.is_file() else self.folder.glob("*.safetensors")
         try:
-            return sum(f.stat().st_size for f in found)
+            return sum(f.stat().st_size for f in files)
         except OSError:
             return 0
 
@@ -193,8 +193,8 @@ def _beside(folder: Path, name: str) -> Path:
 
 def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = None) -> dict[str, Offer]:
     """Return every model that requests can name, by name. first: a model whose name takes precedence. Raises NotFoundError."""
-    found: dict[str, Offer] = {} if first is None else {first.name: first}
-    named = {**found, **config.models}
+    offers: dict[str, Offer] = {} if first is None else {first.name: first}
+    named = {**offers, **config.models}
     taken = {n for o in config.models.values() for n in o.others}
     for path in [*_in_folders([*folders, *config.folders]), *_written()]:
         if any(path == o.folder.absolute() for o in named.values()):
@@ -211,26 +211,26 @@ def _written() -> list[Path]:
 
 
 def _in_folders(folders: Sequence[str]) -> list[Path]:
-    found: list[Path] = []
+    models: list[Path] = []
     for name in folders:
         folder = state.user_path(name)
         if not folder.is_dir():
             raise NotFoundError(f"{name} is not a folder; --models takes a folder with models in it")
         if (folder / CONFIG).is_file():
-            found.append(folder.absolute())
+            models.append(folder.absolute())
             continue
         inner = sorted(folder.iterdir())
         files = [p for p in inner if p.suffix == ".gguf" and p.is_file() and "mmproj" not in p.name]  # towers, found by models
-        found += [p.absolute() for p in inner if (p / CONFIG).is_file() or p in files]
-    return found
+        models += [p.absolute() for p in inner if (p / CONFIG).is_file() or p in files]
+    return models
 
 
 def size(value: str | int, where: str) -> int:
     """Return the bytes that "40GB", "1.5 GiB" or a number stands for. Raises UsageError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value), re.I)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value), re.I)
+    if match is None or not float(match[1]):
         raise UsageError(f"{where} = {value} is not a size; write it as 40GB")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def seconds(value: str | float, where: str) -> float:

@@ -174,8 +174,8 @@ class ContinuousEngine:
             raise UsageError(f"{most} requests at once; allowed are 1 to {MOST_RUNNING}")
         host = None if deterministic else host
         beside = 0 if host is None else host.room
-        wanted = (most, cache_tokens, deterministic, reads, cache_bytes, draft != "none", beside)
-        cache = make_cache(model, plan, check_kind(kv), *wanted, drafter=None if drafter is None else drafter.plan)
+        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, draft != "none", beside)
+        cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=None if drafter is None else drafter.plan)
         self.passes, rows = cache.passes, cache.passes.rows
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
         self._everywhere = 0 if plan.adapters is None else plan.adapters.all
@@ -424,17 +424,17 @@ class ContinuousEngine:
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
             self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
         began = time.perf_counter()
-        asked = self._asked()
-        if asked and self._flights:
+        requests = self._asked()
+        if requests and self._flights:
             self._land(0)  # drafts continue from the newest token
             began = time.perf_counter()
-            asked = self._asked()
+            requests = self._asked()
         plan = self.scheduler.plan(self._budget, self._pauses)
         if plan is None:
             self._land(0)
             self._tried(None, size, tokens)
             return
-        drafts = {} if plan.pieces else self._draft(plan, asked)
+        drafts = {} if plan.pieces else self._draft(plan, requests)
         self._write(plan)
         launched = bool(plan.steps or plan.pieces)
         self._swap()
@@ -518,15 +518,15 @@ class ContinuousEngine:
 
     def _draft(self, plan: StepPlan, asked: dict[int, int]) -> dict[int, tuple[list[int], list[int]]]:
         """Return by sequence number the drafts in this plan and the slots for the recurrent states after each of their rows."""
-        found = {}
+        drafted = {}
         for text in plan.steps:
             n = asked.get(text.number, 0)
             n = self.scheduler.cache.most_drafts(n)
             tokens = list(text.drafter.guess(n).tokens) if n and text.drafter is not None else []
             slots = self.scheduler.draft(plan, text, len(tokens)) if tokens else None
             if slots is not None:
-                found[text.number] = tokens, slots
-        return found
+                drafted[text.number] = tokens, slots
+        return drafted
 
     def _check(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]], K: int) -> Flight:
         """Launch a pass in which some sequences check drafts and the rest take one step."""
@@ -554,7 +554,7 @@ class ContinuousEngine:
     def _checked(self, flight: Flight, found: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
         """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows."""
         assert self.drafts is not None
-        M, told = self.drafts.size(flight.size[1]), []
+        M, new_tokens = self.drafts.size(flight.size[1]), []
         for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
             if text.done:
                 continue
@@ -567,8 +567,8 @@ class ContinuousEngine:
                     text.drafter.checked(rows - 1, accepted)
             if sound is not None and not all(sound[first : first + accepted + 1]):
                 text.failed = not_finite(self.passes.plan.dtype)
-            told.append((text, [found[2 * M + row]] if text.request.special else found[first : first + accepted + 1]))
-        return told
+            new_tokens.append((text, [found[2 * M + row]] if text.request.special else found[first : first + accepted + 1]))
+        return new_tokens
 
     def _budget(self, high: int, waiting: int) -> int:
         return self.passes.token_budget.prompt_tokens(*self._load(high, waiting))
@@ -619,8 +619,10 @@ class ContinuousEngine:
         for text in plan.steps:
             drawn[text.row] = null if text.request.special else text.row
         for text, row, first, end in plan.pieces:
-            own = null if text.request.special else text.row
-            pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1, text.slot, text.shown))
+            row_of_output = null if text.request.special else text.row
+            pieces.append(
+                Piece(row, first, text.tokens[first:end], row_of_output if id(text) in ends else -1, text.slot, text.shown)
+            )
         flight = Flight(self.device)
         before = self.rows.token.clone() if self.guesses is not None and not self.guesses.shifted else None
         logits = self.passes.run(n, pieces, drawn)
@@ -637,8 +639,8 @@ class ContinuousEngine:
             stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in plan.steps]
             read, at = list[Rows](), steps
             for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
-                own = text.row if id(text) in ends else -1
-                read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], own))
+                row_of_output = text.row if id(text) in ends else -1
+                read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
                 at += end - first
             through = [text for text, *_ in plan.pieces if id(text) in ends]
             flight.guess([*plan.steps, *through], self.guesses.passed(stepped, read, self.passes.noted, before, K))
@@ -653,18 +655,18 @@ class ContinuousEngine:
             if self._flights:
                 expected = self.passes.token_budget.seconds(*self._flights[0].size)
                 self._due = 0.0 if behind else time.monotonic() + SURE * expected
-            logs = {number: found for part in flight.logs for number, found in part.read().items()}
+            logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
             if flight.rows:
                 self._note(len(flight.rows), sum(flight.rows), seconds)
-                told = self._checked(flight, tokens, sound)
+                drawn_tokens = self._checked(flight, tokens, sound)
             else:
                 self.passes.token_budget.note(*flight.size, seconds)
-                told = [(text, [tokens[row]]) for text, row, _ in flight.drew]
+                drawn_tokens = [(text, [tokens[row]]) for text, row, _ in flight.drew]
                 for text, _, place in flight.drew:
                     if sound is not None and not sound[place]:
                         text.failed = not_finite(self.passes.plan.dtype)
-            for text, drawn in told:
+            for text, drawn in drawn_tokens:
                 for token in drawn:
                     if not text.done and (event := self._event(text, token, logs)) is not None:
                         events.append((text.number, event))

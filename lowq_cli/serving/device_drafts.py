@@ -74,8 +74,8 @@ class DeviceDrafts:
         tables, pos, _ = self._places(texts)
         held = self._at(tables)
         batch = Batch(self.drafter.plan.ops, ids, M, pos, self.angles, drafted=True)
-        made = self.drafter.write(ids, {i: h[:M] for i, h in hidden.items()}, batch, held)
-        return self._guesses(texts, made, pos, last, K)
+        written = self.drafter.write(ids, {i: h[:M] for i, h in hidden.items()}, batch, held)
+        return self._guesses(texts, written, pos, last, K)
 
     def passed(
         self,
@@ -115,8 +115,8 @@ class DeviceDrafts:
             runs = Runs(each, ends[-1] - b, self.device)
         plan = self.drafter.plan
         batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
-        made = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, held)
-        return self._guesses(texts, made, pos, last, K)
+        written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, held)
+        return self._guesses(texts, written, pos, last, K)
 
     def _guesses(
         self, texts: Sequence[Rows], made: Sequence[torch.Tensor], pos: torch.Tensor, last: torch.Tensor, K: int
@@ -126,9 +126,9 @@ class DeviceDrafts:
         began = time.perf_counter()
         held = self._at(self._upload([one.table for one in texts]))
         made, pos = [t.index_select(0, last) for t in made], pos.index_select(0, last)
-        found = self.drafter.go_on(self._newest(texts), made, pos, held, self.angles, K)
+        guesses = self.drafter.go_on(self._newest(texts), made, pos, held, self.angles, K)
         self.seconds = time.perf_counter() - began
-        return found
+        return guesses
 
     def _newest(self, texts: Sequence[Rows]) -> torch.Tensor:
         return self.rows.token.index_select(0, self._upload([one.row for one in texts]))
@@ -137,8 +137,8 @@ class DeviceDrafts:
         """Return for each row its block table, its position, and its index in the pass."""
         n = [len(one.tokens) for one in texts]
         within = np.concatenate([np.arange(k) for k in n])
-        made = (np.repeat(np.array([getattr(one, what) for one in texts]), n) for what in ("table", "first", "at"))
-        table, first, at = made
+        arrays = (np.repeat(np.array([getattr(one, what) for one in texts]), n) for what in ("table", "first", "at"))
+        table, first, at = arrays
         pos = upload((first + within).astype(np.int32), self.device)
         return upload(table.astype(np.int64), self.device), pos, upload((at + within).astype(np.int64), self.device)
 

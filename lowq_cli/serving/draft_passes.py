@@ -50,8 +50,8 @@ class DraftPasses:
 
     def __init__(self, passes: ModelRunner) -> None:
         self.passes, self.device = passes, passes.device
-        own = {*passes.sizes, *passes.totals} if passes.padded else set(range(2, MOST_ROWS + 1))
-        self.sizes = sorted(n for n in own if 1 < n <= MOST_ROWS)
+        row_counts = {*passes.sizes, *passes.totals} if passes.padded else set(range(2, MOST_ROWS + 1))
+        self.sizes = sorted(n for n in row_counts if 1 < n <= MOST_ROWS)
         self.seconds: dict[int, float] = {}
         self.captured: dict[int, tuple[Captured, torch.Tensor]] = {}
         self.reason = ""
@@ -84,27 +84,27 @@ class DraftPasses:
 
     def _describe(self, M: int, texts: Sequence[Checked]) -> np.ndarray:
         null = self.passes.rows.null_row
-        found = np.zeros((NUMBERS, M), np.int32)
-        found[2], found[5] = null, null
+        numbers = np.zeros((NUMBERS, M), np.int32)
+        numbers[2], numbers[5] = null, null
         first = 0
         for i, t in enumerate(texts):
             n = len(t.tokens)
-            found[0, first : first + n], found[2, first : first + n] = t.tokens, t.row
-            found[1, first : first + n] = np.arange(t.pos, t.pos + n)
-            found[3:, i] = first, n, t.target
+            numbers[0, first : first + n], numbers[2, first : first + n] = t.tokens, t.row
+            numbers[1, first : first + n] = np.arange(t.pos, t.pos + n)
+            numbers[3:, i] = first, n, t.target
             first += n
-        return found.reshape(-1)
+        return numbers.reshape(-1)
 
     def _chains(self, texts: Sequence[Checked]) -> list[Chain]:
         """Return the rows of each sequence, for recurrent layers."""
         if not self.passes.recurrent:
             return []
-        found, first = [], 0
+        chains, first = [], 0
         for t in texts:
             slots = (upload(np.array(s, np.int64), self.device) for s in ([t.slot], t.copies))
-            found.append(Chain(first, first + len(t.tokens), *slots))
+            chains.append(Chain(first, first + len(t.tokens), *slots))
             first += len(t.tokens)
-        return found
+        return chains
 
     def forward(self, M: int, chunk: torch.Tensor, chains: Sequence[Chain] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a pass, from and into tensors at fixed addresses; `chunk` has the layout of `_describe`."""
@@ -148,7 +148,7 @@ class DraftPasses:
 
             step()  # compiles its kernels; recording does not run them
             try:
-                found = capture(step, self.passes.pool)
+                graph = capture(step, self.passes.pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as e:  # such as a pass that waits for the device: `reason` says so
@@ -156,7 +156,7 @@ class DraftPasses:
                     raise
                 self.reason = f"passes with drafts are not recorded: {one_line(e)}"
                 return
-            found.logits, found.noted = made[-1], self.passes.noted
-            self.captured[M] = found, place
-            self.seconds[M] = self.passes.timed(found.replay)
+            graph.logits, graph.noted = made[-1], self.passes.noted
+            self.captured[M] = graph, place
+            self.seconds[M] = self.passes.timed(graph.replay)
             done(i + 1, len(self.sizes))

@@ -36,13 +36,13 @@ def rounds(
 
     guess_s: seconds of one guess for all sequences. The other arguments are those of `choose`.
     """
-    most, best, found = max((len(each) for _, each in chances), default=0), 0.0, 0
+    most, best, count = max((len(each) for _, each in chances), default=0), 0.0, 0
     for K in range(1, most + 1):
         some = [(number, each[:K]) for number, each in chances]
         rate, _ = _best(some, texts, sizes, lambda rows, K=K: seconds(rows) + K * guess_s, plain_s)  # type: ignore[misc]
         if rate > best:
-            best, found = rate, K
-    return found
+            best, count = rate, K
+    return count
 
 
 def _best(
@@ -53,26 +53,26 @@ def _best(
     plain_s: float,
 ) -> tuple[float, dict[int, int]]:
     """Return (tokens per second, drafts by sequence) of `choose`; (0, {}) where plain passes are as good."""
-    found = list[tuple[float, int]]()
+    candidates = list[tuple[float, int]]()
     for number, each in chances:
         sure = 1.0
         for chance in each:
             sure *= chance
-            found.append((-sure, number))
-    found.sort(key=lambda one: one[0])  # likeliest first; a sequence's drafts stay in order
+            candidates.append((-sure, number))
+    candidates.sort(key=lambda one: one[0])  # likeliest first; a sequence's drafts stay in order
     best, most, taken, tokens = GAIN * texts / plain_s if plain_s else 0.0, 0, 0, float(texts)
     for rows in sizes:
         if rows <= texts:
             continue
-        while taken < min(rows - texts, len(found)):
-            tokens -= found[taken][0]
+        while taken < min(rows - texts, len(candidates)):
+            tokens -= candidates[taken][0]
             taken += 1
         if (rate := tokens / seconds(rows)) > best:
             best, most = rate, taken
-        if taken == len(found):
+        if taken == len(candidates):
             break
     counts: dict[int, int] = {}
-    for _, number in found[:most]:
+    for _, number in candidates[:most]:
         counts[number] = counts.get(number, 0) + 1
     return best if most else 0.0, counts
 
@@ -99,10 +99,10 @@ class Answers:
 
     def find(self, run: tuple[int, ...]) -> tuple[Sequence[int], int] | None:
         """Return the answer that contains this run and the place after it, as `ngram.Past` asks for."""
-        if len(run) != RUN or (found := self.places.get(hash(run))) is None:
+        if len(run) != RUN or (place := self.places.get(hash(run))) is None:
             return None
-        text, end = found
-        return found if tuple(text[end - RUN : end]) == run else None  # different runs may have the same hash
+        text, end = place
+        return place if tuple(text[end - RUN : end]) == run else None  # different runs may have the same hash
 
     def _forget(self, text: list[int]) -> None:
         self.tokens -= len(text)

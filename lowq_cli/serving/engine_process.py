@@ -272,9 +272,9 @@ class _Here:
 
     def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
         """Make the engine, and serve the messages of the pipe until it is closed."""
-        self.engine, self.mask, told = make(*given)
+        self.engine, self.mask, handle = make(*given)
         e = self.engine
-        self.send("made", told, e.name, e.reason, e.limits, e.vocabulary)
+        self.send("made", handle, e.name, e.reason, e.limits, e.vocabulary)
         try:
             while True:
                 came = self.pipe.poll(FRESH_S if self.started else None)
@@ -315,9 +315,9 @@ class _Here:
     def cancel(self, number: int) -> None:
         """Do what Engine.cancel does."""
         with self.lock:
-            own = next((o for o, n in self.numbers.items() if n == number), None)
-        if own is not None:
-            self.engine.cancel(own)
+            own_number = next((o for o, n in self.numbers.items() if n == number), None)
+        if own_number is not None:
+            self.engine.cancel(own_number)
 
     def refresh(self, busy: bool) -> None:
         """Send the engine's stats if they have changed, and a sign of life."""

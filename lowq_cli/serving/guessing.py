@@ -76,23 +76,23 @@ class Guessed:
 
     def guess(self, most: int) -> Guess:
         """Do what `HostDrafter.guess` does."""
-        found = self._found()[0]
-        return Guess(found.tokens[:most], found.chances[:most])
+        best = self._found()[0]
+        return Guess(best.tokens[:most], best.chances[:most])
 
     def checked(self, n: int, accepted: int) -> None:
         """Record that the first n tokens of the guess were checked and `accepted` were right; call it before `extend`."""
-        own = min(n, self._found()[1])
-        for rates in (self.shared, self.rates) if own else ():
-            rates.note(own, min(accepted, own))
+        own_count = min(n, self._found()[1])
+        for rates in (self.shared, self.rates) if own_count else ():
+            rates.note(own_count, min(accepted, own_count))
 
     def _found(self) -> tuple[Guess, int]:
         if self._best is None:
-            repeated, own = self.ngram.guess(MOST_DRAFTS), self.given
+            repeated, own_guess = self.ngram.guess(MOST_DRAFTS), self.given
             self._best = repeated, 0
-            if own and expected(self.rates.chances[: len(own)]) >= expected(repeated.chances[: len(own)]):
-                more = self.ngram.after(own, MOST_DRAFTS - len(own))
-                chances = [*self.rates.chances[: len(own)], *more.chances]
-                self._best = Guess([*own, *more.tokens], chances), len(own)
+            if own_guess and expected(self.rates.chances[: len(own_guess)]) >= expected(repeated.chances[: len(own_guess)]):
+                more = self.ngram.after(own_guess, MOST_DRAFTS - len(own_guess))
+                chances = [*self.rates.chances[: len(own_guess)], *more.chances]
+                self._best = Guess([*own_guess, *more.tokens], chances), len(own_guess)
         return self._best
 
 

@@ -218,12 +218,12 @@ class ModelRunner:
     def _of_states(self, C: int, each: Sequence[Run]) -> np.ndarray:
         """Return `states_of` the runs of a padded pass with recurrent layers, padded to the same length for any runs."""
         runs, tiles = self._states_rows(C)
-        made = np.zeros((runs + tiles, 4), np.int32)
+        numbers = np.zeros((runs + tiles, 4), np.int32)
         if runs and each:
             of_runs, of_tiles = states_of(each)
-            made[: len(of_runs)] = np.array(of_runs, np.int32).reshape(-1, 4)
-            made[runs : runs + len(of_tiles)] = np.array(of_tiles, np.int32).reshape(-1, 4)
-        return made.reshape(-1)
+            numbers[: len(of_runs)] = np.array(of_runs, np.int32).reshape(-1, 4)
+            numbers[runs : runs + len(of_tiles)] = np.array(of_tiles, np.int32).reshape(-1, 4)
+        return numbers.reshape(-1)
 
     def _states_rows(self, C: int) -> tuple[int, int]:
         """Return the max. runs, and tiles of runs, of a padded pass with recurrent layers."""

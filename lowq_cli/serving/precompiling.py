@@ -76,8 +76,8 @@ def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
     layers: dict[int, list[Item]] = {}
     others: list[Item] = []
     for item in plan.items:
-        found = LAYER.match(item.name)
-        (layers.setdefault(int(found[1]), []) if found else others).append(item)
+        match = LAYER.match(item.name)
+        (layers.setdefault(int(match[1]), []) if match else others).append(item)
     kinds: dict[object, int] = {}
     for i, items in layers.items():
         kinds.setdefault((types[i], *sorted((LAYER.sub("", m.name), m.spelled or "") for m in items)), i)

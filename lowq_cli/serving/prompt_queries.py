@@ -43,9 +43,9 @@ class PromptReader:
             guess = torch.cat([prompt, prompt[:, -1:]], 1)  # a dummy next token: any token would do
             return self._likelihoods(guess, asked.top, first=len(ids) - 1)
         hidden = self._hidden(prompt).float()
-        found = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[asked.pooling]
-        check_finite(found[None])
-        return found.tolist()
+        pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[asked.pooling]
+        check_finite(pooled[None])
+        return pooled.tolist()
 
     def release(self) -> None:
         """Free the decoder's memory."""
@@ -69,14 +69,14 @@ class PromptReader:
         hidden = None if decoder is None else decoder.hidden_states(prompt)[0]
         logits = self.model(input_ids=prompt, use_cache=False).logits[0] if decoder is None else None
         vocabulary = self.model.get_output_embeddings().weight.shape[0] if logits is None else logits.shape[-1]
-        found, most = list[Likelihood](), max(1, LOGITS_AT_ONCE // vocabulary)
+        likelihoods, most = list[Likelihood](), max(1, LOGITS_AT_ONCE // vocabulary)
         for at in range(first, T - 1, most):
             end = min(T - 1, at + most)
             part = decoder.head(hidden[at:end]) if hidden is not None and decoder is not None else logits[at:end]  # type: ignore[index]
             check_finite(part)
             logs = part.float().log_softmax(-1)
-            own = logs.gather(1, prompt[0, at + 1 : end + 1, None])[:, 0].tolist()
+            of_prompt = logs.gather(1, prompt[0, at + 1 : end + 1, None])[:, 0].tolist()
             best = logs.topk(min(top, logs.shape[-1]))
-            rows = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
-            found += [(p, tuple(zip(ids, values, strict=True))) for p, ids, values in rows]
-        return found
+            rows = zip(of_prompt, best.indices.tolist(), best.values.tolist(), strict=True)
+            likelihoods += [(p, tuple(zip(ids, values, strict=True))) for p, ids, values in rows]
+        return likelihoods

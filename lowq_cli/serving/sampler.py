@@ -22,17 +22,17 @@ Logs = tuple[float, tuple[tuple[int, float], ...]]  # log-probability of the tok
 def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Apply `sampling.restrict` with settings (n, 1) by row, then min_p: scores (n, V) fp32 with excluded tokens at -inf."""
     V = scores.shape[-1]
-    found = torch.sort(scores, dim=-1, descending=True).values
-    floor = found.gather(1, torch.where(top_k == 0, V, top_k).clamp(max=V) - 1)
-    kept = found.masked_fill(found < floor, float("-inf"))
-    p = kept.softmax(-1)
+    ordered = torch.sort(scores, dim=-1, descending=True).values
+    floor = ordered.gather(1, torch.where(top_k == 0, V, top_k).clamp(max=V) - 1)
+    truncated = ordered.masked_fill(ordered < floor, float("-inf"))
+    p = truncated.softmax(-1)
     before = p.cumsum(-1) - p
     out = (before >= top_p) | (p == 0)
     out[:, 0] = False
-    least = kept.masked_fill(out, float("inf")).amin(-1, keepdim=True)
+    least = truncated.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     floor = torch.where(top_p < 1, least, floor)
     scores = scores.masked_fill(scores < floor, float("-inf"))
-    return scores.masked_fill((scores - found[:, :1]).exp() < min_p, float("-inf"))
+    return scores.masked_fill((scores - ordered[:, :1]).exp() < min_p, float("-inf"))
 
 
 class Special:
@@ -167,12 +167,12 @@ class LogProbs:
     def read(self) -> dict[int, Logs]:
         """Return number -> (log-probability of the token, likeliest tokens and theirs); call it once the pass has ended."""
         chosen, values, indices = (p.tolist() for p in self._parts)
-        found = {}
+        by_text = {}
         for i, text in enumerate(self.texts):
             if id(text) in self.asking:
                 n = text.request.draw.logprobs or 0
-                found[text.number] = chosen[i][0], tuple(zip(indices[i][:n], values[i][:n], strict=True))
-        return found
+                by_text[text.number] = chosen[i][0], tuple(zip(indices[i][:n], values[i][:n], strict=True))
+        return by_text
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,14 +30,14 @@ class Table:
 
     def changes(self) -> list[tuple[int, list[int]]]:
         """Return the changes to write into the device's row, as (place, blocks) pairs, and mark them as sent."""
-        n, found = len(self.blocks), []
+        n, writes = len(self.blocks), []
         end = min(self.first, self.sent)
         if self.cleared < end:
-            found.append((self.cleared, [0] * (end - self.cleared)))
+            writes.append((self.cleared, [0] * (end - self.cleared)))
         if self.sent < n or self.reach > n:
-            found.append((self.sent, self.blocks[self.sent :] + [0] * (self.reach - n)))
+            writes.append((self.sent, self.blocks[self.sent :] + [0] * (self.reach - n)))
         self.sent, self.cleared, self.reach = n, self.first, n
-        return found
+        return writes
 
     def unsent(self) -> None:
         """Mark the whole table as not sent, after the sequence got another row."""
@@ -124,8 +124,8 @@ class Sequence:
     @property
     def repeated(self) -> int | None:
         """The next token if it was sampled before a preemption, else None."""
-        made = len(self.tokens) - self.prompt
-        return self.drawn_before[made] if made < len(self.drawn_before) else None
+        count = len(self.tokens) - self.prompt
+        return self.drawn_before[count] if count < len(self.drawn_before) else None
 
     def repeat(self) -> None:
         """Go back to the prompt, to sample the same tokens again with the same kernels."""

@@ -48,15 +48,15 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
     if name not in known:
         known.clear()  # frees the memory of earlier drafters
         known[name] = _loaded(name, model, tokenizer)
-    found: DeviceDrafter = known[name]
-    return found
+    drafter: DeviceDrafter = known[name]
+    return drafter
 
 
 def served(draft: str, model: Any, tokenizer: Any) -> str | PagedDrafter:
     """The drafter of `make` for the server's engine: "none", "ngram", or a drafter on the device. On a GPU "auto" does not
     choose a head, because heads have not been measured in the server there."""
-    made: Any = make(draft if model.device.type in BY_NGRAMS else settled(draft, model.device.type), model, tokenizer)
-    return "none" if made is None else made if hasattr(made, "go_on") else made.name
+    drafter: Any = make(draft if model.device.type in BY_NGRAMS else settled(draft, model.device.type), model, tokenizer)
+    return "none" if drafter is None else drafter if hasattr(drafter, "go_on") else drafter.name
 
 
 def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
@@ -64,11 +64,11 @@ def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
     from lowq_cli.engine.drafts import model as models
 
     if name == "mtp":
-        if (found := heads.inside(model)) is None:
+        if (inside := heads.inside(model)) is None:
             raise UnsupportedError(
                 "the checkpoint has no MTP layer that lowq runs; leave --draft mtp out, or name a draft model"
             )
-        return found
+        return inside
     with open_source(name) as source:
         is_head = heads.takes(source.config)
     return heads.load(name, model) if is_head else models.load(name, model, tokenizer)
@@ -76,11 +76,11 @@ def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
 
 def attach(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[FromHost | OnDevice | None, str]:
     """(drafting of a decoder with a batch of `texts` sequences, or None; the reason for None)."""
-    drafter, asked = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
+    drafter, refusal = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
     nothing = "as asked" if draft == "none" else f"auto drafts by n-grams on {', '.join(BY_NGRAMS)} alone; --draft ngram does"
-    why = nothing if drafter is None else f"decoder {decoder.name} takes none" if asked is None else asked(texts)
+    why = nothing if drafter is None else f"decoder {decoder.name} takes none" if refusal is None else refusal(texts)
     device = drafter if hasattr(drafter, "draft") and not why else None
-    if asked is not None:
+    if refusal is not None:
         decoder.drafts = not why
         decoder.attach(device)
     if drafter is None or why:

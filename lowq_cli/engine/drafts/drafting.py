@@ -115,11 +115,11 @@ class OnDevice(Drafting):
     def __init__(self, drafter: DeviceDrafter, decoder: Any) -> None:
         super().__init__(drafter, decoder)
         self.widths = tuple(w for w in self.widths if w <= drafter.most + 1)
-        own = step_s(drafter.plan) / step_s(decoder.plan)
+        share = step_s(drafter.plan) / step_s(decoder.plan)
         if self.timed is not None:  # shared by all sequences: otherwise each would begin with plain steps to time them
             self.timed = decoder.timed.setdefault(drafter.name, self.timed)
         rows = self.timed or self.costs
-        self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * own)
+        self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * share)
         self.right, self.tried = [BEFORE * WEIGHT] * drafter.most, [WEIGHT] * drafter.most
         self.idle, self.trying, self.stale = 0, 0, False
 

@@ -57,10 +57,10 @@ class HeadDrafter(StaticCache):
     ) -> torch.Tensor:
         """As `DeviceDrafter.draft`."""
         batch = Batch(self.plan.ops, ids, len(ids), rows.pos, self.angles, drafted=True)
-        made = self.write(ids, hidden, batch, self._at(rows.rows.int()[:, None]))
+        written = self.write(ids, hidden, batch, self._at(rows.rows.int()[:, None]))
         places = rows.rows.index_select(0, last).int()[:, None]
         drawn, pos = ids.index_select(0, last), rows.pos.index_select(0, last)
-        return self.go_on(drawn, [t.index_select(0, last) for t in made], pos, self._at(places), self.angles, K)
+        return self.go_on(drawn, [t.index_select(0, last) for t in written], pos, self._at(places), self.angles, K)
 
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]

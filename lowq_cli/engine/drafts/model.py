@@ -32,13 +32,13 @@ class ModelDrafter(StaticCache):
     def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`; ids are the rows' own tokens."""
         for part in torch.arange(len(ids), device=ids.device).split(PIECE):
-            own, pos, of = ids[part], rows.pos[part], rows.rows[part].int()
+            row_ids, pos, of = ids[part], rows.pos[part], rows.rows[part].int()
             starts = torch.arange(0, len(part), self.plan.tile, dtype=torch.int32, device=ids.device)
             tiles = torch.stack((starts, (starts + self.plan.tile).clamp(max=len(part))), 1)
             table = torch.arange(self._places, dtype=torch.int32, device=ids.device)[:, None]
             given = Packed(table, of, pos, tiles)
-            batch = Batch(self.plan.ops, own, 0, pos, self.angles, given=given, tile=self.plan.tile)
-            self.plan.hidden(self.plan.embed(own), batch, self._at(table))
+            batch = Batch(self.plan.ops, row_ids, 0, pos, self.angles, given=given, tile=self.plan.tile)
+            self.plan.hidden(self.plan.embed(row_ids), batch, self._at(table))
 
     def draft(
         self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int

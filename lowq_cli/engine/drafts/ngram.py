@@ -63,13 +63,15 @@ class NGram:
         """As `HostDrafter.guess`."""
         if self.place < 0:
             return Guess()
-        made, chances, place, own = list[int](), list[float](), self.place, self.source is self.tokens
+        guessed, chances, place, own_text = list[int](), list[float](), self.place, self.source is self.tokens
         n = len(self.source)
-        while len(made) < most and (place < n or own):
-            made.append(self.source[place] if place < n else made[place - n])  # past the end of the sequence: repeat the guess
+        while len(guessed) < most and (place < n or own_text):
+            guessed.append(
+                self.source[place] if place < n else guessed[place - n]
+            )  # past the end of the sequence: repeat the guess
             chances.append(self._chance(self.length + len(chances)))
             place += 1
-        return Guess(made, chances)
+        return Guess(guessed, chances)
 
     def after(self, tokens: Sequence[int], most: int) -> Guess:
         """Guess up to `most` tokens after appending `tokens`, from the sequence's own repetitions."""
@@ -78,8 +80,8 @@ class NGram:
         if place < 0:
             return Guess()
         alike = next((i for i in range(min(place, len(end))) if self.tokens[place - 1 - i] != end[-1 - i]), len(end))
-        made = self.tokens[place : place + most]
-        return Guess(made, [self._chance(alike + i) for i in range(len(made))])
+        guessed = self.tokens[place : place + most]
+        return Guess(guessed, [self._chance(alike + i) for i in range(len(guessed))])
 
     @property
     def chance(self) -> float:
@@ -98,20 +100,20 @@ class NGram:
             self.tried[kind] = FADE * self.tried[kind] + 1
             followed = right
         self.tokens.append(token)
-        found = None
+        match = None
         for size in SIZES:
             if len(self.tokens) < size:
                 continue
             run = tuple(self.tokens[-size:])
-            if not followed and found is None:
-                found = self._find(run)
+            if not followed and match is None:
+                match = self._find(run)
             self.places[run] = len(self.tokens)
         if followed:
             self.place, self.length = self.place + 1, self.length + 1
-        elif found is None:
+        elif match is None:
             self.place = -1
         else:
-            self.source, self.place = found
+            self.source, self.place = match
             self.length = self._alike()
 
     def _find(self, run: tuple[int, ...]) -> tuple[Sequence[int], int] | None:

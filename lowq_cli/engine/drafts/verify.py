@@ -140,7 +140,7 @@ class Verification:
             guesses = [] if d.attached is None else [d.attached.guesses]
             back = keep([*d.sampler.state, *tensors_of(d.state), self.result, *guesses])
             try:
-                found = capture(self.compute)
+                graph = capture(self.compute)
             except RuntimeError as e:  # the step waits for the device, or memory is full
                 if device_lost(e):
                     raise
@@ -148,6 +148,6 @@ class Verification:
                 return None
             finally:
                 back()
-            found.logits = d.sampler.logits
-            self.captured[key] = found
+            graph.logits = d.sampler.logits
+            self.captured[key] = graph
         return self.captured[key]

@@ -22,10 +22,10 @@ class Block:
     def arguments(self) -> dict[str, Any]:
         """The arguments of a call as an object; {} if their JSON is incomplete or not an object."""
         try:
-            found = json.loads(self.text)
+            content = json.loads(self.text)
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
 
 Change = tuple[Block, Literal["begun", "more", "ended"], str]

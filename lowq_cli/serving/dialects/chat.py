@@ -36,9 +36,9 @@ class Chat:
         messages, logprobs = [Message() for _ in range(n)], [_none(answer) for _ in range(n)]
         async for index, piece in answer.pieces():
             messages[index].add(piece.parts)
-            found, more = logprobs[index], _logprobs(answer, piece)
-            if found is not None and more is not None:
-                found["content"] += more["content"]
+            before, more = logprobs[index], _logprobs(answer, piece)
+            if before is not None and more is not None:
+                before["content"] += more["content"]
         choices = [
             {"index": i, "message": m.table, "logprobs": logprobs[i], "finish_reason": answer.finish_reasons[i]}
             for i, m in enumerate(messages)
@@ -97,10 +97,10 @@ class Message:
     @property
     def table(self) -> dict[str, Any]:
         """As OpenAI has it."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.thoughts:
-            found["reasoning_content"] = self.thoughts
-        return found | ({"content": self.text.strip() or None, "tool_calls": self.calls} if self.calls else {})
+            message["reasoning_content"] = self.thoughts
+        return message | ({"content": self.text.strip() or None, "tool_calls": self.calls} if self.calls else {})
 
 
 def _delta(part: Part) -> dict[str, Any]:
@@ -125,14 +125,14 @@ def _none(answer: Answer) -> dict[str, Any] | None:
 
 def _logprobs(answer: Answer, piece: Piece) -> dict[str, Any] | None:
     """A piece's log-probabilities, without the token that ended the answer, as in OpenAI's API."""
-    found = _none(answer)
-    if found is not None:
+    table = _none(answer)
+    if table is not None:
         rows = piece.logprobs[:-1] if piece.ended else piece.logprobs
-        found["content"] = [
+        table["content"] = [
             _named(answer, token, logprob) | {"top_logprobs": [_named(answer, *t) for t in top]}
             for token, logprob, top, _ in rows
         ]
-    return found
+    return table
 
 
 def _named(answer: Answer, token: int, logprob: float) -> dict[str, Any]:

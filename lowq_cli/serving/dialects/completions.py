@@ -95,36 +95,36 @@ def _none(answer: Answer) -> Logprobs | None:
 
 def _of_prompt(answer: Answer, index: int) -> Logprobs | None:
     """The log-probabilities of an echoed prompt; its first token has none."""
-    found, echoed = _none(answer), answer.echoed[index]
-    if found is None or echoed is None:
-        return found
+    table, echoed = _none(answer), answer.echoed[index]
+    if table is None or echoed is None:
+        return table
     for i, token in enumerate(echoed.tokens):
         text = answer.names.of(token)[0]
         logprob, top = echoed.likelihoods[i - 1] if i else (None, ())
         likeliest = None if logprob is None else _likeliest(answer, text, logprob, top)
         row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest, "text_offset": echoed.places[i]}
-        _add(found, {name: [v] for name, v in row.items()})
-    return found
+        _add(table, {name: [v] for name, v in row.items()})
+    return table
 
 
 def _logprobs(answer: Answer, index: int, piece: Piece) -> Logprobs | None:
     """A piece's log-probabilities, including that of the stop token, so that max_tokens 1 always returns one."""
-    found = _none(answer)
-    for token, logprob, top, at in piece.logprobs if found is not None else ():
+    table = _none(answer)
+    for token, logprob, top, at in piece.logprobs if table is not None else ():
         text = answer.names.of(token)[0]
         likeliest = _likeliest(answer, text, logprob, top)
         row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest}
-        _add(found, {name: [v] for name, v in row.items()} | {"text_offset": [len(answer.echoes[index]) + at]})
-    return found
+        _add(table, {name: [v] for name, v in row.items()} | {"text_offset": [len(answer.echoes[index]) + at]})
+    return table
 
 
 def _likeliest(answer: Answer, text: str, logprob: float, top: Iterable[tuple[int, float]]) -> dict[str, float]:
     """Text -> log-probability of a token and its alternatives; the highest value if alternatives have the same text."""
-    found = {text: logprob}
+    by_text = {text: logprob}
     for token, value in top:
         name = answer.names.of(token)[0]
-        found[name] = max(value, found.get(name, value))
-    return found
+        by_text[name] = max(value, by_text.get(name, value))
+    return by_text
 
 
 def _add(all_: Logprobs | None, more: Logprobs | None) -> None:

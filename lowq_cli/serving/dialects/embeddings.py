@@ -49,13 +49,13 @@ def read(body: dict[str, Any]) -> Wanted:
 
 def vectors(found: Sequence[list[float]], wanted: Wanted) -> list[np.ndarray]:
     """The vectors in fp32, truncated to `size` and normalized as requested. Raises Refusal if `size` exceeds the model's."""
-    made = []
+    rows = []
     for values in found:
         if wanted.size is not None and wanted.size > len(values):
             raise wrong("dimensions", f"{wanted.size} is more than the model's {len(values)}")
         v = np.array(values[: wanted.size], np.float64)
-        made.append((v / max(float(np.linalg.norm(v)), 1e-12) if wanted.unit else v).astype(np.float32))
-    return made
+        rows.append((v / max(float(np.linalg.norm(v)), 1e-12) if wanted.unit else v).astype(np.float32))
+    return rows
 
 
 def whole(model: str, found: Sequence[np.ndarray], wanted: Wanted, tokens: int) -> dict[str, Any]:

@@ -96,14 +96,14 @@ def _message(name: str, given: Any) -> list[dict[str, Any]]:
         raise wrong(f"{name}.role", f"must be user or assistant, not {shown(role)}")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     whole: dict[str, Any] = {"role": role}
     for i, block in enumerate(items(f"{name}.content", content)):
         where = f"{name}.content[{i}]"
         kind = table(where, block).get("type")
         if kind == "tool_result":
-            found.append(
+            messages.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(where, block.get("content"))}
             )
         elif kind == "tool_use":
@@ -115,8 +115,8 @@ def _message(name: str, given: Any) -> list[dict[str, Any]]:
         elif kind != "redacted_thinking":
             parts.append(_part(where, block))
     if parts or len(whole) > 1:
-        found.append(whole | {"content": parts or None})
-    return found
+        messages.append(whole | {"content": parts or None})
+    return messages
 
 
 def _part(where: str, block: dict[str, Any]) -> dict[str, Any]:
@@ -159,33 +159,33 @@ def _choice(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     kind = table("tool_choice", given).get("type")
-    found: dict[str, Any] = {"tool_choice": CHOICES.get(kind) if isinstance(kind, str) else None}
+    fields_out: dict[str, Any] = {"tool_choice": CHOICES.get(kind) if isinstance(kind, str) else None}
     if kind == "tool":
-        found["tool_choice"] = {"type": "function", "function": {"name": given.get("name")}}
-    elif found["tool_choice"] is None:
+        fields_out["tool_choice"] = {"type": "function", "function": {"name": given.get("name")}}
+    elif fields_out["tool_choice"] is None:
         raise wrong("tool_choice.type", f"must be auto, any, tool or none, not {shown(kind)}")
     once = boolean("tool_choice.disable_parallel_tool_use", given.get("disable_parallel_tool_use") or False)
-    return found | {"parallel_tool_calls": not once}
+    return fields_out | {"parallel_tool_calls": not once}
 
 
 def _thinking(given: Any, output: Any) -> dict[str, Any]:
     """The settings of thinking and of the output's form in a body; without them the model decides how much to think."""
-    found: dict[str, Any] = {}
+    fields_out: dict[str, Any] = {}
     if given is not None:
         kind = table("thinking", given).get("type")
         if kind == "disabled":
-            found["reasoning_effort"] = "none"
+            fields_out["reasoning_effort"] = "none"
         elif kind == "enabled":
-            found["thinking_token_budget"] = given.get("budget_tokens")
+            fields_out["thinking_token_budget"] = given.get("budget_tokens")
         elif kind != "adaptive":
             raise wrong("thinking.type", f"must be enabled, disabled or adaptive, not {shown(kind)}")
-    if output is not None and "reasoning_effort" not in found:
+    if output is not None and "reasoning_effort" not in fields_out:
         effort = table("output_config", output).get("effort")
-        found |= {"reasoning_effort": effort} if effort else {}
+        fields_out |= {"reasoning_effort": effort} if effort else {}
         form = output.get("format")
         if isinstance(form, dict) and form.get("type") == "json_schema":
-            found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    return found
+            fields_out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    return fields_out
 
 
 def _head(answer: Answer) -> dict[str, Any]:

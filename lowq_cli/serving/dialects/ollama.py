@@ -37,33 +37,33 @@ class Ollama:
         """Parse a body into a chat, or with `raw` into a completion. Raises Refusal."""
         known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
         raw = not self.chat and bool(body.get("raw"))
-        found: dict[str, Any] = {"stream": body.get("stream") is not False}
+        request: dict[str, Any] = {"stream": body.get("stream") is not False}
         if body.get("model") is not None:
-            found["model"] = str(body["model"]).removesuffix(LATEST)
+            request["model"] = str(body["model"]).removesuffix(LATEST)
         for name in ("suffix", "template", "context"):
             if body.get(name):
                 raise wrong(name, "is not supported; leave it out")
         if raw:
-            found["prompt"] = body.get("prompt")
+            request["prompt"] = body.get("prompt")
         elif self.chat:
-            found["messages"] = [_message(f"messages[{i}]", m) for i, m in enumerate(items("messages", body.get("messages")))]
+            request["messages"] = [_message(f"messages[{i}]", m) for i, m in enumerate(items("messages", body.get("messages")))]
         else:
-            told = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-            found["messages"] = [
-                *told,
+            system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+            request["messages"] = [
+                *system,
                 _message("prompt", {"role": "user", "content": body.get("prompt"), "images": body.get("images")}),
             ]
         if body.get("tools") and not raw:
-            found["tools"] = body["tools"]
-        found |= _form(body.get("format")) | ({} if raw else _think(body.get("think")))
+            request["tools"] = body["tools"]
+        request |= _form(body.get("format")) | ({} if raw else _think(body.get("think")))
         for name, value in table("options", body.get("options") or {}).items():
-            own = OPTIONS.get(name, name)
-            if own is not None and not (own == "max_tokens" and isinstance(value, int) and value < 0):
-                found[own] = value
+            ours = OPTIONS.get(name, name)
+            if ours is not None and not (ours == "max_tokens" and isinstance(value, int) and value < 0):
+                request[ours] = value
         if raw:
-            found.setdefault("max_tokens", fields.INT64)  # no limit, as in ollama
+            request.setdefault("max_tokens", fields.INT64)  # no limit, as in ollama
         rest = {name: value for name, value in body.items() if name not in known}
-        return replace(fields.read(found | rest, chat=not raw), dialect={"began": time.monotonic_ns()})
+        return replace(fields.read(request | rest, chat=not raw), dialect={"began": time.monotonic_ns()})
 
     def refused(self, why: Refusal) -> dict[str, Any]:
         """As ollama says it."""
@@ -105,28 +105,28 @@ class Ollama:
 def _message(name: str, given: Any) -> dict[str, Any]:
     """An ollama message as a chat message; ollama has images in a separate field, arguments as objects, calls without ids."""
     message = table(name, given)
-    found: dict[str, Any] = {"role": message.get("role"), "content": message.get("content")}
+    translated: dict[str, Any] = {"role": message.get("role"), "content": message.get("content")}
     for other in NOT_TAKEN:
         if message.get(other):
             raise wrong(f"{name}.{other}", "is not taken: this server takes texts and pictures")
     if images := message.get("images"):
         urls = [i if str(i).startswith("data:") else f"data:image;base64,{i}" for i in items(f"{name}.images", images)]
         pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        found["content"] = [*pictures, {"type": "text", "text": message.get("content") or ""}]
+        translated["content"] = [*pictures, {"type": "text", "text": message.get("content") or ""}]
     if message.get("thinking"):
-        found["reasoning_content"] = message["thinking"]
+        translated["reasoning_content"] = message["thinking"]
     if message.get("tool_calls"):
-        found["tool_calls"] = []
+        translated["tool_calls"] = []
         for i, call in enumerate(items(f"{name}.tool_calls", message["tool_calls"])):
             where = f"{name}.tool_calls[{i}].function"
             function = table(where, table(where, call).get("function"))
             arguments = json.dumps(table(f"{where}.arguments", function.get("arguments") or {}), ensure_ascii=False)
             id_ = call.get("id") or f"call_{function.get('name')}"
-            found["tool_calls"].append({"id": id_, "function": {"name": function.get("name"), "arguments": arguments}})
+            translated["tool_calls"].append({"id": id_, "function": {"name": function.get("name"), "arguments": arguments}})
     if message.get("role") == "tool":
         called = message.get("tool_name") or message.get("name")
-        found |= {"tool_call_id": message.get("tool_call_id") or f"call_{called}"} | ({"name": called} if called else {})
-    return found
+        translated |= {"tool_call_id": message.get("tool_call_id") or f"call_{called}"} | ({"name": called} if called else {})
+    return translated
 
 
 def _form(given: Any) -> dict[str, Any]:

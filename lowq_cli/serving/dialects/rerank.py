@@ -36,8 +36,8 @@ class Wanted:
 
     def chat(self, document: str) -> fields.Asked:
         """The prompt for one document, as a chat."""
-        said = f"<Instruct>: {self.instruction}\n<Query>: {self.query}\n<Document>: {document}"
-        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": said}]
+        prompt = f"<Instruct>: {self.instruction}\n<Query>: {self.query}\n<Document>: {document}"
+        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": prompt}]
         return fields.read({"messages": messages, "reasoning_effort": "none"}, chat=True)
 
 

@@ -48,8 +48,8 @@ class Responses:
             raise wrong("background", "is not supported; leave it out")
         chat: dict[str, Any] = {name: body[name] for name in (*SAME, *HINTS) if name in body}
         messages = self._before(body.get("previous_response_id")) + _messages(body.get("input"))
-        told = body.get("instructions")
-        chat["messages"] = [*([{"role": "system", "content": told}] if told else []), *messages]
+        instructions = body.get("instructions")
+        chat["messages"] = [*([{"role": "system", "content": instructions}] if instructions else []), *messages]
         if body.get("max_output_tokens") is not None:
             chat["max_tokens"] = body["max_output_tokens"]
         given = maybe_items("tools", body.get("tools") or [])
@@ -60,8 +60,8 @@ class Responses:
         effort = table("reasoning", body.get("reasoning") or {}).get("effort")
         chat |= {"reasoning_effort": effort} if effort else {}
         rest = {name: v for name, v in body.items() if name not in OWN and name not in (*SAME, *HARMLESS, "conversation")}
-        asked = fields.read(chat | rest, chat=True)
-        return replace(asked, dialect={**body, "messages": messages})
+        request = fields.read(chat | rest, chat=True)
+        return replace(request, dialect={**body, "messages": messages})
 
     def refused(self, why: Refusal) -> dict[str, Any]:
         """As OpenAI says it."""
@@ -73,9 +73,9 @@ class Responses:
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
-        found = await whole_blocks(answer)
-        self._keep(answer, found)
-        return _response(answer, [_item(answer, b, "completed") for b in found])
+        blocks = await whole_blocks(answer)
+        self._keep(answer, blocks)
+        return _response(answer, [_item(answer, b, "completed") for b in blocks])
 
     async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
@@ -118,23 +118,23 @@ class Responses:
         """The conversation up to and including the response with this id, [] for None. Raises Refusal."""
         if name is None:
             return []
-        found = self.kept.get(text("previous_response_id", name))
-        if found is None:
+        conversation = self.kept.get(text("previous_response_id", name))
+        if conversation is None:
             line = f"the response {shown(name)} is not kept here (the last {KEPT} are); send the whole conversation as input"
             raise Refusal(404, line, param="previous_response_id", code="previous_response_not_found")
         self.kept.move_to_end(name)
-        return list(found[0])
+        return list(conversation[0])
 
     def _keep(self, answer: Answer, found: list[Block]) -> None:
         """Keep the conversation so that a request can continue it, unless `store` is false."""
         if answer.asked.dialect.get("store") is False:
             return
-        said: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in found if b.kind == "text") or None}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in found if b.kind == "text") or None}
         if thoughts := "".join(b.text for b in found if b.kind == "thought"):
-            said["reasoning_content"] = thoughts
+            message["reasoning_content"] = thoughts
         if calls := [_call(b.id, b.name, b.text) for b in found if b.kind == "call"]:
-            said["tool_calls"] = calls
-        messages = [*answer.asked.dialect["messages"], said]
+            message["tool_calls"] = calls
+        messages = [*answer.asked.dialect["messages"], message]
         self.kept[f"resp_{answer.id}"] = messages, len(json.dumps(messages, default=str))
         while len(self.kept) > KEPT or sum(size for _, size in self.kept.values()) > KEPT_CHARACTERS:
             self.kept.popitem(last=False)
@@ -152,7 +152,7 @@ def _messages(given: Any) -> Messages:
     """The items of an input as messages of a chat; calls become part of the assistant message before them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    found: Messages = []
+    messages: Messages = []
     for i, item in enumerate(items("input", given)):
         where = f"input[{i}]"
         kind = table(where, item).get("type", "message")
@@ -160,27 +160,27 @@ def _messages(given: Any) -> Messages:
             content = item.get("content")
             role = item.get("role")
             parts = _parts(f"{where}.content", content)
-            if role == "assistant" and found and found[-1]["role"] == "assistant" and "content" not in found[-1]:
-                found[-1]["content"] = parts  # the message began with its thoughts
+            if role == "assistant" and messages and messages[-1]["role"] == "assistant" and "content" not in messages[-1]:
+                messages[-1]["content"] = parts  # the message began with its thoughts
             else:
-                found.append({"role": role, "content": parts})
+                messages.append({"role": role, "content": parts})
         elif kind == "function_call_output":
             output = _parts(f"{where}.output", item.get("output"))
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind in ("function_call", "reasoning"):
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant"})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
             if kind == "function_call":
                 call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
-                found[-1].setdefault("tool_calls", []).append(call)
+                messages[-1].setdefault("tool_calls", []).append(call)
             else:
-                found[-1]["reasoning_content"] = "".join(
+                messages[-1]["reasoning_content"] = "".join(
                     text(f"{where}.content", table(f"{where}.content", p).get("text"))
                     for p in maybe_items(f"{where}.content", item.get("content") or [])
                 )
         else:
             raise wrong(f"{where}.type", f"{shown(kind)} is not supported")
-    return found
+    return messages
 
 
 def _parts(where: str, given: Any) -> Any:
@@ -227,10 +227,10 @@ def _choice(given: Any) -> Any:
 def _form(given: Any) -> dict[str, Any]:
     """The form of the answer as a response_format of chats."""
     form = table("text", given or {}).get("format") or {"type": "text"}
-    found: dict[str, Any] = {"verbosity": given["verbosity"]} if given and given.get("verbosity") else {}
+    options: dict[str, Any] = {"verbosity": given["verbosity"]} if given and given.get("verbosity") else {}
     if table("text.format", form).get("type") == "json_schema":
-        return found | {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
-    return found | ({} if form.get("type") == "text" else {"response_format": {"type": form.get("type")}})
+        return options | {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
+    return options | ({} if form.get("type") == "text" else {"response_format": {"type": form.get("type")}})
 
 
 def _id(answer: Answer, block: Block) -> str:
@@ -246,26 +246,26 @@ def _named(block: Block) -> dict[str, Any]:
 
 
 def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": _id(answer, block), "status": status}
+    item: dict[str, Any] = {"id": _id(answer, block), "status": status}
     if block.kind == "text":
-        return found | {"type": "message", "role": "assistant", "content": [_text_part(block.text)]}
+        return item | {"type": "message", "role": "assistant", "content": [_text_part(block.text)]}
     if block.kind == "thought":
-        return found | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": block.text}]}
-    return found | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+        return item | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": block.text}]}
+    return item | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
 
 
 def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") -> dict[str, Any]:
     """The response object of an answer; `status` overrides the final states "completed" and "incomplete"."""
     body, cut = answer.asked.dialect, answer.finish_reasons[0] == "length"
     usage = answer.usage()
-    said = {
+    counts = {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
-    asked = {
+    settings = {
         name: body.get(name) for name in ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")
     }
     return {
@@ -277,7 +277,7 @@ def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") ->
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "model": answer.model,
         "output": output,
-        **asked,
+        **settings,
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
@@ -286,5 +286,5 @@ def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") ->
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": body.get("tools") or [],
         "truncation": "disabled",
-        "usage": None if status else said,
+        "usage": None if status else counts,
     }

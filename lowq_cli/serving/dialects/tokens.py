@@ -12,8 +12,8 @@ from lowq_cli.serving.http.served_model import ServedModel
 def to_tokenize(body: dict[str, Any]) -> fields.Asked | None:
     """The conversation to tokenize; None if the body has a text instead. Raises Refusal."""
     if "messages" in body:
-        own = ("messages", "tools", "chat_template_kwargs", "model", "reasoning_effort")
-        return fields.read({name: body[name] for name in own if name in body}, chat=True)
+        chat_fields = ("messages", "tools", "chat_template_kwargs", "model", "reasoning_effort")
+        return fields.read({name: body[name] for name in chat_fields if name in body}, chat=True)
     if "prompt" not in body and "content" not in body:
         raise wrong("prompt", "is needed, or messages")
     return None
@@ -29,12 +29,12 @@ def of_text(tokenizer: LoadedTokenizer, body: dict[str, Any]) -> list[int]:
 
 def told(model: ServedModel, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
     """The response with the token ids, their count and the context's limit."""
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.limits.longest, "tokens": ids}
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.limits.longest, "tokens": ids}
     if body.get("return_token_strs"):
-        found["token_strs"] = [model.names.of(i)[0] for i in ids]
+        answer["token_strs"] = [model.names.of(i)[0] for i in ids]
     if body.get("with_pieces"):
-        found["tokens"] = [{"id": i, "piece": model.names.of(i)[0]} for i in ids]
-    return found
+        answer["tokens"] = [{"id": i, "piece": model.names.of(i)[0]} for i in ids]
+    return answer
 
 
 def to_detokenize(body: dict[str, Any]) -> list[int]:

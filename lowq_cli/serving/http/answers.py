@@ -66,8 +66,12 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """The token counts so far in OpenAI's `usage` format."""
-        made, cached = sum(w.tokens for w in self.writers), sum(w.cached for w in self.writers)
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": self.prompt_tokens + made}
+        new_tokens, cached = sum(w.tokens for w in self.writers), sum(w.cached for w in self.writers)
+        counts = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": self.prompt_tokens + new_tokens,
+        }
         right, wrong = (sum(w.drafted[i] for w in self.writers) for i in (0, 1))
         drafted = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong} if right or wrong else {}
         return {

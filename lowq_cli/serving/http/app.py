@@ -319,11 +319,11 @@ class Endpoints:
         log = Log(self.served.metrics, self.served.log, dialect)
         try:
             async with self.bodies.of(request) as raw:
-                asked = dialect.read(fields.parsed(raw))
+                parsed = dialect.read(fields.parsed(raw))
                 if self.served.strict:
-                    asked.check_known()
-                answer = await self._begin(asked, request)
-            if asked.get("stream"):
+                    parsed.check_known()
+                answer = await self._begin(parsed, request)
+            if parsed.get("stream"):
                 return EventStream(answer, log, self.served.answer_s, self.served.failed)
             with following(answer.live, request.receive):
                 async with asyncio.timeout(self.served.answer_s):
@@ -387,8 +387,8 @@ class Endpoints:
         if asked.get("echo") and asked.logprobs is not None:
             read = Read("likelihoods", asked.logprobs)
             prompts_read = [Request(tuple(p), 1, client=client, read=read, adapter=adapter) for p in prompts]
-            found = await self._read(model, prompts_read, request)
-            each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, found, strict=True)]
+            read_prompts = await self._read(model, prompts_read, request)
+            each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, read_prompts, strict=True)]
             echoed = [each[i // asked.n] for i in range(n)]
         live = model.hub.submit(requests if asked.max_tokens != 0 else [])
         return Answer(asked, live, writers, sum(map(len, prompts)), model.names, name, echoes, echoed)
@@ -407,22 +407,22 @@ class Endpoints:
 
     async def _read(self, model: ServedModel, requests: Sequence[Request], request: HttpRequest) -> list[Any]:
         """The results of requests that only read prompts (`Request.read`). Raises Refusal, LowqError, ClientDisconnect."""
-        found: list[Any] = []
+        results: list[Any] = []
         async with asyncio.timeout(self.served.answer_s):
             for at in range(0, len(requests), READ_AT_ONCE):
                 part = requests[at : at + READ_AT_ONCE]
-                told: dict[int, Any] = {}
+                by_number: dict[int, Any] = {}
                 live = model.hub.submit(part)
                 with following(live, request.receive):
-                    while len(told) < len(part):
+                    while len(by_number) < len(part):
                         came = await live.take()
                         if not came:
                             raise ClientDisconnect
                         for index, events in came.items():
                             unanswered(events[-1].finish_reason, events[-1].message)
-                            told[index] = events[-1].read
-                found += [told[i] for i in range(len(part))]
-        return found
+                            by_number[index] = events[-1].read
+                results += [by_number[i] for i in range(len(part))]
+        return results
 
     def _echo(self, model: ServedModel, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
         if not asked.get("echo"):

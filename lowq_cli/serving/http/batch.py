@@ -37,7 +37,7 @@ class Line:
 
 def read(text: str, where: str) -> list[Line]:
     """The requests of a file. Raises UsageError with the number of an invalid line."""
-    found: dict[str, Line] = {}
+    lines: dict[str, Line] = {}
     for number, row in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not row.strip():
             continue
@@ -51,14 +51,14 @@ def read(text: str, where: str) -> list[Line]:
         name, url = given.get("custom_id"), given.get("url")
         if not isinstance(name, str) or not isinstance(url, str) or given.get("method", "POST") != "POST":
             raise UsageError(f"{at}: custom_id and url must be texts, and method POST")
-        if name in found:
+        if name in lines:
             raise UsageError(f"{at} has the custom_id {name!r} of another line")
         if given["body"].get("stream"):
             raise UsageError(f"{at} asks for a stream; an answer of a batch is whole")
-        found[name] = Line(name, url, given["body"])
-    if not found:
+        lines[name] = Line(name, url, given["body"])
+    if not lines:
         raise UsageError(f"{where} holds no requests")
-    return list(found.values())
+    return list(lines.values())
 
 
 def answered(out: Path) -> set[str]:
@@ -72,15 +72,15 @@ def answered(out: Path) -> set[str]:
     raw = read_regular(out, MOST_ANSWERS)
     rows = [row for row in raw.splitlines(keepends=True) if row.endswith(b"\n")]
     try:
-        found = [json.loads(row) for row in rows]
-        status = [row["response"]["status_code"] for row in found]
-        names = [str(row["custom_id"]) for row in found]
+        answers = [json.loads(row) for row in rows]
+        status = [row["response"]["status_code"] for row in answers]
+        names = [str(row["custom_id"]) for row in answers]
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{out} exists and does not hold answers of a batch; name another file with --out") from None
-    kept = [i for i, code in enumerate(status) if code < 500 and code not in AGAIN]
-    if (whole := b"".join(rows[i] for i in kept)) != raw:
+    final = [i for i, code in enumerate(status) if code < 500 and code not in AGAIN]
+    if (whole := b"".join(rows[i] for i in final)) != raw:
         write_whole(out, whole)
-    return {names[i] for i in kept}
+    return {names[i] for i in final}
 
 
 async def run(

@@ -29,11 +29,11 @@ class Bodies:
     @asynccontextmanager
     async def of(self, request: Request) -> AsyncIterator[bytes]:
         """A request's body, counted until the block is left. Raises Refusal."""
-        found = bytearray()
+        body = bytearray()
         try:
-            yield await self._read(request, found)
+            yield await self._read(request, body)
         finally:
-            self.held -= len(found)
+            self.held -= len(body)
 
     async def _read(self, request: Request, found: bytearray) -> bytes:
         limit, length = asyncio.timeout(self.seconds), 0

@@ -31,9 +31,9 @@ def most_connections() -> int:
     if resource is None:
         return MOST
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST + SPARE
-    if 0 <= soft < wanted:
-        soft = wanted if hard < 0 else min(hard, wanted)
+    needed = MOST + SPARE
+    if 0 <= soft < needed:
+        soft = needed if hard < 0 else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return MOST if soft < 0 else min(MOST, max(soft - SPARE, soft // 4, 1))
 

@@ -30,10 +30,10 @@ def template_of(tokenizer: LoadedTokenizer, tools: bool) -> str:
 def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]], ways: Ways) -> str:
     """The rendered prompt, up to the answer. Raises Refusal for messages that are invalid or refused by the template."""
     template = template_of(tokenizer, bool(tools))
-    found = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
+    messages = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
     if NINE.search(template):
-        _shorten_ids(found)
-    for message in found:
+        _shorten_ids(messages)
+    for message in messages:
         if "reasoning_content" in message:  # renamed as the template expects
             message |= {name: message["reasoning_content"] for name in ("reasoning", "thinking") if name in template}
     more = switches(template, asked.think, asked.effort) | _switches(template, asked.get("chat_template_kwargs", {}))
@@ -42,7 +42,7 @@ def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, 
             raise wrong("tools", "this model's chat template has no place for them")
         more["tools"] = tools
     try:
-        text = tokenizer.apply_chat_template(found, add_generation_prompt=True, tokenize=False, return_dict=False, **more)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, return_dict=False, **more)
     except LowqError as e:
         raise Refusal(400, one_line(e), param="messages") from e
     except Exception as e:  # templates are third-party code and may raise anything: blamed on the messages
@@ -76,16 +76,18 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-    found = {k: v for k, v in message.items() if k in ("name", "tool_call_id", "reasoning_content") and v is not None}
+    translated = {k: v for k, v in message.items() if k in ("name", "tool_call_id", "reasoning_content") and v is not None}
     if isinstance(message.get("reasoning"), str):  # the name in OpenRouter and vLLM
-        found.setdefault("reasoning_content", message["reasoning"])
+        translated.setdefault("reasoning_content", message["reasoning"])
     calls = message.get("tool_calls")
     if calls is not None:
-        found["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", c) for i, c in enumerate(items(f"{name}.tool_calls", calls))]
+        translated["tool_calls"] = [
+            _call(f"{name}.tool_calls[{i}]", c) for i, c in enumerate(items(f"{name}.tool_calls", calls))
+        ]
     content = message.get("content")
     if content is None and role != "assistant":
         raise wrong(f"{name}.content", "is needed")
-    return {"role": ROLES[role], "content": "" if content is None else _content(f"{name}.content", content), **found}
+    return {"role": ROLES[role], "content": "" if content is None else _content(f"{name}.content", content), **translated}
 
 
 def _content(name: str, content: Any) -> str | list[dict[str, str]]:
@@ -98,8 +100,8 @@ def _content(name: str, content: Any) -> str | list[dict[str, str]]:
         kind = part.get("type")
         if kind not in ("text", "refusal", "image"):
             raise wrong(f"{name}[{i}].type", f"{shown(kind)} is not supported; this server takes texts and pictures")
-        own = {} if kind == "image" else {"text": text(f"{name}[{i}].{kind}", part.get(kind))}
-        parts.append({"type": "text" if own else "image", **own})
+        piece = {} if kind == "image" else {"text": text(f"{name}[{i}].{kind}", part.get(kind))}
+        parts.append({"type": "text" if piece else "image", **piece})
     return parts if any(p["type"] == "image" for p in parts) else "".join(p["text"] for p in parts)
 
 

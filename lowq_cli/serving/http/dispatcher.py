@@ -32,8 +32,8 @@ class Live:
         if not self.came and not self.left:
             self.waiting = asyncio.get_running_loop().create_future()
             await self.waiting
-        found, self.came = self.came, {}
-        return {} if self.left else found
+        events, self.came = self.came, {}
+        return {} if self.left else events
 
     def leave(self) -> None:
         """Record that the client has left, and wake the pending `take`."""
@@ -116,10 +116,10 @@ class Hub:
         """Hand a step's events to the HTTP requests that they belong to."""
         now = time.monotonic()
         for number, event in batch:
-            found = self.lives.get(number)
-            if found is None:
+            subscriber = self.lives.get(number)
+            if subscriber is None:
                 continue
-            live, index = found
+            live, index = subscriber
             live.came.setdefault(index, []).append(event)
             live.wake()
             if event.token is not None:

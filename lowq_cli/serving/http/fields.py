@@ -45,12 +45,12 @@ def inside(r: Range) -> Check:
     kind: Check = whole if r.whole else number
 
     def check(name: str, value: Any) -> float:
-        found: float = kind(name, value)
+        number: float = kind(name, value)
         try:
-            r.check(name, found)
+            r.check(name, number)
         except UsageError as e:
             raise of(e) from None
-        return found
+        return number
 
     return check
 
@@ -94,20 +94,20 @@ def maybe_items(name: str, value: Any) -> list[Any]:
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
     """One stop string or several."""
-    found = tuple(text(name, v) for v in (value if isinstance(value, list) else [value]))
-    if len(found) > MOST_STOPS or "" in found:
+    texts = tuple(text(name, v) for v in (value if isinstance(value, list) else [value]))
+    if len(texts) > MOST_STOPS or "" in texts:
         raise wrong(name, f"must be up to {MOST_STOPS} texts, none of them empty")
-    return found
+    return texts
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
     """The biases added to logits, by token id; JSON has the ids as strings."""
-    found = {}
+    by_token = {}
     for key, bias in table(name, value).items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 9:
             raise wrong(name, f"names tokens by their ids, not {shown(key)}")
-        found[int(key)] = inside(BIAS)(name, bias)
-    return found
+        by_token[int(key)] = inside(BIAS)(name, bias)
+    return by_token
 
 
 def tokens(name: str, value: Any) -> tuple[int, ...]:
@@ -236,14 +236,14 @@ def read(body: dict[str, Any], chat: bool) -> Asked:
         draw["seed"] &= INT64
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise wrong("best_of", "is not supported; leave it out")
-    asked = given.get("logprobs")
+    logprobs = given.get("logprobs")
     if chat:
-        asked = given.get("top_logprobs", 0) if asked else None
-        if given.get("top_logprobs") and asked is None:
+        logprobs = given.get("top_logprobs", 0) if logprobs else None
+        if given.get("top_logprobs") and logprobs is None:
             raise wrong("top_logprobs", "needs logprobs: true")
     thought = _thinking(given) if chat else {}
     most = given.get("max_completion_tokens", given.get("max_tokens"))
-    return Asked(chat, given, draw, asked, most, left_out=tuple(left_out), unknown=tuple(unknown), **thought)
+    return Asked(chat, given, draw, logprobs, most, left_out=tuple(left_out), unknown=tuple(unknown), **thought)
 
 
 def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
     switches = given.get("chat_template_kwargs", {})
     effort = given.get("reasoning_effort")
     budget = given.get("thinking_token_budget")
-    said = [switches[name] for name in ("enable_thinking", "thinking") if isinstance(switches.get(name), bool)]
-    think = False if effort == "none" or budget == 0 else next(iter(said), None)
+    flags = [switches[name] for name in ("enable_thinking", "thinking") if isinstance(switches.get(name), bool)]
+    think = False if effort == "none" or budget == 0 else next(iter(flags), None)
     return {"think": think, "effort": None if effort == "none" else effort, "thinking": budget or None}
 
 
@@ -294,5 +294,5 @@ def shown(value: Any) -> str:
     """A value for an error message: short, on one line."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
-    found = json.dumps(value)
-    return found if len(found) <= 60 else found[:60] + "..."
+    text_shown = json.dumps(value)
+    return text_shown if len(text_shown) <= 60 else text_shown[:60] + "..."

@@ -66,33 +66,33 @@ FORMS = ("guided_json", "guided_regex", "guided_choice", "json_schema", "structu
 
 def plain(body: dict[str, Any], own: set[str]) -> tuple[dict[str, Any], list[str]]:
     """(the body with our field names, the ignored fields). own: fields that are known already. Raises Refusal."""
-    found, left_out = {}, []
+    translated, left_out = {}, []
     for name, value in body.items():
         if name in own:
-            found[name] = value
+            translated[name] = value
         elif name in RENAMED:
             if value is not None:
-                found.setdefault(RENAMED[name], None if name == "n_predict" and value == -1 else value)
+                translated.setdefault(RENAMED[name], None if name == "n_predict" and value == -1 else value)
         elif name in FORMS:
             if value is not None:
-                found.setdefault("response_format", _form(name, value))
+                translated.setdefault("response_format", _form(name, value))
         elif name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
             raise wrong(name, "is not supported; leave it out")
         elif name in NEUTRAL or name in WITH or name in HARMLESS:
             left_out.append(name)
         else:
-            found[name] = value
-    return found, left_out
+            translated[name] = value
+    return translated, left_out
 
 
 def _form(name: str, value: Any) -> dict[str, Any]:
     """The equivalent response_format. Raises Refusal."""
     if name == "structured_outputs":
         kinds = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
-        asked = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
-        if len(asked) != 1 or next(iter(asked)) not in kinds:
+        kinds_given = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+        if len(kinds_given) != 1 or next(iter(kinds_given)) not in kinds:
             raise wrong(name, f"must be an object with one of {', '.join(kinds)}")
-        name, value = next((kinds[k], v) for k, v in asked.items())
+        name, value = next((kinds[k], v) for k, v in kinds_given.items())
     if name == "guided_regex":
         return {"type": "regex", "regex": value}
     if name == "guided_choice":

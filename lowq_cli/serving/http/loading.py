@@ -141,19 +141,19 @@ def pooling_of(model: str) -> str:
     path = state.user_path(model) / "1_Pooling" / "config.json"
     if not path.is_file():
         return "last"
-    said = json.loads(read_regular(path, MAX_CONFIG))
+    config = json.loads(read_regular(path, MAX_CONFIG))
     modes = {"pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
-    return next((way for mode, way in modes.items() if isinstance(said, dict) and said.get(mode) is True), "last")
+    return next((way for mode, way in modes.items() if isinstance(config, dict) and config.get(mode) is True), "last")
 
 
 def _bounded(how: Mapping[str, Any], total: int | None) -> dict[str, Any]:
     """The engine's arguments; `memory` becomes the limit of the cache if cache_tokens sets none."""
-    found = {name: value for name, value in how.items() if name != "act"}
-    memory = found.pop("memory", None)
-    found.pop("lora", None)
-    if memory is not None and (memory or total) and found.get("cache_tokens") is None:
-        found["cache_bytes"] = int(SHARE * (memory or total or 0))
-    return found
+    options = {name: value for name, value in how.items() if name != "act"}
+    memory = options.pop("memory", None)
+    options.pop("lora", None)
+    if memory is not None and (memory or total) and options.get("cache_tokens") is None:
+        options["cache_bytes"] = int(SHARE * (memory or total or 0))
+    return options
 
 
 class Loader:

@@ -62,8 +62,8 @@ class Local:
     async def info(self, request: HttpRequest) -> Response:
         """The facts of this server."""
         models = [{"name": m["id"], "state": m["state"], "bytes": m["bytes"]} for m in self.models.all_shown()]
-        told = {"process": os.getpid(), **self.about, "models": models, "idle_s": round(self.models.idle_s(), 1)}
-        return Response(encoded(told) + b"\n", media_type="application/x-ndjson")
+        facts = {"process": os.getpid(), **self.about, "models": models, "idle_s": round(self.models.idle_s(), 1)}
+        return Response(encoded(facts) + b"\n", media_type="application/x-ndjson")
 
     async def end(self, request: HttpRequest) -> Response:
         """Stop."""
@@ -97,16 +97,16 @@ class Local:
         """Queue the request. Raises Refusal if this server cannot answer it, LowqError if the command could not either."""
         drawn, origins = settled(model.facts.published, body["given"], DEFAULTS[body["default"]])
         Sampling(**drawn)
-        stops, wanted, template = check(body["stop"]), body["max_new_tokens"], bool(model.tokenizer.chat_template)
+        stops, new_tokens, template = check(body["stop"]), body["max_new_tokens"], bool(model.tokenizer.chat_template)
 
         chat = isinstance(body["prompt"], list) or (template if body["chat"] is None else bool(body["chat"]))
 
         def work() -> tuple[list[int], dict[str, Any] | None]:
-            said, think = body["prompt"], body.get("think")
-            if isinstance(said, list):
-                ids = encode_messages(model.tokenizer, said, think=think)
+            prompt, think = body["prompt"], body.get("think")
+            if isinstance(prompt, list):
+                ids = encode_messages(model.tokenizer, prompt, think=think)
             else:
-                ids = encode(model.tokenizer, said, chat, think=think)
+                ids = encode(model.tokenizer, prompt, chat, think=think)
             return ids, marks_of(model.tokenizer, ids) if chat else None
 
         ids, marks = await asyncio.to_thread(work)
@@ -114,15 +114,15 @@ class Local:
         limit = model.facts.context
         if limit is not None and len(ids) >= limit:
             raise UsageError(f"the prompt has {len(ids)} tokens and the model's context ends at {limit}; shorten the prompt")
-        room = wanted if limit is None else min(wanted, limit - len(ids))
+        room = new_tokens if limit is None else min(new_tokens, limit - len(ids))
         if len(ids) + room > model.engine.limits.longest:
             raise Refusal(404, f"its cache holds texts of up to {model.engine.limits.longest} tokens")
         draw = Draw(**{f.name: drawn[f.name] for f in fields(Sampling) if f.name in drawn}, seed=body["seed"])
-        writer = TextWriter(model.tokenizer, ids, stops, model.stop_ids, "length" if room == wanted else "context", shown)
+        writer = TextWriter(model.tokenizer, ids, stops, model.stop_ids, "length" if room == new_tokens else "context", shown)
         live = model.hub.submit([Request(tuple(ids), room, model.stop_ids, draw)] if room else [])
-        told = {"process": os.getpid(), "prompt_tokens": len(ids), "sampling": drawn, "sampling_from": origins}
+        facts = {"process": os.getpid(), "prompt_tokens": len(ids), "sampling": drawn, "sampling_from": origins}
         return Lines(
-            live, writer, told | {"decoder": model.engine.name, "template": template, "seed": body["seed"], "marks": marks}
+            live, writer, facts | {"decoder": model.engine.name, "template": template, "seed": body["seed"], "marks": marks}
         )
 
 
@@ -163,7 +163,7 @@ class Lines(Response):
             yield {"error": str(e), "exit_code": e.exit_code}
             return
         self.live.close()
-        spent, made, ttft = time.monotonic() - first, len(answer.tokens), first - began if first else 0.0
-        speed = (made - 1) / spent if ttft and spent and made > 1 else 0.0
+        spent, new_tokens, ttft = time.monotonic() - first, len(answer.tokens), first - began if first else 0.0
+        speed = (new_tokens - 1) / spent if ttft and spent and new_tokens > 1 else 0.0
         numbers = {"decode_tps": speed, "prefill_tps": self.told["prompt_tokens"] / ttft if ttft else 0.0, "ttft_s": ttft}
         yield {"finish_reason": answer.finish_reason, "tokens": answer.tokens, **numbers}

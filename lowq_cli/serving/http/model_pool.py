@@ -308,11 +308,11 @@ class ModelPool:
         need = _need(place)
         victims: list[Place] = []
         while self.memory is not None:
-            kept = [p for p in self.places.values() if p.state in (State.READY, State.DRAINING) and p not in victims]
-            if sum(p.cost for p in kept) + need <= self.memory or not kept:
+            remaining = [p for p in self.places.values() if p.state in (State.READY, State.DRAINING) and p not in victims]
+            if sum(p.cost for p in remaining) + need <= self.memory or not remaining:
                 break
-            draining = [p for p in kept if p.state is State.DRAINING]
-            free = [p for p in kept if not p.offer.pin]
+            draining = [p for p in remaining if p.state is State.DRAINING]
+            free = [p for p in remaining if not p.offer.pin]
             if not draining and not free:
                 raise MemoryError(f"it takes {need} bytes, and what is pinned leaves less of {self.memory}")
             victims.append(min(draining or free, key=lambda p: (p.busy, p.used)))
@@ -447,8 +447,8 @@ class ModelPool:
         return [one for n in names for one in self._with_adapters(self.places[n])]
 
     def _with_adapters(self, place: Place) -> list[dict[str, Any]]:
-        own = self._shown(place)
-        return [own, *({**own, "id": name, "parent": own["id"]} for name in place.offer.others)]
+        base = self._shown(place)
+        return [base, *({**base, "id": name, "parent": base["id"]} for name in place.offer.others)]
 
     def _shown(self, place: Place) -> dict[str, Any]:
         known = place.model.shown() if place.model is not None else place.known or place.offer.published()
@@ -467,9 +467,9 @@ class ModelPool:
 
     def stats(self) -> Stats:
         """The sum of all engines' numbers; counters only grow; `waiting` includes requests that wait for a model."""
-        found = [w.now() for w in self.metrics.watched.values()]
+        counts = [w.now() for w in self.metrics.watched.values()]
         names = [n for n, _, _ in COUNTERS] + ["running", "waiting", "blocks", "blocks_used"]
-        total = Stats(**{n: sum(getattr(s, n) for s in found) for n in names})
+        total = Stats(**{n: sum(getattr(s, n) for s in counts) for n in names})
         return replace(total, waiting=total.waiting + sum(len(p.waiters) for p in self.places.values()))
 
     def idle_s(self) -> float:

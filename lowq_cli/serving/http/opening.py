@@ -45,19 +45,19 @@ class Asked:
             first = catalog.Offer(self.name or catalog.given_name(self.ckpt), self.ckpt, how, pin=self.one)
         elif self.name:
             raise UsageError("--name names one model; give the model, or names in a --config FILE.toml")
-        found = {first.name: first} if first and self.one else catalog.gather(file, self.models, first)
-        default = file.default or (first.name if first else self._last(found))
-        default = next((n for n, o in found.items() if default in o.aliases), default)
-        if default not in found:
+        offers = {first.name: first} if first and self.one else catalog.gather(file, self.models, first)
+        default = file.default or (first.name if first else self._last(offers))
+        default = next((n for n, o in offers.items() if default in o.aliases), default)
+        if default not in offers:
             raise NotFoundError(
-                f"default = {default} is not one of the models: {', '.join(found)}"
+                f"default = {default} is not one of the models: {', '.join(offers)}"
                 if default
                 else "no model here; run: lowq quantize demo, or name a folder of models with --models DIR"
             )
         memory = catalog.size(self.memory, "--memory") if self.memory else file.memory
         alive = catalog.seconds(self.keep_alive, "--keep-alive") if self.keep_alive else file.keep_alive
         host = catalog.size(self.kv_host, "--kv-host") if self.kv_host else file.kv_host
-        return Offers(found, default, memory, float("inf") if alive is None else alive, host)
+        return Offers(offers, default, memory, float("inf") if alive is None else alive, host)
 
     def _last(self, found: dict[str, Offer]) -> str:
         """The checkpoint that commands take by default, or the first one if there is no default."""
@@ -99,9 +99,9 @@ class Opening:
         """The pool with the default model loaded and its engine not started. Raises what loading raises."""
         from lowq_cli.serving.http.model_pool import ModelPool  # imported while the process loads the model
 
-        found, model = self.found, self.first.made()
-        bound = None if self.asked.one else found.memory or _room(self.loaded, found.kv_host or 0)
-        pool = ModelPool(found.models, found.default, self.loader.begin, bound, found.keep_alive, only=self.asked.one)
+        offers, model = self.found, self.first.made()
+        bound = None if self.asked.one else offers.memory or _room(self.loaded, offers.kv_host or 0)
+        pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.asked.one)
         pool.host = self.host
         pool.adopt(model)
         pool.say, pool.prepare = say, self.loader.prepare

@@ -47,17 +47,17 @@ def take(asked: Asked) -> tuple[Asked, list[tuple[str, str]]]:
 
     A message with images has parts {"type": "image"} and {"type": "text"} afterwards; other messages are unchanged.
     """
-    found: list[tuple[str, str]] = []
+    pictures: list[tuple[str, str]] = []
     messages = []
     for i, message in enumerate(asked.get("messages")):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
-            parts = [_part(f"messages[{i}].content[{j}]", part, found) for j, part in enumerate(content)]
+            parts = [_part(f"messages[{i}].content[{j}]", part, pictures) for j, part in enumerate(content)]
             message = {**message, "content": parts}
         messages.append(message)
-    if len(found) > MOST:
-        raise wrong("messages", f"have {len(found)} pictures; a request may have {MOST}")
-    return (replace(asked, given={**asked.given, "messages": messages}), found) if found else (asked, found)
+    if len(pictures) > MOST:
+        raise wrong("messages", f"have {len(pictures)} pictures; a request may have {MOST}")
+    return (replace(asked, given={**asked.given, "messages": messages}), pictures) if pictures else (asked, pictures)
 
 
 def _part(name: str, given: Any, found: list[tuple[str, str]]) -> Any:
@@ -99,15 +99,15 @@ class PictureReader:
     async def _read(self, name: str, url: str) -> Packed:
         data = await asyncio.to_thread(self._bytes, name, url)
         key = sha256(data).digest()
-        if (found := self._kept.pop(key, None)) is None:
+        if (picture := self._kept.pop(key, None)) is None:
             try:
-                found = await asyncio.to_thread(self._ask, data)
+                picture = await asyncio.to_thread(self._ask, data)
             except LowqError as e:
                 raise wrong(name, str(e)) from None
-        self._kept[key] = found
+        self._kept[key] = picture
         while len(self._kept) > 1 and sum(len(p.data) for p in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
-        return found
+        return picture
 
     def _bytes(self, name: str, url: str) -> bytes:
         if match := DATA.match(url):
@@ -168,14 +168,14 @@ class _Process:
             if not self.pipe.poll(READ_S):
                 self.kill()
                 raise _Ended(f"the picture takes longer than {READ_S:.0f} s to read; make it smaller")
-            found = self.pipe.recv()
+            reply = self.pipe.recv()
         except (EOFError, OSError):
             self.kill()
             raise _Ended("the picture ended the process that read it; it is damaged or too large") from None
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, Packed)
-        return found
+        if isinstance(reply, Exception):
+            raise reply
+        assert isinstance(reply, Packed)
+        return reply
 
     def kill(self) -> None:
         """End the process."""
@@ -199,15 +199,15 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
             if processor is None:
                 processor = Processor(Path(folder), images)
                 _bounded()
-            found: Any = packed(processor(decode(data)))
+            reply: Any = packed(processor(decode(data)))
         except LowqError as e:
-            found = e
+            reply = e
         except MemoryError:
-            found = UsageError("the picture does not fit into memory; make it smaller")
+            reply = UsageError("the picture does not fit into memory; make it smaller")
         except Exception as e:  # readers raise LowqErrors, so this is a bug in lowq: the server answers 500
             log_error("a picture cannot be read", e)
-            found = RuntimeError(f"{type(e).__name__}: {one_line(e)}")
-        pipe.send(found)
+            reply = RuntimeError(f"{type(e).__name__}: {one_line(e)}")
+        pipe.send(reply)
 
 
 def _bounded() -> None:
@@ -229,10 +229,10 @@ def fetch(url: str) -> bytes:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise UsageError(f"{shown(url)} is not a link to a picture")
-        found = _get(parts, until)
-        if isinstance(found, bytes):
-            return found
-        url = urljoin(url, found)
+        content = _get(parts, until)
+        if isinstance(content, bytes):
+            return content
+        url = urljoin(url, content)
     raise UsageError(f"the link redirects more than {REDIRECTS} times")
 
 
@@ -244,9 +244,9 @@ def _get(parts: Any, until: float) -> bytes | str:
         address = next(addresses(parts.hostname, port))
         left = max(0.1, until - time.monotonic())
         with socket.create_connection((address, port), timeout=left) as plain:
-            own = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname) if secure else plain
+            stream = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname) if secure else plain
             connection = http.client.HTTPConnection(parts.hostname, port, timeout=left)
-            connection.sock = own
+            connection.sock = stream
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "lowq", "Host": parts.netloc})
             answer = connection.getresponse()
@@ -276,22 +276,22 @@ def _bounded_body(answer: http.client.HTTPResponse, until: float) -> Iterator[by
 def addresses(host: str, port: int) -> Iterator[str]:
     """The addresses of a host, to connect to without resolving it again. Raises UsageError if one is not public."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         raise UsageError(f"the link's host {shown(host)} is not known") from None
-    for address in found:
+    for address in resolved:
         if not _anybodys(address):
             raise UsageError(f"the link leads to {address}, an address inside a network, from which nothing is fetched")
-    yield from sorted(found)
+    yield from sorted(resolved)
 
 
 def _anybodys(address: str) -> bool:
     """Whether an address is on the public internet; for an IPv6 address that wraps an IPv4 one, whether that is."""
-    own = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(own, ipaddress.IPv6Address):
-        inner = own.ipv4_mapped or own.sixtofour or (own.teredo[1] if own.teredo else None)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
         if inner is not None:
             return inner.is_global and not inner.is_multicast
-        if own in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
-            return _anybodys(str(ipaddress.IPv4Address(int(own) & 0xFFFFFFFF)))
-    return own.is_global and not own.is_multicast
+        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+            return _anybodys(str(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)))
+    return parsed.is_global and not parsed.is_multicast

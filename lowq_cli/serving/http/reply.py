@@ -43,10 +43,10 @@ class Log:
         numbers = ""
         if answer is not None:
             usage, first = answer.usage(), answer.live.first
-            made, spent = usage["completion_tokens"], time.monotonic() - first if first else 0.0
-            speed = f", {made / spent:.0f}/s" if made > 1 and spent else ""
+            new_tokens, spent = usage["completion_tokens"], time.monotonic() - first if first else 0.0
+            speed = f", {new_tokens / spent:.0f}/s" if new_tokens > 1 and spent else ""
             after = f", first after {first - answer.live.began:.2f} s" if first else ""
-            numbers = f"{usage['prompt_tokens']} + {made} tokens{after}{speed}, "
+            numbers = f"{usage['prompt_tokens']} + {new_tokens} tokens{after}{speed}, "
         how += answer.asked.ignored if answer is not None else ""
         self.say(f"{time.strftime('%H:%M:%S')} {self.dialect.name}: {numbers}{seconds:.2f} s, {how}")
 

@@ -31,13 +31,13 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; clients that connect before the server runs wait. Raises UsageError if it cannot listen there."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, proto)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(LISTEN)  # before a model is loaded: a second server on the same port fails at once
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(LISTEN)  # before a model is loaded: a second server on the same port fails at once
     except OSError as e:
         raise UsageError(f"cannot listen on {host} port {port}: {e.strerror}; choose another with --port or --host") from None
-    return found
+    return sock
 
 
 def url(bound: socket.socket) -> str:

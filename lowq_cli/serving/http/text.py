@@ -78,12 +78,12 @@ class Writer:
             text, cut = self._text(part)
             last = part[-1]
             piece.finish_reason, piece.error = "stop" if cut else last.finish_reason, last.message
-            made = sum(e.token is not None for e in part)
+            count = sum(e.token is not None for e in part)
             self.drafted = last.drafted if last.finish_reason else self.drafted
-            self.tokens, self.cached = self.tokens + made, self.cached + sum(e.cached for e in part)
+            self.tokens, self.cached = self.tokens + count, self.cached + sum(e.cached for e in part)
             if last.logprob is not None and last.token is not None:
                 piece.logprobs.append((last.token, last.logprob, last.top, at))
-            self._read(piece, text, made)
+            self._read(piece, text, count)
             if cut:  # events after the token that completed a stop string are dropped
                 break
         piece.ended = piece.finish_reason == "stop" and last.token in self.stop_ids
@@ -116,16 +116,16 @@ class Writer:
 
 def places(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[int]:
     """For each token the number of characters before it; for a token inside a character, the number before that character."""
-    detokenizer, found, n = Detokenizer(tokenizer, []), list[int](), 0
+    detokenizer, offsets, n = Detokenizer(tokenizer, []), list[int](), 0
     for token in ids:
-        found.append(n)
+        offsets.append(n)
         n += len(detokenizer.push(token))
-    return found
+    return offsets
 
 
 def stop_tokens(stops: Iterable[str], added: Mapping[str, Added]) -> frozenset[int]:
     """The special tokens among the stop strings. Raises Refusal for a longer string that contains one: no answer shows it."""
-    special = {text: found.token for text, found in added.items() if found.special and text}
+    special = {text: token.token for text, token in added.items() if token.special and text}
     for stop in stops:
         if stop not in special and (inner := next((text for text in special if text in stop), None)):
             raise wrong("stop", f"{shown(stop)} holds {shown(inner)}, a token that answers do not show; name that one alone")

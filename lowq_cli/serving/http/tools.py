@@ -85,16 +85,16 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
     A forced call has the model's own syntax. If calls are optional and the answer has a form, the grammar allows either a call
     or an answer in the form. Thoughts may precede both. Raises Refusal for a form together with a forced call.
     """
-    wanted = answer_form(asked)
-    if tools.forced and wanted is not None:
+    answer_mask = answer_form(asked)
+    if tools.forced and answer_mask is not None:
         raise wrong(
             "response_format", "says how an answer in text looks, and tool_choice forces a call of a tool; leave one out"
         )
     thoughts = None if place.think is False and not place.inside else place.ways.thoughts
-    if wanted is None and not tools.forced:
+    if answer_mask is None and not tools.forced:
         return None
-    if not tools.given and wanted is not None and thoughts is None and wanted.schema is not None:
-        return grammars.schema(wanted.schema, wanted.param)
+    if not tools.given and answer_mask is not None and thoughts is None and answer_mask.schema is not None:
+        return grammars.schema(answer_mask.schema, answer_mask.param)
     if asked.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
     rules, begun = [], ""
@@ -105,10 +105,12 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
     if tools.given:
         ends.append("call")
         rules.append(_call(tools, place))
-    if wanted is not None:
+    if answer_mask is not None:
         ends.append("answer")
-        rules.append(f"answer: {wanted.rule}\n")
-    return grammars.lark(f"start: {begun}({' | '.join(ends)})\n" + "".join(rules), wanted.param if wanted else "tools")
+        rules.append(f"answer: {answer_mask.rule}\n")
+    return grammars.lark(
+        f"start: {begun}({' | '.join(ends)})\n" + "".join(rules), answer_mask.param if answer_mask else "tools"
+    )
 
 
 def _thoughts(thoughts: Thoughts, place: Place) -> str:
@@ -122,11 +124,11 @@ def _thoughts(thoughts: Thoughts, place: Place) -> str:
 
 def _literal(text: str, added: Mapping[str, Added]) -> str:
     """A literal of a rule; added tokens in it are written as tokens, because ordinary text never makes them."""
-    found = next((t for t in added if t and text.startswith(t)), None) if text not in added else text
-    if found is None:
+    added_text = next((t for t in added if t and text.startswith(t)), None) if text not in added else text
+    if added_text is None:
         return json.dumps(text, ensure_ascii=False)
-    rest = text.removeprefix(found)
-    return f"<[{added[found].token}]>" + (f" {_literal(rest, added)}" if rest else "")
+    rest = text.removeprefix(added_text)
+    return f"<[{added[added_text].token}]>" + (f" {_literal(rest, added)}" if rest else "")
 
 
 def _call(tools: Tools, place: Place) -> str:
