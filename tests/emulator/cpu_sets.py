@@ -21,11 +21,11 @@ def rows(M, K, dtype=torch.bfloat16, seed=0):
 def isa(request, monkeypatch):
     """One instruction set after the other, and outputs that hold NaN until they are written."""
     monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
-    native._found.cache_clear()
+    native.forget()
 
     def poisoned(*size, **kind):
         return torch.full(size if isinstance(size[0], int) else size[0], float("nan"), **kind)
 
     monkeypatch.setattr(torch, "empty", poisoned)
     yield request.param
-    native._found.cache_clear()
+    native.forget()

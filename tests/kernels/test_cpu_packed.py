@@ -174,12 +174,12 @@ def test_it_is_chosen_wherever_it_can_be():
 def test_where_no_compiler_is_the_reason_says_so(monkeypatch):
     p, x = pack(weight(32, 64, 4, 32), "cpu"), rows(1, 64)
     monkeypatch.setattr(native, "compiler", lambda: None)
-    native._found.cache_clear()
+    native.forget()
     try:
         refusal = registry.refusals(registry.Call.of(x, p))["cpu/packed"]
         assert refusal == "lowq's CPU kernels are not in use: no C++ compiler is here; install g++ or clang"
     finally:
-        native._found.cache_clear()
+        native.forget()
 
 
 def test_a_compiler_that_fails_is_named_with_its_first_line(tmp_path, monkeypatch):
@@ -188,11 +188,11 @@ def test_a_compiler_that_fails_is_named_with_its_first_line(tmp_path, monkeypatc
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._found.cache_clear()
+    native.forget()
     try:
         assert native.why_not() == f"{broken} does not build them: cannot find omp.h"
     finally:
-        native._found.cache_clear()
+        native.forget()
 
 
 @pytest.mark.slow
@@ -220,11 +220,11 @@ def test_who_waits_for_the_compiler_is_told(tmp_path, monkeypatch):
         quick.chmod(0o755)
         monkeypatch.setenv("CXX", str(quick))
     monkeypatch.delenv("LOWQ_CPU_ISA", raising=False)
-    native._found.cache_clear()
+    native.forget()
     wanted = building.compiler() is not None and building.units_here() is not None
     assert (native.why_built() != "") == wanted
     if wanted:
         assert native.library()
-        native._found.cache_clear()
+        native.forget()
         assert not native.why_built()  # it is there
-    native._found.cache_clear()
+    native.forget()

@@ -156,6 +156,11 @@ def sets() -> list[tuple[str, bool]]:
     return _sets(lib) if lib else []
 
 
+def forget() -> None:
+    """Look for the library again at the next call, as where the compiler, the cache folder or LOWQ_CPU_ISA has changed."""
+    _found.cache_clear()
+
+
 def library() -> ctypes.CDLL | None:
     """The library, built on the first call (14 s of processor time), or None."""
     return _found()[0]
