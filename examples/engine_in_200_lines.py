@@ -92,7 +92,7 @@ class Engine:
         return sequence
 
     def run(self) -> Iterator[tuple[Sequence, int]]:
-        """Passes until nobody waits and nothing runs: (sequence, its next token) as they come."""
+        """Passes until no sequence waits or runs: (sequence, its next token) as they come."""
         while self.waiting or self.running:
             stepping, new = list(self.running), self._admit()
             for sequence, token in zip(stepping + new, self._pass(stepping, new), strict=True):

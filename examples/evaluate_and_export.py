@@ -1,4 +1,4 @@
-"""Quantize for vLLM, measure the loss beside the original, export, and read the export back as transformers would."""
+"""Quantize for vLLM, measure the loss against the original, export, and read the export back as transformers would."""
 
 import torch
 from transformers import AutoModelForCausalLM
