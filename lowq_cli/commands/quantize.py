@@ -37,7 +37,7 @@ EXAMPLES = """Examples:
   lowq quantize ./my-model --dry-run
 
 Methods:
-""" + "\n".join(fill(summary, 76, initial_indent=f"  {name:6}", subsequent_indent=" " * 8) for name, summary in METHODS.items())
+""" + "\n".join(fill(text, 76, initial_indent=f"  {name:8}", subsequent_indent=" " * 10) for name, text in METHODS.items())
 
 
 # The options that set the fields of a recipe: field -> (type, option)
@@ -189,6 +189,10 @@ def quantize(
                 stack.close()
             else:
                 raise UnsupportedError(f"--for {engine}: {faults[0]}")
+        if engine:
+            from lowq_cli.interop.export_checks import check_plan
+
+            check_plan(prepared.plan, prepared.source, targets.get(engine).export)
         show_plan(prepared, on_stdout=dry_run and not as_json)
         if plot and prepared.mixed:
             from lowq_cli.calibrate import mixed

@@ -12,10 +12,12 @@ from typing import Any
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.family_tensors import extra_prefixes
+from lowq_cli.files.source import Source
 from lowq_cli.plan import targets
+from lowq_cli.plan.plan import Plan
 from lowq_cli.state import as_argument, source_of
 from lowq_packers import formats
-from lowq_packers.errors import LowqError, SchemeError, UnsupportedError
+from lowq_packers.errors import LowqError, NotFoundError, SchemeError, UnsupportedError
 from lowq_packers.formats import EXPORTED, Format
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
@@ -104,6 +106,18 @@ def check_schemes(found: Checkpoint, fmt: Format) -> Checkpoint:
 
         prepared(found, found.folder.name)
     return found
+
+
+def check_plan(plan: Plan, source: Source, to: str) -> None:
+    """Raise UnsupportedError if `export` would refuse, by names, shapes, schemes and config, what a plan makes of `source`.
+
+    Files that are not in the source's folder are not missed: a tokenizer, for example, can come out of a GGUF file.
+    """
+    if source.folder is None:
+        return
+    tensors = (CheckpointTensor(i.name, i.shape, i.scheme, i.outputs[-1][1].dtype, i.nbytes, i.layout) for i in plan.items)
+    with suppress(NotFoundError):
+        check_schemes(Checkpoint(source, tuple(tensors), {}), formats.get(to))
 
 
 def check_all(found: Checkpoint, fmt: Format, rounding: bool = False) -> None:

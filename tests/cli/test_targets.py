@@ -1,6 +1,7 @@
 """quantize --for ENGINE: what it chooses can be exported for that engine, or it says so before work starts."""
 
 import json
+import shutil
 
 import pytest
 
@@ -60,6 +61,27 @@ def test_what_an_engine_does_not_take_is_one_line_before_work(
     assert cli("quantize", dense, *args, "--out", tmp_path / "m") == code
     err = capsys.readouterr().err
     assert message in err
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("flags", [["--export", "gguf"], ["--for", "llama.cpp"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, "has a sliding window"),
+        ({"hidden_act": "gelu"}, "its activation is gelu"),
+    ],
+    ids=["window", "activation"],
+)
+def test_a_model_that_the_format_does_not_hold_is_refused_before_work(
+    family_checkpoints, tmp_path, capsys, config, message, flags
+):
+    """All weights were quantized and written before the export refused."""
+    dense = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "dense")
+    file = dense / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    assert cli("quantize", dense, *flags, "--out", tmp_path / "m") == 5
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 
