@@ -198,19 +198,21 @@ class _Own:
             check_draft(draft)
             self.model, self.tokenizer = ready(folder, device, console.warn)
             self.drawn, self.origins = settle(self.model, given, CONVERSATION)
-            why = "" if session is None else self._recall(session, kv)
+            self.recalled, why = (False, "") if session is None else self._recall(session, kv)
         if why:
             console.say(f"the saved cache of session {session} is not used: {why}; the conversation is read again")
         self.how = {"kv": kv, "draft": draft}
         self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said, think)
         self.where = ""
 
-    def _recall(self, session: str, kv: str) -> str:
-        """Begin with a session's cache; returns why that cannot be."""
+    def _recall(self, session: str, kv: str) -> tuple[bool, str]:
+        """Begin with a session's cache if there is one; returns whether, and why not if there is one."""
         from lowq_cli import sessions
         from lowq_cli.engine import saved_cache
+        from lowq_cli.engine.decoders import decoder_of
 
-        return saved_cache.recall(sessions.cache_of(session), self.model, kv)
+        why = saved_cache.recall(sessions.cache_of(session), self.model, kv)
+        return getattr(decoder_of(self.model, kv), "saved", None) is not None, why
 
     def keep(self, session: str) -> None:
         """Save a session's cache, or say why it is not saved."""
@@ -295,7 +297,8 @@ def _greet(speaker: "_Own | _Server", settings: Settings, session: str | None, m
     if not speaker.begin().template:
         console.say("this model has no chat template: it continues your text instead of answering it")
     if session is not None:
-        console.say(f"session {session}: " + (f"continues after {messages} messages" if messages else "new"))
+        cached = ", whose saved cache is used" if isinstance(speaker, _Own) and speaker.recalled else ""
+        console.say(f"session {session}: " + (f"continues after {messages} messages{cached}" if messages else "new"))
     if sys.stdin.isatty():
         drawn = f"{speaker.where}{described(speaker.drawn, speaker.origins)}, seed {settings.seed}"
         console.say(f"{drawn}; /help lists the commands, /quit or Ctrl-D leaves")

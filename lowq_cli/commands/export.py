@@ -20,7 +20,12 @@ EXAMPLES = """Examples:
 
 READERS = {  # the formats of formats.EXPORTED (whose import takes 30 ms), and the command that loads an export, if there is one
     **dict.fromkeys(("compressed-tensors", "gptq", "awq"), "vllm serve {}"),
-    **{"humming": None, "mlx": "mlx_lm.generate --model {}", "hqq": None, "gguf": "llama-cli -m {}"},
+    **{
+        "humming": None,
+        "mlx": "mlx_lm.generate --model {}",
+        "hqq": None,
+        "gguf": "lowq generate {0} --prompt 'Hello', or llama-cli -m {0}",
+    },
     **dict.fromkeys(("modelopt", "bitsandbytes")),
 }
 

@@ -131,7 +131,9 @@ def quantize(
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", help="Folder to write.  [default: ./MODEL-lowq-4b-g64, and what is not default]"),
+        typer.Option(
+            "--out", "-o", help="Folder to write (--type: file).  [default: ./MODEL-lowq-4b-g64, and what is not default]"
+        ),
     ] = None,
     device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",

@@ -35,6 +35,7 @@ def refine(
     as_json: AsJson = False,
 ) -> None:
     """Choose better codes and scales in another tool's file: GPTQ, AWQ, GGUF, MLX, NVFP4, MXFP4; format and schemes stay."""
+    from lowq_cli import state
     from lowq_cli.files.source import check_there
 
     if not model:
@@ -50,6 +51,7 @@ def refine(
             f"{done.better} of {done.matrices} weights have a smaller error now; {console.size(done.exported.bytes)}, "
             f"{done.exported.format} as before{there}"
         )
+        console.say(f"next: lowq eval {state.as_argument(done.exported.out)} --against {state.as_argument(model)}")
 
 
 def improved(ckpt: str, model: str, out: str | None, device: str, **text: Any) -> "Refined":

@@ -96,7 +96,9 @@ def sight_of(model: Any) -> Sight:
             raise UnsupportedError(f"pictures need lowq's own decoder, which does not support this model: {reason}")
         images, folder = plan_of(model).model.images, record.folder or getattr(model, "name_or_path", "")
         if images is None:
-            raise UnsupportedError(f"{model.config.model_type} has no picture inputs")
+            raise UnsupportedError(
+                f"{model.config.model_type} has no picture inputs; a GGUF file needs its mmproj file beside it"
+            )
         record.sight = Sight(Path(folder), images, model.device, model.dtype)
     sight: Sight = record.sight
     return sight

@@ -192,8 +192,8 @@ class Skeleton:
 
     def in_other_head(self, name: str) -> bool:
         """Whether a tensor belongs to the model's head while config.json names a class with a different head."""
-        named = self.model.config.architectures or []
-        other = bool(named) and type(self.model).__name__ not in named
+        named = self.model.config.architectures
+        other = isinstance(named, list) and bool(named) and type(self.model).__name__ not in named
         return other and not name.startswith(f"{self.model.base_model_prefix}.")
 
     @cached_property

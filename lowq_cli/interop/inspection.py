@@ -165,7 +165,7 @@ def _lowq(folder: Path, name: str) -> Inspection:
     if act != "none":
         notes += (f"linear layers round their inputs to {act} while running",)
     rounded = {t: " --round" if "--round" in command else "" for t, command in commands(checkpoint).items()}
-    engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export{how})" for t, how in rounded.items()))
+    engines = ("lowq", "transformers (with lowq installed)", *(f"{t} (lowq export{how})" for t, how in rounded.items()))
     checkpoint.source.close()
     tuned, ignored = _tuned(folder)
     return Inspection(name, METHOD, _family(checkpoint.source), tuple(rows), notes + ignored, engines, tuned)

@@ -27,17 +27,24 @@ def is_head(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a draft head of any kind."""
     if "speculators_model_type" in config or "eagle_config" in config or "dflash_config" in config:
         return True
-    names = [str(a).lower() for a in config.get("architectures") or ()]
+    names = [name.lower() for name in _classes(config)]
     marks = ("eagle", "dflash", "dspark", "medusa", "mlpspeculator", "draftmodel", "assistantfor")
     return any(mark in name for name in names for mark in marks) or str(config.get("model_type")) in OTHERS
 
 
+def _classes(config: Mapping[str, Any]) -> list[str]:
+    """The class names of a config.json; none where the field is not a list."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
 def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     """The head of a folder. Raises UnsupportedError for a kind that is not supported, DamagedError for missing parts."""
-    given = [str(n) for n in (config.get("speculators_model_type"), *(config.get("architectures") or ())) if n]
+    given = [str(n) for n in (config.get("speculators_model_type"), *_classes(config)) if n]
     given += [name] if (name := str(config.get("model_type"))) in OTHERS else []
     names = [n.lower() for n in given[:1] if "speculators_model_type" in config] or [n.lower() for n in given]
-    projector = (config.get("dflash_config") or {}).get("projector_type") or ""
+    dflash = config.get("dflash_config")
+    projector = (dflash.get("projector_type") if isinstance(dflash, Mapping) else None) or ""
     try:
         for mark, kind in (("eagle3", ""), ("peagle", ""), ("dspark", "DSpark"), ("dflash", "DFlash")):
             if not any(mark in n for n in names) or any(n in OTHERS for n in names):

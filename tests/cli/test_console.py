@@ -89,7 +89,7 @@ def test_a_table_without_room_for_its_columns_becomes_a_paragraph_a_row(terminal
 
 def test_a_line_of_a_result_breaks_between_words(terminal):
     screen = terminal(44)
-    console.out_line("serves in: lowq, transformers (with import lowq), humming (lowq export)")
+    console.out_line("serves in: lowq, transformers (with lowq installed), humming (lowq export)")
     assert screen.getvalue() == "serves in: lowq, transformers (with import\n  lowq), humming (lowq export)\n"
 
 
@@ -117,4 +117,4 @@ def test_doctor_and_export_end_with_the_next_command(capsys, monkeypatch):
     doctor()
     assert "next: lowq run demo" in capsys.readouterr().err
     show(Exported("my model.gguf", "gguf", 7_100_000, 42, ("llama.cpp",), ()))
-    assert "next: llama-cli -m 'my model.gguf'" in capsys.readouterr().err
+    assert "or llama-cli -m 'my model.gguf'" in capsys.readouterr().err

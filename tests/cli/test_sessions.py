@@ -20,7 +20,10 @@ def chat(*lines, flags=()):
 
 def test_it_goes_on_where_it_was_left(home):
     whole, flags = chat(*SAID), ("--session", "trip")
-    assert "".join(chat(line, flags=flags) for line in SAID[:2]) + chat(SAID[2], flags=flags) == whole
+    begun = "".join(chat(line, flags=flags) for line in SAID[:2])
+    last = lowq(*HOW, *flags, input=f"{SAID[2]}\n")
+    assert begun + last.stdout == whole
+    assert "continues after 4 messages, whose saved cache is used" in last.stderr
     kept, cache = sessions.path_of("trip"), sessions.cache_of("trip")
     cache.write_bytes(cache.read_bytes()[:-1])
     found = json.loads(kept.read_text())

@@ -22,6 +22,7 @@ from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
 from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.heads import is_head, read_head
 
 CPU = torch.device("cpu")
 TEXT = torch.randint(3, pub.VOCAB, (14,), generator=torch.Generator().manual_seed(9))
@@ -372,3 +373,10 @@ def test_a_model_is_no_head(llama):
     assert not takes(
         {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "mtp_num_hidden_layers": 1}
     )
+
+
+@pytest.mark.parametrize("value", [True, 3, "LlamaForCausalLMEagle3", {"a": 1}, None, []], ids=repr)
+def test_class_names_that_are_no_list_name_no_head(value):
+    assert not is_head({"model_type": "llama", "architectures": value})
+    with pytest.raises(UnsupportedError):
+        read_head({"model_type": "llama", "architectures": value, "dflash_config": value}, {}, None)

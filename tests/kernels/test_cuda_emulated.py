@@ -220,14 +220,14 @@ def test_dequantised_slabs():
     ("good", "bad"),
     [
         ("copy_wait<STEPS_IN_FLIGHT - 1>();", "copy_wait<STEPS_IN_FLIGHT>();"),
-        ("__syncwarp();  // everyone has read this slot", ""),
+        ("thread.load_x(x_from, u, next);", "thread.load_x(x_from, u, now);"),
         ("x_row + i * AT_ONCE, rows - 1)", "x_row, rows - 1)"),
         ("    __syncthreads();\n    store<", "    store<"),
         ("if (column >= width) continue;", "if (column >= width - 1) continue;"),
     ],
-    ids=["late wait", "slot overwritten early", "wrong rows of x", "no barrier", "last column unwritten"],
+    ids=["late wait", "x of the step before", "wrong rows of x", "no barrier", "last column unwritten"],
 )
 def test_the_emulator_notices(good, bad):
     """Defects put into the source of tile_mma fail, as an error text or as a wrong number."""
     with emulation.defect(tile_mma, "tile_mma.cu", good, bad), pytest.raises(AssertionError):
-        check(Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=40, K=2304))
+        check(Case("cuda/tile_mma", 4, F16, 128, "float", M=8, N=40, K=2304))

@@ -51,8 +51,8 @@ class Drafting:
 
     def numbers(self, tokens: int, steps: int) -> dict[str, Any]:
         """The counts, given the number of tokens after the first and of all steps, with and without drafts."""
-        counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
-        return counts | {"tokens_per_step": round(tokens / max(steps, 1), 3)}
+        counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted}
+        return counts | {"steps_with_drafts": self.steps, "tokens_per_step": round(tokens / max(steps, 1), 3)}
 
     @property
     def allowed(self) -> bool:
