@@ -90,7 +90,7 @@ def test_a_table_without_room_for_its_columns_becomes_a_paragraph_a_row(terminal
 def test_a_line_of_a_result_breaks_between_words(terminal):
     screen = terminal(44)
     console.out_line("serves in: lowq, transformers (with lowq installed), humming (lowq export)")
-    assert screen.getvalue() == "serves in: lowq, transformers (with import\n  lowq), humming (lowq export)\n"
+    assert screen.getvalue() == "serves in: lowq, transformers (with lowq\n  installed), humming (lowq export)\n"
 
 
 def test_an_error_breaks_between_words_on_a_terminal(terminal):

@@ -153,8 +153,13 @@ def interrupted(command, at, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", RUN, *command], cwd=tmp_path, stderr=subprocess.PIPE)
     while process.poll() is None and not [p for p in tmp_path.rglob(at) if p.stat().st_size]:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, process.stderr.read()
+    for seconds in (20, 20, 60):  # as a person presses it again: Python may drop the one that comes inside a finalizer
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            assert process.wait(seconds) == 130, process.stderr.read()
+            return
+    process.kill()
+    raise AssertionError("three times Ctrl-C did not end it")
 
 
 def test_an_interrupted_run_is_listed_and_removed(lowq, tmp_path):
