@@ -19,7 +19,9 @@ from lowq_kernels.decode import ops
 from lowq_kernels.decode.kv import PLAIN
 
 CHUNK = 2048  # max. prompt tokens per forward, over all sequences; bounds the memory of activations
-CACHE_NAMES = ("past_key_values", "cache_params")  # of attention families and of state-space families
+# The names of caches: since transformers 5.24, of attention families before, and of state-space families before. 5.24 gives out
+# its cache by the old name too, but takes it by the new one alone.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def piece(model: CausalModel, batch: int) -> int:
@@ -115,4 +117,5 @@ class HfEagerDecoder:
         for name in CACHE_NAMES:
             if getattr(out, name, None) is not None:
                 self.cache, self.cache_name = getattr(out, name), name
+                break
         return out.logits[:, -1]

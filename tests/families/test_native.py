@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
-from described import NAMES, TEXTS, WRAPPERS, config
+from described import NAMES, TEXTS, WRAPPERS, config, here
 from described import model as random_model
 from native import facts_of, logits_of, off, pair, planned, texts, without
 
@@ -34,21 +32,6 @@ from lowq_packers.arch.parts import Attention, Norm, Router, walk
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 4e-6 but for gated delta's 4e-5
 SEEN = 1e-3
 VOCAB = 160
-
-
-GROUPS = ("5.23", "its torch path of Mamba2 mixes up the groups of a state")
-WRONG_BEFORE = {  # a version of transformers -> what was wrong in it
-    "minimax_m2": ("5.18", "it turns all of a head, whatever rotary_dim says"),
-    **dict.fromkeys(("mamba2", "granitemoehybrid", "granitemoehybrid/dense"), GROUPS),
-}
-
-
-@pytest.fixture(autouse=True)
-def right_in_this_version(request):
-    given = getattr(request.node, "callspec", None)
-    version, what = WRONG_BEFORE.get(given.params.get("name") if given else None, ("0", ""))
-    if Version(transformers.__version__) < Version(version):
-        pytest.skip(f"transformers before {version}: {what}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,7 +161,7 @@ def idle(described, fact):
     return fact == "group_score" and all(part.groups[0] == part.groups[1] for part in parts if isinstance(part, Router))
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", filter(here, TEXTS))
 def test_every_fact_of_a_description_shows(name):
     model = random_model(name)
     described, _ = weights.describe(model.config)
