@@ -19,8 +19,8 @@ from lowq_kernels.decode import ops
 from lowq_kernels.decode.kv import PLAIN
 
 CHUNK = 2048  # max. prompt tokens per forward, over all sequences; bounds the memory of activations
-# The names of caches: since transformers 5.24, of attention families before, and of state-space families before. 5.24 gives out
-# its cache by the old name too, but takes it by the new one alone.
+# A forward's argument for its cache: from transformers 5.24 on; before, of attention families and of state-space families. The
+# newest comes first: a forward of 5.24 returns its cache by the old name too, but ignores it there.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 

@@ -39,19 +39,16 @@ LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
 
 @triton.jit
-def _gated_norm(
-    y, z, weight_ptr, bias_ptr, eps, offs_v, mask_v, VD: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
-    """norm(y) silu(z) of one head, fp32; y is 0 outside mask_v."""
+def _norm(y, weight_ptr, bias_ptr, n, eps, offs, mask, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    """The norm of y, n values in fp32; y is 0 outside the mask. offs: the places of their weights."""
     if LAYER:
-        y = tl.where(mask_v, y - tl.sum(y, 0) / VD, 0.0)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / VD + eps)
+        y = tl.where(mask, y - tl.sum(y, 0) / n, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / n + eps)
     if WEIGHT:
-        y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+        y = y * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
-        y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    return y * silu(z)
+        y = y + tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -102,7 +99,7 @@ def _delta_kernel(
         y, out = tl.sum(S * q[:, None], 0), (row * VH + h) * VD + offs_v
         if PARTS == 1:
             z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-            y = _gated_norm(y, z, weight_ptr, bias_ptr, eps, offs_v, mask_v, VD, LAYER, WEIGHT, BIAS)
+            y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
         else:
             tl.store(sums_ptr + out, y, mask=mask_v)
@@ -116,7 +113,7 @@ def _delta_kernel(
             out = (row * VH + h) * VD + offs_v
             z = tl.load(x_ptr + row * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
             y = tl.load(sums_ptr + out, mask=mask_v, other=0.0, cache_modifier=".cg")  # past the first-level cache
-            y = _gated_norm(y, z, weight_ptr, bias_ptr, eps, offs_v, mask_v, VD, LAYER, WEIGHT, BIAS)
+            y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
 
 
@@ -170,13 +167,7 @@ def _normed_kernel(
     if PDL:
         gdc_wait()
     y = tl.load(y_ptr + row * GROUPS * n + offs, mask=mask, other=0.0)
-    if LAYER:
-        y = tl.where(mask, y - tl.sum(y, 0) / n, 0.0)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / n + eps)
-    if WEIGHT:
-        y = y * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        y = y + tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    y = _norm(y, weight_ptr, bias_ptr, n, eps, offs, mask, LAYER, WEIGHT, BIAS)
     if GATE:
         y = y * silu(tl.load(x_ptr + row * wide + offs, mask=mask, other=0.0).to(tl.float32) * by_z)
     tl.store(out_ptr + row * GROUPS * n + offs, y.to(out_ptr.dtype.element_ty), mask=mask)

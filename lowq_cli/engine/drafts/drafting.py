@@ -162,7 +162,6 @@ def step_s(plan: Any) -> float:
 
 
 def estimated(plan: Any) -> Costs:
-    """The costs of steps with drafts on a GPU. They are not timed: the number of rows selects the kernels, whose results differ
-    in the last bits, and a seed must always give one text."""
+    """The costs of steps with drafts on a GPU, from the plan alone; `Balance` times whether such steps pay at all."""
     jump = (len(plan.states) or 1) * WIDE_LAYER_S / step_s(plan)
     return TableCosts({1: 1.0, 2: 1 + jump} | {rows: 1 + jump + ROW * (rows - 2) for rows in WIDTHS["cuda"]})
