@@ -49,7 +49,7 @@ def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
 
 def test_heads_that_config_leaves_out_are_as_hugging_face_has_them(tmp_path):
     """The first Llama configs have no num_key_value_heads: k_proj has as many heads as q_proj, and its rows are moved back."""
-    from conftest import SMALL
+    from checkpoints import SMALL
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Bytes
+from checkpoints import Bytes
 from folders import files
 from typer.testing import CliRunner
 
@@ -244,7 +244,7 @@ def test_experts_that_are_hardly_visited_get_more_text(family, family_checkpoint
 KILLED = """
 import os, pathlib, signal, sys
 sys.path.insert(0, {tests!r})
-from conftest import Bytes
+from checkpoints import Bytes
 from lowq_cli.calibrate import texts
 import lowq_cli.engine.open_model
 import lowq_cli.hf.tokenizer

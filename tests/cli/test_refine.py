@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Bytes
+from checkpoints import Bytes
 from exported import HEAD, INT4, SYM, dense_tensors
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig

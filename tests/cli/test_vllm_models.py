@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from conftest import FAMILIES, write_dense
+from checkpoints import FAMILIES, write_dense
 
 import lowq
 from lowq_cli.files.source import open_source
