@@ -10,7 +10,6 @@ prompt with a fixed number of rows and shares no cache blocks, so that the same 
 generated again from its prompt on, instead of prefilling the tokens it had.
 """
 
-import statistics
 import threading
 import time
 from collections import deque
@@ -23,45 +22,32 @@ import torch
 
 from lowq_cli.engine import plan as plans
 from lowq_cli.engine.drafts.drafter import PagedDrafter
-from lowq_cli.engine.drafts.drafter_choice import settled
-from lowq_cli.engine.drafts.drafting import AGAIN, BEFORE, step_s
-from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.block_pool import START
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
-from lowq_cli.serving.device_drafts import why_not as drafter_why_not
-from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
-from lowq_cli.serving.draft_trials import Trials
-from lowq_cli.serving.drafting import Answers, choose, rounds
-from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
+from lowq_cli.serving.device_drafts import DeviceDrafts
+from lowq_cli.serving.draft_passes import DraftPasses
+from lowq_cli.serving.draft_rounds import DraftChoice, DraftRounds
+from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.image_encoding import Seeing
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
-from lowq_cli.serving.sampler import LogProbs, Logs, Special, fetch
+from lowq_cli.serving.sampler import Logs, Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import PREFER
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind
-from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_packers.errors import UnsupportedError, UsageError, device_lost, log_error, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # default limit of sequences that run at once
 MOST_RUNNING = 1024
 LOOK = 16  # a GPU checks all logits for NaN every LOOK steps: NaN stays in the sequence's keys, so a later check finds it
-SERVED_DRAFTS = ("ngram", "none")  # and "auto"
-GAP_S = 4e-4  # initial estimate of the seconds between the end of a pass and the launch of a pass with drafts
-LIKELY = 0.3  # drafts less likely than this are not considered: for 64 sequences that would take the host as long as a pass
-FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms for 1,000 tokens
-ROW = 0.4  # initial estimate of the extra time of a pass with twice the rows, as a fraction of a plain pass
-SLOPES = 15  # passes with drafts on a CPU over which the median is taken: other processes slow down single passes
-NEWEST = 0.1  # weight of the newest measurement in moving averages
 AHEAD = 1  # passes launched before the result of the oldest is read
 EARLY_S = 0.0015  # a pass is launched this many seconds before the last one ends: prompts that arrive until then join it
 SURE = 0.9  # fraction of a pass's expected seconds that is relied on: if it ends sooner, the device would be idle
@@ -72,53 +58,6 @@ def why_not(model: Any) -> str | None:
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "its weights are spread over processes"
     return plans.why_not(model)
-
-
-class Flight:
-    """A pass in flight, created before its launch: the sequences that sample, their rows, its size for `TokenBudget.note`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.began = self._now(device)
-        self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
-        self.guessed: list[Sequence] = []
-
-    def launched(
-        self,
-        places: list[tuple[int, Sequence]],
-        token: torch.Tensor,
-        logs: list[LogProbs],
-        sound: torch.Tensor | None,
-        size: tuple[int, int],
-    ) -> "Flight":
-        """Record what was launched (sequences, their rows of the logits, which of these are `drawable`) and return self."""
-        self.drew, self.logs, self.size = [(t, t.row, i) for i, t in places], logs, size
-        self.tokens, self.sound = fetch(token), None if sound is None else fetch(sound)
-        self.ended = self._now(token.device)
-        return self
-
-    def guess(self, texts: list[Sequence], guesses: torch.Tensor | None) -> None:
-        """Record the drafter's guesses (n, K) for the next tokens of some sequences; None: the drafter did not run."""
-        if guesses is not None:
-            self.guessed, self.guesses, self.after = texts, fetch(guesses), self._now(guesses.device)
-
-    def over(self) -> bool:
-        """Return whether the pass has ended."""
-        return isinstance(self.ended, float) or self.ended.query()
-
-    def read(self) -> tuple[list[int], float]:
-        """Return the newest token of every row and the seconds of the pass; waits for this pass only."""
-        if isinstance(self.ended, float) or isinstance(self.began, float):
-            return self.tokens.tolist(), self.ended - self.began  # type: ignore[operator]
-        self.ended.synchronize()
-        return self.tokens.tolist(), self.began.elapsed_time(self.ended) / 1e3
-
-    @staticmethod
-    def _now(device: torch.device) -> "torch.cuda.Event | float":
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class ContinuousEngine:
@@ -132,7 +71,7 @@ class ContinuousEngine:
         deterministic: see the module's docstring.
         kv: storage format of keys and values (`decode.kv.KINDS`).
         draft: "ngram" proposes drafts from n-grams, which passes then check; a drafter head or model proposes its own drafts in
-            addition to n-grams; "none" drafts nothing; "auto" is "ngram" or "none" (`settled`).
+            addition to n-grams; "none" drafts nothing; "auto" is "ngram" or "none" (`DraftChoice`).
         reads: total prompt tokens to come, if known. Passes are then recorded when they first repeat, not at the start: with an
             8B, decoding 16 sequences of 256 tokens took 0.7 s, after 3.3 s of recording for 128 sequences of any length.
         host: host memory for cache blocks that the device has no room for, or None; without effect if `deterministic`.
@@ -159,14 +98,7 @@ class ContinuousEngine:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
         self.device, self.vocabulary = plan.device, plan.vocabulary
-        drafter = None if isinstance(draft, str) else draft
-        draft = settled(draft, self.device.type) if isinstance(draft, str) else draft.name
-        if drafter is None and draft not in SERVED_DRAFTS:
-            raise UnsupportedError(f"the server drafts by {' or '.join(SERVED_DRAFTS)}, or by a head or model, not by {draft}")
-        why = "as asked" if draft == "none" or reads is not None else SAME if deterministic else ""
-        reason = "" if drafter is None or why else drafter_why_not(drafter, plan)
-        self._only_ngrams = f" ({drafter.name} does not: {reason})" if drafter is not None and reason else ""
-        drafter = None if why or reason else drafter
+        name, drafter, why, self._why_not_drafter = DraftChoice.of(draft, plan, deterministic, self._brief)
         if drafter is not None:
             plan.tap(tuple(i for i in drafter.layers if i >= 0))
         most = running or MOST[self.device.type]
@@ -174,7 +106,7 @@ class ContinuousEngine:
             raise UsageError(f"{most} requests at once; allowed are 1 to {MOST_RUNNING}")
         host = None if deterministic else host
         beside = 0 if host is None else host.room
-        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, draft != "none", beside)
+        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, name != "none", beside)
         cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=None if drafter is None else drafter.plan)
         self.passes, rows = cache.passes, cache.passes.rows
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
@@ -190,23 +122,11 @@ class ContinuousEngine:
         if host is not None and host.kept is not None:
             manager.restore(host.kept.records)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
-        drafts = None if why else DraftPasses(self.passes)
-        self.why_no_drafts = why if drafts is None else drafts.reason
-        self.drafts = None if self.why_no_drafts else drafts
-        self.guesses: DeviceDrafts | None = None
-        if self.drafts is not None and drafter is not None:
-            self.guesses = DeviceDrafts(drafter, rows, cache.drafter, self.passes.slots)
-            self.passes.noted, self.scheduler.beyond = {}, drafter.reach
-        self._answers = Answers()
-        # on a CPU the seconds of passes with drafts are measured one by one, and the host's work is part of them
-        self._trials = Trials() if self.drafts is not None and self.device.type == "cuda" else None
-        self._drafting = True  # whether drafts pay with the present number of sequences
-        self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
-        self._guess_costs = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
-        self._unguessed = 0  # passes since the last one for which the drafter ran
-        self._gap_s = GAP_S if self.device.type == "cuda" else 0.0
-        self._slopes = deque([ROW] * 3, maxlen=SLOPES)
-        self._drafted = self._accepted = 0
+        passes = None if why else DraftPasses(self.passes)
+        self.why_no_drafts, self.drafts = why if passes is None else passes.reason, None
+        if passes is not None and not passes.reason:
+            guesses = None if drafter is None else DeviceDrafts(drafter, rows, cache.drafter, self.passes.slots)
+            self.drafts = DraftRounds(passes, self.scheduler, self.special, guesses)
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
@@ -222,11 +142,6 @@ class ContinuousEngine:
         self._busy_s = self._due = 0.0  # _due: the time at which the pass on the device is expected to end
         self._thread: threading.Thread | None = None
 
-    def drafter(self) -> TextDrafter:
-        """Return the drafter of a new sequence."""
-        ngram = NGram(self._answers)
-        return ngram if self.guesses is None else Guessed(self._rates, ngram)
-
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record the passes, then start the engine's thread. `done(n, of)` is called after each recording."""
         check_unstarted(self._thread)
@@ -236,10 +151,10 @@ class ContinuousEngine:
                 self.passes.record_when_met() if self._brief else self.passes.record(done)
                 self.reason = self.passes.reason
                 if self.drafts is not None and not self.reason:
-                    self.drafts.record()
-                    self.why_no_drafts = self.drafts.reason
+                    self.drafts.passes.record()
+                    self.why_no_drafts = self.drafts.passes.reason
                 if self.reason or self.why_no_drafts:
-                    self.drafts = self.guesses = self.passes.noted = None
+                    self.drafts = self.passes.noted = None
         self.passes.token_budget.begin()
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
@@ -250,8 +165,8 @@ class ContinuousEngine:
         check(request, self.limits.longest, self.vocabulary, len(self._digests))
         if self._everywhere and not request.adapter:
             request = replace(request, adapter=self._everywhere)
-        drafter = self.drafter() if self.drafts is not None and not request.special else None
-        begun = self._drafting
+        drafter = None if self.drafts is None or request.special else self.drafts.drafter()
+        begun = self._feeds
         if drafter is not None and begun:
             drafter.begin(request.prompt)  # in the caller's thread, so that no pass waits for it
         with self._changed:
@@ -302,8 +217,8 @@ class ContinuousEngine:
             prefix_hits=s.prefix_hits,
             preemptions=s.preemptions,
             steps=self._steps,
-            drafted=self._drafted,
-            accepted=self._accepted,
+            drafted=0 if self.drafts is None else self.drafts.drafted,
+            accepted=0 if self.drafts is None else self.drafts.accepted,
             host_hits=held.brought,
             host_bytes=0 if self._host is None else self._host.bytes(held.in_host()),
             busy_s=self._busy_s,
@@ -314,7 +229,12 @@ class ContinuousEngine:
         """The names of the drafters in use, or the reason why there is none."""
         if self.drafts is None:
             return f"none ({self.why_no_drafts})"
-        return f"ngram{self._only_ngrams}" if self.guesses is None else f"{self.guesses.drafter.name}, ngram"
+        return self.drafts.name + self._why_not_drafter
+
+    @property
+    def _feeds(self) -> bool:
+        """Whether sequences' drafters are given the tokens at once; otherwise when drafts pay again."""
+        return self.drafts is None or self.drafts.on
 
     def stop(self, seconds: float) -> None:
         """Wait up to `seconds` for open requests to finish, then cancel the rest and stop the thread."""
@@ -420,31 +340,40 @@ class ContinuousEngine:
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
         size, tokens = self.passes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
-        self._drafting = self._trials is None or self._trials.allows(size)
+        if self.drafts is not None:
+            self.drafts.begin_turn(size)
+        plan = self._pass()
+        if self.drafts is not None:
+            self.drafts.end_turn(plan, size, self._new_tokens - tokens)
+
+    def _pass(self) -> StepPlan | None:
+        """Launch the next pass and read the results of those before it. Returns its plan, None where there is nothing to do."""
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
             self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
         began = time.perf_counter()
-        requests = self._asked()
-        if requests and self._flights:
+        counts = {} if self.drafts is None else self.drafts.counts()
+        if self.drafts is not None and counts and self._flights:
             self._land(0)  # drafts continue from the newest token
             began = time.perf_counter()
-            requests = self._asked()
+            counts = self.drafts.counts()
         plan = self.scheduler.plan(self._budget, self._pauses)
         if plan is None:
             self._land(0)
-            self._tried(None, size, tokens)
-            return
-        drafts = {} if plan.pieces else self._draft(plan, requests)
+            return None
+        drafts = {} if self.drafts is None or plan.pieces else self.drafts.draft(plan, counts)
         self._write(plan)
-        launched = bool(plan.steps or plan.pieces)
         self._swap()
         self.passes.zero(plan.zero)
         self.passes.copy(plan.copies)
+        launched = bool(plan.steps or plan.pieces)
         if launched:
-            K = self._wanted()
-            self._flights.append(self._check(plan, drafts, K) if drafts else self._launch(plan, K))
-            if drafts and self._ahead:
-                self._gap_s += NEWEST * (time.perf_counter() - began - self._gap_s)
+            K = 0 if self.drafts is None else self.drafts.wanted()
+            if self.drafts is not None and drafts:
+                self._flights.append(self.drafts.launch(plan, drafts, K, self._looks))
+                if self._ahead:
+                    self.drafts.costs.launched(time.perf_counter() - began)
+            else:
+                self._flights.append(self._launch(plan, K))
             self.passes.copy(plan.snapshots)
             self.passes.token_budget.stepped(len(plan.steps))
             self._steps += 1
@@ -453,122 +382,12 @@ class ContinuousEngine:
                 self.rows.set_table(group, text.row, table.blocks)
             self.rows.set_slot(text.row, text.slot)
         self._land(self._ahead if launched else 0)
-        self._tried(plan, size, tokens)
+        return plan
 
-    def _tried(self, plan: StepPlan | None, size: int, tokens: int) -> None:
-        """Record a turn, which began after so many tokens, for the choice whether passes have drafts."""
-        if self._trials is not None and (plan is None or plan.pieces or not plan.steps):
-            self._trials.interrupted()
-        elif self._trials is not None and plan is not None:
-            self._trials.passed(size, self._new_tokens - tokens, len(plan.steps), time.perf_counter())
-
-    def _asked(self) -> dict[int, int]:
-        """Return the number of draft tokens by sequence number that makes the next pass yield the most tokens per second."""
-        s = self.scheduler
-        if self.drafts is None or not self._drafting or s.admits:  # prompts are prefilled by passes without drafts
-            return {}
-        texts = [t for t in s.running if t is not None and t.remaining > 0]
-        fed = 0
-        for text in texts:
-            fed += text.behind
-            if not text.behind or fed <= FEEDS:
-                text.feed()
-        if any(t.request.pictures for t in texts) and not self.drafts.shows():
-            return {}
-        likely = [t for t in texts if t.drafter is not None and not t.behind and t.remaining > 1 and t.drafter.chance >= LIKELY]
-        n, apart = len(texts), self._gap_s
-        plain = self.passes.token_budget.seconds(self.passes.bucket(n), self.passes.bucket(n))
-        if not likely or not plain:
-            return {}
-        guesses = ((t.number, t.drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t in likely)  # type: ignore[union-attr]
-        apart += self._guess_s(plain) * max((len(t.drafter.given) for t in likely if isinstance(t.drafter, Guessed)), default=0)
-        return choose(guesses, n, self.drafts.sizes, lambda rows: self._seconds(rows, n, plain) + apart, plain)
-
-    def _wanted(self) -> int:
-        """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
-        that makes the next passes yield the most tokens per second."""
-        s = self.scheduler
-        if self.guesses is None or self.drafts is None or not self._drafting or s.admits:
-            return 0
-        texts = [t for t in s.running if t is not None]
-        n = len(texts)
-        plain = self.passes.token_budget.seconds(self.passes.bucket(n), self.passes.bucket(n))
-        if not plain:
-            return 0
-        chances = [(t.number, t.drafter.rates.chances[: t.remaining]) for t in texts if isinstance(t.drafter, Guessed)]
-        seconds = lambda rows: self._seconds(rows, n, plain) + self._gap_s  # noqa: E731
-        K = rounds(chances, n, self.drafts.sizes, seconds, plain, self._guess_s(plain))
-        self._unguessed = 0 if K else self._unguessed + 1
-        if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
-            self._unguessed = 0
-            for rates in (self._rates, *(t.drafter.rates for t in texts if isinstance(t.drafter, Guessed))):
-                rates.begin([BEFORE] * len(rates.tried))
-        return K
-
-    def _guess_s(self, plain: float) -> float:
-        """Return the seconds of one guess for each sequence, where a plain pass takes `plain` seconds."""
-        return plain * statistics.median(self._guess_costs)
-
-    def _seconds(self, rows: int, texts: int, plain: float) -> float:
-        """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
-        assert self.drafts is not None
-        if rows in self.drafts.seconds:
-            return self.drafts.seconds[rows] + self.passes.token_budget.extra
-        return plain * (1 + statistics.median(self._slopes) * (rows / texts - 1))
-
-    def _draft(self, plan: StepPlan, asked: dict[int, int]) -> dict[int, tuple[list[int], list[int]]]:
-        """Return by sequence number the drafts in this plan and the slots for the recurrent states after each of their rows."""
-        drafted = {}
-        for text in plan.steps:
-            n = asked.get(text.number, 0)
-            n = self.scheduler.cache.most_drafts(n)
-            tokens = list(text.drafter.guess(n).tokens) if n and text.drafter is not None else []
-            slots = self.scheduler.draft(plan, text, len(tokens)) if tokens else None
-            if slots is not None:
-                drafted[text.number] = tokens, slots
-        return drafted
-
-    def _check(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]], K: int) -> Flight:
-        """Launch a pass in which some sequences check drafts and the rest take one step."""
-        assert self.drafts is not None
-        null, texts = self.rows.null_row, list[Checked]()
-        for text in plan.steps:
-            tokens, slots = drafts.get(text.number, ([], []))
-            target = null if text.request.special else text.row
-            texts.append(Checked(text.row, len(text.tokens) - 1, target, [text.tokens[-1], *tokens], text.slot, slots))
-        flight = Flight(self.device)
-        result, logits = self.drafts.run(texts)
-        firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
-        places = list(zip(firsts, plan.steps, strict=False))
-        special = [(i, t) for i, t in places if t.request.special]
-        logs = self.special.draw(logits, special) if special else []
-        looks = self.device.type == "cpu" or not self._steps % LOOK
-        flight.rows = [len(t.tokens) for t in texts]
-        newest = torch.cat((result, self.rows.token))
-        flight.launched(places, newest, logs, drawable(logits) if looks else None, (0, firsts[-1]))
-        if self.guesses is not None and self.passes.noted is not None:
-            rows = [Rows(t.row, t.pos, first, t.tokens, row=t.row) for t, first in zip(texts, firsts, strict=False)]
-            flight.guess(plan.steps, self.guesses.checked(rows, self.passes.noted, result, K))
-        return flight
-
-    def _checked(self, flight: Flight, found: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
-        """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows."""
-        assert self.drafts is not None
-        M, new_tokens = self.drafts.size(flight.size[1]), []
-        for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
-            if text.done:
-                continue
-            accepted = found[M + i]
-            if rows > 1:
-                self.scheduler.rewind(text, len(text.tokens) + accepted)
-                text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted
-                self._drafted, self._accepted = self._drafted + rows - 1, self._accepted + accepted
-                if isinstance(text.drafter, Guessed):
-                    text.drafter.checked(rows - 1, accepted)
-            if sound is not None and not all(sound[first : first + accepted + 1]):
-                text.failed = not_finite(self.passes.plan.dtype)
-            new_tokens.append((text, [found[2 * M + row]] if text.request.special else found[first : first + accepted + 1]))
-        return new_tokens
+    @property
+    def _looks(self) -> bool:
+        """Whether the logits of the next pass are checked for NaN."""
+        return self.device.type == "cpu" or not self._steps % LOOK
 
     def _budget(self, high: int, waiting: int) -> int:
         return self.passes.token_budget.prompt_tokens(*self._load(high, waiting))
@@ -624,7 +443,7 @@ class ContinuousEngine:
                 Piece(row, first, text.tokens[first:end], row_of_output if id(text) in ends else -1, text.slot, text.shown)
             )
         flight = Flight(self.device)
-        before = self.rows.token.clone() if self.guesses is not None and not self.guesses.shifted else None
+        before = None if self.drafts is None else self.drafts.newest_tokens()
         logits = self.passes.run(n, pieces, drawn)
         riding = self.passes.riding(n)
         places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
@@ -632,18 +451,10 @@ class ContinuousEngine:
         logs = self.special.draw(logits, special) if special and logits is not None else []
         steps, rows = self.passes.size(n, pieces)
         size = (steps if steps == rows or self.passes.padded else 0, rows)  # unpadded (CPU): mixed passes count as 0 steps
-        looks = bool(plan.finishing) or self.device.type == "cpu" or not self._steps % LOOK
-        sound = drawable(logits) if looks and logits is not None else None
+        sound = drawable(logits) if (plan.finishing or self._looks) and logits is not None else None
         flight.launched(places, self.rows.token, logs, sound, size)
-        if self.guesses is not None and self.passes.noted is not None:
-            stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in plan.steps]
-            read, at = list[Rows](), steps
-            for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
-                row_of_output = text.row if id(text) in ends else -1
-                read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
-                at += end - first
-            through = [text for text, *_ in plan.pieces if id(text) in ends]
-            flight.guess([*plan.steps, *through], self.guesses.passed(stepped, read, self.passes.noted, before, K))
+        if self.drafts is not None:
+            self.drafts.guess_after(flight, plan, pieces, steps, before, K)
         return flight
 
     def _land(self, most: int) -> None:
@@ -657,9 +468,9 @@ class ContinuousEngine:
                 self._due = 0.0 if behind else time.monotonic() + SURE * expected
             logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
-            if flight.rows:
-                self._note(len(flight.rows), sum(flight.rows), seconds)
-                drawn_tokens = self._checked(flight, tokens, sound)
+            if self.drafts is not None and flight.rows:
+                self.drafts.costs.passed(len(flight.rows), sum(flight.rows), seconds)
+                drawn_tokens = self.drafts.landed(flight, tokens, sound)
             else:
                 self.passes.token_budget.note(*flight.size, seconds)
                 drawn_tokens = [(text, [tokens[row]]) for text, row, _ in flight.drew]
@@ -670,30 +481,10 @@ class ContinuousEngine:
                 for token in drawn:
                     if not text.done and (event := self._event(text, token, logs)) is not None:
                         events.append((text.number, event))
-            self._give(flight)
+            if self.drafts is not None:
+                self.drafts.give(flight)
             if events:
                 self._sink(events)
-
-    def _give(self, flight: Flight) -> None:
-        """Hand the guesses that the drafter made after a pass to its sequences."""
-        if not flight.guessed:
-            return
-        if not isinstance(flight.after, float):
-            flight.after.synchronize()
-        for text, guesses in zip(flight.guessed, flight.guesses.tolist(), strict=True):
-            if isinstance(text.drafter, Guessed) and not text.done:
-                text.feed()
-                text.drafter.give(guesses)
-        n, K = flight.guesses.shape
-        plain = self.passes.token_budget.seconds(n, n)
-        if self.guesses is not None and plain and self.device.type == "cpu":
-            self._guess_costs.append(self.guesses.seconds / (K * plain))
-
-    def _note(self, texts: int, rows: int, seconds: float) -> None:
-        """Record the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
-        plain = self.passes.token_budget.seconds(texts, texts)
-        if plain and not self.passes.padded:
-            self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
     def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
         """Add a token to its sequence and return its event; None where the token was already sent before a preemption."""
@@ -707,7 +498,7 @@ class ContinuousEngine:
             self._end(text)
             return failed(text.failed)
         finish = self.scheduler.on_token(text, token)
-        if self._drafting and not text.behind:
+        if self._feeds and not text.behind:
             text.feed()
         if again:
             return None
@@ -716,8 +507,8 @@ class ContinuousEngine:
         cached, text.started = (0 if text.started else text.cached), True
         if not finish:
             return Event(token, logprob, top, cached=cached)
-        if text.drafter is not None and self._drafting:
-            self._answers.add(text.tokens[text.prompt :])
+        if self.drafts is not None:
+            self.drafts.ended(text)
         self._end(text)
         return Event(token, logprob, top, finish, cached=cached, drafted=(text.accepted, text.drafted - text.accepted))
 

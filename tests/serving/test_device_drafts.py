@@ -3,13 +3,12 @@ text read whole, alone: among others, in pieces, from a beginning that the cache
 """
 
 import sys
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from asking import Client
+from asking import Client, Free
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
 import publishing as pub
@@ -21,6 +20,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts import heads
 from lowq_cli.engine.drafts.drafter import DraftRows
 from lowq_cli.engine.drafts.drafter_choice import served
+from lowq_cli.engine.drafts.drafting import BEFORE
 from lowq_cli.engine.drafts.model import ModelDrafter
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.model_record import tuned_by
@@ -73,12 +73,18 @@ def both(request, tmp_path_factory):
 
 def always(client):
     """The client's engine with guesses that are made after every pass, and checked, whatever they bring."""
-    engine = client.engine
-    engine._slopes, engine._note, engine._guess_s = deque([0.0], maxlen=1), lambda *_: None, lambda plain: 0.0
-    engine._wanted = lambda: engine.guesses.drafter.most
-    engine._rates.note = lambda *_: None
-    engine.drafter = lambda: Trusting(engine._rates, NGram())
+    drafts = client.engine.drafts
+    drafts.costs, believed = Free(drafts.costs), Believed([BEFORE] * drafts.guesses.drafter.most)
+    drafts.wanted = lambda: drafts.guesses.drafter.most
+    drafts.drafter = lambda: Trusting(believed, NGram())
     return client
+
+
+class Believed(Rates):
+    """Rates that no check changes."""
+
+    def note(self, checked, accepted):
+        pass
 
 
 class Trusting(Guessed):
@@ -122,10 +128,10 @@ def counted(c):
 
 def asked(c, *texts, **how):
     """Texts at once; their answers, and what was guessed for each."""
-    drafters, engine = [], c.engine
-    make, engine.drafter = engine.drafter, lambda: drafters.append(make()) or drafters[-1]
+    drafters, drafts = [], c.engine.drafts
+    make, drafts.drafter = drafts.drafter, lambda: drafters.append(make()) or drafters[-1]
     found = c.tokens(*[c.ask(p, n, stop=STOPS, **how) for p, n in texts])
-    engine.drafter = make
+    drafts.drafter = make
     return found, [d.kept for d in drafters]
 
 
@@ -238,7 +244,7 @@ def test_what_drafts_is_named_and_where_it_cannot_it_says_why(both):
     for how, why in (({}, f"{drafter.name}, ngram"), ({"deterministic": True}, "none (the same kernels")):
         c = Client(model, draft=drafter, **how)
         assert c.engine.drafts_by.startswith(why)
-        assert (c.engine.guesses is None) == bool(how)
+        assert (c.engine.drafts is None) == bool(how)
         c.engine.stop(0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from asking import adapter
+from asking import Free, adapter
 from saying import byte_tokenizer
 from test_device_drafts import always, made, prompts
 from transformers import AutoModelForCausalLM
@@ -49,10 +49,10 @@ class Believed:
     def __init__(self, engine):
         self.engine = engine
         assert isinstance(engine, ContinuousEngine)
-        if engine.guesses is not None:
+        if engine.drafts is not None and engine.drafts.guesses is not None:
             always(self)
         elif engine.drafts is not None:
-            engine._seconds = lambda rows, texts, plain: plain
+            engine.drafts.costs = Free(engine.drafts.costs)
 
 
 def asked(model, tokenizer, requests, draft, facts=None, pictures=None, **how):

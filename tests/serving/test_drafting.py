@@ -5,12 +5,11 @@ every depth, steps with drafts and without them in turn, each text its own numbe
 """
 
 import random
-from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from asking import TOKENIZER, Client, build, prompts
+from asking import TOKENIZER, Client, Free, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
@@ -68,10 +67,8 @@ class Knowing:
 
 def knowing(client, answers, seed=0):
     """The client's engine with drafters that know the answers, and rows that cost nothing."""
-    engine, rng = client.engine, random.Random(seed)
-    engine.drafter = lambda: Knowing(answers, rng)
-    engine._slopes = deque([0.0], maxlen=1)
-    engine._note = lambda *_: None
+    drafts, rng = client.engine.drafts, random.Random(seed)
+    drafts.costs, drafts.drafter = Free(drafts.costs), lambda: Knowing(answers, rng)
     return client
 
 
@@ -251,7 +248,7 @@ def test_what_requests_ask_for_besides_holds_beside_those_with_drafts(model, cli
 def test_guesses_of_n_grams_and_of_earlier_answers(model):
     prompt = prompts(30, seed=12)[0]
     c = Client(model, draft="ngram", running=2)
-    c.engine._slopes, c.engine._note = deque([0.0], maxlen=1), lambda *_: None
+    c.engine.drafts.costs = Free(c.engine.drafts.costs)
     wanted = alone(model, prompt, 120)
     assert c.tokens(c.ask(prompt, 120)) == [wanted]
     first = c.engine.stats()

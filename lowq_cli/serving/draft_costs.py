@@ -1,0 +1,60 @@
+"""How long passes with drafts take: measured beforehand where they are recorded, otherwise estimated from those that ran."""
+
+import statistics
+from collections import deque
+
+from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.drafts.drafting import step_s
+from lowq_cli.engine.plan import Plan
+from lowq_cli.serving.draft_passes import DraftPasses
+
+GAP_S = 4e-4  # initial estimate of the seconds between the end of a pass and the launch of a pass with drafts
+NEWEST = 0.1  # weight of the newest measurement in the moving average of these seconds
+ROW = 0.4  # initial estimate of the extra time of a pass with twice the rows, as a fraction of a plain pass
+SLOPES = 15  # passes with drafts on a CPU over which the median is taken: other processes slow down single passes
+
+
+class DraftCosts:
+    """The seconds of passes with drafts and of guesses, next to those of plain passes.
+
+    Args:
+        passes: the model's passes with drafts. drafter: what guesses after passes, or None. plan: the model's plan.
+    Attributes:
+        gap_s: seconds from the end of a pass until the host has launched one with drafts; 0 on a CPU, where nothing overlaps.
+    """
+
+    def __init__(self, passes: DraftPasses, drafter: PagedDrafter | None, plan: Plan) -> None:
+        self.passes, self.budget = passes, passes.passes.token_budget
+        self.gap_s = GAP_S if passes.device.type == "cuda" else 0.0
+        self._slopes = deque([ROW] * 3, maxlen=SLOPES)
+        self._guesses = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
+
+    def plain_s(self, texts: int) -> float:
+        """Return the seconds of a plain pass of so many sequences, 0.0 where none is known yet."""
+        size = self.passes.passes.bucket(texts)
+        return self.budget.seconds(size, size)
+
+    def guess_s(self, plain_s: float) -> float:
+        """Return the seconds of one guess for each sequence, where a plain pass takes `plain_s` seconds."""
+        return plain_s * statistics.median(self._guesses)
+
+    def pass_s(self, rows: int, texts: int, plain_s: float) -> float:
+        """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
+        if rows in self.passes.seconds:
+            return self.passes.seconds[rows] + self.budget.extra
+        return plain_s * (1 + statistics.median(self._slopes) * (rows / texts - 1))
+
+    def launched(self, seconds: float) -> None:
+        """Record the seconds that the host took to launch a pass with drafts after the one before had ended."""
+        self.gap_s += NEWEST * (seconds - self.gap_s)
+
+    def passed(self, texts: int, rows: int, seconds: float) -> None:
+        """Record the seconds of a pass with drafts that was not recorded beforehand."""
+        plain = self.budget.seconds(texts, texts)
+        if plain and not self.passes.passes.padded:
+            self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
+
+    def guessed(self, texts: int, K: int, seconds: float) -> None:
+        """Record the seconds of K guesses for each of `texts` sequences."""
+        if plain := self.budget.seconds(texts, texts):
+            self._guesses.append(seconds / (K * plain))

@@ -1,0 +1,255 @@
+"""Drafts in the engine: who guesses, how many guesses the next pass checks, and what became of them."""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.drafts.drafter_choice import settled
+from lowq_cli.engine.drafts.drafting import AGAIN, BEFORE
+from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.sampling import drawable, not_finite
+from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
+from lowq_cli.serving.device_drafts import why_not as drafter_why_not
+from lowq_cli.serving.draft_costs import DraftCosts
+from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
+from lowq_cli.serving.draft_trials import Trials
+from lowq_cli.serving.drafting import Answers, choose, rounds
+from lowq_cli.serving.flight import Flight
+from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
+from lowq_cli.serving.model_runner import Piece
+from lowq_cli.serving.sampler import Special
+from lowq_cli.serving.scheduler import Scheduler, StepPlan
+from lowq_cli.serving.sequence import Sequence
+from lowq_kernels.decode.reference import MOST_DRAFTS
+from lowq_packers.errors import UnsupportedError
+
+SERVED = ("ngram", "none")  # and "auto"
+LIKELY = 0.3  # drafts less likely than this are not considered: for 64 sequences that would take the host as long as a pass
+FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms for 1,000 tokens
+
+
+class DraftChoice(NamedTuple):
+    """What an engine drafts by.
+
+    Attributes:
+        name: what was asked for, with the meaning of "auto". drafter: a head or model, or None. why: the reason why nothing
+            drafts, or "". why_not_drafter: the reason why only n-grams draft although a drafter was asked for, or "".
+    """
+
+    name: str
+    drafter: PagedDrafter | None
+    why: str
+    why_not_drafter: str
+
+    @classmethod
+    def of(cls, draft: str | PagedDrafter, plan: Plan, deterministic: bool, brief: bool) -> "DraftChoice":
+        """Return the choice for a model's plan. brief: the engine answers known prompts once, too few to record passes for.
+        Raises UnsupportedError for a name that is not served."""
+        drafter = None if isinstance(draft, str) else draft
+        name = settled(draft, plan.device.type) if isinstance(draft, str) else draft.name
+        if drafter is None and name not in SERVED:
+            raise UnsupportedError(f"the server drafts by {' or '.join(SERVED)}, or by a head or model, not by {name}")
+        why = "as asked" if name == "none" or brief else SAME if deterministic else ""
+        reason = "" if drafter is None or why else drafter_why_not(drafter, plan)
+        missing = f" ({drafter.name} does not: {reason})" if drafter is not None and reason else ""
+        return cls(name, None if why or reason else drafter, why, missing)
+
+
+class DraftRounds:
+    """The drafts of an engine's sequences: rounds of guesses, checked by passes that compute several rows of a sequence.
+
+    Args:
+        passes: the model's passes with drafts. scheduler: the engine's. special: what samples for special requests. guesses:
+            the drafter on the device, or None for n-grams alone.
+    Attributes:
+        costs: the seconds of its passes. on: whether drafts pay with the present number of sequences. drafted, accepted:
+            numbers of guesses that were checked, and of right ones.
+    """
+
+    def __init__(self, passes: DraftPasses, scheduler: Scheduler, special: Special, guesses: DeviceDrafts | None) -> None:
+        self.passes, self.runner, self.scheduler, self.special, self.guesses = (
+            passes,
+            passes.passes,
+            scheduler,
+            special,
+            guesses,
+        )
+        self.device, self.rows = passes.device, passes.passes.rows
+        drafter = None if guesses is None else guesses.drafter
+        if drafter is not None:
+            self.runner.noted, scheduler.beyond = {}, drafter.reach
+        self.costs = DraftCosts(passes, drafter, self.runner.plan)
+        # on a CPU the seconds of passes with drafts are measured one by one, and the host's work is part of them
+        self._trials = Trials() if self.device.type == "cuda" else None
+        self._answers = Answers()
+        self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
+        self._unguessed = 0  # passes since the last one for which the drafter ran
+        self.on = True
+        self.drafted = self.accepted = 0
+
+    @property
+    def name(self) -> str:
+        """The names of what guesses."""
+        return "ngram" if self.guesses is None else f"{self.guesses.drafter.name}, ngram"
+
+    def drafter(self) -> TextDrafter:
+        """Return the drafter of a new sequence."""
+        ngram = NGram(self._answers)
+        return ngram if self.guesses is None else Guessed(self._rates, ngram)
+
+    def begin_turn(self, size: int) -> None:
+        """Decide whether the next pass may have drafts; size: the rows of a plain pass."""
+        self.on = self._trials is None or self._trials.allows(size)
+
+    def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
+        """Record what a turn launched and how many tokens came in it, for the decision of `begin_turn`."""
+        if self._trials is not None and (plan is None or plan.pieces or not plan.steps):
+            self._trials.interrupted()
+        elif self._trials is not None and plan is not None:
+            self._trials.passed(size, tokens, len(plan.steps), time.perf_counter())
+
+    def counts(self) -> dict[int, int]:
+        """Return the number of draft tokens by sequence number that makes the next pass yield the most tokens per second."""
+        s = self.scheduler
+        if not self.on or s.admits:  # prompts are prefilled by passes without drafts
+            return {}
+        texts = [t for t in s.running if t is not None and t.remaining > 0]
+        fed = 0
+        for text in texts:
+            fed += text.behind
+            if not text.behind or fed <= FEEDS:
+                text.feed()
+        if any(t.request.pictures for t in texts) and not self.passes.shows():
+            return {}
+        likely = [
+            (t, t.drafter)
+            for t in texts
+            if t.drafter is not None and not t.behind and t.remaining > 1 and t.drafter.chance >= LIKELY
+        ]
+        n = len(texts)
+        if not likely or not (plain := self.costs.plain_s(n)):
+            return {}
+        chances = ((t.number, drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t, drafter in likely)
+        given = max((len(drafter.given) for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
+        apart = self.costs.gap_s + self.costs.guess_s(plain) * given
+        return choose(chances, n, self.passes.sizes, lambda rows: self.costs.pass_s(rows, n, plain) + apart, plain)
+
+    def wanted(self) -> int:
+        """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
+        that makes the next passes yield the most tokens per second."""
+        s = self.scheduler
+        if self.guesses is None or not self.on or s.admits:
+            return 0
+        texts = [t for t in s.running if t is not None]
+        n = len(texts)
+        if not (plain := self.costs.plain_s(n)):
+            return 0
+        chances = [(t.number, t.drafter.rates.chances[: t.remaining]) for t in texts if isinstance(t.drafter, Guessed)]
+        seconds = lambda rows: self.costs.pass_s(rows, n, plain) + self.costs.gap_s  # noqa: E731
+        K = rounds(chances, n, self.passes.sizes, seconds, plain, self.costs.guess_s(plain))
+        self._unguessed = 0 if K else self._unguessed + 1
+        if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
+            self._unguessed = 0
+            for rates in (self._rates, *(t.drafter.rates for t in texts if isinstance(t.drafter, Guessed))):
+                rates.begin([BEFORE] * len(rates.tried))
+        return K
+
+    def draft(self, plan: StepPlan, counts: dict[int, int]) -> dict[int, tuple[list[int], list[int]]]:
+        """Return by sequence number the drafts in this plan and the slots for the recurrent states after each of their rows."""
+        drafts = {}
+        for text in plan.steps:
+            n = self.scheduler.cache.most_drafts(counts.get(text.number, 0))
+            tokens = list(text.drafter.guess(n).tokens) if n and text.drafter is not None else []
+            slots = self.scheduler.draft(plan, text, len(tokens)) if tokens else None
+            if slots is not None:
+                drafts[text.number] = tokens, slots
+        return drafts
+
+    def launch(self, plan: StepPlan, drafts: dict[int, tuple[list[int], list[int]]], K: int, looks: bool) -> Flight:
+        """Launch a pass in which some sequences check drafts and the rest take one step.
+
+        K: number of guesses that the drafter makes for each sequence afterwards. looks: whether its logits are checked for NaN.
+        """
+        null, texts = self.rows.null_row, list[Checked]()
+        for text in plan.steps:
+            tokens, slots = drafts.get(text.number, ([], []))
+            target = null if text.request.special else text.row
+            texts.append(Checked(text.row, len(text.tokens) - 1, target, [text.tokens[-1], *tokens], text.slot, slots))
+        flight = Flight(self.device)
+        result, logits = self.passes.run(texts)
+        firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
+        places = list(zip(firsts, plan.steps, strict=False))
+        special = [(i, t) for i, t in places if t.request.special]
+        logs = self.special.draw(logits, special) if special else []
+        flight.rows = [len(t.tokens) for t in texts]
+        newest = torch.cat((result, self.rows.token))
+        flight.launched(places, newest, logs, drawable(logits) if looks else None, (0, firsts[-1]))
+        if self.guesses is not None and self.runner.noted is not None:
+            rows = [Rows(t.row, t.pos, first, t.tokens, row=t.row) for t, first in zip(texts, firsts, strict=False)]
+            flight.guess(plan.steps, self.guesses.checked(rows, self.runner.noted, result, K))
+        return flight
+
+    def guess_after(
+        self, flight: Flight, plan: StepPlan, pieces: list[Piece], steps: int, before: torch.Tensor | None, K: int
+    ) -> None:
+        """Let the drafter on the device read a plain pass, and guess K tokens of each sequence that sampled in it.
+
+        pieces: those of the plan. steps: rows of the pass before them. before: the newest tokens before the pass, None where
+        the drafter reads the tokens after the rows.
+        """
+        if self.guesses is None or self.runner.noted is None:
+            return
+        ends = set(map(id, plan.finishing))
+        stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in plan.steps]
+        read, at = list[Rows](), steps
+        for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
+            row_of_output = text.row if id(text) in ends else -1
+            read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
+            at += end - first
+        through = [text for text, *_ in plan.pieces if id(text) in ends]
+        flight.guess([*plan.steps, *through], self.guesses.passed(stepped, read, self.runner.noted, before, K))
+
+    def newest_tokens(self) -> torch.Tensor | None:
+        """Return a copy of the rows' newest tokens if the drafter needs those from before the next pass, else None."""
+        return self.rows.token.clone() if self.guesses is not None and not self.guesses.shifted else None
+
+    def landed(self, flight: Flight, tokens: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
+        """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows."""
+        M, new_tokens = self.passes.size(flight.size[1]), []
+        for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
+            if text.done:
+                continue
+            accepted = tokens[M + i]
+            if rows > 1:
+                self.scheduler.rewind(text, len(text.tokens) + accepted)
+                text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted
+                self.drafted, self.accepted = self.drafted + rows - 1, self.accepted + accepted
+                if isinstance(text.drafter, Guessed):
+                    text.drafter.checked(rows - 1, accepted)
+            if sound is not None and not all(sound[first : first + accepted + 1]):
+                text.failed = not_finite(self.runner.plan.dtype)
+            new_tokens.append((text, [tokens[2 * M + row]] if text.request.special else tokens[first : first + accepted + 1]))
+        return new_tokens
+
+    def give(self, flight: Flight) -> None:
+        """Hand the guesses that the drafter made after a pass to its sequences."""
+        if not flight.guessed:
+            return
+        if not isinstance(flight.after, float):
+            flight.after.synchronize()
+        for text, guesses in zip(flight.guessed, flight.guesses.tolist(), strict=True):
+            if isinstance(text.drafter, Guessed) and not text.done:
+                text.feed()
+                text.drafter.give(guesses)
+        if self.guesses is not None and self.device.type == "cpu":
+            texts, K = flight.guesses.shape
+            self.costs.guessed(texts, K, self.guesses.seconds)
+
+    def ended(self, text: Sequence) -> None:
+        """Keep a finished answer, from which other sequences' n-grams may go on."""
+        if text.drafter is not None and self.on:
+            self._answers.add(text.tokens[text.prompt :])

@@ -1,0 +1,55 @@
+"""A pass in flight: what was launched, and what the host reads of it when it has ended."""
+
+import time
+
+import torch
+
+from lowq_cli.serving.sampler import LogProbs, fetch
+from lowq_cli.serving.sequence import Sequence
+
+
+class Flight:
+    """A pass in flight, created before its launch: the sequences that sample, their rows, its size for `TokenBudget.note`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.began = self._now(device)
+        self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
+        self.guessed: list[Sequence] = []
+
+    def launched(
+        self,
+        places: list[tuple[int, Sequence]],
+        token: torch.Tensor,
+        logs: list[LogProbs],
+        sound: torch.Tensor | None,
+        size: tuple[int, int],
+    ) -> "Flight":
+        """Record what was launched (sequences, their rows of the logits, which of these are `drawable`) and return self."""
+        self.drew, self.logs, self.size = [(t, t.row, i) for i, t in places], logs, size
+        self.tokens, self.sound = fetch(token), None if sound is None else fetch(sound)
+        self.ended = self._now(token.device)
+        return self
+
+    def guess(self, texts: list[Sequence], guesses: torch.Tensor | None) -> None:
+        """Record the drafter's guesses (n, K) for the next tokens of some sequences; None: the drafter did not run."""
+        if guesses is not None:
+            self.guessed, self.guesses, self.after = texts, fetch(guesses), self._now(guesses.device)
+
+    def over(self) -> bool:
+        """Return whether the pass has ended."""
+        return isinstance(self.ended, float) or self.ended.query()
+
+    def read(self) -> tuple[list[int], float]:
+        """Return the newest token of every row and the seconds of the pass; waits for this pass only."""
+        if isinstance(self.ended, float) or isinstance(self.began, float):
+            return self.tokens.tolist(), self.ended - self.began  # type: ignore[operator]
+        self.ended.synchronize()
+        return self.tokens.tolist(), self.began.elapsed_time(self.ended) / 1e3
+
+    @staticmethod
+    def _now(device: torch.device) -> "torch.cuda.Event | float":
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
