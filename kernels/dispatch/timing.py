@@ -16,6 +16,7 @@ from functools import cache, partial
 import torch
 
 from lowq_kernels import counters, workspaces
+from lowq_kernels.graphs import Graph
 from lowq_kernels.optional import optional
 
 Thunk = Callable[[], object]
@@ -55,9 +56,9 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
         stop.synchronize()
         return start.elapsed_time(stop) * 1e3
 
-    def captured(rounds: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with counters.serial(), torch.cuda.graph(graph, stream=side):
+    def captured(rounds: int) -> Graph:
+        graph = Graph()
+        with counters.serial(), graph.recording(side):
             for _ in range(rounds):
                 for call in calls:
                     call()

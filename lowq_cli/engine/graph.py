@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowq_kernels import workspaces
+from lowq_kernels.graphs import Graph
 
 SMALLEST_BUCKET = 512
 WARM_UP = 1  # runs before recording, in which kernels compile and libraries allocate workspaces
@@ -18,7 +19,7 @@ class Captured:
     logits: torch.Tensor
     noted: dict[int, torch.Tensor] | None = None
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
     def replay(self) -> None:
@@ -61,18 +62,9 @@ def capture(step: Callable[[], object], pool: Any = None) -> Captured:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with workspaces.released():
-        if pool is None:
-            with torch.cuda.graph(graph, stream=stream):
-                step()
-        else:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool)
-                try:
-                    step()
-                finally:
-                    graph.capture_end()
+    graph = Graph()
+    with workspaces.released(), graph.recording(stream, pool):
+        step()
     return Captured(graph)
 
 

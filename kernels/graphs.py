@@ -1,0 +1,81 @@
+"""CUDA graphs: one is recorded at a time, and none is freed while one is recorded.
+
+While any thread records, CUDA refuses to destroy a graph ("operation not permitted when stream is capturing"). A graph can be
+dropped at any moment: by a full cache, by a thread that unloads a model, or by the garbage collector, in whichever thread it
+runs. So a `Graph` that is dropped meanwhile is kept in a list until the recording has ended.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from weakref import finalize
+
+import torch
+
+_busy = Lock()  # held while a graph is recorded, and while graphs are freed
+_dropped: deque[Any] = deque()  # graphs that nothing uses any more
+
+
+class Graph:
+    """A CUDA graph, which holds the work that is launched inside its `recording`."""
+
+    def __init__(self, graph: Any = None) -> None:
+        self._held = [torch.cuda.CUDAGraph() if graph is None else graph]  # `_drop` takes it out: the last reference
+        finalize(self, _drop, self._held).atexit = False  # it also keeps the list from the garbage collector
+
+    @contextmanager
+    def recording(self, stream: torch.cuda.Stream | None, pool: Any = None) -> Iterator[None]:
+        """Record what is launched inside, on `stream`. Raises RuntimeError if it cannot be recorded.
+
+        pool: the memory pool of an earlier graph; torch's release of cached memory is then skipped.
+        """
+        with _alone(), torch.cuda.graph(self._held[0], stream=stream) if pool is None else torch.cuda.stream(stream):
+            if pool is not None:
+                self._held[0].capture_begin(pool=pool)
+            try:
+                yield
+            finally:
+                if pool is not None:
+                    self._held[0].capture_end()
+
+    def replay(self) -> None:
+        """Run the recorded work on the current stream."""
+        self._held[0].replay()
+
+    def pool(self) -> Any:
+        """Its memory pool, which later graphs may share."""
+        return self._held[0].pool()
+
+
+def _drop(held: list[Any]) -> None:
+    _dropped.append(held.pop())
+    _free()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until no other thread records or frees graphs, then keep graphs from being freed; no garbage is collected inside."""
+    try:
+        with _busy:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                yield
+            finally:
+                if collects:
+                    gc.enable()
+    finally:
+        _free()
+
+
+def _free() -> None:
+    """Free the dropped graphs, unless one is recorded now: then `_alone` frees them at its end. Never waits."""
+    while _dropped and _busy.acquire(blocking=False):  # looked at again after the release: another thread may have dropped one
+        try:
+            while _dropped:
+                _dropped.popleft()
+        finally:
+            _busy.release()

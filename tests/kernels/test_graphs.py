@@ -1,0 +1,180 @@
+"""A CUDA graph is never freed while one is recorded: shown with a stand-in that notes whether a recording was under way."""
+
+import gc
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from lowq_kernels.graphs import Graph
+
+ROOT = Path(__file__).parents[2]
+POOL = (0, 1)
+
+
+class Device:
+    """The state of one device: recordings under way now and at most, and, for each freed graph, whether there was one."""
+
+    def __init__(self):
+        self.recordings = self.most = 0
+        self.freed = []
+
+    def graph(self):
+        return Graph(StandIn(self))
+
+
+class StandIn:
+    """As torch's CUDAGraph: records between `capture_begin` and `capture_end`, and is destroyed with its last reference."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def capture_begin(self, pool):
+        assert pool == POOL
+        self.device.recordings += 1
+        self.device.most = max(self.device.most, self.device.recordings)
+
+    def capture_end(self):
+        self.device.recordings -= 1
+
+    def replay(self):
+        """Nothing was recorded."""
+
+    def __del__(self):
+        self.device.freed.append(self.device.recordings > 0)
+
+
+class Loaded:
+    """A model whose parts refer to each other: only the garbage collector frees its graph."""
+
+    def __init__(self, graph):
+        self.graph, self.itself = graph, self
+
+
+def in_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def allocate():
+    """Enough containers that Python collects garbage by itself, where that is enabled."""
+    return [[] for _ in range(4 * max(gc.get_threshold()[0], 700))]
+
+
+def unload_and_collect(cache):
+    cache.clear()
+    gc.collect()
+
+
+DROPS = {
+    "a full cache": lambda cache: cache.clear(),
+    "another thread": lambda cache: in_thread(cache.clear),
+    "collected in another thread": lambda cache: in_thread(lambda: unload_and_collect(cache)),
+    "collected by hand": unload_and_collect,
+    "collected by Python": lambda cache: (cache.clear(), allocate()),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "recording fails"])
+@pytest.mark.parametrize("cyclic", [False, True], ids=["", "in a cycle"])
+@pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
+def test_a_graph_dropped_while_another_is_recorded_is_freed_afterwards(drop, cyclic, fails):
+    device = Device()
+    cache = [Loaded(device.graph()) if cyclic else device.graph() for _ in range(3)]
+    graph, enabled = device.graph(), gc.isenabled()
+    gc.enable()
+    try:
+        with graph.recording(None, POOL):
+            drop(cache)
+            assert device.freed == []
+            if fails:
+                raise RuntimeError("the step waits for the device")
+    except RuntimeError:
+        assert fails
+    finally:
+        assert gc.isenabled()
+        gc.enable() if enabled else gc.disable()
+    gc.collect()
+    assert device.freed == [False] * 3
+    graph.replay()
+    del graph
+    assert device.freed == [False] * 4
+
+
+def test_an_error_that_outlives_its_recording_holds_no_graph():
+    class Failing(StandIn):
+        def capture_end(self):
+            super().capture_end()
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    device, errors = Device(), []
+    graph = Graph(Failing(device))
+    try:
+        with graph.recording(None, POOL):
+            pass
+    except RuntimeError as e:
+        errors.append(e)
+    assert errors
+    del graph
+    with device.graph().recording(None, POOL):
+        errors.clear()
+        assert device.freed == []
+    assert device.freed == [False] * 2
+
+
+def test_the_stand_in_shows_a_graph_that_is_freed_too_early():
+    device = Device()
+    raw = StandIn(device)
+    with device.graph().recording(None, POOL):
+        del raw
+    assert device.freed[0] is True
+
+
+def test_garbage_of_others_is_not_collected_while_a_graph_is_recorded():
+    """torch.compile and libraries hold graphs that are not ours."""
+    device = Device()
+    gc.enable()
+    cycle = Loaded(StandIn(device))
+    with device.graph().recording(None, POOL):
+        del cycle
+        allocate()
+        assert device.freed == []
+    gc.collect()
+    assert device.freed
+    assert not any(device.freed)
+
+
+def test_two_threads_record_one_after_the_other_and_a_third_may_drop_graphs_meanwhile():
+    device, first_begun, dropped = Device(), threading.Event(), threading.Event()
+
+    def first():
+        with device.graph().recording(None, POOL):
+            first_begun.set()
+            assert dropped.wait(20)
+
+    def second():
+        assert first_begun.wait(20)
+        with device.graph().recording(None, POOL):
+            assert dropped.is_set()
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for t in threads:
+        t.start()
+    assert first_begun.wait(20)
+    cache = [device.graph() for _ in range(50)]
+    cache.clear()  # does not wait for the recording
+    dropped.set()
+    for t in threads:
+        t.join(20)
+        assert not t.is_alive()
+    assert device.most == 1
+    assert device.freed == [False] * 52
+
+
+def test_graphs_are_made_in_one_place():
+    """Any other would be freed at any time, or free others while it is recorded."""
+    sources = [p for folder in ("packers", "kernels", "lowq_cli") for p in (ROOT / folder).rglob("*.py")]
+    found = {p.name for p in sources if re.search(r"CUDAGraph\b|cuda\.graph\(|capture_begin", p.read_text())}
+    assert found == {"graphs.py"}
