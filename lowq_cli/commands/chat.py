@@ -248,8 +248,8 @@ class _Server:
         self, folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None, think: bool | None
     ) -> None:
         from lowq_cli import running
-        from lowq_cli.commands.generate import request_body
         from lowq_cli.engine.conversation import Turns
+        from lowq_cli.generation.running_server import request_body
 
         def body(said: Any, drawn: dict[str, Any]) -> dict[str, Any]:
             settings = {**drawn, "kv": kv, "chat": False, "think": think}

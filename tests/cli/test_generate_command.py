@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lowq_cli import main
-from lowq_cli.commands import generate
 from lowq_cli.engine import explain
 from lowq_cli.files.source import DEMO
+from lowq_cli.generation import report
 from lowq_cli.main import app
 
 KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "seed"}
@@ -54,7 +54,7 @@ def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
     monkeypatch.setattr(explain, "kernels_of", lambda *_: rows)
     decoder = SimpleNamespace(name="native", reason="")
     generation = SimpleNamespace(decoder=decoder, prompts=["a"], drafting=None, why_no_drafts="as asked")
-    generate._show_kernels(SimpleNamespace(dtype=None), generation)
+    report.show_kernels(SimpleNamespace(dtype=None), generation)
     told = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][2:]
     assert told == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 

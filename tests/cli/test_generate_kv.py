@@ -64,7 +64,7 @@ def test_commands_take_it_and_say_it(capsys):
 
     held = {}
     for kind in kv.KINDS:
-        assert run("serve", str(DEMO), "--dry-run", "--json", "--kv", kind, "--cache-tokens", "4096") == 0
+        assert run("serve", str(DEMO), "--port", "0", "--dry-run", "--json", "--kv", kind, "--cache-tokens", "4096") == 0
         plan = json.loads(capsys.readouterr().out)
         assert plan["kv"] == kind
         held[kind] = plan["cache_bytes"] / plan["cache_tokens"]
