@@ -9,13 +9,14 @@ import gc
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 from weakref import finalize
 
 import torch
 
 _busy = Lock()  # held while a graph is recorded, and while graphs are freed
+_recording: set[int] = set()  # the thread that records
 _dropped: deque[Any] = deque()  # graphs that nothing uses any more
 
 
@@ -58,13 +59,17 @@ def _drop(held: list[Any]) -> None:
 @contextmanager
 def _alone() -> Iterator[None]:
     """Wait until no other thread records or frees graphs, then keep graphs from being freed; no garbage is collected inside."""
+    if get_ident() in _recording:  # it would wait for itself
+        raise RuntimeError("a CUDA graph is recorded by this thread already")
     try:
         with _busy:
             collects = gc.isenabled()
             gc.disable()
+            _recording.add(get_ident())
             try:
                 yield
             finally:
+                _recording.clear()
                 if collects:
                     gc.enable()
     finally:

@@ -173,6 +173,16 @@ def test_two_threads_record_one_after_the_other_and_a_third_may_drop_graphs_mean
     assert device.freed == [False] * 52
 
 
+def test_a_recording_inside_a_recording_is_an_error():
+    device = Device()
+    with device.graph().recording(None, POOL):
+        with pytest.raises(RuntimeError, match="by this thread already"), device.graph().recording(None, POOL):
+            pass
+        assert device.recordings == 1
+    with device.graph().recording(None, POOL):
+        assert device.recordings == 1
+
+
 def test_graphs_are_made_in_one_place():
     """Any other would be freed at any time, or free others while it is recorded."""
     sources = [p for folder in ("packers", "kernels", "lowq_cli") for p in (ROOT / folder).rglob("*.py")]
