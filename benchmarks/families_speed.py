@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
+from copy import deepcopy
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -112,7 +113,7 @@ def model_of(family: str, device: str, dtype: torch.dtype) -> Any:
     if name == family:
         config = AutoConfig.for_model(family, **COMMON, **SHAPES[family])
     else:
-        config = AutoConfig.for_model(name.split("/")[0], **sizes.CONFIGS[name]).get_text_config()
+        config = AutoConfig.for_model(name.split("/")[0], **deepcopy(sizes.CONFIGS[name])).get_text_config()
         config.num_hidden_layers = WHOLE[name] or config.num_hidden_layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]

@@ -6,6 +6,7 @@ instead of copies of them: its renaming gives the parameter of a tensor, and sen
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -69,10 +70,15 @@ def _model_type(config: dict[str, Any]) -> Any:
 def build(config: dict[str, Any]) -> PreTrainedModel:
     """The model of a config.json on the meta device. Raises DamagedError for invalid values."""
     cls = model_class(config)
-    fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"} | {"model_type": _model_type(config)}
     refused = library_errors(DamagedError, f"config.json does not describe a {config['model_type']} model")
     with refused, torch.device("meta"):
-        return cls(CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
+        return cls(config_object({**config, "model_type": _model_type(config)}))
+
+
+def config_object(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """transformers' config of a config.json, made of a copy: its classes write into the dicts that they are given."""
+    fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"}
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
 def _untagged(value: Any) -> Any:

@@ -10,14 +10,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_tensors import beside_prefixes
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
-from lowq_cli.hf.skeleton import model_class
+from lowq_cli.hf.skeleton import config_object, model_class
 from lowq_packers.errors import DamagedError, library_errors
 
 SMALL = {  # config of the small text model
@@ -97,13 +96,13 @@ def _dense(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, to
 
 def _config(raw: Mapping[str, Any]) -> Any:
     """The config of the whole model with a tiny text model."""
-    fields = {k: v for k, v in raw.items() if k != "quantization_config"}
+    fields = dict(raw)
     inside = {k: v for k, v in (fields.get("text_config") or {}).items() if k not in LISTS}
     small = {k: v for k, v in (SMALL | FEW).items() if k in inside or k == "num_hidden_layers"}
     fields["text_config"] = inside | small | {"pad_token_id": None}  # may exceed the small vocabulary
     if "audio_config" in fields:
         fields["audio_config"] = None
-    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    return config_object(fields)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from checkpoints import FAMILIES, SCHEMES, write_dense, write_packed
 from safetensors.torch import load_file, save_file
 
 import lowq
@@ -18,8 +19,6 @@ from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.joined import JoinedRows
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
-
-from .conftest import FAMILIES, SCHEMES, write_dense, write_packed
 
 IDS = torch.tensor([[1, 17, 42, 99, 7, 3, 150, 23, 64, 5]])
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import FAMILIES, write_dense, write_packed
 from safetensors.torch import load_file, save_file
 
 from lowq_cli.files.quant_config import compact, expand
@@ -21,8 +22,6 @@ from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.scheme import Scheme
-
-from .conftest import FAMILIES, write_dense, write_packed
 
 IDS = torch.tensor([[1, 17, 42, 99, 7, 3, 150, 23, 64, 5]])
 Q = "model.layers.0.self_attn.q_proj"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import FAMILIES, MIXTURES, write_dense, write_packed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -29,8 +30,6 @@ from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Rope, walk
 from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.scheme import Scheme
-
-from .conftest import FAMILIES, MIXTURES, write_dense, write_packed
 
 CPU = torch.device("cpu")
 PLAIN = [

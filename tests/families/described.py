@@ -207,7 +207,7 @@ def config(name: str, outer: dict[str, Any] | None = None, **more: Any) -> Any:
     cls = CONFIG_MAPPING[model_type]
     own = cls().text_config.model_type if "/" not in name else name.partition("/")[2]
     text = {**BASE, **TEXTS[WRAPPERS[name]], **(MROPE if "_vl" in name else {}), "model_type": own, **more}
-    return cls(text_config=deepcopy(text), vision_config=TOWER, **(outer or {}))
+    return cls(text_config=deepcopy(text), vision_config=deepcopy(TOWER), **(outer or {}))
 
 
 def model(name: str, seed: int = 0, made_of: Any = None, **more: Any) -> PreTrainedModel:

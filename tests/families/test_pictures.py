@@ -7,6 +7,7 @@ alone give other logits.
 import queue
 import sys
 import threading
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,7 +186,12 @@ def test_the_tower_of_a_folder_makes_what_the_whole_model_makes(name, tmp_path):
     theirs.config.get_text_config().pad_token_id = pictured.VOCAB - 1
     theirs.save_pretrained(tmp_path)
     with open_source(tmp_path) as source:
+        text = source.config["text_config"]
+        if "rope_theta" in text["rope_parameters"]:  # as published configs have it
+            text |= {"rope_theta": text["rope_parameters"].pop("rope_theta"), "rope_scaling": text.pop("rope_parameters")}
+        before = deepcopy(source.config)
         own = load_tower(source, torch.device("cpu"), torch.float32)
+    assert source.config == before  # transformers' classes write into what they are made of
     inputs = pictured.picture(name, 1).inputs
     (rows, layers), (wanted, theirs_layers) = own(inputs), Tower(theirs)(inputs)
     assert off(rows, wanted) < 1e-5  # their attention is eager
