@@ -95,7 +95,11 @@ def here(index: int | None = None) -> Gpu:
     """The GPU of this index with the driver's sizes; an H100 if there is none, so that rules still work."""
     if not torch.cuda.is_available():
         return HOPPER
-    p, known = torch.cuda.get_device_properties(index or 0), row(capability(torch.device("cuda", index or 0)))
+    return with_sizes(row(capability(torch.device("cuda", index or 0))), torch.cuda.get_device_properties(index or 0))
+
+
+def with_sizes(known: Gpu, p: Any) -> Gpu:
+    """A row with the name and sizes that torch tells of a device: its `torch.cuda.get_device_properties`."""
     sizes: dict[str, Any] = {
         "smem_block": getattr(p, "shared_memory_per_block_optin", 0) or known.smem_block,
         "smem_sm": getattr(p, "shared_memory_per_multiprocessor", 0) or known.smem_sm,

@@ -291,6 +291,13 @@ def splits_for(heads: int) -> int:
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
 
 
+def cut(heads: int, paged: bool) -> Config:
+    """How the slots of so many sequence-heads are shared out: SPLITS programs at most, of LEAST slots at least."""
+    if not paged:
+        return {"SPLITS": splits_for(heads), "LEAST": 0}
+    return {"SPLITS": max(PAGED_SPLITS, splits_for(heads)), "LEAST": LEAST if heads >= PROGRAMS else 0}
+
+
 def refuse(call: AttendCall | PromptCall) -> str | None:
     """Why Triton's kernels of attention do not take a call, or None."""
     most = 512 if call.kv == PLAIN else 256
@@ -317,19 +324,19 @@ def attend(
     order: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
+    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R). config: as of `cut`."""
     B, S, G = qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
-    splits, page, slots = splits_for(B * h.HKV), 0, S
+    page, slots, config = 0, S, config or cut(B * h.HKV, table is not None)
     if table is not None:  # S: the table's width
-        splits, page, S, slots = max(PAGED_SPLITS, splits), S, table.shape[1], table.shape[1] * S
+        page, S, slots = S, table.shape[1], table.shape[1] * S
     if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
         whole, qkv = qkv, torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
         place(whole, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
-    part, sums, count = _scratch(qkv.device, B * h.HKV, splits * G * max(h.D, 2))
+    part, sums, count = _scratch(qkv.device, B * h.HKV, config["SPLITS"] * G * max(h.D, 2))
     BLOCK_D = padded(h.D)
     BLOCK_N, warps = TILES[max(128, BLOCK_D)]
-    _attend_kernel[(B * h.HKV, splits)](
+    _attend_kernel[(B * h.HKV, config["SPLITS"])](
         qkv,
         numbers(k_cache),
         numbers(v_cache),
@@ -357,13 +364,11 @@ def attend(
         G=G,
         D=h.D,
         R=cos.shape[1],
-        SPLITS=splits,
         PARTS_G=triton.next_power_of_2(G),
         BLOCK_G=max(16, triton.next_power_of_2(G)),
         BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N,
         PAGE=page,
-        LEAST=LEAST if page and B * h.HKV >= PROGRAMS else 0,
         NORM=h.q_norm is not None,
         SINKS=h.sinks is not None,
         CAPPED=h.softcap != 0.0,
@@ -372,6 +377,7 @@ def attend(
         MERGED=min(BLOCK_D, MERGED),
         num_warps=warps,
         num_stages=1,
+        **config,
         **facts(k_cache),
         **pdl(qkv),
     )

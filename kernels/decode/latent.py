@@ -127,7 +127,14 @@ def step_fixed(
 
 
 def prompt(
-    q: torch.Tensor, latent: torch.Tensor, cache: Cache, start: int, cos: torch.Tensor, sin: torch.Tensor, f: Latent
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    cache: Cache,
+    start: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    f: Latent,
+    at_once: int = AT_ONCE,
 ) -> torch.Tensor:
     """Tokens start .. start + T of every sequence of a static cache: q and latent (B, T, ...) -> (B, T, heads * v_dim)."""
     B, T = q.shape[:2]
@@ -136,7 +143,7 @@ def prompt(
     for b in range(B):
         queries, keys = _prepared(q[b], latent[b], pos, cos[start : start + T], sin[start : start + T], f)
         cache[b, 0, start : start + T] = keys
-        y.append(_run(queries, cache[b, 0, : start + T].float(), f))
+        y.append(_run(queries, cache[b, 0, : start + T].float(), f, at_once))
     return torch.stack(y).to(q.dtype)
 
 
@@ -195,34 +202,35 @@ def _absorbed(q: torch.Tensor, f: Latent) -> torch.Tensor:
     return torch.cat((torch.einsum("mhn,hnr->mhr", q[..., : f.nope], f.k_up.float()), q[..., f.nope :]), -1)
 
 
-def _run(q: torch.Tensor, held: torch.Tensor, f: Latent) -> torch.Tensor:
+def _run(q: torch.Tensor, held: torch.Tensor, f: Latent, at_once: int = AT_ONCE) -> torch.Tensor:
     """Attention of the last T tokens of a sequence: q (T, heads, nope + rotated), held (n, rank + rotated) of all n tokens ->
     (T, heads * v_dim), all fp32."""
     T, n = q.shape[0], held.shape[0]
     latents, keys = held.split((f.rank, f.rotated), -1)
     k_up, v_up = f.k_up.float(), f.v_up.float()
-    if _absorbs(T, n, f):
-        y = _causal(_absorbed(q, f).transpose(0, 1), held, latents, f.scale) @ v_up.transpose(1, 2)
+    if absorbs(T, n, f):
+        y = _causal(_absorbed(q, f).transpose(0, 1), held, latents, f.scale, at_once) @ v_up.transpose(1, 2)
         return y.transpose(0, 1).flatten(1)
-    each = max(1, AT_ONCE // (n * (f.nope + f.rotated + f.v_dim)))  # heads
+    each = max(1, at_once // (n * (f.nope + f.rotated + f.v_dim)))  # heads
     parts = []
     for i in range(0, f.heads, each):
         k = latents @ k_up[i : i + each].transpose(1, 2)
         k = torch.cat((k, keys.expand(k.shape[0], -1, -1)), -1)
-        parts.append(_causal(q[:, i : i + each].transpose(0, 1), k, latents @ v_up[i : i + each].transpose(1, 2), f.scale))
+        v = latents @ v_up[i : i + each].transpose(1, 2)
+        parts.append(_causal(q[:, i : i + each].transpose(0, 1), k, v, f.scale, at_once))
     return torch.cat(parts).transpose(0, 1).flatten(1)
 
 
-def _absorbs(T: int, n: int, f: Latent) -> bool:
+def absorbs(T: int, n: int, f: Latent) -> bool:
     """Whether the absorbed form is less work for T queries over n tokens, in products of two numbers a head."""
     ups, pairs = f.rank * (f.nope + f.v_dim), T * n
     return T * ups + pairs * (2 * f.rank + f.rotated) <= n * ups + pairs * (f.nope + f.rotated + f.v_dim)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, at_once: int) -> torch.Tensor:
     """q (heads, T, d) of the last T tokens over k (n, d) or (heads, n, d) and v of all n -> (heads, T, e)."""
     (heads, T, _), n = q.shape, k.shape[-2]
-    rows = max(1, AT_ONCE // (heads * n))
+    rows = max(1, at_once // (heads * n))
     parts = []
     for i in range(0, T, rows):
         own = torch.arange(n - T + i, n - T + min(i + rows, T), device=q.device)[:, None]

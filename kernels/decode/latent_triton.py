@@ -218,7 +218,7 @@ def step(
     order: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """As `latent.step`; cache and table contiguous, pos (B,) int32, cos and sin (S, rotated)."""
+    """As `latent.step`; cache and table contiguous, pos (B,) int32, cos and sin (S, rotated). config: SPLITS."""
     if f.norm.groups != 1:
         return by_definition(q, latent, cache, pos, cos, sin, f, table, order, config)
     q, latent = q.contiguous(), latent.contiguous()
@@ -236,7 +236,7 @@ def step(
         num_warps=4, **pdl(q),
     )  # fmt: skip
     of_heads = B * triton.cdiv(f.heads, ROWS)
-    splits = splits_for(of_heads)
+    splits = config["SPLITS"] if config else splits_for(of_heads)
     part = torch.empty(B, f.heads, splits, f.rank, dtype=torch.float32, device=q.device)
     sums = torch.empty(B, f.heads, splits, 2, dtype=torch.float32, device=q.device)
     _attend_kernel[(of_heads, splits)](

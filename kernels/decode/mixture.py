@@ -4,9 +4,11 @@ Few slots (a token's experts, over all tokens) read their experts once each (exp
 and each expert is read once (grouped_experts.py).
 """
 
+from collections.abc import Callable
+
 import torch
 
-from lowq_kernels.dispatch.registry import find, forced
+from lowq_kernels.dispatch.registry import Choice, find, forced
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 
 FEW_TOKENS = 128  # up to here reading an expert once per token costs less than 256 launches, one or two per expert
@@ -20,20 +22,24 @@ def many_slots(call: ExpertsCall) -> bool:
     return call.M * call.top_k > MOST_READS * call.E
 
 
+def choice(call: ExpertsCall, capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> Choice | None:
+    """The kernel for a call, without waiting for the device; None where the host should group the tokens by expert: no kernel
+    takes the call, or only one made for few tokens. While a CUDA graph is captured (`capturing`) the host cannot wait, so a
+    kernel for few tokens is used."""
+    chosen = find(call)
+    return chosen if chosen and (chosen[0].prefers(call) or forced(op="experts") or capturing()) else None
+
+
 def mixture(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str) -> torch.Tensor | None:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
 
-    None where no kernel takes the call without waiting for the device, or only one made for few tokens: then the host groups
-    the tokens by expert. While a CUDA graph is captured the host cannot wait, so a kernel for few tokens is used.
+    None where the host should group the tokens by expert (`choice`).
     """
-    call = ExpertsCall.of(up, down, ids.shape[-1], act, x.dtype, x.shape[0])
-    chosen = find(call)
+    chosen = choice(ExpertsCall.of(up, down, ids.shape[-1], act, x.dtype, x.shape[0]))
     if chosen is None:
         return None
     spec, config = chosen
-    if spec.prefers(call) or forced(op="experts") or torch.cuda.is_current_stream_capturing():
-        return spec.launch(x, ids, weights, up, down, act, config)
-    return None
+    return spec.launch(x, ids, weights, up, down, act, config)
 
 
 def takes_any_number(up: Stack, down: Stack, act: str, dtype: torch.dtype) -> bool:

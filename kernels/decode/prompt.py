@@ -204,21 +204,35 @@ def attend_prompt(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    config: Config | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend_prompt`; qkv (B, T, (HQ + 2 HKV) * D) and caches (B, HKV, S, D) contiguous -> (B, T, HQ * D)."""
+    """As `reference.attend_prompt`; qkv (B, T, (HQ + 2 HKV) * D) and caches (B, HKV, S, D) contiguous -> (B, T, HQ * D).
+
+    config: the kernel's, instead of the one that dispatch chooses.
+    """
     if _chosen(qkv, qkv.shape[0] * qkv.shape[1], k_cache, 0, h) is None:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
-    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0)).reshape(B, T, -1)
+    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0), config).reshape(B, T, -1)
 
 
 def attend_packed(
-    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    p: Packed,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    config: Config | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D)."""
+    """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D).
+
+    config: as in `attend_prompt`; its BLOCK_M is the size of p's tiles.
+    """
     if _chosen(qkv, qkv.shape[0], k_cache, k_cache.shape[2], h) is None:
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
-    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, (1 << 30, 0, k_cache.shape[2], p.table.shape[1]))
+    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, (1 << 30, 0, k_cache.shape[2], p.table.shape[1]), config)
 
 
 def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads) -> Choice | None:
@@ -239,6 +253,7 @@ def _launch(
     sin: torch.Tensor,
     h: Heads,
     sizes: Sizes,
+    config: Config | None,
 ) -> torch.Tensor:
     """Launches both kernels over qkv (M, ...)."""
     M, (T, start, S, _) = qkv.shape[0], sizes
@@ -257,8 +272,8 @@ def _launch(
         _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D), num_warps=4)
     chosen = _chosen(qkv, M, k_cache, page, h)
     assert chosen
-    spec, config = chosen
-    return spec.launch(y, k_cache, v_cache, p, h, sizes, config)
+    spec, by_dispatch = chosen
+    return spec.launch(y, k_cache, v_cache, p, h, sizes, config or by_dispatch)
 
 
 @register("triton/prompt", op="prompt", rank=40, refuse=refuse)
@@ -269,7 +284,7 @@ def attend(
     T, start, S, width = sizes
     facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": padded(h.D), "PAGE": 0 if p is None else S}
     of_tokens = (None, None, None, None) if p is None else (p.rows, p.pos, p.table, p.tiles)
-    tuned = CONFIG if h.D <= 128 else WIDE if h.D <= 256 else WIDEST
+    tuned = config or (CONFIG if h.D <= 128 else WIDE if h.D <= 256 else WIDEST)
     grid = (y.shape[0] // T * h.HQ, triton.cdiv(T, tuned["BLOCK_M"])) if p is None else (h.HQ, p.tiles.shape[0])
     longest = start + T if p is None else S * width
     if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads

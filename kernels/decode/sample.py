@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import MOST_DRAFTS
 
-BLOCK_V = 2048
+BLOCK_V = 2048  # tokens of the vocabulary per program
 
 
 @triton.jit
@@ -94,11 +94,17 @@ def _accept_kernel(
 
 
 def choose(
-    logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, temperature: float, advance: int
+    logits: torch.Tensor,
+    token: torch.Tensor,
+    pos: torch.Tensor,
+    seed: torch.Tensor,
+    temperature: float,
+    advance: int,
+    block: int = BLOCK_V,
 ) -> None:
-    """As `reference.choose`; logits (B, V) contiguous."""
+    """As `reference.choose`; logits (B, V) contiguous. block: tokens of the vocabulary per program; no draw depends on it."""
     inverse = 1.0 / temperature if temperature else 1.0
-    _launch(logits, None, None, token, pos, seed, inverse, advance, DRAW=temperature != 0)
+    _launch(logits, None, None, token, pos, seed, inverse, advance, DRAW=temperature != 0, BLOCK_V=block)
 
 
 def choose_rows(
@@ -108,9 +114,10 @@ def choose_rows(
     pos: torch.Tensor,
     seed: torch.Tensor,
     temperature: torch.Tensor,
+    block: int = BLOCK_V,
 ) -> None:
-    """As `reference.choose_rows`; everything contiguous."""
-    _launch(logits, rows, temperature, token, pos, seed, 1.0, 1, DRAW=False)
+    """As `reference.choose_rows`; everything contiguous. block: as `choose` has it."""
+    _launch(logits, rows, temperature, token, pos, seed, 1.0, 1, DRAW=False, BLOCK_V=block)
 
 
 def accept(
@@ -138,6 +145,7 @@ def _launch(
     inverse_temperature: float,
     advance: int,
     DRAW: bool,
+    BLOCK_V: int,
 ) -> None:
     B, V = logits.shape
     blocks, own = triton.cdiv(V, BLOCK_V), rows is not None

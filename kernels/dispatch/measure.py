@@ -6,7 +6,7 @@ rest, and the full protocol of timing.py decides among the best few.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,16 +148,10 @@ def measure(
         rounds = best_of_rounds(shape, M, {layout: weights[layout] for layout in layouts}, device, exhaustive)
         for layout in layouts:
             if entry := rounds.get(layout):
-                for doubted in implausible(found.setdefault(layout, []), entry):
-                    tries = [best(shape, doubted.M, weights[layout], device, exhaustive) for _ in range(AGAIN)]
-                    again = min(filter(None, tries), key=lambda e: e.us, default=None)
-                    if again and again.us < doubted.us:
-                        found[layout] = [again if e.M == again.M else e for e in found[layout]]
-                        yield again
-                        entry = again if again.M == M else entry
-                found[layout].append(entry)
-                yield entry
-                if shape.act != "none" and (entry := rounding(shape, entry, weights[layout], device, exhaustive)):
+                known = found.setdefault(layout, [])
+                again = partial(best, shape, weights=weights[layout], device=device, exhaustive=exhaustive)
+                yield from settle(known, entry, again)
+                if shape.act != "none" and (entry := rounding(shape, known[-1], weights[layout], device, exhaustive)):
                     yield entry
 
 
@@ -195,6 +189,20 @@ def _default_first(
     return [own, *(t for t in final if t is not own)]
 
 
+def settle(known: list[Entry], new: Entry, again: Callable[[int], Entry | None]) -> Iterator[Entry]:
+    """Adds the entry of another M to those `known` of one shape and layout. Yields it, and before it those whose times a second
+    measurement (`again` of an M) corrects: such as others contradict."""
+    for doubted in implausible(known, new):
+        tries = [again(doubted.M) for _ in range(AGAIN)]
+        better = min(filter(None, tries), key=lambda e: e.us, default=None)
+        if better and better.us < doubted.us:
+            known[:] = [better if e.M == better.M else e for e in known]
+            yield better
+            new = better if better.M == new.M else new
+    known.append(new)
+    yield new
+
+
 def implausible(before: Sequence[Entry], new: Entry) -> list[Entry]:
     """The entries of one shape, `new` included, that contradict another one.
 
@@ -225,8 +233,13 @@ def rounding(
     if found is None:
         return None
     alone = [partial(rounded, x, shape.act)] * 4
-    us = round(plain.us + (graph_time(alone) if x.is_cuda else wall_time(alone)), 2)
-    return found if found.us <= us else replace(plain, act=shape.act, us=us, runners_up=())
+    return cheaper(found, plain, graph_time(alone) if x.is_cuda else wall_time(alone))
+
+
+def cheaper(eight: Entry, plain: Entry, rounding_us: float) -> Entry:
+    """The entry of 8-bit products, or the one of 16 bits behind a rounding of x where that is faster."""
+    us = round(plain.us + rounding_us, 2)
+    return eight if eight.us <= us else replace(plain, act=eight.act, us=us, runners_up=())
 
 
 def _fastest(

@@ -17,7 +17,7 @@ are not the kernel's are left out, as are configs that a kernel no longer has, a
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -39,13 +39,18 @@ def files() -> tuple[dict[str, Any], ...]:
 
 @cache
 def file_for(on: Gpu) -> dict[str, Any]:
-    """The file that answers for a GPU."""
+    """The shipped file that answers for a GPU."""
+    return nearest(files(), on)
+
+
+def nearest(files: Iterable[dict[str, Any]], on: Gpu) -> dict[str, Any]:
+    """The one of these files that answers for a GPU."""
 
     def distance(file: dict[str, Any]) -> tuple[bool, bool, bool, float]:
         (major, minor), ratio = file["capability"], file["sms"] / on.sms
         return file["gpu"] != on.name, (major, minor) != on.capability, major != on.capability[0], abs(math.log(ratio))
 
-    return min(files(), key=distance)
+    return min(files, key=distance)
 
 
 def made_for(file: dict[str, Any], on: Gpu) -> bool:

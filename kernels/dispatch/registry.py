@@ -11,7 +11,8 @@ takes several names, separated by commas: each forces the operation that it comp
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -267,6 +268,19 @@ def _resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
 def forget_choices() -> None:
     """Drop cached choices; call after `TABLES` or a table's contents changed."""
     _choices.clear()
+
+
+@contextmanager
+def asking(*tables: Callable[[Any], tuple[str, Config] | None]) -> Iterator[None]:
+    """Inside, products ask these tables instead of those in `TABLES`."""
+    before = list(TABLES)
+    TABLES[:] = tables
+    forget_choices()
+    try:
+        yield
+    finally:
+        TABLES[:] = before
+        forget_choices()
 
 
 def _forced(call: AnyCall, kernel: str) -> tuple[AnyCall, Choice]:

@@ -66,11 +66,11 @@ def widened_product(
 ) -> torch.Tensor:
     """x (M, K) @ W^T + bias -> (M, N) in x's dtype: W widened to it a slab of rows at a time, then the library's product.
 
-    What 16-bit activations take at large M; SLAB_BYTES of scratch, whatever the layer's size.
+    What 16-bit activations take at large M; SLAB_BYTES of scratch (or as the config says), whatever the layer's size.
     """
     (N, K), rows = w.q.shape, w.block[0]
     y = torch.empty(x.shape[0], N, dtype=x.dtype, device=x.device)
-    step = max(1, SLAB_BYTES // (2 * K * rows)) * rows
+    step = max(1, config.get("SLAB_BYTES", SLAB_BYTES) // (2 * K * rows)) * rows
     for n0 in range(0, N, step):
         part = slice(n0, min(n0 + step, N))
         slab = Fp8Matrix(w.q[part], w.scales[n0 // rows : -(-part.stop // rows)], w.block).dequantize(x.dtype)

@@ -68,8 +68,6 @@ def search(
 
     Raises an error after which the GPU is lost; after any other error in a trial, its kernels are not selected.
     """
-    if _trial.get not in registry.TABLES:
-        registry.TABLES.insert(0, _trial.get)
 
     def tried(trial: Mapping[Call, Named]) -> float:
         _trial.clear()
@@ -82,7 +80,7 @@ def search(
             log_error("a trial of kernels within a step", e)
             return float("inf")
 
-    try:
+    with registry.asking(_trial.get, *registry.TABLES):
         chosen = dict(now)
         before = best = tried(chosen)
         for call in now:
@@ -90,6 +88,3 @@ def search(
                 if candidate != chosen[call] and left() and (us := tried(chosen | {call: candidate})) < WORTH * best:
                     best, chosen = us, chosen | {call: candidate}
         return chosen, before, best
-    finally:
-        registry.TABLES.remove(_trial.get)
-        registry.forget_choices()

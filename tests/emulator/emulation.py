@@ -190,11 +190,32 @@ def forget(*modules: ModuleType) -> None:
 
 
 @contextmanager
+def installed(on: gpu.Gpu) -> Iterator[None]:
+    """Inside, every GPU is this one."""
+    with mock.patch.object(gpu, "here", return_value=on), mock.patch.object(gpu, "of", return_value=on):
+        yield
+
+
+@contextmanager
 def sms(n: int) -> Iterator[None]:
     """Inside, every GPU is a Hopper of so many SMs."""
-    small = dataclasses.replace(gpu.HOPPER, sms=n, clusters=tuple(c * n // gpu.HOPPER.sms for c in gpu.HOPPER.clusters))
-    with mock.patch.object(gpu, "here", return_value=small), mock.patch.object(gpu, "of", return_value=small):
+    clusters = tuple(c * n // gpu.HOPPER.sms for c in gpu.HOPPER.clusters)
+    with installed(dataclasses.replace(gpu.HOPPER, sms=n, clusters=clusters)):
         yield
+
+
+@contextmanager
+def changed_kernels() -> Iterator[dict[str, registry.KernelSpec]]:
+    """Inside, kernels may be registered and removed; afterwards dispatch has those of before again."""
+    registry.load_kernels()
+    before = dict(registry.KERNELS)
+    registry.forget_choices()
+    try:
+        yield registry.KERNELS
+    finally:
+        registry.KERNELS.clear()
+        registry.KERNELS.update(before)
+        registry.forget_choices()
 
 
 @contextmanager

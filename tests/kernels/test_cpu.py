@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
+import emulation
 from emulation import error, weight
 from lowq_kernels.activations import rounded
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.layouts import best_layout
-from lowq_kernels.modules import ops
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native
 from lowq_packers.errors import SchemeError, UnsupportedError
@@ -85,9 +85,11 @@ def test_quant_linear(bits, dtype):
 @pytest.fixture
 def no_compiler(monkeypatch):
     """A machine on which own kernels cannot be built."""
-    monkeypatch.setattr(native, "_found", lambda: (None, 0, "no C++ compiler is here"))
+    monkeypatch.setenv("LOWQ_CPU_ISA", "off")
+    native.forget()
     registry.forget_choices()
     yield
+    native.forget()
     registry.forget_choices()
 
 
@@ -153,13 +155,21 @@ def test_compiled_graph_has_no_break():
     assert torch.equal(compiled(x), torch.nn.functional.silu(lin(x)))
 
 
+@pytest.fixture
+def by_address():
+    """A kernel that autograd does not see into, as on a GPU: dispatch's own choice, of x without its history."""
+    with emulation.changed_kernels():
+        register = registry.register("test/by_address", layouts=tuple(LAYOUTS), devices=("cpu",), rank=2 * registry.LAST_RESORT)
+        register(lambda x, p, bias, config: registry.matmul(x.detach(), p, bias))
+        yield "test/by_address"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_gradient_flows_through_every_layout(layout, compiled, monkeypatch):
+def test_a_gradient_flows_through_every_layout(layout, compiled, by_address):
     """Kernels are handed addresses: what autograd does not know of would count as a constant, silently."""
-    monkeypatch.setattr(ops, "matmul", lambda x, *rest: registry.matmul(x.detach(), *rest))  # as on a GPU
     q = weight(33, 64, 4, 32, "float", torch.bfloat16)
-    lin = QuantLinear.from_quantized(q, torch.ones(33), dtype=torch.bfloat16, layout=layout)
+    lin = QuantLinear.from_quantized(q, torch.ones(33), dtype=torch.bfloat16, layout=layout, kernel=by_address)
     x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
     torch._dynamo.reset()
     y = torch.compile(lin, fullgraph=True, backend="aot_eager")(x) if compiled else lin(x)

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_sets import ROWS, TOLERANCE, isa, pytestmark, rows
 from emulation import error, weight
@@ -64,25 +65,32 @@ def test_a_16_bit_layer_against_the_definition(isa):
 
 def test_many_rows_of_16_bits_are_not_left_to_slow_loops(monkeypatch):
     """fp32 sums, rounded once, over slabs that do not divide N; 512 rows of 2048 x 2048 in bf16 by torch: 6 times as long."""
-    monkeypatch.setattr(dense, "SLAB_BYTES", 4 * 64 * 7)
     monkeypatch.setattr(dense, "_has_products", lambda dtype: False)
-    monkeypatch.setattr(torch.nn.functional, "linear", only_fp32(torch.nn.functional.linear))
+    K, N = 1024, 1030
+    assert N % (dense.SLAB_BYTES // (4 * K)) == 6
     for dtype in TOLERANCE:
-        layer, x = torch.nn.Linear(64, 33, dtype=dtype).requires_grad_(False), rows(dense.MOST + 3, 64, dtype)
+        layer, x = torch.nn.Linear(K, N, dtype=dtype).requires_grad_(False), rows(dense.MOST + 3, K, dtype)
         truth = x.double() @ layer.weight.double().t() + layer.bias.double()
-        y = dense.product(x, layer.weight, layer.bias)
+        with Products() as torchs:
+            y = dense.product(x, layer.weight, layer.bias)
+        assert torchs.dtypes == [torch.float32] * 2
         assert y.dtype == dtype
         assert error(y, truth) < TOLERANCE[dtype] / 2
         made = joined.dense(layer.weight, layer.bias)
         assert torch.equal(made(x[None]), y[None])
 
 
-def only_fp32(linear):
-    def checked(x, weight, bias):
-        assert x.dtype == weight.dtype == torch.float32
-        return linear(x, weight, bias)
+class Products(TorchDispatchMode):
+    """The dtypes of the products that torch computes."""
 
-    return checked
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm"):
+            self.dtypes.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -173,7 +181,8 @@ def test_it_is_chosen_wherever_it_can_be():
 
 def test_where_no_compiler_is_the_reason_says_so(monkeypatch):
     p, x = pack(weight(32, 64, 4, 32), "cpu"), rows(1, 64)
-    monkeypatch.setattr(native, "compiler", lambda: None)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
     native.forget()
     try:
         refusal = registry.refusals(registry.Call.of(x, p))["cpu/packed"]

@@ -1,10 +1,12 @@
 """What lies between a layer's products on a CPU: decode/cpu.py's C++ against decode/reference.py."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 
+from cpu_sets import SETS, pytestmark
 from emulation import weight
 from lowq_kernels.decode import cpu, reference
 from lowq_kernels.decode.reference import Heads
@@ -12,16 +14,37 @@ from lowq_kernels.products.cpu import native, packed
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.layouts import pack
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"lowq's CPU kernels are not in use: {native.why_not()}")
+__all__ = ["pytestmark"]
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}  # relative Frobenius error
-SETS = [i for i, (_, here) in enumerate(native.sets()) if here]
 HEADS = [(8, 2, 64, 64, 0, False), (6, 6, 80, 40, 0, True), (10, 2, 128, 128, 20, False), (4, 4, 16, 16, 7, True)]
 HEADS += [(4, 2, 32, 32, 0, False), (6, 2, 96, 96, 37, False)]  # two and three queries share a key
 
 
-@pytest.fixture(params=SETS, ids=lambda i: native.sets()[i][0])
+@pytest.fixture(params=SETS)
 def isa(request, monkeypatch):
-    monkeypatch.setattr(native, "isa", lambda: (request.param, ""))
+    """One instruction set after the other."""
+    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
+    native.forget()
+    yield
+    native.forget()
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads, for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def calls():
+    """A list of the library's calls that Python makes inside."""
+    native.noting.calls = []
+    try:
+        yield native.noting.calls
+    finally:
+        native.noting.calls = None
 
 
 def draw(*shape, dtype, seed=0):
@@ -34,27 +57,27 @@ def close(y, ref, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("M", "H"), [(1, 256), (3, 72), (17, 513)])
-def test_norms_and_gates(isa, monkeypatch, dtype, M, H):
+def test_norms_and_gates(isa, dtype, M, H):
     x, delta = (draw(M, H, dtype=dtype, seed=i) for i in (0, 1))
     weight, post = (draw(H, dtype=dtype, seed=i) for i in (2, 3))
     pair = draw(M, 2 * H, dtype=dtype) * 4
     cases = [(None, None), (delta, None), (delta, post)]
     wanted = [(a := x.clone(), reference.add_norm(a, d, weight, 1e-5, p)) for d, p in cases]
     gates = [reference.gated(pair, act) for act in ("silu", "gelu_tanh")]
-    for name in ("add_norm", "gated"):
-        monkeypatch.setattr(reference, name, None)
-    for (d, p), (stream, ref) in zip(cases, wanted, strict=True):
-        a = x.clone()
-        assert close(cpu.add_norm(a, d, weight, 1e-5, p), ref, dtype)
-        assert close(a, stream, dtype)
-    for act, ref in zip(("silu", "gelu_tanh"), gates, strict=True):
-        assert close(cpu.gated(pair, act), ref, dtype)
+    with calls() as made:
+        for (d, p), (stream, ref) in zip(cases, wanted, strict=True):
+            a = x.clone()
+            assert close(cpu.add_norm(a, d, weight, 1e-5, p), ref, dtype)
+            assert close(a, stream, dtype)
+        for act, ref in zip(("silu", "gelu_tanh"), gates, strict=True):
+            assert close(cpu.gated(pair, act), ref, dtype)
+        assert [call.what for call, *_ in made] == 3 * [cpu.ADD_NORM] + 2 * [cpu.GATED]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("HQ", "HKV", "D", "R", "window", "normed"), HEADS)
 @pytest.mark.parametrize("paged", [False, True])
-def test_attention_of_a_step(isa, monkeypatch, dtype, HQ, HKV, D, R, window, normed, paged):
+def test_attention_of_a_step(isa, threads, dtype, HQ, HKV, D, R, window, normed, paged):
     norms = [draw(D, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
     sinks = draw(HQ, dtype=torch.float32, seed=9) + 2 if window else None
     heads = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms, sinks)
@@ -65,17 +88,14 @@ def test_attention_of_a_step(isa, monkeypatch, dtype, HQ, HKV, D, R, window, nor
     table = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:12].int().reshape(3, 4) if paged else None
     given = [[c.clone().transpose(0, 1) if paged else c.clone() for c in caches] for _ in range(3)]
     ref = reference.attend(qkv, *given[0], pos, cos, sin, heads, table)
-    monkeypatch.setattr(reference, "attend", None)
-    y = cpu.attend(qkv, *given[1], pos, cos, sin, heads, table)
+    with calls() as made:
+        y = cpu.attend(qkv, *given[1], pos, cos, sin, heads, table)
+        assert [call.what for call, *_ in made] == [cpu.ATTEND]
     assert close(y, ref, dtype)
     assert close(given[1][0], given[0][0], dtype)
     assert torch.equal(given[1][1], given[0][1])
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(cpu.attend(qkv, *given[2], pos, cos, sin, heads, table), y)
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    assert torch.equal(cpu.attend(qkv, *given[2], pos, cos, sin, heads, table), y)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -110,18 +130,19 @@ def two_products(first, second, also=None):
     return fn
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_step_made_again_as_one_call_has_the_same_bits(isa, monkeypatch, threads):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_made_again_as_one_call_has_the_same_bits(isa, threads, number):
+    threads(number)
     fn = two_products(pack(weight(128, 64, 4, 32), "cpu"), pack(weight(48, 64, 3, 32), "cpu"))
     again, inputs = partial(Repeated(), fn), [draw(2, 64, dtype=torch.bfloat16, seed=i) for i in range(4)]
     wanted = [fn(x.clone()) for x in inputs]
     assert torch.equal(again(inputs[0]), wanted[0])
-    monkeypatch.setattr(native, "run", None)  # from here on nothing goes through Python
-    kept = inputs[1].clone()
-    for x, y in zip(inputs[1:], wanted[1:], strict=True):
-        assert torch.equal(again(x), y)
-    assert torch.equal(inputs[1], kept)
+    before = inputs[1].clone()
+    with calls() as made:
+        for x, y in zip(inputs[1:], wanted[1:], strict=True):
+            assert torch.equal(again(x), y)
+        assert not made  # nothing goes through Python
+    assert torch.equal(inputs[1], before)
 
 
 def test_what_torch_computes_itself_is_called_every_time(isa):

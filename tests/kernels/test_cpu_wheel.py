@@ -70,7 +70,9 @@ def test_a_wheels_library_that_does_not_load_is_told(installed, tmp_path):
 
 
 def test_where_nothing_compiles_a_wheel_is_for_every_machine(tmp_path, monkeypatch):
-    for cxx in (None, "/bin/false"):
-        monkeypatch.setattr(building, "compiler", lambda cxx=cxx: cxx)
+    monkeypatch.setenv("PATH", "")
+    for cxx in ("", "/bin/false"):
+        monkeypatch.setenv("CXX", cxx)
+        assert (building.compiler() or "") == cxx
         assert not building.carry(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -91,14 +92,16 @@ def attention_case(name, dtype=DTYPE):
     return randn(B, (HQ + 2 * HKV) * D, dtype=dtype), caches, pos, tables, h
 
 
+# of attend_triton, the rule's on a GPU; fewer programs in the interpreter, which runs one after the other
+CUT = None if DEVICE == "cuda" else {"SPLITS": 4, "LEAST": 0}
+
+
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attend(name, monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 4)  # the interpreter runs one program after the other
+def test_attend(name):
     qkv, caches, pos, tables, h = attention_case(name)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        y = attend_triton.attend(qkv, *ours, pos, *tables, h)
+        y = attend_triton.attend(qkv, *ours, pos, *tables, h, config=CUT)
     wanted = reference.attend(qkv, *theirs, pos, *tables, h)
     assert error(y, wanted) < TOLERANCE
     for b, p in enumerate(pos.tolist()):
@@ -114,18 +117,16 @@ INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpre
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [pytest.param(torch.bfloat16, 1.2e-2, marks=INTERPRETED_BF16), (torch.float32, 1e-5)]
 )
-def test_attend_in_other_dtypes(dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 2)
+def test_attend_in_other_dtypes(dtype, tolerance):
     qkv, caches, pos, tables, h = attention_case("qwen3", dtype)
-    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h, config={"SPLITS": 2, "LEAST": 0})
     assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < tolerance
 
 
 @pytest.mark.parametrize("splits", [1, 32])
-def test_attend_is_the_same_however_it_is_split(splits, monkeypatch):
+def test_attend_is_the_same_however_it_is_split(splits):
     qkv, caches, pos, tables, h = attention_case("llama")
-    monkeypatch.setattr(attend_triton, "splits_for", lambda heads: splits)
-    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h, config={"SPLITS": splits, "LEAST": 0})
     assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < TOLERANCE
 
 
@@ -150,14 +151,12 @@ def collected(pool, table):
 @pytest.mark.parametrize(
     ("name", "page"), [("llama", 16), ("phi3", 64), ("window", 64), ("window", 16), ("capped", 16), ("chunks", 16)]
 )
-def test_attend_over_a_paged_cache(name, page, monkeypatch):
+def test_attend_over_a_paged_cache(name, page):
     """By the kernel and by the reference, against the reference over caches of their own."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 4)
     qkv, caches, pos, tables, h = attention_case(name)
     theirs = [c.nan_to_num() for c in caches]
     wanted = reference.attend(qkv, *theirs, pos, *tables, h)
-    for attend in (attend_triton.attend, reference.attend):
+    for attend in (partial(attend_triton.attend, config=CUT), reference.attend):
         pools, table = paginate(caches, page)
         before = [p.clone() for p in pools]
         y = attend(qkv, *pools, pos, *tables, h, table)
@@ -171,16 +170,18 @@ def test_attend_over_a_paged_cache(name, page, monkeypatch):
             assert written == len(pos) * h.HKV  # one slot of each sequence, and nobody else's
 
 
-def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not(monkeypatch):
-    monkeypatch.setattr(attend_triton, "LEAST", 128)
-    monkeypatch.setattr(attend_triton, "PROGRAMS", 1)
+def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not():
+    assert attend_triton.cut(2, paged=True) == {"SPLITS": 16, "LEAST": 0}
+    assert attend_triton.cut(256, paged=True) == {"SPLITS": 4, "LEAST": 512}  # heads alone fill the GPU
+    assert attend_triton.cut(256, paged=False) == {"SPLITS": 1, "LEAST": 0}
     h = reference.Heads(2, 1, 16, 0.25)
     caches, qkv = [randn(2, 1, 400, 16) for _ in range(2)], randn(2, 4 * 16)
     pos = torch.tensor([399, 60], dtype=torch.int32, device=DEVICE)
     tables = [torch.rand(400, 16).to(DEVICE, DTYPE) for _ in range(2)]
     wanted = reference.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
     pools, table = paginate(caches, 16)
-    assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table), wanted) < TOLERANCE
+    cut = {"SPLITS": 4, "LEAST": 128}
+    assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table, config=cut), wanted) < TOLERANCE
 
 
 PASSES = {
@@ -198,10 +199,9 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_attend_prompt(name, monkeypatch):
+def test_attend_prompt(name):
     """Passes over prompts of two sequences, each from where the last one ended."""
-    for config in ("CONFIG", "WIDEST"):
-        monkeypatch.setattr(prompt, config, {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2})
+    config = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}  # several blocks of prompts that are short
     HQ, HKV, D, R = ATTENTION[name][:4]
     h = attention_case(name)[-1]
     S = PASSES[name][-1][1] + 7
@@ -212,7 +212,7 @@ def test_attend_prompt(name, monkeypatch):
         for cache in ours:
             cache[:, :, start:] = float("nan")  # nothing past the text so far may be read
         qkv = randn(2, end - start, (HQ + 2 * HKV) * D)
-        y = prompt.attend_prompt(qkv, *ours, start, *tables, h)
+        y = prompt.attend_prompt(qkv, *ours, start, *tables, h, config)
         wanted = reference.attend_prompt(qkv, *theirs, start, *tables, h)
         assert error(y, wanted) < TOLERANCE
         for cache, truth in zip(ours, theirs, strict=True):
@@ -235,9 +235,9 @@ PIECES = {  # tokens of each sequence that were there before, and those that are
     ("name", "page"),
     [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16), ("sinks", 16), ("capped", 16), ("chunks", 64)],
 )
-def test_attend_packed(name, page, monkeypatch):
+def test_attend_packed(name, page):
     """Pieces of several texts in one pass, by the kernel and by the reference, each as that text's own prompt would be."""
-    monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2})
+    config = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     HQ, HKV, D, R = ATTENTION[name][:4]
     h, pieces = attention_case(name)[-1], PIECES[name]
     S = max(start + new for start, new in pieces)
@@ -258,7 +258,7 @@ def test_attend_packed(name, page, monkeypatch):
         pos += range(start, start + new)
         tiles += [[t, min(t + 32, first + new)] for t in range(first, first + new, 32)]
     filled = [rows + [len(pieces)] * 3, pos + [0] * 3, [*tiles, [0, 0]]]  # what only fills up, in a block of its own
-    for attend in (prompt.attend_packed, reference.attend_packed):
+    for attend in (partial(prompt.attend_packed, config=config), reference.attend_packed):
         pools, table = paginate(caches, page)
         spare = next(i for i in range(len(pools[0])) if i not in table.flatten().tolist())
         table = torch.cat([table, torch.full_like(table[:1], spare)])
@@ -274,16 +274,14 @@ def test_attend_packed(name, page, monkeypatch):
 
 @pytest.mark.parametrize("kind", kv.KINDS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "capped, a window, sinks"])
-def test_queries_of_a_layer_that_attends_to_the_keys_of_another(name, kind, monkeypatch):
+def test_queries_of_a_layer_that_attends_to_the_keys_of_another(name, kind):
     """They give what the same queries gave in the layer that wrote those keys, and write nothing."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 4)
     qkv, caches, pos, tables, h = attention_case(name)
     caches = [kv.holding(kind, c.nan_to_num()) for c in caches]
     alone, q = dataclasses.replace(h, writes=False, k_norm=None), qkv[:, : h.HQ * h.D].contiguous()
-    wanted = attend_triton.attend(qkv, *caches, pos, *tables, h)
+    wanted = attend_triton.attend(qkv, *caches, pos, *tables, h, config=CUT)
     before = [kv_triton.numbers(c).clone() for c in caches]
-    assert error(attend_triton.attend(q, *caches, pos, *tables, alone), wanted) < TOLERANCE
+    assert error(attend_triton.attend(q, *caches, pos, *tables, alone, config=CUT), wanted) < TOLERANCE
     assert error(reference.attend(q, *caches, pos, *tables, alone), wanted) < TOLERANCE
     rows = torch.arange(len(pos), dtype=torch.int32, device=DEVICE)
     for page in (0, 16):
@@ -356,11 +354,11 @@ def test_route_of_nan_still_names_experts():
     assert 0 <= int(ids.min()) <= int(ids.max()) < 6
 
 
-def pick(logits, seed=0, temperature=0.0, advance=1, start=7):
+def pick(logits, seed=0, temperature=0.0, advance=1, start=7, **block):
     B = logits.shape[0]
     token = torch.full((B,), -1, dtype=torch.int64, device=DEVICE)
     pos = torch.full((B,), start, dtype=torch.int32, device=DEVICE)
-    sample.choose(logits, token, pos, torch.tensor([seed], device=DEVICE), temperature, advance)
+    sample.choose(logits, token, pos, torch.tensor([seed], device=DEVICE), temperature, advance, **block)
     assert pos.tolist() == [start + advance] * B
     return token.tolist()
 
@@ -379,40 +377,38 @@ def test_choose_breaks_ties_at_the_lowest_id_and_survives_nan():
     assert 0 <= pick(torch.full((1, 4000), float("nan"), device=DEVICE))[0] < 4000
 
 
-def test_choose_draws_by_seed_and_position(monkeypatch):
-    monkeypatch.setattr(sample, "BLOCK_V", 512)
+def test_choose_draws_by_seed_and_position():
     logits = torch.zeros(1, 700, device=DEVICE)
-    draws = {pick(logits, seed, 1.0, start=start)[0] for seed in range(2) for start in range(3)}
+    draws = {pick(logits, seed, 1.0, start=start, block=512)[0] for seed in range(2) for start in range(3)}
     assert len(draws) > 4  # 6 draws among 700
-    assert pick(logits, 5, 1.0) == pick(logits, 5, 1.0)
+    assert pick(logits, 5, 1.0, block=512) == pick(logits, 5, 1.0, block=256)
 
 
-def test_choose_follows_the_probabilities(monkeypatch):
-    monkeypatch.setattr(sample, "BLOCK_V", 16)
+def test_choose_follows_the_probabilities():
     n = 4000 if DEVICE == "cuda" else 64  # the interpreter takes 0.1 s per program, most of it Philox
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, 2.5, -30.0], device=DEVICE)
-    drawn = torch.tensor(pick(row.expand(n, -1).contiguous(), 3, 0.5))
+    drawn = torch.tensor(pick(row.expand(n, -1).contiguous(), 3, 0.5, block=16))
     wanted = (row.cpu() / 0.5).softmax(-1)
     assert (torch.bincount(drawn, minlength=6) / n - wanted).abs().max() < 2 / n**0.5  # 4 sigma of a share of one half
     assert 5 not in drawn.tolist()
 
 
-def test_rows_draw_by_their_own_seed_place_and_temperature(monkeypatch):
+def test_rows_draw_by_their_own_seed_place_and_temperature():
     """What a text draws does not depend on its row, nor on who else is there; rows that are not named stay."""
-    monkeypatch.setattr(sample, "BLOCK_V", 512)
+    choosing = partial(sample.choose_rows, block=512)
     logits = randn(1, 700).expand(5, -1).contiguous()
     token, pos = torch.full((9,), -1, device=DEVICE), torch.arange(9, dtype=torch.int32, device=DEVICE)
     seed, temperature = torch.zeros(9, dtype=torch.int64, device=DEVICE), torch.ones(9, device=DEVICE)
     seed[[2, 7]], pos[[2, 7]], temperature[4] = 1 << 40, 30, 0.0
     rows = torch.tensor([7, 4, 2, 0, 8], dtype=torch.int32, device=DEVICE)
     before = pos.clone()
-    sample.choose_rows(logits, rows, token, pos, seed, temperature)
+    choosing(logits, rows, token, pos, seed, temperature)
     assert token[2] == token[7]
     assert token[4] == logits[0].argmax()
     assert len({token[r].item() for r in (0, 2, 4, 8)}) == 4
     assert token[[1, 3, 5, 6]].tolist() == [-1] * 4
     assert (pos - before).tolist() == [1, 0, 1, 0, 1, 0, 0, 1, 1]
-    for choose_rows in (reference.choose_rows, sample.choose_rows):  # alone, in another row: the same
+    for choose_rows in (reference.choose_rows, choosing):  # alone, in another row: the same
         alone, place = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.full((2,), 30, dtype=torch.int32, device=DEVICE)
         drawn = []
         for row in (0, 1, 1):

@@ -9,8 +9,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
 pytest.importorskip("triton")
 
+import emulation
 from lowq_kernels.decode import attend_rows, attend_triton, cpu, kv, reference, sample
 from lowq_kernels.decode.reference import MOST_DRAFTS, Heads
+from lowq_kernels.dispatch import registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, BLOCKS = 16, 24
@@ -55,11 +57,19 @@ def heads(D, facts, dtype):
     return Heads(4, 2, D, 0.3, facts.pop("window", 0), 1e-6, *norms, sinks, **facts)
 
 
+@pytest.fixture
+def interpreted():
+    """Steps take Triton's kernel without a GPU, too, in its interpreter."""
+    with emulation.changed_kernels():
+        if DEVICE == "cpu":
+            registry.register("test/interpreted", op="attend", devices=("cpu",), dtypes=(torch.float32,))(attend_triton.attend)
+        yield
+
+
 @pytest.mark.parametrize("fact", FACTS)
 @pytest.mark.parametrize("case", CASES)
-def test_attention_of_rows_is_that_of_one_row_after_another(case, fact, monkeypatch):
-    if DEVICE == "cpu":  # in Triton's interpreter
-        monkeypatch.setattr(attend_rows.steps, "attend", attend_triton.attend)
+@pytest.mark.usefixtures("interpreted")
+def test_attention_of_rows_is_that_of_one_row_after_another(case, fact):
     qkv, k, v, pos, table = rows_of(CASES[case], torch.float32, DEVICE, 32)
     h = heads(32, FACTS[fact], torch.float32)
     cos, sin = (f(torch.rand(6 * BLOCK, 16, device=DEVICE).repeat(1, 2)) for f in (torch.cos, torch.sin))

@@ -134,18 +134,17 @@ def test_which_products_may(changed, doing, why):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
+def test_gate_and_up_take_what_is_fast_in_a_step(bits):
     """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says."""
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
-    monkeypatch.setattr(registry, "TABLES", [])
-    registry.forget_choices()
-    alone, pairs = registry.select(call)[1], policy.gate_up(call, tile_mma.KEYS)[0]
-    assert fold._config(call, None, tile_mma.SILU) == pairs
-    assert fold._config(call, None, tile_mma.NORMED) == alone
-    told = tile_mma.config_of(8, 2, 256, 2, 1)
-    odd = tile_mma.config_of(8, 1, 256, 1, 1)
-    for choice, wanted in ((told, told), (odd, pairs)):
-        monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
-        registry.forget_choices()
-        assert fold._config(call, None, tile_mma.GELU_TANH) == wanted
-    registry.forget_choices()
+
+    def config(doing):
+        return registry.select(fold.FoldedCall(call, doing, None))[1]
+
+    with registry.asking():
+        alone, pairs = registry.select(call)[1], policy.gate_up(call, tile_mma.KEYS)[0]
+        assert (config(tile_mma.SILU), config(tile_mma.NORMED)) == (pairs, alone)
+    in_steps, odd = tile_mma.config_of(8, 2, 256, 2, 1), tile_mma.config_of(8, 1, 256, 1, 1)
+    for choice, wanted in ((in_steps, in_steps), (odd, pairs)):
+        with registry.asking(lambda call, choice=choice: ("cuda/tile_mma", choice)):
+            assert config(tile_mma.GELU_TANH) == wanted

@@ -151,12 +151,11 @@ def test_triton_products_of_unrounded_activations(shape):
 
 
 @pytest.mark.parametrize("block", [(128, 128), (256, 256), (1, 272)], ids=str)
-def test_widened_products(block, monkeypatch):
+def test_widened_products(block):
     """Several slabs, the last one partial."""
-    monkeypatch.setattr(matmul, "SLAB_BYTES", 2 * 272 * 256)
     x0, _, w, bias, _ = product(5, 600, 272, None, block, torch.float16)
     ref = x0.float() @ w.dequantize(torch.float16).float().T + bias.float()
-    assert error(matmul.widened_product(x0, w, bias, torch.float16, {}), ref) < 1e-3
+    assert error(matmul.widened_product(x0, w, bias, torch.float16, {"SLAB_BYTES": 2 * 272 * 256}), ref) < 1e-3
 
 
 def test_a_wrong_scale_is_seen():

@@ -61,14 +61,11 @@ def test_amd_is_never_hopper(monkeypatch):
     """gfx942 reports (9, 4) and gfx90a (9, 0): neither has anything of Hopper."""
     amd = SimpleNamespace(name="gfx90a", multi_processor_count=104, L2_cache_size=8 << 20)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu.capability.cache_clear()
     try:
         device = torch.device("cuda", 0)
         assert gpu.capability(device) == (0, 0)
-        assert gpu.here.__wrapped__(0) == dataclasses.replace(gpu.OTHER, name="gfx90a", sms=104, l2=8 << 20)
+        assert gpu.with_sizes(gpu.row((0, 0)), amd) == dataclasses.replace(gpu.OTHER, name="gfx90a", sms=104, l2=8 << 20)
         for layout in LAYOUTS:
             call = Call(16, 4096, 4096, Scheme(4, 128), layout, torch.float16, "cuda", gpu.capability(device))
             taken = [name for name, spec in registry.kernels().items() if spec.why_not(call) is None]
@@ -77,16 +74,15 @@ def test_amd_is_never_hopper(monkeypatch):
         gpu.capability.cache_clear()
 
 
-def test_sizes_are_the_drivers_where_a_gpu_is_present(monkeypatch):
+def test_sizes_are_the_drivers_where_a_gpu_is_present():
     """An H200 and an H100 PCIe are Hopper's row with their own sizes."""
     sizes = {"shared_memory_per_block_optin": 232448, "shared_memory_per_multiprocessor": 233472, "L2_cache_size": 60 << 20}
     pcie = SimpleNamespace(name="NVIDIA H100 PCIe", multi_processor_count=114, **sizes)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pcie)
-    monkeypatch.setattr(gpu, "capability", lambda device: gpu.HOPPER.capability)
-    found = gpu.here.__wrapped__(0)
-    assert (found.sms, found.smem_block, found.l2, found.wgmma) == (114, gpu.HOPPER.smem_block, 60 << 20, True)
-    assert found.clusters == (114, 57, 33, 25)
+    on = gpu.with_sizes(gpu.HOPPER, pcie)
+    assert (on.sms, on.smem_block, on.l2, on.wgmma) == (114, gpu.HOPPER.smem_block, 60 << 20, True)
+    assert on.clusters == (114, 57, 33, 25)
+    assert gpu.here() == (gpu.with_sizes(gpu.row(gpu.capability(torch.device("cuda", 0))), torch.cuda.get_device_properties(0))
+                          if torch.cuda.is_available() else gpu.HOPPER)  # fmt: skip
 
 
 INSTANCES = {
@@ -110,7 +106,7 @@ def _mma(on):
     from lowq_kernels.products.cuda import tile_mma
 
     call = Call(8, 4096, 4096, Scheme(4, 128), "tile", torch.float16, "cuda", on.capability)
-    config = next(c for c in tile_mma.CONFIGS if tile_mma._config_refuse(call, c) is None)
+    config = next(c for c in tile_mma.CONFIGS if registry.named("cuda/tile_mma").config_refuse(call, c) is None)
     cut = tile_mma.plan(call, config)
     return "tile_mma.cu", tile_mma.expression(call.scheme, 4096, torch.float16, config, cut.M_TILES, cut.copies, on.sms)
 

@@ -136,21 +136,17 @@ def test_each_fact_matters(name):
         assert error(by(dataclasses.replace(f, **{fact: value})), wanted) > 1e-3, fact
 
 
-def test_the_form_of_less_work_is_taken_and_both_are_the_same(monkeypatch):
+@pytest.mark.parametrize(("piece", "absorbs"), [(31, False), (3, True)])
+@pytest.mark.parametrize("at_once", [latent.AT_ONCE, 4000, 700], ids=["whole", "heads in parts", "tokens in parts"])
+def test_the_form_of_less_work_is_taken_and_both_are_the_same(piece, absorbs, at_once):
+    """A prompt in pieces: of many tokens keys and values are computed, few over many slots are projected to the latents."""
     f = facts((4, 16, 8, 16, 64))
-    assert latent._absorbs(1, 4000, f)
-    assert not latent._absorbs(1000, 1000, f)
-    q, rows = operands(f, 1, 90)
-    turned, outputs = tables(f), []
-    for absorbs in (True, False):
-        monkeypatch.setattr(latent, "_absorbs", lambda T, n, f, absorbs=absorbs: absorbs)
-        for most in (latent.AT_ONCE, 4000, 700):  # heads and tokens in parts
-            monkeypatch.setattr(latent, "AT_ONCE", most)
-            cache = torch.empty(1, 1, S, 72)
-            latent.prompt(q[:, :31], rows[:, :31], cache, 0, *turned, f)
-            outputs.append(latent.prompt(q[:, 31:], rows[:, 31:], cache, 31, *turned, f))
-    wanted = truth(q[0], rows[0], 31, turned, f)
-    assert all(error(y[0], wanted) < 1e-6 for y in outputs)
+    (q, rows), turned, cache, y = operands(f, 1, 93), tables(f), torch.empty(1, 1, S, 72), []
+    for at in range(0, 93, piece):
+        now = slice(at, at + piece)
+        assert latent.absorbs(piece, at + piece, f) == (absorbs and at > 0)
+        y.append(latent.prompt(q[:, now], rows[:, now], cache, at, *turned, f, at_once)[0])
+    assert error(torch.cat(y), truth(q[0], rows[0], 0, turned, f)) < 1e-6
 
 
 def test_what_a_graph_holds_is_the_step():

@@ -44,9 +44,7 @@ PAIRS = [(*name, b, d) for i, name in enumerate(NAMES) for b in range(3) for d i
     [pytest.param(s, n, (0, 16, 32)[b], list(DTYPES)[d], marks=INTERPRETED_BF16 if d == 2 else ()) for s, n, b, d in PAIRS],
     ids=str,
 )
-def test_step(shape, name, block, dtype, monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setattr(latent_triton, "splits_for", lambda heads: 4)  # the interpreter runs one program after the other
+def test_step(shape, name, block, dtype):
     f = facts(SHAPES[shape], dtype, **FACTS[name])
     angles = torch.rand(S, f.rotated // 2).repeat(1, 2) * 6
     tables = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
@@ -59,7 +57,8 @@ def test_step(shape, name, block, dtype, monkeypatch):
     wanted = latent.step_fixed(q, x, theirs, pos, *tables, f)
     ours, table = (cache.clone(), None) if not block else paged(cache, block)
     before = ours.clone()
-    y = latent_triton.step(q, x, ours, pos, *tables, f, table)
+    cut = {"SPLITS": 4} if DEVICE == "cpu" else None  # the interpreter runs one program after the other
+    y = latent_triton.step(q, x, ours, pos, *tables, f, table, config=cut)
     assert y.dtype == dtype
     for b in range(B):
         assert error(y[b], wanted[b]) < DTYPES[dtype]
@@ -70,14 +69,13 @@ def test_step(shape, name, block, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("splits", [1, 64])
-def test_however_it_is_split(splits, monkeypatch):
-    monkeypatch.setattr(latent_triton, "splits_for", lambda heads: splits)
+def test_however_it_is_split(splits):
     f = facts(SHAPES["odd"], torch.float16)
     tables, pos = [randn(S, 2, dtype=torch.float16) for _ in range(2)], torch.tensor([150], dtype=torch.int32, device=DEVICE)
     cache = randn(1, 1, S, 11, dtype=torch.float16)
     q, x = randn(1, 21, dtype=torch.float16), randn(1, 11, dtype=torch.float16)
     wanted = latent.step_fixed(q, x, cache.clone(), pos, *tables, f)
-    assert error(latent_triton.step(q, x, cache, pos, *tables, f), wanted) < 2e-3
+    assert error(latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits}), wanted) < 2e-3
 
 
 def test_dispatch():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import emulation
+from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
@@ -80,7 +81,7 @@ def product(case, x):
     p = pack(q, "tile")
     config = tile_mma.config_of(*case[7], 1)
     call = dataclasses.replace(Call.of(x, p), device="cuda")
-    assert tile_mma._config_refuse(call, config) is None
+    assert registry.named("cuda/tile_mma").config_refuse(call, config) is None
     return emulation.twice(lambda: tile_mma.tile_mma(x, p, None, config)), x.double() @ q.dequantize().double().t()
 
 
@@ -180,4 +181,4 @@ def test_the_emulator_notices(good, bad):
 def test_what_is_refused(bits, group, M, why):
     scheme = Scheme.of(4, group, bits) if isinstance(bits, str) else Scheme(bits, group, "float")
     call = Call(M, 4096, 4096, scheme, "tile", F16, "cuda", (9, 0))
-    assert tile_mma._config_refuse(call, tile_mma.config_of(8, 2, 256, 1, 1, 1)) == why
+    assert registry.named("cuda/tile_mma").config_refuse(call, tile_mma.config_of(8, 2, 256, 1, 1, 1)) == why

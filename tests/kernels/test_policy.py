@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import emulation
 from lowq_kernels import gpu
 from lowq_kernels.dispatch import policy, registry, tuning, tuning_file
 from lowq_kernels.dispatch.registry import Call, select
@@ -26,19 +27,16 @@ def call(M, N=4096, K=4096, bits=4, layout="tile", on=gpu.HOPPER, group=128, dty
 
 
 @pytest.fixture
-def changed(monkeypatch):
-    """A copy of the shipped file that tests may change: dispatch reads it."""
-    file = {"file": FILE.name, **json.loads(FILE.read_text())}
+def changed():
+    """The shipped file as dispatch holds it, which tests may change; afterwards it is read anew."""
 
     def forget():
-        for cached in (policy.file_for, tuning.shipped):
+        for cached in (policy.files, policy.file_for, tuning.shipped):
             cached.cache_clear()
         registry.forget_choices()
 
-    monkeypatch.setattr(policy, "files", lambda: (file,))
     forget()
-    yield file
-    monkeypatch.undo()
+    yield policy.file_for(gpu.HOPPER)
     forget()
 
 
@@ -73,9 +71,13 @@ def test_a_larger_row_always_answers(bits):
 
 @needs_nvrtc
 @pytest.mark.parametrize("on", [gpu.HOPPER, H200], ids=lambda g: g.name)
-def test_dispatch_takes_what_the_file_says(on, changed, monkeypatch):
+def test_dispatch_takes_what_the_file_says(on, changed):
     """As on either GPU, with none here: an H200 is a Hopper, and nothing nearer ships. Another row, another choice."""
-    monkeypatch.setattr(gpu, "of", lambda capability: on)
+    with emulation.installed(on):
+        check_choices(changed)
+
+
+def check_choices(changed):
     for M, N, K, kernel in ((1, 4096, 14336, MMA), (8, 28672, 4096, MMA), (16, 28672, 4096, WGMMA), (512, 4096, 4096, WGMMA)):
         asked = call(M, N, K)
         spec, config = select(asked)
@@ -118,9 +120,9 @@ def test_exact_shapes_answer_on_their_architecture_alone():
     row = next(row for f in policy.files() for row in f["measured"])
     M, (kernel, config, _) = next(iter(row["M"].items()))
     asked = call(int(M), row["N"], row["K"], row["bits"], row["layout"], group=row["group"])
-    assert tuning._from_shipped(asked) == (kernel, config)
+    assert tuning.shipped(gpu.HOPPER).lookup(asked, near=True) == (kernel, config)
     assert tuning.chosen_by(asked) == "shipped"
-    assert tuning._from_shipped(dataclasses.replace(asked, capability=gpu.LEAST)) is None
+    assert tuning.chosen_by(dataclasses.replace(asked, capability=gpu.LEAST)) == "rule"
 
 
 @needs_nvrtc
@@ -133,16 +135,14 @@ def test_rows_of_other_keys_are_left_out(changed):
     assert config == spec.legal_configs(asked)[0]
 
 
-def test_the_file_of_a_gpu_is_its_own_else_its_architectures_else_the_nearest(changed, monkeypatch):
+def test_the_file_of_a_gpu_is_its_own_else_its_architectures_else_the_nearest():
     def file(name, capability, sms):
         return {"file": name, "gpu": name, "capability": list(capability), "sms": sms}
 
     files = (file("a100", (8, 0), 108), file("h100", (9, 0), 132), file("h20", (9, 0), 78))
-    monkeypatch.setattr(policy, "files", lambda: files)
     pcie = dataclasses.replace(gpu.HOPPER, name="NVIDIA H100 PCIe", sms=114, clusters=())
     for on, name in ((H200, "h100"), (pcie, "h100"), (dataclasses.replace(H200, name="h20"), "h20"), (gpu.row((8, 6)), "a100")):
-        policy.file_for.cache_clear()
-        assert policy.file_for(on)["file"] == name
+        assert policy.nearest(files, on)["file"] == name
 
 
 def test_a_written_file_is_read_back_and_stands_as_it_is_written():

@@ -1,11 +1,11 @@
 """Dispatch: every kernel is well formed, refusals say why, and forcing one by name works or fails aloud."""
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
 
+import emulation
 from lowq_kernels.dispatch import layouts, measure, registry
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Call, kernels, refusals, select
@@ -109,9 +109,21 @@ def test_a_kernel_of_another_device_is_refused_when_it_is_called_and_not_before(
         lin(torch.ones(1, 128))
 
 
+@pytest.fixture
+def own():
+    """Kernels that a test registers."""
+    with emulation.changed_kernels():
+        yield
+
+
+def launch(x, p, bias, config):
+    """No test of dispatch launches it."""
+    raise AssertionError
+
+
+@pytest.mark.usefixtures("own")
 def test_several_names_force_an_operation_each(monkeypatch):
-    attend = dataclasses.replace(kernels()["reference"], name="torch/other", op="attend")
-    monkeypatch.setitem(registry.KERNELS, "torch/other", attend)
+    registry.register("torch/other", op="attend")(launch)
     monkeypatch.setenv("LOWQ_KERNEL", "torch/other, dequant")
     assert registry.forced().name == "dequant"
     assert registry.forced(op="attend").name == "torch/other"
@@ -129,36 +141,27 @@ def test_no_kernel_gives_every_reason():
         select(nobody)
 
 
-def test_tables_are_asked_before_the_rule_and_an_illegal_answer_is_passed_over(monkeypatch):
+def test_tables_are_asked_before_the_rule_and_an_illegal_answer_is_passed_over():
     pytest.importorskip("triton")
-    answers = iter([("triton/gemm", {"BLOCK_M": 3}), ("reference", {})])
-    monkeypatch.setattr(registry, "TABLES", [lambda call: next(answers), lambda call: next(answers)])
-    registry.forget_choices()
-    try:
+    with registry.asking(lambda call: ("triton/gemm", {"BLOCK_M": 3}), lambda call: ("reference", {})):
         assert select(H100)[0].name == "reference"
-    finally:
-        registry.forget_choices()
 
 
-def test_a_kernel_out_of_its_preferred_range_still_comes_before_the_reference(monkeypatch):
-    spec = dataclasses.replace(registry.kernels()["dequant"], name="picky", preferred_m=(64, 128), rank=1)
-    reference = registry.kernels()["reference"]
-    monkeypatch.setattr(registry, "KERNELS", {"picky": spec, "reference": reference})
-    monkeypatch.setattr(registry, "TABLES", [])
-    call = registry.Call(1, 16, 64, Scheme(4, 32), "rowstream", torch.float32, "cpu")
-    registry.forget_choices()
-    assert registry.select(call)[0].name == "picky"
-    registry.forget_choices()
+@pytest.mark.usefixtures("own")
+def test_a_kernel_out_of_its_preferred_range_still_comes_before_the_reference():
+    """The reference's rank is that of a last resort; here both are of a layout that no other kernel reads."""
+    for name, rank, preferred in (("picky", 100, (64, 128)), ("last", registry.LAST_RESORT, registry.ANY_M)):
+        registry.register(name, layouts=("another",), devices=("cpu",), rank=rank, preferred_m=preferred)(launch)
+    assert kernels()["reference"].rank == registry.LAST_RESORT
+    assert select(registry.Call(1, 16, 64, Scheme(4, 32), "another", torch.bfloat16, "cpu"))[0].name == "picky"
 
 
 @pytest.mark.parametrize(
     ("M", "N", "name"),
     [(16, 4096, "mma"), (32, 4096, "mma"), (33, 4096, "wgmma"), (8, 28672, "mma"), (9, 28672, "wgmma"), (32, 28672, "wgmma")],
 )
-def test_the_rule_gives_up_to_32_rows_of_a_narrow_layer_to_mma(M, N, name, monkeypatch):
+def test_the_rule_gives_up_to_32_rows_of_a_narrow_layer_to_mma(M, N, name):
     """As measured on an H100: 4096 x 4096, M = 32 takes 7.4 us by mma and 9.3 by wgmma; 28672 x 4096 41.6 and 24.1."""
-    monkeypatch.setattr(registry, "TABLES", [])
-    registry.forget_choices()
     call = registry.Call(M, N, 4096, Scheme(4, 128), "tile", torch.float16, "cuda", (9, 0))
-    assert registry.select(call)[0].name == f"cuda/tile_{name}"
-    registry.forget_choices()
+    with registry.asking():
+        assert registry.select(call)[0].name == f"cuda/tile_{name}"

@@ -13,7 +13,6 @@ from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8", compiler=False)
-import simt
 from lowq_kernels.cuda import nvrtc
 from lowq_kernels.products.cuda import act_rows, tile_wgmma8
 
@@ -90,12 +89,10 @@ def rows_to_round(K, dtype, device="cpu"):
 @emulated
 @pytest.mark.parametrize("act", ["int8", "fp8"])
 @pytest.mark.parametrize(("K", "dtype"), [(14336, torch.float16), (2053, torch.bfloat16)], ids=str)
-def test_rounding_emulated(act, K, dtype, monkeypatch):
-    monkeypatch.setattr(act_rows, "Kernel", simt.Kernel)
+def test_rounding_emulated(act, K, dtype):
     x = rows_to_round(K, dtype)
-    act_rows._prepared.cache_clear()
-    y = act_rows.rounded_rows(x, act)
-    act_rows._prepared.cache_clear()
+    with emulation.hopper(act_rows):
+        y = act_rows.rounded_rows(x, act)
     assert torch.equal(y.isnan(), activations.rounded(x, act).isnan())
     assert torch.equal(y.nan_to_num(), activations.rounded(x, act).nan_to_num())
 

@@ -208,14 +208,12 @@ def portable(request, monkeypatch):
     amd = request.param == "AMD"
     monkeypatch.setattr(torch.version, "hip", "6.4" if amd else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4) if amd else (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU that nobody has measured")
-    monkeypatch.setattr(registry, "KERNELS", {n: s for n, s in kernels().items() if not n.startswith("cuda/")})
-    monkeypatch.setattr(registry, "TABLES", [])
     capability.cache_clear()
-    registry.forget_choices()
-    yield capability(torch.device("cuda"))
+    with emulation.changed_kernels() as registered, registry.asking():
+        for name in [n for n in registered if n.startswith("cuda/")]:
+            del registered[name]
+        yield capability(torch.device("cuda"))
     capability.cache_clear()
-    registry.forget_choices()
 
 
 @pytest.mark.parametrize("bits", BITS)

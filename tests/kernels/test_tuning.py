@@ -19,6 +19,7 @@ from lowq_kernels.dispatch.registry import Call, select
 from lowq_kernels.dispatch.sources import code_of, source_hash
 from lowq_kernels.dispatch.tuning import Shape, Table
 from lowq_kernels.dispatch.tuning_file import Entry, Machine
+from lowq_kernels.products.cpu import native
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
 
@@ -199,7 +200,7 @@ def test_the_preferred_layout_is_the_faster_one_over_the_batches_that_all_have()
 
 def test_measuring_a_shape_gives_a_winner_per_layout_and_M_that_dispatch_accepts():
     shape = Shape(32, 64, Scheme(4, 32), torch.bfloat16)
-    found = list(measure.measure(shape, (1, 4), CPU, Budget(30)))
+    found = list(measure.measure(shape, (1, 4), CPU, Budget()))
     first = ranked(shape.scheme, shape.N, shape.K, shape.dtype, CPU)[0]
     assert {(e.layout, e.M) for e in found} >= {("rowstream", 1), ("rowstream", 4), (first, 1)}
     for e in found:
@@ -238,16 +239,15 @@ def test_work_is_what_a_launch_needs(M):
         assert instance(ahead.M, config) == instance(M, config), config
 
 
-def test_a_table_says_where_x_is_rounded_inside_the_product(monkeypatch):
+def test_a_table_says_where_x_is_rounded_inside_the_product():
     """The rule has 8-bit kernels begin at 97 rows; an entry for the call decides otherwise, either way."""
-    monkeypatch.setattr(registry, "TABLES", [lambda c: Table(found).lookup(c)])
     eight, sixteen = "cuda/tile_int8", "cuda/tile_wgmma"
     if eight not in registry.kernels():
         pytest.skip("NVRTC is not installed")
     place = {"dtype": "float16", "layout": "tile", "group": 128}
     asked = {M: Call(M, 256, 512, Scheme(4, 128), "tile", torch.float16, "cuda", (9, 0), "int8") for M in (16, 200)}
     config = registry.kernels()[eight].configs[0]
-    for found, rounds in (
+    for entries, rounds in (
         ([], {16: False, 200: True}),
         (
             [entry(16, eight, act="int8", **place, config=config), entry(200, sixteen, act="int8", **place)],
@@ -255,29 +255,29 @@ def test_a_table_says_where_x_is_rounded_inside_the_product(monkeypatch):
         ),
         ([entry(16, eight, **place, config=config), entry(200, sixteen, **place)], {16: False, 200: True}),  # of 16-bit calls
     ):
-        registry.forget_choices()
-        assert {M: registry.after_rounding(c).act != "none" for M, c in asked.items()} == rounds
-        if found and found[0].act == "int8":
-            assert select(asked[16])[0].name == eight
-    assert registry.after_rounding(asked[16], sixteen).act == "none"
+        with registry.asking(Table(entries).lookup):
+            assert {M: registry.after_rounding(c).act != "none" for M, c in asked.items()} == rounds
+            if entries and entries[0].act == "int8":
+                assert select(asked[16])[0].name == eight
+            assert registry.after_rounding(asked[16], sixteen).act == "none"
 
 
-@pytest.mark.parametrize(("eight_bits", "sixteen", "alone", "taken"), [(9.0, 8.0, 4.0, True), (9.0, 8.0, 0.5, False)])
-def test_eight_bit_products_are_measured_against_rounding_and_sixteen(monkeypatch, eight_bits, sixteen, alone, taken):
-    shape = Shape(256, 512, Scheme(4, 128), torch.float16, act="int8")
-    kernel = dataclasses.replace(registry.kernels()["reference"], name="eight", acts=("int8",), configs=({"A": 1},))
-    monkeypatch.setattr(measure, "candidates", lambda call, exhaustive: [(kernel, {"A": 1})] if call.act == "int8" else [])
-    monkeypatch.setattr(measure, "_time", lambda *args: eight_bits)
-    monkeypatch.setattr(measure, "wall_time", lambda calls: alone)
-    monkeypatch.setattr(measure, "source_hash", lambda kernel: "0")
-    weights = measure.copies(measure.random_weight(shape, "rowstream", CPU))
-    few, plain = (entry(M, us=sixteen, group=128, dtype="float16") for M in (STEPS, STEPS + 1))
+def test_eight_bit_products_are_measured_against_rounding_and_sixteen():
+    eight, plain = entry(STEPS + 1, "reference", us=9.0, act="int8"), entry(STEPS + 1, us=8.0, runners_up=({"us": 8.5},))
+    assert measure.cheaper(eight, plain, 4.0) == eight
+    assert measure.cheaper(eight, plain, 0.5) == dataclasses.replace(plain, us=8.5, act="int8", runners_up=())
+
+
+def test_x_is_rounded_inside_the_product_where_rows_are_many_and_a_kernel_can():
+    layout, shape = "cpu" if native.library() else "rowstream", Shape(32, 128, Scheme(4, 128), torch.bfloat16, act="int8")
+    weights = [measure.random_weight(shape, layout, CPU)]
+    few, plain = (entry(M, us=1e9, group=128, layout=layout) for M in (STEPS, STEPS + 1))
     assert measure.rounding(shape, few, weights, CPU) is None  # x of few rows is not rounded
-    found = measure.rounding(shape, plain, weights, CPU)
-    assert found.act == "int8"
-    assert (found.kernel, found.us) == (("eight", 9.0) if taken else ("dequant", 8.5))
-    monkeypatch.setattr(measure, "candidates", lambda call, exhaustive: [])
-    assert measure.rounding(shape, plain, weights, CPU) is None
+    measured = measure.rounding(shape, plain, weights, CPU)
+    if layout == "rowstream":  # which no kernel of 8-bit products reads
+        assert measured is None
+    else:
+        assert (measured.kernel, measured.act, measured.us < 1e9) == ("cpu/packed_int8", "int8", True)
 
 
 @pytest.mark.gpu
@@ -285,7 +285,6 @@ def test_eight_bit_products_are_measured_against_rounding_and_sixteen(monkeypatc
 def test_activations_are_tuned_on_the_gpu(tmp_path, monkeypatch):
     """Times of both ways, an entry each, and dispatch that follows them. Of each kernel one config."""
     device, all_of = torch.device("cuda"), measure.candidates
-    monkeypatch.setattr(measure, "layouts_for", lambda shape, device: ["tile"])
     monkeypatch.setattr(measure, "candidates", lambda *a: list({s.name: (s, c) for s, c in all_of(*a)}.values()))
     shape = Shape(2048, 2048, Scheme(4, 128), torch.float16, act="fp8")
     entries = list(measure.measure(shape, (1, 512), device, Budget(60)))
@@ -298,13 +297,12 @@ def test_activations_are_tuned_on_the_gpu(tmp_path, monkeypatch):
     assert (registry.after_rounding(asked).act == "fp8") == ("fp8" in by_act["fp8", 512].kernel)
 
 
-def test_a_time_that_the_others_contradict_is_measured_again(monkeypatch):
-    times = {1: iter([7886.0, 7000.0, 60.0, 61.0]), 8: iter([66.0]), 16: iter([500.0, 70.0, 510.0, 71.0])}
-    monkeypatch.setattr(measure, "copies", lambda p: [p])
-    monkeypatch.setattr(measure, "best", lambda shape, M, weights, *_: entry(M, us=next(times[M]), layout=weights[0].layout))
-    monkeypatch.setattr(
-        measure, "best_of_rounds", lambda shape, M, held, *_: {layout: measure.best(shape, M, w) for layout, w in held.items()}
-    )
-    monkeypatch.setattr(measure, "layouts_for", lambda shape, device: ["rowstream"])
-    found = [(e.M, e.us) for e in measure.measure(Shape(256, 512, Scheme(4, 64), torch.bfloat16), (1, 8, 16), CPU, Budget(9))]
-    assert found == [(1, 7886.0), (1, 60.0), (8, 66.0), (16, 70.0), (16, 70.0)]
+def test_a_time_that_the_others_contradict_is_measured_again():
+    first, again = {1: 7886.0, 8: 66.0, 16: 500.0}, {1: iter([7000.0, 60.0, 61.0]), 16: iter([70.0, 510.0, 71.0])}
+    known: list[Entry] = []
+    timed: list[Entry] = []
+    for M, us in first.items():
+        timed += measure.settle(known, entry(M, us=us), lambda M: entry(M, us=next(again[M])))
+    assert [(e.M, e.us) for e in timed] == [(1, 7886.0), (1, 60.0), (8, 66.0), (16, 70.0), (16, 70.0)]
+    assert [(e.M, e.us) for e in known] == [(1, 60.0), (8, 66.0), (16, 70.0)]
+    assert [(e.M, e.us) for e in measure.settle(known, entry(32, us=75.0), lambda M: None)] == [(32, 75.0)]

@@ -41,7 +41,7 @@ def drawn():
             for bits, (M, N, K, sms) in rng.sample([(b, s) for b in BITS for s in shapes], 20):
                 call = Call(M, N, K, Scheme(bits, group), "tile", dtype, "cuda", (9, 0))
                 with emulation.sms(sms):
-                    if tile_wgmma._config_refuse(call, c) is None:
+                    if registry.named("cuda/tile_wgmma").config_refuse(call, c) is None:
                         yield Case(i, bits, dtype, group, "float", M, N, K, sms, i % 2 == 0)
                         break
     for i, c in enumerate(tile_wgmma.CONFIGS):

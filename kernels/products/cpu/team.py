@@ -7,6 +7,7 @@ depend on the number of threads, so each step may use another.
 """
 
 import threading
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 
@@ -26,20 +27,21 @@ class Team:
     """Chooses the threads of steps of one shape from the times of earlier steps; use `with team:` around each step.
 
     Half the threads take at most twice the least time of a step; time beyond that counts as lost. Halved threads are halved
-    again if that helps.
+    again if that helps. clock: gives seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
         self.ends: list[float] = []  # when each halving does
         self.least: dict[int, float] = {}  # seconds, by how often halved: of the last steps in a row that were
         self.lost = 0.0
 
     def __enter__(self) -> None:
         _here.threads = max(1, torch.get_num_threads() >> len(self.ends))
-        self.began = perf_counter()
+        self.began = self.clock()
 
     def __exit__(self, failed: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        now, many, _here.threads = perf_counter(), _here.threads > 1, 0
+        now, many, _here.threads = self.clock(), _here.threads > 1, 0
         if failed is None:
             self._note(now - self.began, now, many)
 
