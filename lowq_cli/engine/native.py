@@ -74,7 +74,7 @@ class NativeDecoder:
         self.attached: Attached | None = None  # the drafter that runs on the device, with its guesses
         self.saved: Any = None  # the cache out of a file that the next prompt begins with: a `saved_cache.SavedCache`
         self.balances: dict[str, Balance] = {}  # on a GPU: name of a drafter -> the time that its drafts have won or lost
-        self.timed: dict[str, Any] = {}  # on a CPU: name of a device drafter -> times of its steps (`draft_length.TimedCosts`)
+        self.timed: dict[str, Any] = {}  # on a CPU: name of a drafter -> times of its steps (`draft_length.TimedCosts`)
         self.shown: list[Shown | None] = []  # the images of each sequence
         self.turns = False  # whether some image makes tokens rotate by three-part positions
 

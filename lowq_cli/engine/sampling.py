@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -131,6 +132,12 @@ class Sampler:
         `check_finite`; on a GPU only for a prompt's logits (`advance` 0), because the check waits for the device.
         """
         self.logits = logits
+        if self._at_once:
+            largest, drawn = logits.max(-1)
+            self._check(largest.tolist())
+            self.token.copy_(drawn)
+            self.pos += advance
+            return
         if not advance or logits.device.type == "cpu":
             check_finite(logits)
         s, temperature = self.sampling, self.sampling.temperature
@@ -142,3 +149,32 @@ class Sampler:
         self._draw(logits.contiguous(), self.token, self.pos, self.seed, temperature, advance)
         if seen is not None:
             seen.scatter_(1, self.token[:, None], True)
+
+    def follow(self, logits: torch.Tensor, drafts: Sequence[int]) -> list[int]:
+        """The tokens that `choose` draws after rows (T, V) of the only sequence, up to the first that differs from the draft in
+        the next row. drafts: the tokens of the rows after the first."""
+        if not self._at_once:
+            tokens = list[int]()
+            for i in range(len(drafts) + 1):
+                self.choose(logits[i : i + 1], advance=1)
+                tokens.append(int(self.token))
+                if tokens[i : i + 1] != list(drafts[i : i + 1]):
+                    break
+            return tokens
+        largest, drawn = (t.tolist() for t in logits.max(-1))
+        n = next((i for i, draft in enumerate(drafts) if drawn[i] != draft), len(drafts)) + 1
+        self.logits = logits[n - 1 : n]
+        self._check(largest[:n])
+        self.token.fill_(drawn[n - 1])
+        self.pos += n
+        return drawn[:n]
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether a draw is the largest logit of a row on a CPU: torch finds its place together with its value in 7 us of 8,192
+        logits in bf16, where argmax alone takes 27."""
+        return self.device.type == "cpu" and self.sampling.greedy and self.sampling.repetition_penalty == 1
+
+    def _check(self, largest: Sequence[float]) -> None:
+        if not all(map(math.isfinite, largest)):
+            raise not_finite(self.logits.dtype)

@@ -192,7 +192,7 @@ class Generation:
         yield [tokens]
         waiting: list[tuple[_Fetch, int, bool]] = []
         while count < self.room:
-            began = time.perf_counter()
+            began = drafting.clock()
             while len(waiting) <= (self.decoder.ahead and count + 1 < self.room):
                 where, rows, fresh = drafting.launch()
                 waiting.append((_Fetch(where), rows, fresh))
@@ -201,7 +201,7 @@ class Generation:
             count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
-            drafting.took(rows > 1, len(tokens), time.perf_counter() - began)
+            drafting.took(rows > 1, len(tokens), drafting.clock() - began)
 
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
         """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them."""
@@ -210,7 +210,7 @@ class Generation:
         drafting.extend(tokens)
         yield [tokens]
         while count < self.room:
-            began = time.perf_counter()
+            began = drafting.clock()
             if waiting is None and (step := drafting.step(self.room - count)) is not None:
                 tokens = step
             else:
@@ -223,7 +223,7 @@ class Generation:
             count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
-            drafting.took(step is not None, len(tokens), time.perf_counter() - began)
+            drafting.took(step is not None, len(tokens), drafting.clock() - began)
 
 
 class _Fetch:

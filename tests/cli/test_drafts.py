@@ -85,10 +85,24 @@ def test_costs_are_those_that_were_timed_once_they_are_known():
     assert costs(4) == 1.3  # not enough of them: one may have waited for another process
     costs.note(4, 2.0)
     assert costs(4) == 2.0
-    assert costs(2) == pytest.approx(4 / 3)
+    assert costs(2) == pytest.approx(1 + 0.1 * 1.0 / 0.3)  # what the table says of 2 rows, by as much more as 4 took
+    assert costs(16) == pytest.approx(1 + 4.2 * 1.0 / 0.3)
     for _ in range(AGAIN):
         costs.note(1, 1.0)
     assert costs(4) < 2.0  # it is tried again
+
+
+def test_a_width_without_timings_costs_what_the_table_says_until_a_neighbour_is_timed():
+    costs = TimedCosts(TableCosts({1: 1.0, 2: 1.5, 16: 8.5}))
+    for rows, seconds in ((1, 1.0), (2, 1.25), (8, 2.75)):
+        for _ in range(ENOUGH + 1):
+            costs.note(rows, seconds)
+    assert [costs(n) for n in (2, 3, 8, 12, 16)] == pytest.approx([1.25, 1.5, 2.75, 3.75, 4.75])  # half of what the table says
+    cheap = TimedCosts(TableCosts({1: 1.0, 2: 1.5}))
+    for rows, seconds in ((1, 1.0), (2, 0.9)):
+        for _ in range(ENOUGH + 1):
+            cheap.note(rows, seconds)
+    assert cheap(3) == 1  # more rows never cost less than one
 
 
 WAYS = ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.3})

@@ -22,6 +22,37 @@ def test_greedy_is_the_argmax():
     assert pick(LOGITS) == [4]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_greedy_takes_the_first_of_several_equal_logits(dtype):
+    logits = torch.randint(-9, 10, (50, 700), generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert pick(logits) == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("right", range(5))
+def test_rows_of_one_text_draw_what_they_draw_one_after_the_other(how, right):
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
+    samplers = [Sampler(TORCH.choose, 1, 40, logits.device) for _ in range(2)]
+    for sampler in samplers:
+        sampler.start(Sampling(**how), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool))
+    one, together = samplers
+    wanted = []
+    for row in logits[: right + 1]:
+        one.choose(row[None], advance=1)
+        wanted.append(int(one.token))
+    drafts = [*wanted, *[0] * 5][:4]
+    if right < 4:
+        drafts[right] = (wanted[right] + 1) % 40  # the next row's draft is wrong: what comes after it is not drawn
+        logits[right + 1 :] = torch.nan
+    assert together.follow(logits, drafts) == wanted
+    for a, b in zip(one.state, together.state, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(together.logits, logits[right : right + 1])
+    logits[0] = torch.nan
+    with pytest.raises(DamagedError, match="is NaN or infinite"):
+        together.follow(logits, drafts)
+
+
 def test_a_model_that_answers_in_nan_is_an_error():
     """Weights too large for their dtype: the draw was token 0, the text empty, the exit code 0."""
     for value in (torch.nan, torch.inf):

@@ -1,8 +1,8 @@
 """The number of drafts to check in a step: the expected tokens divided by the cost of the step's rows."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
@@ -20,12 +20,15 @@ class Costs(Protocol):
 
 
 class TableCosts:
-    """Costs from a table rows -> cost, interpolated linearly. They do not depend on timings, so every run has the same."""
+    """Costs from a table rows -> cost, interpolated linearly. They do not depend on timings, so every run has the same. level:
+    whether rows beyond either end of the table cost what that end does."""
 
-    def __init__(self, table: dict[int, float]) -> None:
-        self.table = sorted(table.items())
+    def __init__(self, table: dict[int, float], level: bool = False) -> None:
+        self.table, self.level = sorted(table.items()), level
 
     def __call__(self, rows: int) -> float:
+        if self.level:
+            rows = min(max(rows, self.table[0][0]), self.table[-1][0])
         below = max((p for p in self.table if p[0] <= rows), default=(1, 1.0))
         above = min((p for p in self.table if p[0] >= rows), default=below)
         if above[0] == below[0]:
@@ -34,31 +37,44 @@ class TableCosts:
 
 
 class TimedCosts:
-    """Costs from the median time of each width's last steps, since on a busy machine wider steps may wait longer. A width with
-    few timings costs what its neighbours, or at first `before`, suggest, or its median if that is less; so each is tried."""
+    """Costs from the median time of each width's last steps.
+
+    The additional cost of a width with few timings is that of `before`, times the ratio by which its neighbours differ from
+    `before`, or its median if that is less; so each is tried. before: costs above 1 for more than one row.
+    """
 
     def __init__(self, before: Costs) -> None:
         self.before, self.times, self.tried = before, dict[int, deque[float]](), dict[int, int]()
         self.plain = 0
+        self._median, self._costs = dict[int, float](), dict[int, float]()  # rows -> s; rows -> cost, until the next timing
 
     def note(self, rows: int, seconds: float) -> None:
         """Record the time of a step of `rows` rows; the first step of a width also prepares it, so its time is dropped."""
         tried = self.tried[rows] = self.tried.get(rows, -1) + 1
         if tried:
-            self.times.setdefault(rows, deque(maxlen=LAST)).append(seconds)
+            times = self.times.setdefault(rows, deque(maxlen=LAST))
+            times.append(seconds)
+            self._median[rows] = sorted(times)[len(times) // 2]
         self.plain += rows == 1
         if self.plain == AGAIN:
             self.plain, self.tried = 0, {n: min(t, ENOUGH - 1) for n, t in self.tried.items()}
+        self._costs.clear()
 
     def __call__(self, rows: int) -> float:
+        if rows not in self._costs:
+            self._costs[rows] = self._cost(rows)
+        return self._costs[rows]
+
+    def _cost(self, rows: int) -> float:
         if self.tried.get(1, 0) < ENOUGH:
             return self.before(rows)
-        each = {n: median(times) for n, times in self.times.items()}
-        known = {n: s / each[1] for n, s in each.items() if self.tried[n] >= ENOUGH}
+        cost = {n: s / self._median[1] for n, s in self._median.items()}
+        known = {n: c for n, c in cost.items() if self.tried[n] >= ENOUGH}
         if rows in known:
             return known[rows]
-        cost = self.before(rows) if len(known) == 1 else TableCosts(known)(rows)
-        return min(cost, each[rows] / each[1]) if rows in each else cost
+        ratios = {n: max(0.0, c - 1) / (self.before(n) - 1) for n, c in known.items() if n > 1}
+        ratio = TableCosts(ratios, level=True)(rows) if ratios else 1.0
+        return min(1 + (self.before(rows) - 1) * ratio, cost.get(rows, math.inf))
 
 
 def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0) -> int:

@@ -1,5 +1,6 @@
 """Decode one sequence with drafts: choose the number of drafts of each step, and count the results."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ class Drafting:
     """The steps of a decoder's only sequence.
 
     Attributes:
-        drafted, accepted: counts of tokens. steps: count of steps with drafts. ahead: whether a step may be launched before the
-        previous one is read, which needs drafts that are made on the device.
+        drafted, accepted: counts of tokens. steps: count of steps with drafts. clock: the seconds that `took` is given. ahead:
+        whether a step may be launched before the previous one is read, which needs drafts that are made on the device.
     """
 
     ahead = False
@@ -37,7 +38,11 @@ class Drafting:
         self.drafter, self.decoder = drafter, decoder
         kind = decoder.device.type
         self.widths = WIDTHS[kind]
-        self.timed = TimedCosts(TableCosts(STARTING_COSTS)) if kind == "cpu" else None
+        # on a CPU: for all texts, by drafter, so that only the first begins with steps that are timed
+        begun = decoder.timed.setdefault(drafter.name, TimedCosts(TableCosts(STARTING_COSTS))) if kind == "cpu" else None
+        self.timed: TimedCosts | None = begun
+        # on a CPU the thread's own time: on a busy machine wide steps wait for other processes more often than plain ones
+        self.clock = time.thread_time if begun is not None else time.perf_counter
         self.costs: Costs = self.timed or estimated(decoder.plan)
         self.apart = 0.0
         # by drafter, for all texts: a step with drafts costs the host more than the table of costs says
@@ -116,8 +121,6 @@ class OnDevice(Drafting):
         super().__init__(drafter, decoder)
         self.widths = tuple(w for w in self.widths if w <= drafter.most + 1)
         share = step_s(drafter.plan) / step_s(decoder.plan)
-        if self.timed is not None:  # shared by all sequences: otherwise each would begin with plain steps to time them
-            self.timed = decoder.timed.setdefault(drafter.name, self.timed)
         rows = self.timed or self.costs
         self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * share)
         self.right, self.tried = [BEFORE * WEIGHT] * drafter.most, [WEIGHT] * drafter.most

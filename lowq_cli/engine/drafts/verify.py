@@ -71,22 +71,16 @@ class Verification:
         x = d.plan.embed(self.ids)
         logits = self.repeated(self._whole, x) if self.repeated and not d.turns else self._whole(x)
         logits = d.plan.capped(logits)
-        self._one_by_one(logits) if self.lazy else self._at_once(logits)
+        if self.lazy:  # draw after the rows in order, as plain steps do, until a drawn token differs from the next row's draft
+            tokens = sampler.follow(logits, self.ids[1:].tolist())
+            self.result[: len(tokens) + 1] = torch.tensor([len(tokens) - 1, *tokens])
+        else:
+            self._at_once(logits)
         if not self.plain:
             for t in tensors_of(d.state):
                 t.index_copy_(0, self.chain.slot, t.index_select(0, self.after[self.accepted]))
         if d.attached is not None:
             d.attached.guess(self.drawn, self.hidden, self.pos, self.accepted, self.T - 1)
-
-    def _one_by_one(self, logits: torch.Tensor) -> None:
-        """Draw after the rows in order, as plain steps do, until a drawn token differs from the next row's draft."""
-        sampler, ids = self.decoder.sampler, self.ids.tolist()
-        for i in range(self.T):
-            sampler.choose(logits[i : i + 1], advance=1)
-            token = int(sampler.token)
-            self.drawn[i], self.accepted[0] = token, i
-            if i + 1 < self.T and token != ids[i + 1]:
-                return
 
     def _at_once(self, logits: torch.Tensor) -> None:
         """Draw after every row, then count the right drafts; all shapes are fixed, so the step can be recorded."""
