@@ -70,7 +70,7 @@ def name_device(device: str) -> NamedDevice:
 
 def _checked(chosen: AnyDevice, asked: object, there: int) -> AnyDevice:
     if chosen.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {asked!r} is not one that lowq runs on; use auto, cpu or cuda")
+        raise UsageError(f"lowq does not run on device {asked!r}; use auto, cpu or cuda")
     if chosen.type == "cuda" and (chosen.index or 0) >= there:
         raise UnsupportedError(f"device {asked} was asked for, but torch can use {there} CUDA GPU(s) here; use --device cpu")
     return chosen

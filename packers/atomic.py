@@ -1,4 +1,4 @@
-"""A file that is whole or not there: made under another name beside its place, and renamed; and bytes at a reserved place."""
+"""Files that are complete or absent: written under another name in the same folder, then renamed. Files of reserved size."""
 
 import errno
 import fcntl
@@ -17,8 +17,8 @@ NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary name next to `path`, with its suffix; renamed to `path` after the block, or removed on failure.
 
-    made: the name, where no other process is at it. What a killed process left under such a name is removed first, whatever
-    it is: nothing is written through it. sync: on disk before it is renamed. Raises OSError.
+    made: the temporary name, if no other process uses it. A file that a killed process left under that name is removed first,
+    so that nothing is written through a link. sync: flush to disk before the rename. Raises OSError.
     """
     fd = -1
     if made is None:
@@ -98,9 +98,9 @@ def write_at(fd: int, content: memoryview | bytes | bytearray, offset: int) -> N
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock `folder` so that one process at a time reads and rewrites its file; else one process would lose another's additions.
+    """Lock `folder` so that one process at a time reads and rewrites its file; otherwise one could lose another's additions.
 
-    Waits for the others, milliseconds; no lock where the file system has none, or the folder is not there. Raises nothing.
+    Waits for other processes, for milliseconds. Without effect if the file system has no locks or the folder does not exist.
     """
     fd = -1
     with suppress(OSError):
@@ -115,7 +115,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder `name`-... of this process in `parent`, gone after the block; before, what killed ones left of such goes.
+    """Yield a new folder `name`-... in `parent`, deleted after the block; folders that killed processes left are deleted first.
 
     Raises OSError.
     """
@@ -142,7 +142,7 @@ def _own(path: Path) -> tuple[Path, int]:
     while True:
         partial = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
-        with suppress(OSError):  # a file system without locks, or `_sweep` is at it this very moment
+        with suppress(OSError):  # a file system without locks, or another process's `_sweep` has the lock
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink:
             return partial, fd
@@ -160,10 +160,10 @@ def _own_tree(folder: Path) -> None:
 
 
 def _remove_left(parent: Path, names: str, remove: Callable[[Path], None]) -> None:
-    """Remove what in `parent` has such a name and nobody holds: a killed process's."""
+    """Remove files in `parent` with such a name that no process has locked: those of killed processes."""
     for left in parent.iterdir():
         if re.fullmatch(names, left.name):
-            with suppress(OSError):  # gone meanwhile, held, or somebody else's
+            with suppress(OSError):  # deleted meanwhile, locked, or another user's
                 fd = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ _MACHINE = (  # errors of this machine, which no file's bytes cause
     *(*_DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE),
 )
 _OURS = ("lowq_packers", "lowq_kernels", "lowq_cli")
-_LOST = (  # CUDA's texts of errors after which a process can use its GPU no more; torch, Triton and the driver pass them on
+_LOST = (  # texts of CUDA errors after which a process can no longer use its GPU, in messages of torch, Triton and the driver
     *("illegal memory access", "illegal instruction", "misaligned address", "invalid program counter"),
     *("unspecified launch failure", "device-side assert", "hardware stack error", "launch timed out", "context is destroyed"),
     *("operation not supported on global/shared address space", "uncorrectable ECC error", "uncorrectable NVLink error"),
@@ -61,7 +61,7 @@ class UnsupportedError(LowqError):
 
 
 class QualityError(LowqError):
-    """A quality gate the caller set was missed."""
+    """The result misses a quality bound that the user set."""
 
     exit_code = 6
 
@@ -72,28 +72,28 @@ def one_line(e: BaseException) -> str:
 
 
 def device_lost(e: BaseException) -> bool:
-    """Whether an error says that the GPU answers this process no more: every later call fails, whoever makes it."""
+    """Whether an error says that this process can no longer use its GPU: every later call fails, too."""
     return isinstance(e, RuntimeError | LowqError) and any(text in str(e) for text in _LOST)
 
 
 def is_no_refusal(e: BaseException) -> bool:
-    """Whether an exception that came out of a library says nothing of the file or the value that the library was given.
+    """Whether an exception from a library is not the fault of the file or value that the library was given.
 
-    Such are a LowqError, which says enough itself; too little memory, a full disk and a lost GPU; what is no error, as Ctrl-C;
-    and a mistake in code of ours that the library called. To be asked where the exception is caught.
+    That holds for a LowqError, which has its own message; for too little memory, a full disk and a lost GPU; for Ctrl-C and the
+    like; and for a bug in our code that the library called. Call it where the exception is caught.
     """
     if isinstance(e, OSError):
         return e.errno in _MACHINE
     if isinstance(e, LowqError | MemoryError) or type(e).__name__ == "OutOfMemoryError" or device_lost(e):
         return True
     if not isinstance(e, Exception):
-        return type(e).__name__ != "PanicException"  # of a library in Rust
+        return type(e).__name__ != "PanicException"  # the exception of a library written in Rust
     frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(e.__traceback__)]
-    return len(frames) > 1 and frames[-1].partition(".")[0] in _OURS  # the first is of whoever catches it
+    return len(frames) > 1 and frames[-1].partition(".")[0] in _OURS  # the first frame is the one that catches it
 
 
 class library_errors:  # a class, as `no_panic`
-    """Turn what a library raises of something that the person gave into `error`, "WHAT: its text"; the cause is kept."""
+    """Turn a library's exception about the user's input into `error` with the message "WHAT: text"; the cause is chained."""
 
     def __init__(self, error: type[LowqError], what: str) -> None:
         self.error, self.what = error, what
@@ -104,13 +104,13 @@ class library_errors:  # a class, as `no_panic`
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, _: TracebackType | None) -> None:
         if e is None or is_no_refusal(e):
             return
-        if isinstance(e, ImportError):  # the file is as it should be
+        if isinstance(e, ImportError):  # a package is missing; the file is not damaged
             raise UnsupportedError(f"{self.what}: {one_line(e)}") from e
         raise self.error(f"{self.what}: {one_line(e)}") from e
 
 
 def log_error(what: str, e: BaseException) -> None:
-    """Show an error after which the work goes on, with its lines of code, where LOWQ_DEBUG=1 asks for it."""
+    """Print an error that does not stop the work, with its traceback, if LOWQ_DEBUG is set."""
     if os.environ.get("LOWQ_DEBUG"):
         sys.stderr.write(f"{what}:\n{''.join(traceback.format_exception(e))}")
 

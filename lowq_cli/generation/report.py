@@ -1,4 +1,4 @@
-"""What `generate` says of an answer: its numbers, --explain's kernels, --profile's table."""
+"""The report of `generate` on an answer: its statistics, the kernels of --explain, the table of --profile."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ NAMED = 3  # max. kernels that --explain names when they refuse for one reason
 
 
 def sampling_text(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """How tokens are chosen, and which of flags, file and default said so."""
+    """How tokens are sampled, and whether flags, the model's file or a default set it."""
     from lowq_cli.engine.generation_config import described
 
     if settings["temperature"]:
@@ -27,12 +27,12 @@ def sampling_text(settings: Mapping[str, Any], origins: Mapping[str, str]) -> st
 
 
 def drawn_text(settings: Mapping[str, Any], origins: Mapping[str, str], seed: int) -> str:
-    """The end of a line of numbers: how tokens were drawn and the seed; "" where the likeliest was taken."""
+    """The end of the line of statistics: the sampling settings and the seed; "" for greedy decoding."""
     return f"; {sampling_text(settings, origins)}, seed {seed}" if settings["temperature"] else ""
 
 
 def exhausted(pieces: Iterable[Any]) -> bool:
-    """Wait for a text; whether Ctrl-C ended it."""
+    """Wait for an answer to end; returns whether Ctrl-C ended it."""
     try:
         for _ in pieces:
             pass
@@ -42,7 +42,7 @@ def exhausted(pieces: Iterable[Any]) -> bool:
 
 
 def with_thoughts(text: str, marks: Any) -> dict[str, str]:
-    """An answer, and where a model thinks before it what it thought."""
+    """An answer, and the model's thoughts before it, if any."""
     if marks is None:
         return {"text": text}
     thoughts, answer = thinking.split(text, marks)
@@ -50,7 +50,7 @@ def with_thoughts(text: str, marks: Any) -> dict[str, str]:
 
 
 def numbers_of(model: "CausalModel", generation: "Generation", kernels: bool) -> dict[str, Any]:
-    """What --json prints."""
+    """The object that --json prints."""
     from dataclasses import asdict
 
     from lowq_cli import memory
@@ -106,7 +106,7 @@ def show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
 
 
 def show_profile(model: "CausalModel", generation: "Generation", timeline: Path) -> None:
-    """--profile: the timeline into a file, where a step's time goes on stderr."""
+    """--profile: write the timeline to a file, and the table of a step's time to stderr."""
     from lowq_cli.engine import explain
     from lowq_cli.engine.profiling import profile_steps
 
@@ -129,7 +129,7 @@ def show_profile(model: "CausalModel", generation: "Generation", timeline: Path)
 
 
 def _kernel_row(r: "LayerKernel") -> tuple[object, ...]:
-    """One row of --explain; a config as its values alone, the kernel's file names them."""
+    """One row of --explain; of a config only the values, whose names are in the kernel's file."""
     config = ",".join(str(v) for v in r.config.values())
     return r.layers, r.count, f"{r.N}x{r.K}", r.scheme, r.layout, r.kernel, config, r.chosen
 
@@ -163,7 +163,7 @@ def show_kernels(model: "CausalModel", generation: "Generation") -> None:
 
 
 def _named(kernels: list[str]) -> str:
-    """The names, or of many how many there are of each kind."""
+    """The names; if there are many, the number of each kind."""
     if len(kernels) <= NAMED:
         return ", ".join(kernels)
     kinds = [name.split("/")[0] for name in kernels]

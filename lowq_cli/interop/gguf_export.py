@@ -53,7 +53,7 @@ def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tu
         kind = inside.get("model_type", "mistral")
     arch = ARCHITECTURES.get(str(kind))
     if arch is None:
-        raise UnsupportedError(f"model_type {kind!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})")
+        raise UnsupportedError(f"model_type {kind!r} cannot be written as GGUF (supported: {', '.join(ARCHITECTURES)})")
     config, model = _described(raw)
     _check_computed_alike(config, model, arch)
     facts = _model_metadata(inside, config, model, arch, name)
@@ -246,7 +246,7 @@ def _rope(config: Any) -> Mapping[str, Any]:
     """Metadata of the rotary embedding. Raises UnsupportedError for a type that lowq does not write."""
     rope: Mapping[str, Any] = config.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
-        raise UnsupportedError(f"rotary embedding {rope['rope_type']!r} is not one that lowq writes as GGUF")
+        raise UnsupportedError(f"rotary embedding {rope['rope_type']!r} cannot be written as GGUF")
     return rope
 
 

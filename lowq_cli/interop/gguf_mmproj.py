@@ -29,9 +29,10 @@ class Mmproj:
 
 
 def mmproj(found: Checkpoint, beside: list[CheckpointTensor], embedding: CheckpointTensor) -> Mmproj:
-    """The metadata and pieces of a checkpoint's tower and projector, whose tensors are `beside`.
+    """The metadata and tensors of a checkpoint's vision tower and projector. beside: their tensors in the checkpoint.
 
-    embedding: the text model's; one of its rows may be needed. Raises UnsupportedError, NotFoundError, DamagedError.
+    embedding: the text model's; llama.cpp stores one row of it with some towers. Raises UnsupportedError, NotFoundError,
+    DamagedError.
     """
     form = FORMS.get(str(found.config.get("model_type")))
     if form is None:
@@ -61,7 +62,7 @@ def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
     side = vision.get("image_size") or int(vision.get("num_position_embeddings", 1600) ** 0.5 * patch)
     heads = number("num_attention_heads", "num_heads")
     if (vision.get("head_dim") or width // heads) * heads != width and form.projector == "pixtral":
-        raise UnsupportedError("its tower's heads are not as wide as its stream, as llama.cpp's graph of it has them")
+        raise UnsupportedError("llama.cpp supports this tower only with heads * head_dim equal to its hidden size")
     facts: dict[str, Value] = {
         "projector_type": text(form.projector), "has_vision_encoder": flag(True), "vision.image_size": u32(side),
         "vision.patch_size": u32(patch), "vision.embedding_length": u32(width), "vision.feed_forward_length": u32(int(inner)),
@@ -77,7 +78,9 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
     """Metadata of the image processor."""
     named = [found.folder / name for name in PROCESSORS if (found.folder / name).is_file()]
     if not named:
-        raise NotFoundError(f"{found.folder} has no {PROCESSORS[0]}, which says how pictures are prepared; copy the original's")
+        raise NotFoundError(
+            f"{found.folder} has no {PROCESSORS[0]}, the image processor's settings; copy the original's"
+        )
     settings = read_json(named[0])
     settings = settings.get("image_processor") or settings
     clip = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
@@ -87,14 +90,12 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
               "image_max_pixels": settings.get("max_pixels") or size.get("longest_edge")}  # fmt: skip
     areas = {k: u32(int(v)) for k, v in limits.items() if v} if "merge_size" in settings else {}  # Qwen's "edges" are areas
     if not areas and type(edge := size.get("longest_edge")) is int:
-        values["image_size"] = u32(
-            edge
-        )  # Pixtral's largest side; the tower's own image_size is only the most that it could take
+        values["image_size"] = u32(edge)  # Pixtral's largest side; the tower's image_size is an upper bound of it
     return {f"vision.{k}": v for k, v in {**values, **areas}.items()}
 
 
 def _pieces(found: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
-    """The pieces as which one tensor of the checkpoint is written."""
+    """The tensors of the file that hold one tensor of the checkpoint."""
     short = t.name.removeprefix("model.")
     stem, leaf = (short, "weight") if t.scheme else (short.rpartition(".")[0], short.rpartition(".")[2])
     vision = found.config["vision_config"]
@@ -106,7 +107,7 @@ def _pieces(found: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
         shape, kind = (N, C, *sides), "F16" if t.dtype == "F16" else "F32"
         ends = ("weight", "weight.1") if frames == 2 else ()
         if not ends:
-            raise UnsupportedError(f"{t.name} takes {frames} frames at once, llama.cpp's graph of this tower two")
+            raise UnsupportedError(f"{t.name} takes {frames} video frames at once; llama.cpp supports two")
         return [Piece(GgufTensor(f"{names[0]}.{end}", shape, kind), t, frame=i) for i, end in enumerate(ends)]
     N = t.shape[0] // len(names)
     heads = vision.get("num_attention_heads") if names[0].rpartition(".")[2] in form.permuted else None
@@ -129,5 +130,5 @@ def _number_of(found: Checkpoint, word: str) -> int:
     added = read_json(path).get("added_tokens") if path.is_file() else None
     number = next((t["id"] for t in added or () if t.get("content") == word), None)
     if type(number) is not int:
-        raise UnsupportedError(f"its tokenizer has no token {word}, whose embedding llama.cpp takes beside the tower")
+        raise UnsupportedError(f"its tokenizer has no token {word}, whose embedding llama.cpp needs with the tower")
     return number

@@ -1,7 +1,7 @@
-"""Read a vision tower from the mmproj file beside a GGUF model: the config of the whole model, its processor, its tensors.
+"""Read a vision tower from the mmproj file of a GGUF model: the config of the whole model, its processor, its tensors.
 
-Of the files *mmproj*.gguf in the model's folder the one is taken that is called mmproj-NAME.gguf, or else the largest one that
-fits the model: its projector belongs to the model's architecture and makes features of the model's width.
+The file is mmproj-NAME.gguf in the model's folder, or else the largest *mmproj*.gguf there that fits the model: its projector
+belongs to the model's architecture and makes features of the model's hidden size.
 """
 
 import json
@@ -29,7 +29,10 @@ PROCESSOR = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor whose bytes are `runs` runs of each part in turn: parts after one another, or two frames of a patch kernel."""
+    """A tensor made of tensors of the file, each cut into `runs` equal runs: run i of every part comes before run i + 1.
+
+    1: the parts are concatenated. More: the two frames of a patch kernel are interleaved.
+    """
 
     parts: tuple[Entry, ...]
     runs: int = 1
@@ -37,7 +40,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of the tower by the model's name. heads: of rows that llama.cpp has in pairs."""
+    """A tensor of the tower. heads: number of heads if llama.cpp permuted its rows into rotary pairs, else None."""
 
     shape: tuple[int, ...]
     of: Joined
@@ -46,7 +49,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class GgufTower:
-    """An mmproj file that fits a model. model_type: of the whole model. facts: its metadata below "clip."."""
+    """An mmproj file that fits a model. model_type: of the whole model. facts: the file's metadata under "clip."."""
 
     path: Path
     crc: int
@@ -66,18 +69,18 @@ class GgufTower:
         kernel = self.facts.shapes.get("v.patch_embd.weight")
         layers = self.facts.number("block_count")
         if kernel != (width, 3, patch, patch) or layers > len(self.tensors):
-            raise DamagedError(f"{self.path}: its tensors are not of the sizes that its metadata have; fetch it again")
+            raise DamagedError(f"{self.path}: its tensors contradict the sizes in its metadata; fetch it again")
         tokens = metadata.get("tokenizer.ggml.tokens") or []
         numbers = {name: tokens.index(word) for name, word in self.form.words.items() if word in tokens}
         if missing := [word for name, word in self.form.words.items() if name not in numbers and name.startswith("image")]:
-            raise UnsupportedError(f"{self.path} is for texts with the token {missing[0]}, which the model's tokenizer has not")
+            raise UnsupportedError(f"{self.path} needs the token {missing[0]}, which the model's tokenizer lacks")
         family = families()[self.model_type]
         inside = {k: v for k, v in text.items() if k != "architectures"} | {"model_type": family.text}
         if sections := metadata.get(f"{family.gguf}.rope.dimension_sections"):
             theta = inside.pop("rope_theta")
             inside["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, "mrope_section": list(sections)[:3]}
         else:
-            inside["sliding_window"] = None  # Mistral's default has one
+            inside["sliding_window"] = None  # transformers' default for Mistral is a window
         return {
             "model_type": self.model_type, "architectures": [self.form.cls], "text_config": inside,
             "vision_config": vision, **{k: text[k] for k in ("tie_word_embeddings", "dtype")}, **numbers, **more,
@@ -92,7 +95,7 @@ class GgufTower:
             values = facts.metadata.get(f"vision.{name}")
             if not isinstance(values, list) or len(values) != 3 or not all(type(v) is float for v in values):
                 raise DamagedError(f"{self.path} has no clip.vision.{name}; fetch it again")
-            fields[name] = [round(v, 8) for v in values]  # as published; in fp32 they have further digits
+            fields[name] = [round(v, 8) for v in values]  # the published decimals; fp32 adds digits
         if self.form.projector == "pixtral":
             fields["size"] = {"longest_edge": facts.number("image_size")}
         else:
@@ -131,8 +134,9 @@ class GgufTower:
 
 
 def find_tower(path: Path, arch: str, metadata: Mapping[str, Any]) -> tuple[GgufTower | None, str]:
-    """The tower beside a model's file, and otherwise a note for models that have one. Raises DamagedError for a file of the
-    model's name that belongs to another model.
+    """The vision tower of a model's file and ""; or None and a note if the model should have a tower.
+
+    Raises DamagedError for a file mmproj-NAME.gguf that belongs to another model.
     """
     types = [name for name in FORMS if ARCHITECTURES.get(name) == arch]
     if not types:
@@ -145,9 +149,9 @@ def find_tower(path: Path, arch: str, metadata: Mapping[str, Any]) -> tuple[Gguf
         if tower:
             return tower, ""
         if other == named:
-            raise DamagedError(f"{other} is the tower of another model: {why}; take it away, or fetch the right one")
+            raise DamagedError(f"{other} is the tower of another model: {why}; remove it, or fetch the right one")
         others.append(f"{other.name} is another model's ({why})")
-    if arch == "llama":  # most of its models have no tower
+    if arch == "llama":  # most models of this architecture have no tower
         return None, ""
     return None, f"{path.name} is opened without its tower, as text alone: " + (
         others[0] if others else f"there is no mmproj*.gguf in {path.parent}"
@@ -172,7 +176,7 @@ def _open(path: Path, types: list[str], width: Any) -> tuple[GgufTower | None, s
 
 
 def with_processor(tower: GgufTower, beside: Source, folder: Path) -> Path:
-    """`folder`, with the companions of a source and the tower's processor."""
+    """Write the companion files of the text's source and the tower's processor into `folder`, and return it."""
     files = {n: raw for n, raw in beside.companion_files().items() if "processor_config" not in n}
     for name, raw in (files | {PROCESSOR: tower.processor()}).items():
         write_whole(folder / name, raw)
@@ -181,7 +185,7 @@ def with_processor(tower: GgufTower, beside: Source, folder: Path) -> Path:
 
 @dataclass
 class PairSource(Source):
-    """A model of two GGUF files. joined: its tensors that are made of parts of a file."""
+    """A model in two GGUF files. joined: tensors that are made of several tensors of a file."""
 
     joined: dict[str, Joined] = field(kw_only=True)
 
@@ -216,7 +220,7 @@ class PairSource(Source):
 
 
 def tower_headers(tower: GgufTower) -> tuple[dict[str, TensorHeader], dict[str, dict[str, Any]], dict[str, Joined]]:
-    """The headers of its tensors, the entries of codes and permuted rows that the format GGUF decodes, and those of parts."""
+    """(headers of the tower's tensors, entries that the format GGUF decodes: codes and permuted rows, joined tensors)."""
     headers, stored, joined = dict[str, TensorHeader](), dict[str, dict[str, Any]](), dict[str, Joined]()
     for name, placed in tower.placed():
         parts = placed.of.parts

@@ -92,7 +92,7 @@ def parse_size(value: object) -> int:
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size <= 0:
-        raise UsageError(f"size {text!r} is not one; write 2GiB, 500MB or a number of bytes")
+        raise UsageError(f"size {text!r} is not a size; write 2GiB, 500MB or a number of bytes")
     return size
 
 

@@ -8,7 +8,7 @@ from lowq_cli.serving.guessing import TextDrafter
 from lowq_cli.serving.request import Request
 from lowq_kernels.decode.reference import MOST_DRAFTS
 
-MANY = 2 * MOST_DRAFTS  # more new tokens than passes in flight bring: no guesses were asked for in the meantime
+MANY = 2 * MOST_DRAFTS  # more new tokens than passes in flight can bring: the drafter was not used in the meantime
 
 
 @dataclass

@@ -23,13 +23,13 @@ SIZES = (
 class Family:
     """One model_type.
 
-    describe: config (transformers' object, or its fields with `defaults` filled in) -> Model; of a wrapper the whole config.
-    defaults: fields that config.json may leave out, as transformers' config class fills them (a test compares); None where its
-    config is read by way of transformers. text: model_type of a wrapper's text_config, where that names none.
+    describe: config (transformers' object, or its fields with `defaults` filled in) -> Model; a wrapper gets the whole config.
+    defaults: fields that config.json may leave out, as transformers' config class fills them (a test compares); None if
+    transformers has to read the config. text: model_type of a wrapper's text_config, if that names none.
     sizes: defaults of SIZES; None for a field that the family does not have.
-    rope_theta, local_rope_theta: bases of the rotation where config.json has none; the second for layers with a window, in
-    families whose kinds of layers turn differently (0: they do not).
-    gguf: llama.cpp's architecture. gguf_class: the transformers class that a file of it is read as. mlx: mlx-lm has it.
+    rope_theta, local_rope_theta: bases of the rotary embedding if config.json has none; the second is for layers with a window,
+    in families whose kinds of layers have different ones (0: the same for all).
+    gguf: llama.cpp's architecture. gguf_class: the transformers class as which such a file is read. mlx: mlx-lm supports it.
     """
 
     model_type: str

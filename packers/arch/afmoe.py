@@ -1,4 +1,4 @@
-"""Trinity (Arcee): gated attention whose windowed layers alone turn, norms around each half, DeepSeek V3's kind of mixtures."""
+"""Trinity (Arcee): gated attention with RoPE only in layers with a window, norms around each half, DeepSeek V3's mixtures."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ def afmoe(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that names none."""
+    """The kind of each layer, if config.json has no layer_types."""
     every = config["global_attn_every_n_layers"]
     return [SLIDING if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
 

@@ -1,4 +1,4 @@
-"""Bamba (IBM): Mamba-2 layers between a few of attention whose heads turn by half, each before an MLP."""
+"""Bamba (IBM): Mamba-2 layers and a few attention layers with RoPE on half of each head; each layer also has an MLP."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Cohere: attention and MLP side by side behind one layer norm; neighbours turn. Cohere 2: positions only in windows."""
+"""Cohere: attention and MLP in parallel after one layer norm, RoPE on neighbouring pairs. Cohere 2: RoPE only with a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def cohere2(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that has a pattern or nothing."""
+    """The kind of each layer, if config.json has a pattern or nothing."""
     pattern = config.get("sliding_window_pattern", 4)
     return [SLIDING if (i + 1) % pattern else FULL for i in range(config["num_hidden_layers"])]
 

@@ -159,7 +159,10 @@ def experts(c: Any, p: str, of: Router, inner: int, leaves: tuple[str, ...] = GA
 
 
 def mamba2(c: Any, p: str, heads: int, dim: int, groups: int, N: int, width: int, eps: float, **more: Any) -> Mamba2:
-    """Mamba-2 as most families have it. biases: of (in, out, conv); limit: of dt; normed: whether it has a norm."""
+    """Mamba-2 of most families.
+
+    biases: whether in_proj, out_proj and the convolution have one. limit: min. and max. dt. normed: whether it has a norm.
+    """
     in_bias, out_bias, conv_bias = more.pop("biases")
     least, most = more.pop("limit", None) or (0.0, float("inf"))
     inner, channels = heads * dim, heads * dim + 2 * groups * N
@@ -198,7 +201,7 @@ def model(
 
 
 def mtp_layers(c: Any) -> tuple[str, ...]:
-    """Prefixes of the layers past the last one, in which DeepSeek V3's kind of models publish their MTP layers."""
+    """Prefixes of the layers after the last one, in which models like DeepSeek V3 publish their MTP layers."""
     n = getattr(c, "num_nextn_predict_layers", 0) or 0
     return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n))
 
@@ -215,7 +218,8 @@ def wrapper(
     """A model with a tower: describes its text part, under a prefix, from text_config, or in old files from the whole config.
 
     images: from the whole config; a wrapper with vision_config null takes no images.
-    placeholders: fields of the config that name tokens of `Model.read_as`, and their defaults; read_as: by the text's config.
+    placeholders: fields of the config that name tokens of `Model.read_as`, and their defaults. read_as: a function of the
+    text's config.
     """
 
     def described(c: Any) -> Model:

@@ -16,7 +16,7 @@ def cwm(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that names none."""
+    """The kind of each layer, if config.json has no layer_types."""
     return [SLIDING if i % 4 else FULL for i in range(config["num_hidden_layers"])]
 
 

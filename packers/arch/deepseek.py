@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3: latent attention, dense first layers, experts chosen by groups beside shared ones.
+"""DeepSeek V2 and V3: latent attention, dense first layers, experts chosen within groups, and shared experts.
 
-Kimi K2 is V3 by another name, Youtu-LLM V3 without experts.
-Mistral 4 is V3 whose experts are chosen by a softmax and whose queries grow with their position.
+Kimi K2 is V3 under another name, Youtu-LLM is V3 without experts.
+Mistral 4 is V3 with a softmax router and queries that are scaled by their position.
 """
 
 import math
@@ -46,7 +46,7 @@ def latent(c: Any, p: str, pairing: Any = "neighbours", **more: Any) -> LatentAt
 
 
 def _scale(c: Any, q_dim: int) -> float:
-    """Of attention: YaRN's mscale_all_dim sharpens it."""
+    """The scale of attention's scores, which YaRN's mscale_all_dim increases."""
     r = rope_parameters(c)
     factor, all_dim = float(r.get("factor") or 1.0), r.get("mscale_all_dim") or 0
     stretched = r.get("rope_type", "default") != "default" and all_dim and factor > 1
@@ -54,7 +54,7 @@ def _scale(c: Any, q_dim: int) -> float:
 
 
 def mixture(c: Any, p: str, of: dict[str, Any], **more: Any) -> Experts:
-    """Experts at path `p` beside shared ones. of: what else its Router has."""
+    """Routed and shared experts at path `p`. of: further fields of the Router."""
     gate = router(c, f"{p}.gate", c.n_routed_experts, factor=float(c.routed_scaling_factor), **of)
     shared = mlp(c, f"{p}.shared_experts", c.moe_intermediate_size * c.n_shared_experts)
     return experts(c, p, gate, c.moe_intermediate_size, shared=shared, **more)
@@ -67,7 +67,7 @@ def by_sigmoid(c: Any, p: str) -> dict[str, Any]:
 
 
 def decoder(c: Any, attend: Callable[[str], Mixer], mix: Callable[[str], Experts], **more: Any) -> Model:
-    """Dense layers first, then mixtures; attend, mix: of a layer's path."""
+    """Dense layers first, then mixtures; attend, mix: functions of a layer's path."""
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
         kinds = getattr(c, "mlp_layer_types", None)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama whose neighbours turn; its mixtures, with a bias for the choice of experts and shared ones beside."""
+"""ERNIE 4.5: Llama with RoPE on neighbouring pairs; its mixtures, with shared experts and a bias for the choice of experts."""
 
 from typing import Any
 

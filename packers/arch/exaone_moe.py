@@ -1,4 +1,4 @@
-"""K-EXAONE: EXAONE 4's attention behind a norm, DeepSeek V3's mixtures."""
+"""K-EXAONE: EXAONE 4's attention with a norm before it, DeepSeek V3's mixtures."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba-2 beside attention on one norm, and constants everywhere."""
+"""Falcon-H1: Mamba-2 and attention in parallel after one norm, with constant factors in most places."""
 
 from typing import Any
 

@@ -21,13 +21,13 @@ def sandwich(c: Any, p: str, first: Mixer, second: Mixer, norm: Any = one) -> tu
 
 
 def causal(c: Any) -> None:
-    """Raise NotDescribed for a model that looks ahead."""
+    """Raise NotDescribed for a model with bidirectional attention."""
     unless(getattr(c, "use_bidirectional_attention", None) in (True, "all"), "bidirectional attention")
 
 
 def gemma(c: Any) -> Model:
     causal(c)
-    activation = "gelu_pytorch_tanh" if c.hidden_act == "gelu" else c.hidden_act  # which the first files call gelu
+    activation = "gelu_pytorch_tanh" if c.hidden_act == "gelu" else c.hidden_act  # the first files call it gelu
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
         a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias)
@@ -49,7 +49,7 @@ def gemma2(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer of Gemma 2, for a config.json that names none."""
+    """The kind of each layer of Gemma 2, if config.json has no layer_types."""
     return [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with norms of q and k in place of soft caps, windows in five layers of six, two kinds of rotation."""
+"""Gemma 3: Gemma 2 with norms of q and k instead of soft caps, windows in five of six layers, two bases of RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,11 +30,11 @@ def images(c: Any) -> Images:
 
 def gemma3(c: Any) -> Model:
     towers = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
-    return replace(wrapper(gemma3_text, *towers, images=images)(c), softcap=0.0)  # which the wrapper leaves out
+    return replace(wrapper(gemma3_text, *towers, images=images)(c), softcap=0.0)  # the wrapper does not apply it
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that has a pattern or nothing."""
+    """The kind of each layer, if config.json has a pattern or nothing."""
     pattern = config.get("sliding_window_pattern", 6)
     return [SLIDING if (i + 1) % pattern else FULL for i in range(config["num_hidden_layers"])]
 

@@ -1,4 +1,4 @@
-"""Gemma 4: two sizes of heads, keys for values, shared keys, experts beside an MLP, embeddings for each layer."""
+"""Gemma 4: two head sizes, keys as values, keys shared between layers, experts parallel to an MLP, per-layer embeddings."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ def shares(c: Any, i: int) -> int | None:
 
 
 def heads(c: Any, i: int) -> tuple[int, int]:
-    """Values of a head of layer i, and its heads of keys."""
+    """The head size of layer i, and its number of key heads."""
     if getattr(c, "per_layer_config", None):
         return c.per_layer_config[i].head_dim, c.per_layer_config[i].num_key_value_heads
     far = c.layer_types[i] == FULL
@@ -61,7 +61,7 @@ def attend(c: Any, i: int, p: str) -> Attention:
 
 
 def mixed(c: Any, p: str, second: Update) -> Update:
-    """The MLP's update with experts beside it, which read the same stream by norms of their own."""
+    """The MLP's update with experts in parallel, which read the same stream through norms of their own."""
     of = router(
         c, f"{p}.router.proj", c.num_experts, top_k=c.top_k_experts, norm=rms(c, ""), scale=f"{p}.router.scale",
         each=f"{p}.router.per_expert_scale",
@@ -103,12 +103,12 @@ def images(c: Any) -> Images:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that names none."""
+    """The kind of each layer, if config.json has no layer_types."""
     n = config["num_hidden_layers"]
     return [FULL if i % 6 == 5 or i == n - 1 else SLIDING for i in range(n)]
 
 
-OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # which files have for layers that share another's, too
+OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # files also hold these for layers that use another layer's keys
 DEFAULTS = {
     "eos_token_id": 1, "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False,
     "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,

@@ -1,6 +1,6 @@
-"""GLM-4: Llama whose neighbours turn; since 0414 with norms around each half.
+"""GLM-4: Llama with RoPE on neighbouring pairs; since version 0414 with norms before and after each half.
 
-GLM-4.5: DeepSeek V3's mixtures. GLM-4.7-Flash: its attention, too.
+GLM-4.5: DeepSeek V3's mixtures. GLM-4.7-Flash: also DeepSeek V3's attention.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): attention and MLP side by side, each behind a norm of its own; q, k, v of a head together."""
+"""GPT-NeoX (Pythia): attention and MLP in parallel, each after a norm of its own; q, k, v of a head are stored together."""
 
 from typing import Any
 

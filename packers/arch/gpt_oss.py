@@ -1,4 +1,4 @@
-"""gpt-oss: a sink for each head, windows in every second layer, biases everywhere, a mixture whose gate is clamped."""
+"""gpt-oss: an attention sink per head, windows in every second layer, biases everywhere, a mixture with a clamped gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ def gpt_oss(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that names none."""
+    """The kind of each layer, if config.json has no layer_types."""
     return [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
 
 

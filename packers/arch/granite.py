@@ -1,6 +1,6 @@
-"""Granite: Llama with four constants. Its mixtures, with and without a shared MLP.
+"""Granite: Llama with four constant factors. Its mixtures, with and without a shared MLP.
 
-Its hybrids are Mamba-2 layers between a few of attention. HyperCLOVA X: Granite with norms behind each half, too.
+Its hybrids have Mamba-2 layers and a few attention layers. HyperCLOVA X: Granite with norms also after each half.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def attend(c: Any, p: str, **more: Any) -> Attention:
 
 
 def scaled(c: Any) -> dict[str, Any]:
-    """What the embeddings and the logits are multiplied by."""
+    """The factors of the embeddings and of the logits."""
     return {"embed_scale": float(c.embedding_multiplier), "logit_scale": 1.0 / c.logits_scaling}
 
 

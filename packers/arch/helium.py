@@ -1,4 +1,4 @@
-"""Helium (Kyutai): Llama whose neighbours turn."""
+"""Helium (Kyutai): Llama with RoPE on neighbouring pairs of values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Hunyuan: Llama whose heads of q and k are normed after their rotation; its mixtures, with a shared MLP."""
+"""Hunyuan: Llama with norms of each head of q and k after RoPE; its mixtures, with a shared MLP."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Hunyuan 3: Llama with norms of each head; DeepSeek V3's mixtures behind the first layers."""
+"""Hunyuan 3: Llama with norms of each head; DeepSeek V3's mixtures after the first layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions in most layers, attention in the others. LFM2-MoE: its first layers alone have MLPs."""
+"""LFM2: gated short convolutions in most layers, attention in the others. LFM2-MoE: experts in all but the first layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from lowq_packers.arch.parts import Conv, Experts, Mixer, Mlp, Model, Norm, Shor
 
 
 def width(c: Any) -> int:
-    """Inner values of the MLP, which the config gives before two thirds of them are taken and rounded up."""
+    """The inner size of the MLP: two thirds of the config's value, rounded up."""
     inner = getattr(c, "block_ff_dim", None) or c.intermediate_size
     if not c.block_auto_adjust_ff_dim:
         return int(inner)
@@ -18,7 +18,7 @@ def width(c: Any) -> int:
 
 
 def decoder(c: Any, feed: Callable[[int, str], Mlp | Experts]) -> Model:
-    """feed: what a layer has behind its convolution or attention, by its number and path."""
+    """feed: a function of a layer's number and path -> the mixer after its convolution or attention."""
     H, bias = c.hidden_size, bool(c.conv_bias)
 
     def norm(name: str, size: int = 0) -> Norm:
@@ -54,7 +54,7 @@ def lfm2_moe(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that lists those of attention, or nothing."""
+    """The kind of each layer, if config.json lists the attention layers, or nothing."""
     n, full = config["num_hidden_layers"], config.get("full_attn_idxs")
     return [FULL if full is None or i in full else "conv" for i in range(n)]
 

@@ -1,4 +1,4 @@
-"""Llama: a norm before attention and before a gated MLP. InternLM 3 and IQuest-Coder are Llamas by other names."""
+"""Llama: a norm before attention and before a gated MLP. InternLM 3 and IQuest-Coder are Llamas under other names."""
 
 from typing import Any
 

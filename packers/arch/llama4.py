@@ -1,4 +1,4 @@
-"""Llama 4: chunks of positions in most layers, none in the others; weights of experts multiply what they are given."""
+"""Llama 4: chunked attention with RoPE in most layers, no RoPE in the others; routing weights multiply the experts' inputs."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ CHUNKED = "chunked_attention"
 
 def attend(c: Any, i: int, p: str) -> Attention:
     unit, kinds = rms(c, "", head_dim(c)), c.layer_types
-    turned = c.no_rope_layers[i] if c.no_rope_layers else (i + 1) % c.no_rope_layer_interval  # 1 or more where there is one
+    turned = c.no_rope_layers[i] if c.no_rope_layers else (i + 1) % c.no_rope_layer_interval  # at least 1 in layers with RoPE
     unit_norms = {"q_norm": unit, "k_norm": unit, "norm_last": True}
     norms: dict[str, Any] = unit_norms if c.use_qk_norm and turned else {}
     if c.attn_temperature_tuning and not turned:

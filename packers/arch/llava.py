@@ -1,4 +1,4 @@
-"""LLaVA and InternVL: a language model of any described family behind a tower, whose features take the places of tokens."""
+"""LLaVA and InternVL: a language model of any described family and a vision tower, whose features replace image tokens."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lowq_packers.arch.parts import Images
 
 
 def side(value: Any) -> int:
-    """One side of a size that configs give as a number or as a pair."""
+    """One side of a size, which configs give as a number or as a pair."""
     return int(value if isinstance(value, int) else value[0])
 
 
@@ -23,7 +23,7 @@ def llava(c: Any) -> Images:
 
 
 def internvl(c: Any) -> Images:
-    token = token_of(c, "image", 151667)  # behind the tokens that frame an image, which config.json does not have
+    token = token_of(c, "image", 151667)  # the id after those of the tokens that frame an image; config.json names neither
     frame = token_of(c, "boi", token - 2), token_of(c, "eoi", token - 1)
     rows, merge = getattr(c, "image_seq_length", None) or 256, round(1 / (getattr(c, "downsample_ratio", None) or 0.5))
     return Images(token, "framed", *frame, rows=rows, patch=side(of_vision(c, "patch_size", 14)), merge=merge)

@@ -1,4 +1,4 @@
-"""Mamba-2 as a model of its own (Codestral Mamba): a layer is one norm and one mixer."""
+"""Mamba-2 models without attention (Codestral Mamba): a layer is one norm and one mixer."""
 
 from typing import Any
 

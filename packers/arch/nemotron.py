@@ -38,7 +38,7 @@ def mixer(c: Any, kind: str, p: str) -> Mixer:
     if kind in ("linear_attention", "mamba"):
         unless(c.mamba_hidden_act != "silu", f"a convolution with activation {c.mamba_hidden_act}")
         sizes = (c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel)
-        limit = (c.time_step_min, float("inf"))  # as transformers' prompts have it
+        limit = (c.time_step_min, float("inf"))  # the limits that transformers uses for prompts
         return mamba2(c, p, *sizes, c.layer_norm_epsilon, biases=(c.use_bias, c.use_bias, c.use_conv_bias), limit=limit)
     if kind in ("full_attention", "attention"):
         return attention(c, p.removesuffix(".mixer"), module="mixer", turned=None)
@@ -57,7 +57,7 @@ def nemotron_h(c: Any) -> Model:
         return (Update((mixer(c, kinds[i], f"{p}.mixer"),), norm(f"{p}.norm")),)
 
     more: dict[str, Any] = {"embed": "embeddings", "files": (("backbone.", "lm_head"),), "extra": ("mtp.",)}
-    return replace(model(c, layer, norm("norm_f"), **more), tied=False)  # whose class ties nothing
+    return replace(model(c, layer, norm("norm_f"), **more), tied=False)  # transformers' class never ties the head
 
 
 DEFAULTS = {

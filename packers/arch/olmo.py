@@ -1,6 +1,6 @@
-"""OLMo: layer norms without weights. OLMo 2: norms after each half alone, and over all heads at once. OLMo 3: windows, too.
+"""OLMo: layer norms without weights. OLMo 2: norms only after each half, norms of q and k over all heads. OLMo 3: also windows.
 
-OLMoE: norms before each half, and a mixture. FlexOlmo: OLMo 2 with such mixtures. EXAONE 4: OLMo 2 with norms of each head.
+OLMoE: norms before each half, and a mixture. FlexOlmo: OLMo 2 with OLMoE's mixtures. EXAONE 4: OLMo 2 with norms of each head.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def olmo(c: Any) -> Model:
 
 
 def after(c: Any, p: str, a: Attention, m: Mlp | Experts | None = None) -> tuple[Update, ...]:
-    """OLMo 2's layer: what is added is normed, what is read is not."""
+    """OLMo 2's layer: a norm after each mixer instead of before it."""
     first, second = (rms(c, f"{p}.post_{n}_layernorm") for n in ("attention", "feedforward"))
     return Update((a,), post=first), Update((m or mlp(c, f"{p}.mlp"),), post=second)
 
@@ -83,7 +83,7 @@ def olmoe(c: Any) -> Model:
 
 
 def attend_exaone(c: Any, i: int, p: str) -> Attention:
-    """EXAONE 4's attention: layers without a window do not turn, unless no layer has one."""
+    """EXAONE 4's attention: layers without a window have no RoPE, unless no layer has a window."""
     near = c.sliding_window is None or c.layer_types[i] == SLIDING
     return attention(c, p, window=window(c, i), turned=rope(c) if near else None, **head_norms(c, p))
 
@@ -96,7 +96,7 @@ def exaone4(c: Any) -> Model:
 
 
 def by_pattern(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that names none."""
+    """The kind of each layer, if config.json has no layer_types."""
     every = config.get("sliding_window_pattern", 4)
     unless(not isinstance(every, int), f"sliding_window_pattern {every!r}")
     return [SLIDING if every and (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]

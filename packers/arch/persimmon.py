@@ -1,4 +1,4 @@
-"""Persimmon (Adept): layer norms, of each head too; q, k, v of a head together; an MLP of squared ReLU without a gate."""
+"""Persimmon (Adept): layer norms, also of each head; q, k, v of a head stored together; an MLP of squared ReLU, no gate."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Phi (1 to 2): attention and MLP side by side, biases everywhere. Phi-3: q, k, v in one tensor, gate and up in another."""
+"""Phi (1 to 2): attention and MLP in parallel, biases everywhere. Phi-3: q, k, v in one tensor, gate and up in another."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases of q, k and v; a window in the later layers, where it is switched on; mixtures; with a tower."""
+"""Qwen 2 and 2.5: biases of q, k and v; a window in the later layers, if the config switches it on; mixtures; vision models."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,18 +29,18 @@ def qwen2(c: Any) -> Model:
 
 
 def mimo(c: Any) -> Model:
-    """Xiaomi's MiMo-7B: Qwen 2, and a head that predicts further tokens."""
+    """Xiaomi's MiMo-7B: Qwen 2 with an MTP head."""
     return replace(qwen2(c), extra=("model.mtp_layers.",))
 
 
 def sparse(c: Any, i: int) -> bool:
-    """Whether layer i has experts: every decoder_sparse_step-th, those of mlp_only_layers left out."""
+    """Whether layer i has experts: every decoder_sparse_step-th layer, except those in mlp_only_layers."""
     step, dense = getattr(c, "decoder_sparse_step", 1), getattr(c, "mlp_only_layers", None) or ()
     return i not in dense and c.num_experts > 0 and (i + 1) % step == 0
 
 
 def mixture(c: Any, p: str, normalise: bool, shared: bool, **more: Any) -> Experts:
-    """Qwen's experts at path `p`, with or without a shared expert behind a gate. `more`: of Experts."""
+    """Qwen's experts at path `p`, with or without a gated shared expert. `more`: further fields of Experts."""
     of = router(c, f"{p}.gate", c.num_experts, normalise=normalise, rounded=True)
     beside: dict[str, Any] = {"shared": mlp(c, f"{p}.shared_expert", c.shared_expert_intermediate_size)} if shared else {}
     gate = f"{p}.shared_expert_gate" if shared else ""
@@ -56,7 +56,7 @@ def qwen2_moe(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that names none."""
+    """The kind of each layer, if config.json has no layer_types."""
     first = config["max_window_layers"] if config.get("sliding_window") is not None else config["num_hidden_layers"]
     return [SLIDING if i >= first else FULL for i in range(config["num_hidden_layers"])]
 

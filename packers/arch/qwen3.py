@@ -1,4 +1,4 @@
-"""Qwen 3: q and k are normed head by head; a window in the later layers, where it is switched on; mixtures; with a tower."""
+"""Qwen 3: norms of each head of q and k; a window in later layers, if the config switches it on; mixtures; vision models."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def qwen3(c: Any) -> Model:
 
 
 def qwen3_moe(c: Any, normalise: bool | None = None, **more: Any) -> Model:
-    """normalise: whether weights sum to 1, where the family does not leave it to norm_topk_prob. `more`: of Experts."""
+    """normalise: whether weights sum to 1; None: as norm_topk_prob says. `more`: further fields of Experts."""
     normalise = c.norm_topk_prob if normalise is None else normalise
 
     def layer(i: int, p: str) -> tuple[Update, ...]:

@@ -43,7 +43,7 @@ def delta(c: Any, p: str, grouped: bool) -> GatedDelta:
 
 
 def decoder(c: Any, second: Callable[[int, str], Mixer], grouped: bool = False, **more: Any) -> Model:
-    """second: the MLP or the experts of layer i at a path."""
+    """second: a function of a layer's number and path -> its MLP or experts."""
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
         facts: dict[str, Any] = {"gated": True, **head_norms(c, p, add_one=True)}
@@ -73,12 +73,12 @@ def qwen3_5_moe_text(c: Any) -> Model:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, for a config.json that has an interval or nothing."""
+    """The kind of each layer, if config.json has an interval or nothing."""
     every = config.get("full_attention_interval", 4)
     return [LINEAR if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
 
 
-IN_WRAPPER = (("model.language_model.", "lm_head"),)  # where a text model is read from files of one with a tower
+IN_WRAPPER = (("model.language_model.", "lm_head"),)  # the prefixes of a text model in the files of a model with a vision tower
 DEFAULTS = {
     "eos_token_id": None, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "head_dim": 256,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer has no positions."""
+"""SmolLM3: Llama without RoPE in every fourth layer."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lowq_packers.arch.parts import Model, Update
 
 def smollm3(c: Any) -> Model:
     every = c.no_rope_layer_interval
-    turns = c.no_rope_layers or [(i + 1) % every != 0 for i in range(c.num_hidden_layers)]  # which says 1 where there is one
+    turns = c.no_rope_layers or [(i + 1) % every != 0 for i in range(c.num_hidden_layers)]  # 1: RoPE
 
     def near(i: int) -> int:
         kinds = getattr(c, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Solar Open (Upstage): Llama's attention, a mixture of DeepSeek V3's kind in every layer."""
+"""Solar Open (Upstage): Llama's attention, and DeepSeek V3's mixture in every layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms, a quarter of each head turned."""
+"""StableLM: Llama with layer norms, and RoPE on a quarter of each head."""
 
 from typing import Any
 

@@ -7,7 +7,7 @@ PROJECTORS = re.compile(r"merger|projector|(^|\.)(mm_\w+|embed_vision|embed_audi
 
 
 def anywhere(name: str) -> str:
-    """A regular expression of a tower's module wherever its reader puts the tower: files have it as visual, transformers as
+    """A regular expression for a tower's module at either place: files call the tower visual, transformers
     model.visual."""
     match = TOWERS.search(name)
     assert match, name

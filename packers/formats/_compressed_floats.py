@@ -42,10 +42,10 @@ def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers, config: Confi
     declared = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
     if declared != (4, "float", scheme.group_size):
         raise UnsupportedError(
-            f"{p}: {form} with {declared[0]}-bit {declared[1]} codes in groups of {declared[2]} is not one that lowq reads"
+            f"{p}: {form} with {declared[0]}-bit {declared[1]} codes in groups of {declared[2]} is not supported"
         )
     if not c.flag(w, "symmetric", True):
-        raise UnsupportedError(f"{p}: {form} with zero points is not one that lowq reads")
+        raise UnsupportedError(f"{p}: {form} with zero points is not supported")
     parts = [f"{p}.weight_packed", f"{p}.weight_scale"]
     shape = _fp4.shape(headers, parts[0], parts[1], scheme)
     factored = scheme.scale == "e4m3"
@@ -100,7 +100,7 @@ def fp8(p: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matri
     if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
         raise UnsupportedError(f"{p} is fp8, but quantization_config says {w.get('num_bits')}-bit {w.get('type')}")
     if not c.flag(w, "symmetric", True) or f"{p}.weight_zero_point" in headers:
-        raise UnsupportedError(f"{p}: fp8 with zero points is not one that lowq reads")
+        raise UnsupportedError(f"{p}: fp8 with zero points is not supported")
     scale = c.need(headers, f"{p}.weight_scale")
     block: tuple[int, int] | None = None
     if w.get("strategy") == "block":
@@ -109,9 +109,7 @@ def fp8(p: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matri
     elif w.get("strategy") == "tensor" and math.prod(scale.shape) != 1:
         raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says one for all")
     elif (G := groups_of(f"{p}.weight_scale", scale, N)) > 1:
-        raise UnsupportedError(
-            f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
-        )
+        raise UnsupportedError(f"{p}: float-quantized with {G} scales a row is not supported; lowq reads one, or blocks")
 
     dtype = c.model_dtype(config, "F32") if scale.dtype == "F32" else scale.dtype
 

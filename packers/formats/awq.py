@@ -47,13 +47,13 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     c.check_absent(q, "desc_act", "sym")
     if q.get("zero_point", True) is not True:  # null is rejected too: other readers take it as false
         spelled = str(q["zero_point"])[:80]
-        raise UnsupportedError(f"AWQ with zero_point={spelled} is not one that lowq reads: others leave its zeros out")
+        raise UnsupportedError(f"AWQ with zero_point={spelled} is not supported: other readers ignore its zeros")
     if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm" or q.get("pack_dtype", "int32") != "int32":
-        raise UnsupportedError("AWQ in another checkpoint_format or pack_dtype than gemm and int32 is not one that lowq reads")
+        raise UnsupportedError("AWQ with a checkpoint_format other than gemm or a pack_dtype other than int32 is not supported")
     if (version := str(q.get("version", "gemm")).lower()) != "gemm":
-        raise UnsupportedError(f"AWQ version {version!r} is laid out for one kernel; lowq reads gemm")
+        raise UnsupportedError(f"AWQ version {version!r} is the layout of one kernel; lowq reads gemm")
     if (bits := c.number(q, "bits", "w_bit")) != 4:
-        raise UnsupportedError(f"AWQ with {bits} bits is not one that lowq reads; it reads 4")
+        raise UnsupportedError(f"AWQ with {bits} bits is not supported; lowq reads 4")
     matrices = []
     excluded = c.names(q, "modules_to_not_convert")
     for p in c.modules(headers, ".qweight"):

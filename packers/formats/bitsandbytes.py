@@ -70,7 +70,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     c.check_fields(q, USED, HARMLESS)
     if q.get("load_in_8bit") or q.get("_load_in_8bit"):
-        raise UnsupportedError("bitsandbytes with 8 bits is not one that lowq reads; it reads nf4 and fp4")
+        raise UnsupportedError("bitsandbytes with 8 bits is not supported; lowq reads nf4 and fp4")
     states = [(name.partition(f".{STATE}")[0], name) for name in headers if f".{STATE}" in name]
     if states and fetch is None:
         raise UnsupportedError("bitsandbytes says the shapes of its weights inside their files; download the model first")
@@ -91,7 +91,7 @@ def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> S
     c.check_fields(state, FIELDS, (), f"{name}: ")
     kind, shape, dtype = state.get("quant_type"), state.get("shape"), state.get("dtype")
     if isinstance(kind, str) and kind not in TABLES:
-        raise UnsupportedError(f"{name} says quant_type={kind[:40]}, which is not one that lowq reads; it reads nf4 and fp4")
+        raise UnsupportedError(f"{name} says quant_type={kind[:40]}, which is not supported; lowq reads nf4 and fp4")
     if kind not in TABLES or name.rpartition("__")[2] != kind or q.get("bnb_4bit_quant_type", kind) != kind:
         raise DamagedError(f"{name} says quant_type={str(kind)[:40]}, config.json {str(q.get('bnb_4bit_quant_type'))[:40]}")
     if not isinstance(shape, Sequence) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 40 for n in shape):

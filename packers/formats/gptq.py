@@ -46,7 +46,7 @@ def _version(q: Mapping[str, Any]) -> int:
     """The version, 1 or 2. Raises UnsupportedError for layouts of particular kernels."""
     fmt = q.get("checkpoint_format") or q.get("format") or "gptq"
     if fmt not in ("gptq", "gptq_v2"):
-        raise UnsupportedError(f"GPTQ checkpoint_format {fmt!r} is laid out for one kernel; lowq reads gptq and gptq_v2")
+        raise UnsupportedError(f"GPTQ checkpoint_format {fmt!r} is the layout of one kernel; lowq reads gptq and gptq_v2")
     return 2 if fmt == "gptq_v2" else 1
 
 
@@ -55,7 +55,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     c.check_fields(q, (*USED, *PER_MODULE), HARMLESS)
     c.check_absent(q, "rotation", "adapter", "is_marlin_format")
     if q.get("pack_dtype", "int32") != "int32":
-        raise UnsupportedError(f"GPTQ packed in {q['pack_dtype']!r} is not one that lowq reads; it reads int32")
+        raise UnsupportedError(f"GPTQ packed in {q['pack_dtype']!r} is not supported; lowq reads int32")
     version, rules = _version(q), c.dynamic_rules(q, PER_MODULE, HARMLESS)
     return [_matrix(p, c.overridden(q, rules, p), version, headers, fetch) for p in c.modules(headers, ".qweight")]
 
@@ -100,12 +100,12 @@ def _checked(p: str, words: torch.Tensor, bits: int, N: int, version: int, sym: 
 def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch: Fetch | None) -> Matrix:
     bits = c.number(q, "bits", "w_bit")
     if not 2 <= bits <= 8 or bits in (5, 6, 7):
-        raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not one that lowq reads; it reads 2, 3, 4 and 8")
+        raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not supported; lowq reads 2, 3, 4 and 8")
     rows, N = c.matrix(headers, f"{p}.qweight", ("I32",))
     index = headers.get(f"{p}.g_idx")
     K = index.shape[0] if index and index.shape else rows * 32 // bits  # the last word may be partly filled
     if bitstream.words_per_row(K, bits) != rows or not K:
-        raise DamagedError(f"{p}.qweight has {rows} words a column, which {K} codes of {bits} bits do not fill")
+        raise DamagedError(f"{p}.qweight has {rows} words per column; {K} codes of {bits} bits need another number")
     g, G = _groups(K, c.number(q, "group_size", "q_group_size"), p)
     c.need(headers, f"{p}.qzeros", (G, bitstream.words_per_row(N, bits)), ("I32",))
     dtype = c.need(headers, f"{p}.scales", (G, N)).dtype

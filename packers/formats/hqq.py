@@ -139,7 +139,7 @@ def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
     nbits = _number(f"{p}.nbits", fetch) if f"{p}.nbits" in headers else _setting(p, "nbits", headers, fetch)
     packing = _text(f"{p}.packing", headers, fetch) or NAMES.get(nbits, "")
     if packing not in PACKINGS or not 1 <= nbits <= 8:
-        raise UnsupportedError(f"{p}: HQQ packing {packing!r} with {nbits} bits is not one that lowq reads")
+        raise UnsupportedError(f"{p}: HQQ packing {packing!r} with {nbits} bits is not supported")
     bits, axis = PACKINGS[packing], _setting(p, "axis", headers, fetch, 1)
     group = _setting(p, "group_size", headers, fetch, 0) or (K if axis else N)
     for leaf in ("quant_scale", "quant_zero"):
@@ -148,7 +148,7 @@ def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
     if axis not in (0, 1) or group < 1 or N * K % group:
         raise DamagedError(f"{p}: axis {axis} and group_size {group} do not fit {N} x {K}")
     if not _setting(p, "channel_wise", headers, fetch, 1):
-        raise UnsupportedError(f"{p}: HQQ with one scale for all weights is not one that lowq reads")
+        raise UnsupportedError(f"{p}: HQQ with one scale for all weights is not supported")
     groups = N * K // group
     rows, columns = (groups, group) if axis else (group, groups)
     view = bool(_setting(p, "view_as_float", headers, fetch, 0))

@@ -41,7 +41,7 @@ def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
         raise DamagedError(f"quantization_config gives {p} the dtypes {' and '.join(sorted(named))}")
     dtype = next(iter(named), "none")
     if not re.fullmatch("uint[1-8]", dtype):
-        raise UnsupportedError(f"{p}: Humming dtype {dtype!r} is not one that lowq reads; it reads uint1 to uint8")
+        raise UnsupportedError(f"{p}: Humming dtype {dtype!r} is not supported; lowq reads uint1 to uint8")
     bits = int(dtype[4:])
     N, words = c.matrix(headers, f"{p}.weight", ("I32",))
     scale = c.need(headers, f"{p}.weight_scale")

@@ -81,7 +81,7 @@ def _module(p: str, q: Mapping[str, Any], headers: Headers) -> list[Matrix]:
         c.check_fields(entry, FIELDS, (), f"{p}: ")
     settings = {**q, **entry} if isinstance(entry, Mapping) else q
     if (mode := settings.get("mode", "affine")) != "affine":
-        raise UnsupportedError(f"{p}: MLX mode {mode!r} is not one that lowq reads; it reads affine")
+        raise UnsupportedError(f"{p}: MLX mode {mode!r} is not supported; lowq reads affine")
     bits = c.number(settings, "bits")
     if bits not in (2, 3, 4, 5, 6, 8):
         raise UnsupportedError(f"{p}: MLX has no {bits}-bit affine weights")

@@ -32,7 +32,7 @@ def _check_section(q: Mapping[str, Any]) -> None:
     """Raise UnsupportedError unless all settings of weights are NVFP4's."""
     c.check_fields(q, USED, HARMLESS)
     if q.get("quant_algo") not in ALGORITHMS:
-        raise UnsupportedError(f"ModelOpt's quant_algo {q.get('quant_algo')!r} is not one that lowq reads; it reads NVFP4")
+        raise UnsupportedError(f"ModelOpt's quant_algo {q.get('quant_algo')!r} is not supported; lowq reads NVFP4")
     sections = [q]
     groups = q.get("config_groups") or {}
     for group in groups.values() if isinstance(groups, Mapping) else [groups]:
@@ -43,7 +43,7 @@ def _check_section(q: Mapping[str, Any]) -> None:
         c.check_fields(weights, WEIGHTS, ())
         c.check_absent(weights, "dynamic")
         if (weights.get("num_bits", 4), weights.get("type", "float")) != (4, "float"):
-            raise UnsupportedError(f"ModelOpt's {weights.get('num_bits')}-bit {weights.get('type')} is not one that lowq reads")
+            raise UnsupportedError(f"ModelOpt's {weights.get('num_bits')}-bit {weights.get('type')} is not supported")
         sections.append(weights)
     for table in sections:
         if (group_size := c.number(table, "group_size", default=SCHEME.group_size)) != SCHEME.group_size:

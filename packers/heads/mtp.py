@@ -1,7 +1,8 @@
 """MTP layers, which publishers add to a model: one more decoder layer that reads a token and a hidden state.
 
-Qwen3-Next and Qwen 3.5 (`mtp.`), DeepSeek V3, GLM-4.5 and kin (a layer past the last), MiMo. Their layer is one of the model's
-own kind; embedding and output head are the model's, but where a layer past the last has copies.
+Supported: Qwen3-Next and Qwen 3.5 (tensors under `mtp.`), DeepSeek V3, GLM-4.5 and relatives (one more layer after the last),
+MiMo. The MTP layer is of the same kind as the model's layers. Embedding and output head are the model's, unless the files hold
+copies with the layer.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,9 @@ LAYER = "layers.0"  # of the head, in its description
 class Style:
     """How a publisher names and joins the parts of an MTP layer.
 
-    files: before the names of the files' tensors, {n} the number of layers; ours: what stands there in the description.
-    names: of the embedding's norm, the hidden state's, the product behind both, the last norm. hidden_first, zero_first: as in
-    `Beside`.
+    files: prefix of the tensors' names in files, {n} is the number of layers; ours: the prefix in the description.
+    names: of the embedding's norm, the hidden state's norm, the linear layer over both, and the last norm.
+    hidden_first, zero_first: as in `Beside`.
     """
 
     files: str
@@ -67,7 +68,7 @@ def prefix_of(config: Mapping[str, Any], target: Target, names: Any) -> str:
 
 
 def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
-    """The first MTP layer of a checkpoint. Raises UnsupportedError where none is run, DamagedError for half of one."""
+    """The first MTP layer of a checkpoint. Raises UnsupportedError if lowq runs none, DamagedError if parts are missing."""
     style = style_of(config)
     prefix = prefix_of(config, target, shapes)
     if style is None or not prefix:
@@ -92,13 +93,13 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     expected = {n: t.shape for n, t in part_tensors((decoder.layers, decoder.norm, merge), form)}
     expected |= {f"{n}.weight": (model.vocab, H) for n, separate in ((EMBED, own_embed), (HEAD, own_head)) if separate}
     if not any(n.startswith(f"{LAYER}.") and "attn" in n for n in shapes):
-        raise DamagedError(f"the MTP layer of this checkpoint is not whole: of {prefix}* the files hold {len(shapes)} tensors")
+        raise DamagedError(f"the MTP layer of this checkpoint lacks tensors: of {prefix}* the files hold {len(shapes)}")
     check_tensors(expected, shapes, tuple(f"layers.{i}." for i in range(1, 8)))
     return Read(head, target.config, files)
 
 
 def _number(target: Target) -> int:
-    """Of the model's last layer that attends to all tokens: an MTP layer is of its kind."""
+    """The model's last layer that attends to all tokens: an MTP layer is of the same kind."""
     for i in reversed(range(target.layers)):
         mixer = target.model.layers[i][0].mixers[0]
         mixer = mixer.mixer if isinstance(mixer, Branch) else mixer

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lowq_packers.arch.parts import Linear, Model, Norm
 from lowq_packers.errors import DamagedError
 
-Shapes = Mapping[str, tuple[int, ...] | None]  # of tensors by name; None: packed, and checked by who reads it
+Shapes = Mapping[str, tuple[int, ...] | None]  # name of a tensor -> its shape; None: packed, and checked when it is loaded
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Fuse:
 class Markov:
     """DSpark's correction of each draft by the previous one: logits + out(f(first[previous token])).
 
-    kind: "vanilla" (f is nothing), "gated" (times a gate of it and the hidden state) or "rnn" (a state beside). join: of the
-    latter two their product. first: name of a table (vocab, rank).
+    kind: "vanilla" (f is the identity), "gated" (f multiplies by a gate, computed from its input and the hidden state) or "rnn"
+    (f also has a recurrent state). join: the linear layers of "gated" and "rnn". first: name of a table (vocab, rank).
     """
 
     kind: str
@@ -52,10 +52,11 @@ class Markov:
 
 @dataclass(frozen=True)
 class Block:
-    """A head that guesses a block at once.
+    """A head that drafts a block of tokens at once.
 
-    size: rows of it, the newest token and mask tokens. earlier: row k guesses the token behind it, not its own. causal: rows
-    see those before them alone. vector: name of what stands for the mask token's embedding, "" for that of the model.
+    size: rows of the block: the newest token and mask tokens. earlier: row k drafts the token after its position, not the one
+    at it. causal: a row sees only rows up to its own. vector: name of a vector that replaces the mask token's embedding; "":
+    the model's embedding is used.
     """
 
     size: int
@@ -68,15 +69,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Head:
-    """A head that takes (token t + 1, hidden state of token t) and guesses token t + 2.
+    """A head that takes (token t + 1, hidden state of token t) and drafts token t + 2.
 
-    kind: for people. model: its layers and last norm; vocab: how many tokens it can guess; embed, head: names of its own ones.
-    taps: layers of the target whose incoming residual stream is a feature each, one past the last for what leaves that; empty:
-    the feature is the last hidden state, normed. fuse: of the features (none: the feature itself is the hidden state).
-    recycled: which of its own states stands for the target's in the next guess: its residual stream, or that normed.
-    own_embed, own_head: whether the files have them; else they are the target's. mapped: guesses are ids of its own, to which
-    `d2t` adds what makes them the target's. parallel: the token that stands for one that is not known yet, where all guesses
-    are made at once; `mask_hidden` stands for its features. block: of a head that guesses a block.
+    kind: the name shown to users. model: its layers and last norm; `model.vocab` is the number of tokens it can draft,
+    `model.embed` and `model.head` are the names of its own embedding and output head.
+    taps: layers of the target whose inputs (residual stream) are the features; the number of layers means the last layer's
+    output. Empty: the feature is the last hidden state after the norm. fuse: the projection of the features; None: the feature
+    is the hidden state.
+    recycled: which of the head's own states replaces the target's hidden state for the next draft: its residual stream, or the
+    normed one. own_embed, own_head: whether the files have them; otherwise the target's are used. mapped: drafts are ids of a
+    reduced vocabulary, to which `d2t` adds the difference from the target's ids. parallel: the token in place of tokens not yet
+    known, if all drafts are computed at once; `mask_hidden` replaces their features. block: set if it drafts a block.
     """
 
     kind: str
@@ -93,7 +96,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Read:
-    """A head and where its tensors are. files: name in the description -> in the files. note: what was taken for granted."""
+    """A head and the place of its tensors. files: name in the description -> name in the files. note: what was assumed."""
 
     head: Head
     config: Any
@@ -105,7 +108,7 @@ MAPS, MASK = ("d2t", "t2d"), "mask_hidden"
 
 
 def check_tensors(wanted: Shapes, shapes: Shapes, ignored: tuple[str, ...] = ()) -> None:
-    """Raise DamagedError unless exactly the tensors `wanted` are there; those that begin with one of `ignored` may be."""
+    """Raise DamagedError unless the tensors are exactly `wanted`; names that begin with one of `ignored` are allowed, too."""
     if missing := sorted(wanted.keys() - shapes.keys()):
         raise DamagedError(f"the draft head has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
     if odd := sorted(n for n in shapes.keys() - wanted.keys() if not n.startswith(ignored)):

@@ -27,7 +27,7 @@ def chunks(K: int) -> int:
 
 
 def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
-    step = CHUNK // 2 if scheme.table else CHUNK  # no kernel divides a chunk's even steps
+    step = CHUNK // 2 if scheme.table else CHUNK  # table kernels work on half chunks
     if scheme.group_size % step and scheme.group_size != K:
         return f"groups are multiples of {step} or whole rows, not {scheme.group_size}"
     return None

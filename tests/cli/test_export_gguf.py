@@ -181,7 +181,7 @@ def _edit(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3_text"}, "not one that lowq writes as GGUF"),
+        ({"model_type": "gemma3_text"}, "cannot be written as GGUF"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "'yarn'"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
         ({"model_type": "mistral"}, "sliding window"),

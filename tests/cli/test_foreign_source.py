@@ -109,7 +109,7 @@ def test_formats_that_nobody_reads_and_configs_that_lie(gptq_folder, tmp_path):
         ({"quant_method": "exl3"}, UnsupportedError, "quantized as 'exl3'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 32}, DamagedError, "lm_head"),
         ({"quant_method": "compressed-tensors"}, DamagedError, "no config_groups"),
-        ({**config["quantization_config"], "bits": 2}, DamagedError, "64 codes of 2 bits do not fill"),
+        ({**config["quantization_config"], "bits": 2}, DamagedError, "64 codes of 2 bits need"),
         ({**config["quantization_config"], "checkpoint_format": "marlin"}, UnsupportedError, "one kernel"),
     ]:
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": q}))

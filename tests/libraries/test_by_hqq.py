@@ -83,4 +83,4 @@ def of_pickle(folder: Path, made: Any, found: torch.Tensor) -> None:
 def test_one_scale_for_all_weights(nbits, tmp_path):
     made = layer(nbits, None, 1, False, 64, 128, torch.float32, channel_wise=False)
     folder = write(tmp_path / "m", made.state_dict(), {"quantization_config": SAID})
-    refused(folder, "one scale for all weights is not one that lowq reads")
+    refused(folder, "one scale for all weights is not supported")

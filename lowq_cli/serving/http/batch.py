@@ -111,7 +111,7 @@ async def _ask_again(app: ASGIApp, line: Line, ended: Callable[[], str]) -> tupl
     for attempt in range(TRIES):
         status, retry, raw = await _ask(app, line)
         if why := ended():
-            raise LowqError(f"{why}; the same command goes on with what is left")
+            raise LowqError(f"{why}; run the same command again to continue with the remaining requests")
         if status not in AGAIN or attempt == TRIES - 1:
             break
         await asyncio.sleep(retry)
