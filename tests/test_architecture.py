@@ -173,7 +173,7 @@ def wheel(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_our_files_and_nobody_elses(wheel):
+def test_the_wheel_contains_only_our_files(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith(".dist-info")}
     ours = {"lowq.py"}
     for package, folder in FOLDERS.items():

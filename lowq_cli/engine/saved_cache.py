@@ -1,8 +1,8 @@
-"""The cache of a decoder's only sequence in a file, and back without a bit changed: a conversation goes on in another process.
+"""Save the cache of a decoder's only sequence to a file, and restore it bit for bit in another process.
 
-Keys and values are saved by their positions in the sequence, so that the next decoder may have more slots, or rings where this
-one had none. Recurrent states are saved as they were after the last prompt. The digest covers every byte: a file that is not as
-it was written is not used, and the conversation is read again.
+A conversation then continues without being read again. Keys and values are saved by their positions in the sequence, so that
+the next decoder may have more slots, or ring buffers where this one had none. Recurrent states are saved as of the end of the
+last prompt. A digest covers every byte: a changed file is not used, and the conversation is read again.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MOST = 8 << 30  # max. bytes of all saved caches of a folder together: 65,536 to
 
 @dataclass(frozen=True)
 class SavedCache:
-    """A cache out of a file, in host memory.
+    """A cache read from a file, in host memory.
 
     held, read: the tokens, or names of image tokens, of the cache and of the last prompt. written: as in the decoder. drafter:
     the name of the drafter whose keys and values are saved too; "" for none. tensors: keys and values (heads, n, ...) of the
@@ -56,7 +56,7 @@ class SavedCache:
         return cls(held, decoder.read[0], decoder.written, _drafter(decoder), tensors)
 
     def put(self, decoder: Any) -> bool:
-        """Give a decoder this cache before it reads a prompt; False, with nothing changed, where it does not fit."""
+        """Give a decoder this cache before it reads a prompt; returns False and changes nothing if it does not fit."""
         n, pages, states = len(self.held), list(_pages(decoder)), tensors_of(decoder.state)
         if decoder.batch != 1 or n > decoder.slots or self.drafter != _drafter(decoder):
             return False
@@ -75,7 +75,7 @@ class SavedCache:
 
 
 def keep(path: Path, model: CausalModel, kv: str) -> None:
-    """Save the cache of a model's decoder; of the files beside it the oldest make room. Does nothing if nothing can be reused.
+    """Save the cache of a model's decoder; the oldest files in the folder make room. Does nothing if nothing can be reused.
 
     Raises DoesNotFitError above MOST, OSError.
     """
@@ -97,7 +97,7 @@ def keep(path: Path, model: CausalModel, kv: str) -> None:
 
 
 def recall(path: Path, model: CausalModel, kv: str) -> str:
-    """Let a model's decoder begin with the cache in a file; returns why it does not, "" also where there is no file."""
+    """Restore a model's decoder from the cache in a file; returns the reason if it cannot, "" on success or without a file."""
     decoder: Any = decoder_of(model, kv)
     if not hasattr(decoder, "saved") or not path.exists():
         return ""
@@ -116,7 +116,7 @@ def recall(path: Path, model: CausalModel, kv: str) -> str:
 
 
 def _identity(model: CausalModel, kv: str) -> str:
-    """What has to be the same for a cache to be used: the model's files, the format, dtype, device and lowq's version."""
+    """The facts that must be equal for a cache to be used: the model's files, the format, dtype, device and lowq's version."""
     files = file_facts(owned(model).folder)
     facts = (version("lowq"), files, kv, str(model.dtype), model.device.type)
     return hashlib.sha256(repr(facts).encode()).hexdigest() if files else ""

@@ -45,6 +45,6 @@ def way_out(missing: str, names: Iterable[str]) -> str:
     if other == missing or other not in present or tower is None:
         return "fetch the model again"
     return (
-        f"the files have it as {other}, the name of a text model, beside {tower}: a derivative that its tool renamed in part; "
-        f"take out the tensors of images and sound, and it is read as text alone"
+        f"the files have it as {other}, the name in a text model, but also {tower}: a tool renamed only some tensors; "
+        f"remove the tensors of images and sound, and it is read as a text model"
     )

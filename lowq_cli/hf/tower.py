@@ -76,7 +76,7 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
     missing = sorted(n for n in map(str, info["missing_keys"]) if not any(part in n for part in (*text, *AUDIO)))
     if missing or info["mismatched_keys"]:
         what = missing or sorted(str(m[0]) for m in info["mismatched_keys"])
-        raise DamagedError(f"the tower of {source.name} is not whole: {what[0]} is missing or of another shape")
+        raise DamagedError(f"the tower of {source.name} is incomplete: {what[0]} is missing or has another shape")
     return Tower(model.to(device).eval())
 
 

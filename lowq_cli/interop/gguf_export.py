@@ -112,7 +112,7 @@ def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
     try:
         read, model, _ = read_config(config)
     except NotPlain as e:
-        raise UnsupportedError(f"lowq writes as GGUF what it knows the computation of: {e}") from None
+        raise UnsupportedError(f"lowq writes only described families as GGUF, and this model is not: {e}") from None
     return read.get_text_config(), model
 
 
@@ -186,7 +186,7 @@ def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
             raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
         if isinstance(part, Attention) and part.rope and part.rope.dims != part.dim:
             raise UnsupportedError(
-                f"it turns {part.rope.dims} of the {part.dim} values of a head, llama.cpp's graph all of them"
+                f"it rotates {part.rope.dims} of the {part.dim} values of a head; llama.cpp rotates all of them"
             )
         if isinstance(part, Mlp | Experts) and part.act != "silu":
             raise UnsupportedError(f"its activation is {config.hidden_act}, llama.cpp's graph of this family has silu")

@@ -78,9 +78,7 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
     """Metadata of the image processor."""
     named = [found.folder / name for name in PROCESSORS if (found.folder / name).is_file()]
     if not named:
-        raise NotFoundError(
-            f"{found.folder} has no {PROCESSORS[0]}, the image processor's settings; copy the original's"
-        )
+        raise NotFoundError(f"{found.folder} has no {PROCESSORS[0]}, the image processor's settings; copy the original's")
     settings = read_json(named[0])
     settings = settings.get("image_processor") or settings
     clip = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}

@@ -1,8 +1,8 @@
 """Open a GGUF file of the Llama or Qwen families as a model source with Hugging Face's names, row order and config.
 
 Tensors of the types in `formats.gguf.TYPES` are supported; an error names the first other one. A config.json next to the file
-is used; without one, the metadata give the config. The tower of a model that takes images comes from the mmproj file beside it
-(`gguf_tower`); without one, the model is opened as text alone.
+is used; without one, the metadata give the config. The tower of a model that takes images comes from the mmproj file next to
+it (`gguf_tower`); without one, the model is opened as text alone.
 """
 
 from collections.abc import Mapping

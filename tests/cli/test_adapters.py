@@ -113,7 +113,7 @@ def test_an_own_forward_is_that_of_the_merged_model(packed, adapters):
     ],
     ids=str,
 )
-def test_what_is_no_plain_lora_is_refused(tmp_path, config, line):
+def test_adapters_other_than_plain_lora_are_refused(tmp_path, config, line):
     folder = write(tmp_path / "a", 1, layers=("0",), **config)
     with pytest.raises(UnsupportedError, match=line):
         read_adapter(folder)

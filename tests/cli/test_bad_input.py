@@ -197,7 +197,7 @@ def test_the_sound_model_passes(model):
         ("t.txt", b" ", "is empty"),
     ],
 )
-def test_a_calibration_text_that_is_none(tmp_path, name, content, says):
+def test_invalid_calibration_texts_are_refused(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LowqError, match=says):
         texts.read_text(str(tmp_path / name))

@@ -190,7 +190,7 @@ def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, 
         assert files(out) == files(tmp_path / "whole")
 
 
-def test_progress_is_told_before_the_first_layer_ends_and_the_plan_names_its_time(family_checkpoints, text, tmp_path):
+def test_progress_is_shown_before_the_first_layer_ends_and_the_plan_has_its_time(family_checkpoints, text, tmp_path):
     dense, recipe = family_checkpoints("llama").dense, make_recipe(bits=3, group=16, method="gptq", calib=text)
     with pipeline.prepare(dense, recipe, tmp_path / "out") as prepared:
         assert prepared.budget.seconds > 0

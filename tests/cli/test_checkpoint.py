@@ -55,7 +55,7 @@ def test_a_checkpoint_tells_its_tensors(sound, family_checkpoints):
     assert not is_checkpoint(family_checkpoints("llama").dense)
 
 
-def test_what_is_no_checkpoint_is_told_apart(folder, tmp_path, family_checkpoints):
+def test_folders_that_are_not_checkpoints_have_different_errors(folder, tmp_path, family_checkpoints):
     with pytest.raises(NotFoundError, match="no folder"):
         open_checkpoint(tmp_path / "none")
     with pytest.raises(UsageError, match="not quantized; run: lowq quantize"):

@@ -33,7 +33,7 @@ def longest(tokens):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_guess_is_what_followed_the_longest_run_until_it_was_wrong(seed):
+def test_a_guess_follows_the_longest_match_until_it_is_wrong(seed):
     rng = random.Random(seed)
     drafter, tokens, place = NGram(), [], -1
     for _ in range(400):

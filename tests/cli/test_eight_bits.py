@@ -80,7 +80,7 @@ def test_steps_are_exact_and_prompts_are_not(loaded):
         assert not torch.equal(found[act][1], found["none"][1])
 
 
-def test_what_it_takes_is_said(loaded, monkeypatch):
+def test_the_choice_of_activations_is_printed(loaded, monkeypatch):
     model, tokenizer = loaded
     monkeypatch.setattr(eight_bits, "TOKENS", 64)
     said = []

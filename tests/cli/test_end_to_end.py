@@ -108,7 +108,7 @@ def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_c
         assert weights(tmp_path / name) == weights(tmp_path / "first")
 
 
-def test_what_is_no_better_is_not_taken(family_checkpoints, text, tmp_path, monkeypatch):
+def test_a_result_that_is_not_better_is_not_used(family_checkpoints, text, tmp_path, monkeypatch):
     dense = family_checkpoints("llama", schemes={}).dense
     for name, factor, passes in (("wild", 5000, 2), ("none", 0, 0)):
         quicken(monkeypatch, factor)

@@ -82,7 +82,7 @@ def test_mlx_gets_experts_stacked_and_they_come_back_one_by_one(mixture, tmp_pat
     assert open_checkpoint(imported).schemes.keys() == found.schemes.keys()
 
 
-def test_mlx_is_told_what_transformers_5_nests(mixture, tmp_path):
+def test_mlx_exports_have_rope_fields_at_the_top_level(mixture, tmp_path):
     folder = mixture("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32, "rope_parameters": {"rope_theta": 5e5}})
     saved = json.loads((folder / "config.json").read_text())
     assert "rope_theta" not in saved, "else this tests nothing"

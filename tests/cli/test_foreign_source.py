@@ -101,7 +101,7 @@ def test_hqq_qmodel_is_a_source_and_a_pickle_of_code_is_not(bf16_checkpoints, tm
         open_decoded(folder)
 
 
-def test_formats_that_nobody_reads_and_configs_that_lie(gptq_folder, tmp_path):
+def test_unsupported_formats_and_contradictory_configs_are_refused(gptq_folder, tmp_path):
     folder = tmp_path / "m"
     shutil.copytree(gptq_folder, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -91,7 +91,7 @@ def test_fp8_is_continued_like_any_other(run, tmp_path):
     ["bench --shape 256x256", "compare demo demo", "quantize demo --bpw 4 --dry-run"],
     ids=lambda c: c.split()[0],
 )
-def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatch, tmp_path, capsys):
+def test_a_plot_that_cannot_be_drawn_is_reported_before_the_work(command, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     monkeypatch.setattr("lowq_kernels.dispatch.timing.roofline", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr("lowq_cli.evaluate.comparison.compare", lambda *_: pytest.fail("compared"))

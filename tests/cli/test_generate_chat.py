@@ -56,7 +56,7 @@ def test_the_command_answers_each_line_and_ends_with_its_input():
     assert "qzxj" not in done.stdout  # what stands behind /quit
 
 
-def test_commands_are_obeyed_and_never_said_to_the_model(tmp_path):
+def test_chat_commands_run_and_are_not_sent_to_the_model(tmp_path):
     file = tmp_path / "talk.json"
     said = "/help\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
     said += f"/system Be kind.\nOnce\n/save {file}\n"

@@ -153,7 +153,7 @@ def test_prompts_may_be_messages(run, talking):
         ([{"role": "user", "content": "\ud800"}], "prompt 1 of 1: the prompt is not UTF-8"),
     ],
 )
-def test_messages_that_are_none_are_one_line(run, talking, messages, said):
+def test_invalid_messages_are_refused_in_one_line(run, talking, messages, said):
     done = run(talking, "--device", "cpu", "--prompts", "-", stdin=json.dumps({"messages": messages}))
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -180,7 +180,7 @@ def test_a_line_of_jsonl_ends_at_a_newline_only(run):
     [("word " * 2000, "prompt 2 of 2: the prompt has 2001 tokens"), ("\ud800", "prompt 2 of 2: the prompt is not UTF-8")],
     ids=["too-long", "half-a-character"],
 )
-def test_a_prompt_that_cannot_be_answered_is_told_before_any_is(run, second, message):
+def test_an_unanswerable_prompt_is_reported_before_any_answer(run, second, message):
     done = run(*SHORT, "--prompts", "-", stdin=f'"fine"\n{json.dumps(second)}\n')
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -195,7 +195,7 @@ def test_a_prompt_longer_than_the_context_is_one_line(run, monkeypatch):
     assert done.stderr == "lowq: the prompt has 2001 tokens and the model's context ends at 1024; shorten the prompt\n"
 
 
-def test_a_profile_that_cannot_be_written_is_told_before_the_work(run, tmp_path, monkeypatch):
+def test_an_unwritable_profile_is_reported_before_the_work(run, tmp_path, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
     (tmp_path / "file").write_text("")
     done = run(*SHORT, "--prompt", "x", "--profile", str(tmp_path / "file" / "t.json"))
@@ -225,7 +225,7 @@ def test_profile_writes_a_timeline_and_says_what_took_longest(run, tmp_path):
     assert "(a step)" in done.stderr
 
 
-def test_ctrl_c_keeps_what_was_said(monkeypatch, run):
+def test_ctrl_c_keeps_the_answer_so_far(monkeypatch, run):
     from lowq_cli.engine.native import NativeDecoder
 
     step, calls = NativeDecoder.step, []

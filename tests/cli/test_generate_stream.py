@@ -106,7 +106,7 @@ def test_nothing_asked_for_gives_nothing(story):
     assert (list(g), g.tokens, g.finish_reason, g.decode_tps) == ([], [[]], "length", 0.0)
 
 
-def test_leaving_early_keeps_what_was_said(story, greedy):
+def test_leaving_early_keeps_the_tokens_so_far(story, greedy):
     g = plain(story, PROMPT, max_new_tokens=NEW)
     for _ in zip(range(3), g, strict=False):
         pass

@@ -198,7 +198,7 @@ def test_every_template_of_a_folder_goes_there_and_back(tmp_path):
     assert found == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 
-def test_a_tokenizer_that_it_does_not_know_may_be_put_beside_it(demo4, tmp_path, monkeypatch):
+def test_an_unsupported_tokenizer_can_be_given_as_a_file(demo4, tmp_path, monkeypatch):
     """Also later: the import that was made without it takes it up."""
     monkeypatch.setattr("lowq_cli.interop.gguf_tokenizer.PRE_TOKENIZERS", {})
     out = tmp_path / "m" / "demo.gguf"
@@ -213,7 +213,7 @@ def test_a_tokenizer_that_it_does_not_know_may_be_put_beside_it(demo4, tmp_path,
 
 
 @pytest.mark.parametrize("broken", [{"tokens": 3}, {"token_type": [1]}, {"merges": None}, {"model": "llama"}, {"pre": []}])
-def test_metadata_that_are_no_tokenizer_make_none(broken):
+def test_metadata_without_a_tokenizer_give_no_tokenizer(broken):
     sound = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b"], "token_type": [1, 1], "merges": []}
     assert gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in sound.items()})
     assert not gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in (sound | broken).items()})

@@ -54,7 +54,7 @@ def test_by_default_experts_stay_bit_for_bit_and_the_rest_gets_8_bits(published,
 @pytest.mark.parametrize(
     "asked", [{"bits": 3}, {"group": 32}, {"method": "rtn"}, {"format": "nvfp4"}, {"overrides": ["lm_head=4"]}]
 )
-def test_who_asks_for_something_gets_that(published, asked):
+def test_explicit_settings_override_the_published_format(published, asked):
     recipe = make_recipe(**asked)
     with open_decoded(published) as source:
         assert as_published(recipe, source.stored_as) == (recipe, [])

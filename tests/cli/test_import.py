@@ -183,7 +183,7 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(foreign, cache)
         runnable(folder)
 
 
-def test_zeros_that_bfloat16_would_round_are_told_of(foreign, capsys):
+def test_zeros_that_bfloat16_would_round_are_reported(foreign, capsys):
     folder, _ = foreign("mlx", WHOLE)
     runnable(folder)
     assert "of a step off" not in capsys.readouterr().err  # whole zeros

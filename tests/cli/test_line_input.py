@@ -112,5 +112,5 @@ def test_several_lines_are_one_message(screen):
     ("said", "order"),
     [("/help", ("help", "")), ("/set top-k 40", ("set", "top-k 40")), ("/usr/bin is full", None), ("a /help", None)],
 )
-def test_commands_are_told_from_texts(said, order):
+def test_chat_commands_are_distinguished_from_texts(said, order):
     assert line_input.command(said) == order

@@ -69,7 +69,7 @@ def test_help_and_typos_import_nothing_heavy(args):
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_what_is_mistyped_is_one_line_and_with_json_one_object(args, said):
+def test_a_mistyped_command_is_one_line_and_with_json_one_object(args, said):
     done = run(*args)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.strip().splitlines()) == 1
@@ -105,7 +105,7 @@ NAMING_A_MODEL = [
 
 
 @pytest.mark.parametrize("args", NAMING_A_MODEL)
-def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
+def test_a_missing_model_is_reported_before_torch_is_imported(tmp_path, args):
     code = "import sys, lowq_cli.main as m; code = m.main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
     line = args.format(tmp_path / "nothing").split()
     done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
@@ -114,7 +114,7 @@ def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
 
 
 @pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["chat", "demo"]], ids=lambda c: c[0])
-def test_sampling_out_of_range_is_told_before_the_model_is_loaded(command, monkeypatch, capsys):
+def test_sampling_out_of_range_is_reported_before_the_model_is_loaded(command, monkeypatch, capsys):
     monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
     assert main.main([*command, "--top-p", "2"]) == 2
     assert "top_p=2.0 must be" in capsys.readouterr().err
@@ -128,14 +128,14 @@ def test_a_name_that_the_system_refuses_is_a_line(args, capsys):
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "none.safetensors"])
-def test_the_name_of_a_file_is_no_hub_id(name):
+def test_a_file_name_is_not_taken_for_a_hub_id(name):
     done = run("inspect", name)
     assert done.returncode == 3
     assert f"no folder {name}, and that is not a hub id either" in done.stderr
 
 
 @pytest.mark.parametrize("reader", ["true", "head -1"])
-def test_a_reader_that_left_is_no_error(reader):
+def test_a_closed_reader_is_not_an_error(reader):
     line = f"{LOWQ} inspect demo --tensors | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}"
     assert subprocess.run(line, shell=True, executable="/bin/bash").returncode == 0
 
@@ -225,7 +225,7 @@ m.run()"""
     assert done.stdout.splitlines()[1:] == ["False"]
 
 
-def test_an_error_after_the_result_is_no_second_object(monkeypatch, capsys):
+def test_an_error_after_the_result_prints_no_second_object(monkeypatch, capsys):
     def late(*_):
         console.out_json({"found": 1})
         raise UsageError("the plot cannot be written")
@@ -247,7 +247,7 @@ def test_a_package_that_is_missing_is_named():
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
-def test_a_closed_stream_is_no_bug(closed):
+def test_a_closed_stream_is_not_an_internal_error(closed):
     """Python has None for it: a line for stderr would go to stdout, and flushing it would be an internal error."""
     done = subprocess.run(["bash", "-c", f"{LOWQ} doctor --json {closed}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -304,7 +304,7 @@ def test_the_version_is_that_of_the_package():
     assert run("--version").stdout == f"lowq {lowq.__version__}\n"
 
 
-def test_tritons_own_digest_is_found_beside_torchs_import_where_there_is_a_gpu(monkeypatch):
+def test_tritons_digest_is_computed_during_torchs_import_with_a_gpu(monkeypatch):
     from lowq_cli import devices
 
     cache = pytest.importorskip("triton.runtime.cache", reason="a CPU's torch brings no Triton")

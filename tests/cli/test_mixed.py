@@ -157,7 +157,7 @@ def test_refusals(family_checkpoints, small, tmp_path):
 
 
 @pytest.mark.parametrize("budget", [{"bpw": 2}, {"size": 2000}], ids=["bpw", "size"])
-def test_a_budget_that_nothing_fits_is_told_before_it_is_measured(budget, family_checkpoints, small, tmp_path, monkeypatch):
+def test_an_impossible_budget_is_reported_before_anything_is_measured(budget, family_checkpoints, small, tmp_path, monkeypatch):
     monkeypatch.setattr(mixed, "_measured", lambda *_: pytest.fail("measured"))
     with pytest.raises(UsageError, match="is too little: the smallest widths take"):
         resolve(family_checkpoints("llama").dense, make_recipe(**budget, **FINE))

@@ -251,7 +251,7 @@ def test_a_class_of_another_model_type_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
+def test_scales_that_are_not_finite_are_named(tmp_path, value):
     folder = write_packed(write_dense(tmp_path / "d", "llama", "bfloat16"), tmp_path / "m", SAME).packed
     name = "model.layers.1.mlp.up_proj.weight_scale"
     _rewritten(folder, lambda t: t[name].view(-1)[3:4].fill_(value))
@@ -320,7 +320,7 @@ def test_blocks_that_would_begin_inside_a_matrix_are_not_joined(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_fp8_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
+def test_fp8_scales_that_are_not_finite_are_named(tmp_path, value):
     folder = in_fp8(DEMO, tmp_path / "fp8")
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     _rewritten(folder, lambda t: t[name].view(-1)[3:4].fill_(value))

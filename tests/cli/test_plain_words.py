@@ -20,7 +20,7 @@ PHRASES = ("Input should", "unable to parse", "pydantic", "Traceback", "internal
 
 
 @pytest.mark.parametrize(("command", "option"), NUMBERS, ids=lambda v: v)
-def test_a_wrong_value_is_said_in_plain_words(command, option, capsys):
+def test_a_wrong_value_is_reported_in_plain_words(command, option, capsys):
     code, err = main.main([command, option, "abc"]), capsys.readouterr().err
     assert (code, err.count("\n")) == (2, 1), err
     assert not [p for p in PHRASES if p in err], err

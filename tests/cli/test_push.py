@@ -143,7 +143,7 @@ def test_so_is_a_line_of_it(folder, field, capsys):
         assert "internal error" not in capsys.readouterr().err
 
 
-def test_who_is_not_logged_in_is_told_before_anything_is_measured(folder, monkeypatch, capsys):
+def test_a_missing_login_is_reported_before_anything_is_measured(folder, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     monkeypatch.setattr("lowq_cli.evaluate.perplexity.measure", lambda *_, **__: pytest.fail("measured"))
     assert cli("me/small", "--ckpt", folder, "--against", "demo") == 3

@@ -250,7 +250,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_pa
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-def test_a_matrix_keeps_what_is_better(bf16_checkpoints, text, tmp_path):
+def test_refining_twice_makes_no_matrix_worse(bf16_checkpoints, text, tmp_path):
     """Refined again, where the layers before have moved a little: hardly anything is better, and nothing is worse."""
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")

@@ -302,7 +302,7 @@ def test_a_finished_run_is_recognised_and_its_loss_too(tmp_path, undisturbed):
     assert files(folder) == undisturbed
 
 
-def test_another_recipe_or_anothers_files_are_left_alone(half, tmp_path, undisturbed):
+def test_files_of_another_recipe_or_tool_are_not_changed(half, tmp_path, undisturbed):
     before = files(half)
     with pytest.raises(UsageError, match="holds another lowq run; use --fresh or another --out"):
         quantize("demo", half, bits=8)

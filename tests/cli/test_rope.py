@@ -135,7 +135,7 @@ def test_a_prompt_up_to_the_switch_is_read_again_at_its_first_token():
     assert tokens(fused("longrope"), given, 6) == [transformers_tokens("longrope", p, 6) for p in given]
 
 
-def test_what_was_turned_long_is_not_taken_for_short():
+def test_keys_rotated_for_long_texts_are_not_reused_for_short_ones():
     """A conversation that crossed the switch, and then a short text that begins as it did."""
     decoder, first = fused("longrope"), prompts()[:1]
     said = tokens(decoder, first, 12)
@@ -186,7 +186,7 @@ def test_a_text_ends_where_the_angles_do(name):
     ],
     ids=str,
 )
-def test_angles_that_are_none_are_an_error(scaling):
+def test_angles_that_are_not_finite_are_an_error(scaling):
     """torch's attention made zeros of queries that are NaN, so a text came out; a factor too few was an internal error."""
     given = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": WAS} | scaling
     with pytest.raises(DamagedError, match=r"rope_parameters in config\.json give"):
@@ -201,7 +201,7 @@ def test_rope_parameters_of_another_form_are_left_to_transformers(given):
 
 
 @pytest.mark.parametrize("factors", [None, LONG[:-1], ["1"] * PAIRS])
-def test_factors_that_are_none_are_left_to_transformers(factors):
+def test_invalid_factors_are_left_to_transformers(factors):
     raw = SMALL | {"max_position_embeddings": LIMIT, "rms_norm_eps": 1e-6, "model_type": "phi3"}
     with pytest.raises(NotPlain, match="no factors of its rotation"):
         read_config(raw | {"rope_scaling": LONGROPE | {"short_factor": factors}}, 100)

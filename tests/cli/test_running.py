@@ -98,7 +98,7 @@ def test_no_heavy_library_is_imported_before_the_text(home):
     left_behind(home)
 
 
-def test_sockets_of_others_and_of_the_dead_are_left_alone(home):
+def test_sockets_of_other_users_and_dead_processes_are_ignored(home):
     assert running.sockets() == []
     bound = running.listen()
     path = running.folder() / f"{os.getpid()}.sock"
@@ -126,7 +126,7 @@ def test_a_socket_of_another_user_is_not_asked(home):
     bound.close()
 
 
-def test_a_long_path_is_no_hindrance(tmp_path, monkeypatch):
+def test_long_paths_work(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("long" * 30)))
     bound = running.listen()
     with running.connect(running.sockets()[0]) as talk:

@@ -228,7 +228,7 @@ def test_a_dry_run_on_a_hub_id_fetches_config_and_headers_only(monkeypatch, fold
         source.read("a.weight")
 
 
-def test_hub_refusals_are_told_apart():
+def test_hub_refusals_have_different_messages():
     def named(name):
         return source_module._hub_error("org/x", type(name, (Exception,), {})("first line\nsecond"))
 
@@ -239,7 +239,7 @@ def test_hub_refusals_are_told_apart():
 
 
 @pytest.mark.parametrize("name", ["demo-lowq-4b-g46", "./demo-lowq-4b-g46", "models/demo-lowq-4b-g46"])
-def test_a_mistyped_folder_is_answered_with_the_one_beside_it_and_no_network(name, tmp_path, monkeypatch):
+def test_a_mistyped_folder_suggests_its_neighbour_without_network(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(source_module, "_download", lambda repo: pytest.fail("asked the hub"))
     there = (tmp_path / name).parent / "demo-lowq-4b-g64"

@@ -27,14 +27,14 @@ def homeless(monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
 
 
-def test_no_home_is_said_in_one_line_with_the_way_out(homeless):
+def test_a_missing_home_is_reported_in_one_line_with_the_way_out(homeless):
     with pytest.raises(NotFoundError, match="XDG_CACHE_HOME=DIR"):
         home.cache_dir()
     with pytest.raises(NotFoundError, match="XDG_STATE_HOME=DIR"):
         state.checkpoint_or_last(None)
 
 
-def test_a_finished_run_is_no_failure_for_want_of_a_home(homeless, tmp_path, capsys):
+def test_a_run_without_a_home_folder_only_warns(homeless, tmp_path, capsys):
     state.remember(tmp_path)
     assert "could not remember" in capsys.readouterr().err
 
@@ -61,7 +61,7 @@ def test_a_refused_write_names_out_where_there_is_no_home(homeless, tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"checkpoint": 7}', '{"known": [{"checkpoint": null}]}', "[]", "{", "", "\xff"])
-def test_a_spoilt_note_counts_as_none_and_is_said_to_be_spoilt(content, tmp_path, monkeypatch, capsys):
+def test_a_damaged_record_is_reported_and_ignored(content, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     home.state_dir().mkdir(exist_ok=True)
     (home.state_dir() / state.LAST).write_bytes(content.encode("latin-1"))
@@ -92,7 +92,7 @@ def test_what_processes_remember_at_once_is_all_remembered(tmp_path, monkeypatch
     assert sorted(k.checkpoint.name for k in state.known()) == list("012345")
 
 
-def test_a_tilde_that_names_nobody_is_a_folder_that_is_not_there():
+def test_a_tilde_of_an_unknown_user_is_a_missing_folder():
     with pytest.raises(NotFoundError, match="no folder ~nobody-of-this-name/model"):
         open_source("~nobody-of-this-name/model")
 

@@ -92,7 +92,7 @@ def test_a_recipe_file_is_heard_too():
     assert targets.candidates("vllm", {"bits": 4, "group": 32}, {"bits": 3})[0]["bits"] == 4
 
 
-def test_a_budget_is_spent_on_what_the_engine_takes():
+def test_a_budget_is_spent_on_schemes_that_the_engine_supports():
     (flags,) = targets.candidates("vllm", {"bpw": 4.5, "zero": None, "bits": None, "group": None}, {})
     assert flags["widths"] == targets.get("vllm").bits
     assert (flags["zero"], flags["lm_head"], flags["group"]) == ("none", "keep", None)

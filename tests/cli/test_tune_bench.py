@@ -86,7 +86,7 @@ def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
     assert CliRunner().invoke(app, ["tune", str(folder), "--batch", "1", "--device", "cpu"]).exit_code == 130
 
 
-def test_an_interruption_before_anything_was_measured_is_no_usage_error(folder, monkeypatch, capsys):
+def test_an_interruption_before_any_measurement_is_not_a_usage_error(folder, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 

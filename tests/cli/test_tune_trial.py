@@ -111,7 +111,7 @@ def test_kernels_take_turns_and_the_least_counts(monkeypatch):
     assert first.M == 1
 
 
-def test_a_layout_that_some_shapes_take_is_not_said_to_lose():
+def test_a_layout_used_by_some_shapes_is_not_reported_as_slower():
     def entry(N, layout, us):
         return Entry(4, 64, "float", "bfloat16", layout, N, 128, 1, "cpu/packed", {}, us, "", (), "none")
 
@@ -122,7 +122,7 @@ def test_a_layout_that_some_shapes_take_is_not_said_to_lose():
     assert len(lost) == 2
 
 
-def test_a_busy_machine_is_said(folder, monkeypatch, capsys):
+def test_a_busy_machine_is_reported(folder, monkeypatch, capsys):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 99.0, 99.0))
     out = folder.parent / "q"
     assert "load 99.0 on" in run(capsys, "tune", folder, "--batch", "1", "--budget", "5", "--device", "cpu")[1]

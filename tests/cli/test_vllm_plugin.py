@@ -261,7 +261,7 @@ def test_names_are_mapped(vllm):
     assert config.scheme("x", ["model.language_model.layers.0.one"]) is None
 
 
-def test_scales_that_are_none_are_refused(vllm):
+def test_invalid_scales_are_refused(vllm):
     scheme = Scheme(4, 32, "int")
     config = config_of({"one": scheme})
     for leaf, value in (("weight_scale", float("nan")), ("weight_zero", 16.0), ("weight_zero", 0.5)):

@@ -122,7 +122,7 @@ def test_texts_side_by_side_in_pieces_and_token_by_token(name):
 
 
 @pytest.mark.parametrize("name", pictured.NAMES)
-def test_a_conversation_goes_on_from_what_the_cache_holds(name):
+def test_a_conversation_continues_from_the_cached_tokens(name):
     """The same picture again is not read again; another in its place is. A second picture comes after the first."""
     both, (a, b) = Both(name), (pictured.picture(name, 1), pictured.picture(name, 2))
     words = texts(pictured.VOCAB, 5, 4, 6)

@@ -171,7 +171,7 @@ def test_generate_and_run_take_files_of_pictures(folders, run, tmp_path):
         (["text", "x.png"], NotFoundError, "there is no picture text"),
     ],
 )
-def test_what_is_no_picture_is_refused_in_one_line(folders, given, error, why):
+def test_a_file_that_is_not_a_picture_is_refused_in_one_line(folders, given, error, why):
     model, tokenizer = ready(str(folders("gemma3")), "cpu")
     with pytest.raises(error, match=why):
         lowq.stream(model, tokenizer, QUESTION, images=given)
@@ -227,12 +227,12 @@ def test_a_tower_that_is_not_whole_is_named(tmp_path):
     gone = next(n for n in tensors if "vision_tower" in n)
     save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model, tokenizer = ready(str(tmp_path), "cpu")
-    with pytest.raises(DamagedError, match="is not whole"):
+    with pytest.raises(DamagedError, match="is incomplete"):
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
-def test_a_quantized_folder_keeps_its_tower_unless_told_otherwise(name, folders, tmp_path):
+def test_a_quantized_folder_keeps_its_tower_by_default(name, folders, tmp_path):
     """Kept, the features are the model's own; in 8 bits close to them, and the plan has a line for it."""
     features = []
     for vision in ("keep", 8):

@@ -41,7 +41,7 @@ def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(gro
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(which=st.integers(0, 999), draws=st.randoms(use_true_random=False))
-def test_so_is_what_hypothesis_bends(ground, which, draws):
+def test_files_altered_by_hypothesis_are_refused_or_read(ground, which, draws):
     """As above; what fails is made small."""
     every = (*ground.valid, *ground.second.values())
     valid = every[which % len(every)]
@@ -51,7 +51,7 @@ def test_so_is_what_hypothesis_bends(ground, which, draws):
 
 
 @pytest.mark.parametrize(("seed", "name", "second"), json.loads(FOUND.read_text()) if FOUND.is_file() else [])
-def test_what_was_found_once_stays_mended(ground, seed, name, second):
+def test_earlier_findings_stay_fixed(ground, seed, name, second):
     _, what, verdict = ground.bends(seed, only=name, second=second)
     assert not verdict.fault, what
 

@@ -368,7 +368,7 @@ def test_a_checkpoint_that_promises_an_mtp_layer_and_has_none_is_refused(mtp, tm
         inside(tmp_path / "half", ours)
 
 
-def test_a_model_is_no_head(llama):
+def test_a_model_is_refused_as_a_draft_head(llama):
     assert not takes({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     assert not takes(
         {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "mtp_num_hidden_layers": 1}

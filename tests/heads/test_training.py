@@ -157,7 +157,7 @@ def test_the_command_writes_a_published_folder_that_is_read_and_run(kind, folder
     assert len(result["accepted"]) == GUESSES[kind]
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(folder, tmp_path):
+def test_a_folder_with_other_files_is_not_changed(folder, tmp_path):
     (tmp_path / "book.txt").write_text("mine")
     line = ["draft", "train", str(folder), "--text", "bundled", "--out", str(tmp_path), "--device", "cpu"]
     shown = CliRunner().invoke(app, line)
@@ -199,7 +199,7 @@ def test_a_head_learns_from_a_packed_checkpoint_as_it_decodes(embedding, folder,
     assert texts[1].drafting.steps > 0
 
 
-def test_what_was_trained_beside_a_checkpoint_goes_with_it(folder, tmp_path, monkeypatch):
+def test_a_head_trained_for_a_checkpoint_is_removed_with_it(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["quantize", str(folder), "--bits", "8", "--group", "16", "--out", "packed"]).exit_code == 0

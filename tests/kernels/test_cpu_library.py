@@ -109,7 +109,7 @@ BENT = {
 
 
 @pytest.mark.parametrize("bend", BENT.values(), ids=BENT)
-def test_a_bent_library_is_built_anew_with_a_word(machine, bend):
+def test_a_damaged_library_is_rebuilt_with_a_message(machine, bend):
     bend(machine.library)
     there, why, why_not = machine.ask()
     assert (there, why_not, machine.built) == ("True", "None", 2)
@@ -151,7 +151,7 @@ def test_two_processes_build_it_once(tmp_path):
     assert sorted(p.suffix for p in machine.library.parent.iterdir()) == [".sha256", ".so"]
 
 
-def test_a_builder_that_was_killed_is_in_nobodys_way(tmp_path):
+def test_a_killed_build_does_not_block_the_next_one(tmp_path):
     machine = Machine(tmp_path)
     killed = machine.start()
     while not list(machine.cache.rglob("*.o")):
@@ -163,7 +163,7 @@ def test_a_builder_that_was_killed_is_in_nobodys_way(tmp_path):
     assert sorted(p.suffix for p in machine.library.parent.iterdir()) == [".sha256", ".so"]
 
 
-def test_no_compiler_is_said(tmp_path):
+def test_a_missing_compiler_is_reported(tmp_path):
     machine = Machine(tmp_path)
     assert machine.ask(PATH="", CXX="")[2] == "no C++ compiler is here; install g++ or clang"
 
@@ -180,7 +180,7 @@ def no_programs(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_cache_from_which_no_program_may_run_is_said(tmp_path, no_programs):
+def test_a_cache_folder_mounted_noexec_is_reported(tmp_path, no_programs):
     there, _, why_not = Machine(tmp_path).ask(XDG_CACHE_HOME=str(no_programs))
     assert (there, why_not.endswith("; name another cache folder: XDG_CACHE_HOME=DIR")) == ("False", True), why_not
 

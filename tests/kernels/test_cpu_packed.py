@@ -134,7 +134,7 @@ def test_the_largest_codes_and_digits_do_not_overflow(isa, bits):
             assert error(packed.packed(x, pack(q, "cpu"), None, {}), truth) < 1e-3
 
 
-def test_what_is_no_number_stays_none_and_stays_in_its_row(isa):
+def test_values_that_are_not_finite_stay_so_and_stay_in_their_row(isa):
     q = weight(40, 256, 4, 32)
     p, x = pack(q, "cpu"), rows(4, 256)
     clean = packed.packed(x, p, None, {})
@@ -221,7 +221,7 @@ def test_neon_compiles(tmp_path):
         subprocess.run(command, check=True)
 
 
-def test_who_waits_for_the_compiler_is_told(tmp_path, monkeypatch):
+def test_waiting_for_the_compiler_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (cxx := building.compiler()) is not None:
         quick = tmp_path / "c++"

@@ -99,7 +99,7 @@ def test_attention_of_a_step(isa, threads, dtype, HQ, HKV, D, R, window, normed,
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(isa, bad):
+def test_values_that_are_not_finite_stay_so(isa, bad):
     x = torch.full((1, 32), bad)
     assert not cpu.add_norm(x, None, torch.ones(32), 1e-5).isfinite().any()
     gate = torch.cat([torch.tensor([[bad, -100.0, 100.0, -1e30]]), torch.ones(1, 4)], 1)

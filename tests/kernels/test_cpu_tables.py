@@ -103,7 +103,7 @@ def test_entries_of_tables_are_exact_or_within_what_is_said(isa):
         assert within or torch.equal(y, wanted)
 
 
-def test_what_is_no_number_stays_none_and_stays_in_its_row(isa):
+def test_values_that_are_not_finite_stay_so_and_stay_in_their_row(isa):
     p, x = pack(weight(40, 272, 4, 16, "e2m1/e4m3"), "cpu"), rows(4, 272)
     clean = table.table(x, p, None, {})
     x[1, 7], x[2, 270] = float("inf"), float("nan")

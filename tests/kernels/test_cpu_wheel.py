@@ -62,7 +62,7 @@ def test_other_sources_do_not_take_a_wheels_library_for_theirs(installed, tmp_pa
     assert ask(copied, tmp_path)[2] == "no C++ compiler is here; install g++ or clang"
 
 
-def test_a_wheels_library_that_does_not_load_is_told(installed, tmp_path):
+def test_a_wheels_library_that_does_not_load_is_reported(installed, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(installed[1], copied)
     next((copied / "lowq_kernels/products/cpu").glob("*.so")).write_bytes(b"for another machine")

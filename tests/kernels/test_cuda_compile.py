@@ -181,7 +181,7 @@ def test_cache_is_read_back_and_damage_is_noticed(fresh_cache):
     assert file.stat() != damaged
 
 
-def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path, monkeypatch):
+def test_an_unwritable_cache_is_not_an_error(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))

@@ -100,7 +100,7 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values):
         close(*pair, dtype)
 
 
-def test_who_may_not():
+def test_layers_that_cannot_be_fused_say_why():
     why = "takes layers on a GPU, packed or in 16 bits"
     assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == why
     with FakeTensorMode():  # a layer on a GPU that is not there

@@ -35,7 +35,7 @@ def test_the_turn_is_orthogonal_and_its_own_inverse(D):
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(("D", "kind"), SIZES)
-def test_what_is_held_is_near_what_came(D, kind, outliers):
+def test_cached_values_are_close_to_the_originals(D, kind, outliers):
     x = heads(500, D, outliers=outliers)
     held = kv.decode(kind, *kv.encode(kind, x))
     assert error(held, x) < {"fp8": 0.026, "4": 0.105}[kind]
@@ -44,7 +44,7 @@ def test_what_is_held_is_near_what_came(D, kind, outliers):
     assert not error(kv.decode(kind, *wrong), x) < 0.15 * D**-0.25
 
 
-def test_a_turn_is_what_makes_4_bits_of_outliers_bearable():
+def test_rotation_makes_4_bits_usable_with_outliers():
     x = heads(500, 128, outliers=True)
     rest = torch.ones(128, dtype=torch.bool)
     rest[[1, 64]] = False

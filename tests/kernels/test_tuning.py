@@ -50,7 +50,7 @@ def test_lookup_takes_the_next_larger_M_and_else_the_largest():
     assert table.lookup(call(33)) is None  # a table made for decoding does not choose for prompts
 
 
-def test_another_shape_scheme_or_layout_is_no_answer():
+def test_entries_of_another_shape_scheme_or_layout_do_not_answer():
     table = Table([entry(1)])
     assert table.lookup(call(1, N=128)) is None
     assert table.lookup(call(1, layout="strided")) is None
@@ -89,7 +89,7 @@ def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
     assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py", "registry.py"} & found
 
 
-def test_who_chose_is_said(tmp_path, monkeypatch):
+def test_the_source_of_the_choice_is_shown(tmp_path, monkeypatch):
     assert tuning.chosen_by(call(1)) == "rule"
     tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1, "reference")])
     tuning.use(tmp_path, CPU)

@@ -126,7 +126,7 @@ def test_three_bit_codes_survive_the_hqq_package():
         (lambda: QuantizedTensor(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), None, 4, 32, "float"), "contradict"),
     ],
 )
-def test_what_cannot_be_is_refused(make, match):
+def test_impossible_schemes_and_layouts_are_refused(make, match):
     with pytest.raises(SchemeError, match=match):
         make()
 

@@ -70,7 +70,7 @@ def test_answers_are_those_of_the_server_and_a_killed_batch_goes_on(server, talk
         ("", "holds no requests"),
     ],
 )
-def test_lines_that_are_none(line, why):
+def test_invalid_lines_are_refused(line, why):
     with pytest.raises(UsageError, match=why):
         read(line, "f")
 

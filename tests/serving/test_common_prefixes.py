@@ -54,7 +54,7 @@ class Reading:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_sixteen_begin_with_is_read_once(kind):
+def test_a_common_beginning_of_sixteen_prompts_is_read_once(kind):
     load = Reading(KINDS[kind])
     while load.texts[0] in load.scheduler.reading or not load.read:
         load.turn()
@@ -83,7 +83,7 @@ def test_where_the_one_that_is_read_ends_another_goes_on(kind):
         assert sum(left.values()) - left[3] == (USERS - 4) * (COMMON + OWN - SHARED)
 
 
-def test_nobody_waits_for_one_whose_turn_is_later():
+def test_no_request_waits_for_a_later_one():
     """A question of 100 tokens is not read after a document of 9,000 that begins with the same block."""
     load = Reading([Group()])
     for seq in list(load.texts.values()):

@@ -199,7 +199,7 @@ def test_what_a_seed_draws_does_not_depend_on_the_others(model, client):
     alone_drawn.engine.stop(0)
 
 
-def test_what_cannot_be_answered_is_told_and_a_full_queue_is_busy(model, client):
+def test_unanswerable_requests_are_reported_and_a_full_queue_is_busy(model, client):
     c = client(running=1, waiting=1, cache_tokens=256)
     assert c.engine.limits.longest == 256
     for prompt, n in (([], 5), ([3], 0), ([3] * 200, 57), ([320], 5), ([-1], 5)):
@@ -217,7 +217,7 @@ def test_what_cannot_be_answered_is_told_and_a_full_queue_is_busy(model, client)
     assert {events[-1].finish_reason for events in c.follow(1)} <= {"cancelled", "length"}
 
 
-def test_an_error_ends_all_requests_and_is_told(model, client, monkeypatch):
+def test_an_error_ends_all_requests_and_is_reported(model, client, monkeypatch):
     c = client()
     monkeypatch.setattr(c.engine.passes, "forward", lambda *a: (_ for _ in ()).throw(RuntimeError("the device\nis gone")))
     n, m = c.ask([3], 5), c.ask([4], 5)

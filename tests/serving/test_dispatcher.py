@@ -129,7 +129,7 @@ def test_a_slow_reader_gets_what_came_meanwhile_in_one_piece(tokenizer):
     asyncio.run(go())
 
 
-def test_a_stream_that_nobody_reads_ends_in_time(tokenizer):
+def test_an_unread_stream_ends_in_time(tokenizer):
     async def go():
         engine, said = Scripted([300]), []
         s, app = served(engine, tokenizer, answer_s=0.1, log=said.append)
@@ -157,7 +157,7 @@ def test_requests_that_belong_together_go_in_together_or_not_at_all(tokenizer):
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-def test_a_bug_is_told_and_nothing_is_left(tokenizer, streamed, monkeypatch):
+def test_a_bug_ends_the_request_with_an_error_and_leaves_nothing_open(tokenizer, streamed, monkeypatch):
     async def go():
         engine, failed = Scripted([300]), []
         s, app = served(engine, tokenizer, failed=failed.append)
@@ -175,7 +175,7 @@ def test_a_bug_is_told_and_nothing_is_left(tokenizer, streamed, monkeypatch):
     asyncio.run(go())
 
 
-def test_an_error_of_the_engine_is_told(tokenizer):
+def test_an_error_of_the_engine_is_reported(tokenizer):
     async def go():
         engine = Scripted([])
         s, app = served(engine, tokenizer)

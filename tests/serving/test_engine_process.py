@@ -54,7 +54,7 @@ def gone(pid):
     return False
 
 
-def test_answers_are_those_of_an_engine_beside_us(apart, beside):
+def test_answers_equal_those_of_an_engine_in_this_process(apart, beside):
     assert apart.pid != os.getpid()
     ways = [{}, {"logprobs": 3}, {"temperature": 0.7, "seed": 4, "top_k": 30}, {"frequency_penalty": 0.5, "stop": (17,)}]
     for prompt, way in zip(prompts(20, 33, 9, 41), ways, strict=True):
@@ -74,7 +74,7 @@ def test_a_mask_is_made_again_there(apart):
     assert (bad[-1].finish_reason, len(bad)) == ("error", 1)
 
 
-def test_what_can_never_be_answered_and_what_has_no_room(apart):
+def test_impossible_requests_and_those_without_room_are_refused(apart):
     with pytest.raises(UsageError, match="are more than the 1024 that fit"):
         apart.ask([5] * 1000, 50)
     numbers = [apart.ask([5, 6], 500) for _ in range(WAITING)]
@@ -95,7 +95,7 @@ def test_what_can_never_be_answered_and_what_has_no_room(apart):
     assert len(apart.tokens(apart.ask([5, 6], 5))[0]) == 5
 
 
-def test_an_engine_that_is_killed_ends_what_is_open_and_nothing_else():
+def test_a_killed_engine_ends_only_open_requests():
     client = Apart(counting.make)
     try:
         numbers = [client.ask(p, 400) for p in prompts(10, 12, 14, 16)]
@@ -157,7 +157,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_that_nobody_talks_to_any_more_ends():
+def test_an_engine_process_ends_with_its_parent():
     line = [sys.executable, "-c", LEFT]
     with subprocess.Popen(line, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as other:
         pid = int(other.stdout.readline())

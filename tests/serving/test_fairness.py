@@ -82,7 +82,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 150), st.sample
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals=ARRIVALS, rows=st.integers(1, 4))
-def test_everybody_is_served_and_nobody_waits_out_of_proportion(arrivals, rows):
+def test_every_request_is_served_within_a_proportional_wait(arrivals, rows):
     """Rows that make a token a step each. Under a stream of short ones that never ends, a long one has its turn."""
     now, number, waiting, running, ended = 0, 0, [], [], {}
     coming = sorted(arrivals)

@@ -158,7 +158,7 @@ def test_what_a_tool_said_goes_back_to_the_model(make):
     ],
     ids=lambda v: v[:12] if isinstance(v, str) else "",
 )
-def test_forms_that_are_none_are_refused(make, more, line):
+def test_invalid_response_formats_are_refused(make, more, line):
     with pytest.raises(openai.BadRequestError, match=line):
         make(**more)
 

@@ -162,7 +162,7 @@ def test_a_head_has_its_time(half, after_an_answer):
     asyncio.run(run())
 
 
-def test_an_answer_that_nobody_reads_is_ended():
+def test_an_unread_answer_is_ended():
     async def run():
         async with Here() as here:
             here.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -183,7 +183,7 @@ def test_an_answer_that_nobody_reads_is_ended():
 
 
 @pytest.mark.parametrize("sent", [BODY, BODY[:9]], ids=["a request", "half a body"])
-def test_a_client_that_closes_its_half_is_told(sent):
+def test_a_client_that_closes_its_half_gets_an_error(sent):
     async def run():
         async with Here(tokens=[1]) as here:  # which never ends: an answer would come late
             reader, writer = await here.open()

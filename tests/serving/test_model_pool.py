@@ -121,7 +121,7 @@ def test_what_is_under_way_finishes_and_whoever_comes_meanwhile_waits():
     run(go())
 
 
-def test_past_the_bound_of_those_that_wait_one_is_told_when_to_come_again():
+def test_requests_beyond_the_waiting_limit_get_retry_after():
     async def go():
         pool, _ = pool_of("ab", room=1, waiting=3)
         await pool.start(lambda n, of: None)
@@ -140,7 +140,7 @@ def test_past_the_bound_of_those_that_wait_one_is_told_when_to_come_again():
     run(go())
 
 
-def test_who_waits_too_long_is_told_and_counts_no_more():
+def test_a_request_that_waited_too_long_gets_an_error_and_leaves_the_queue():
     async def go():
         pool, _ = pool_of("ab", room=1, wait_s=60)
         await pool.start(lambda n, of: None)
@@ -159,7 +159,7 @@ def test_who_waits_too_long_is_told_and_counts_no_more():
     run(go())
 
 
-def test_one_that_cannot_be_loaded_is_told_and_the_others_are_served():
+def test_a_model_that_cannot_be_loaded_is_reported_and_others_are_served():
     async def go():
         pool, log = pool_of("ab", fails={"b": "its file is damaged"})
         await pool.start(lambda n, of: None)
@@ -238,7 +238,7 @@ def test_an_alias_is_another_name_of_the_same_loaded_model():
     run(go())
 
 
-def test_what_nobody_asks_for_is_unloaded():
+def test_an_unused_model_is_unloaded():
     async def go():
         pool, log = pool_of("ab", keep_alive=0.0, pinned="b")
         await pool.start(lambda n, of: None)
@@ -415,7 +415,7 @@ def test_none_is_lost_and_none_is_mixed_up():
 
 
 @pytest.mark.slow
-def test_what_dies_takes_nothing_else_with_it(many, four):
+def test_a_dead_engine_does_not_affect_others(many, four):
     """An engine while it answers, one while it loads, clients while they wait; then the server, whose engines end."""
     assert states(many) == {"ash": "ready", "birch": "absent", "cedar": "absent", "doum": "absent"} | {
         n: "absent" for n in states(many) if n not in NAMES

@@ -109,7 +109,7 @@ def test_a_form_is_a_mask(form):
     assert engine.requests[0].mask is not None
 
 
-def test_what_models_there_are():
+def test_models_are_listed():
     def asked(client):
         return client.list(), client.ps(), client.show("m:latest")
 

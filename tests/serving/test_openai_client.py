@@ -205,7 +205,7 @@ WRONG_CHAT = [
 
 
 @pytest.mark.parametrize(("body", "line"), WRONG_CHAT, ids=lambda v: v[:20] if isinstance(v, str) else "")
-def test_messages_that_are_none(server, body, line):
+def test_invalid_messages_are_refused(server, body, line):
     found = server.post("chat/completions", body)
     assert found.status_code == 400
     assert line in found.json()["error"]["message"] or "messages" not in body
@@ -225,7 +225,7 @@ RAW = [
 
 
 @pytest.mark.parametrize(("raw", "status", "line"), RAW, ids=lambda v: str(v)[:20])
-def test_bodies_that_are_none(server, raw, status, line):
+def test_invalid_bodies_are_refused(server, raw, status, line):
     found = server.post("completions", raw)
     assert (found.status_code, line in found.json()["error"]["message"]) == (status, True), found.text
 
@@ -250,7 +250,7 @@ def test_curl_as_it_is_printed(server):
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_the_metrics_count_what_was_done(server):
+def test_the_metrics_count_requests_and_tokens(server):
     import httpx
 
     server.post("completions", {"prompt": PROMPT, "max_tokens": 3})

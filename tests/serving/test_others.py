@@ -44,7 +44,7 @@ def test_other_names_mean_the_same():
 
 @settings(max_examples=50, deadline=None)
 @given(name=st.text(max_size=90), value=st.one_of(st.integers(), st.text(max_size=3), st.none(), st.lists(st.booleans())))
-def test_a_field_that_nobody_knows_is_named_in_one_line(name, value):
+def test_an_unknown_field_is_named_in_one_line(name, value):
     if name in {**fields.CHAT, **RENAMED, **NEUTRAL, **WITH, **dict.fromkeys((*HARMLESS, *FORMS))}:
         return
     found = fields.read(CHAT | {name: value}, True)

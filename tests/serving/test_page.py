@@ -80,7 +80,7 @@ def test_nothing_is_cut_off_on_a_phone(page):
     assert all(left >= 0 and right <= 360 and bottom <= 640 for left, right, bottom in boxes)
 
 
-def test_errors_are_said_and_the_key_is_asked_for(start, tmp_path):
+def test_errors_are_shown_and_the_key_is_requested(start, tmp_path):
     if browser.found() is None:
         pytest.skip(f"no browser here: one of {', '.join(browser.NAMES)} (Debian: apt install chromium)")
     page, server = browser.Browser(tmp_path / "profile"), start("--api-key", "s3cret")

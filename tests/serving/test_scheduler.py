@@ -174,7 +174,7 @@ def paced():
     return budget
 
 
-def test_a_pass_carries_as_many_prompt_tokens_as_nobody_notices():
+def test_prompt_tokens_per_pass_are_bounded_by_the_step_time():
     budget = paced()
     assert budget.prompt_tokens(64, 64, 100, 60, 60) == 100  # no more than there are
     budget.late = 100.0  # nothing longer is due

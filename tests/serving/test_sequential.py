@@ -124,7 +124,7 @@ class Only:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_mask_decides_what_may_come(demo, engine, temperature):
+def test_a_mask_restricts_the_next_tokens(demo, engine, temperature):
     wanted = (31, 4095, 64, 8191)
     mask = Only(*wanted)
     events = follow(engine, engine.submit(Request(prompt(demo), 4, draw=Draw(temperature), mask=mask)))[0]
@@ -232,7 +232,7 @@ def test_a_family_without_fused_layers_is_served_one_after_another(room, monkeyp
         found.stop(0)
 
 
-def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, engine, monkeypatch):
+def test_a_cancelled_prompt_is_not_read_to_its_end(demo, engine, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 16)
     decoder, read = demo[0]._lowq.decoder, []
     embed = decoder.plan.embed
@@ -252,7 +252,7 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, en
     assert fresh == again  # nothing of what was left half read is taken for a prompt
 
 
-def test_a_lost_gpu_ends_the_engine_and_each_request_is_told(demo, engine):
+def test_a_lost_gpu_ends_the_engine_and_every_request_with_an_error(demo, engine):
     both = threading.Event()
 
     class Loses(Only):

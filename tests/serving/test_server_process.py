@@ -26,7 +26,7 @@ LONG_STREAM = {"prompt": "Once upon a time", "max_tokens": 200, "stream": True, 
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
 
-def test_only_who_knows_the_key_comes_in_and_sigterm_lets_answers_end(start):
+def test_clients_need_the_key_and_sigterm_lets_answers_end(start):
     s = start("--api-key", "s3cret")
     bad = s.post("completions", {"prompt": "x"}, headers={"Authorization": "Bearer wrong"})
     assert (bad.status_code, bad.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -113,7 +113,7 @@ def test_a_full_queue_says_when_to_come_again(server):
     server.idle()
 
 
-def test_what_takes_longer_than_the_grace_is_ended_and_told(start):
+def test_answers_longer_than_the_grace_period_end_with_an_error(start):
     s = start("--grace", "0.3")
     client = openai.OpenAI(base_url=f"{s.url}/v1", api_key="-", max_retries=0)
     chunks = iter(
@@ -233,7 +233,7 @@ def test_a_log_that_takes_no_line_costs_no_answer(talk, how):
             stderr.close()
 
 
-def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
+def test_an_engine_that_does_not_read_is_reported_and_sigterm_ends_it(start):
     """Stopped, with more prompts than a pipe holds: /ready says so, requests are refused, and the process ends in time."""
     s = start("--grace", "0")
     engine = engine_of(s)
@@ -264,7 +264,7 @@ def test_an_engine_that_does_not_read_is_told_and_sigterm_is_obeyed(start):
         os.kill(engine, 0)
 
 
-def test_of_two_servers_started_at_once_on_one_port_one_is_told_before_it_loads(talk):
+def test_the_second_server_on_a_port_fails_before_it_loads(talk):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -286,7 +286,7 @@ def test_of_two_servers_started_at_once_on_one_port_one_is_told_before_it_loads(
             p.kill()
 
 
-def test_systemd_is_told_when_the_server_is_ready_and_when_it_stops(start, tmp_path, monkeypatch):
+def test_systemd_is_notified_when_the_server_is_ready_and_when_it_stops(start, tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(str(tmp_path / "notify"))
         told.settimeout(60)

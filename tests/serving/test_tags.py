@@ -40,7 +40,7 @@ PARTS = st.lists(st.one_of(WORDS, CALLS), min_size=1, max_size=4).filter(lambda 
 
 @settings(max_examples=150, deadline=None)
 @given(parts=PARTS, kind=st.sampled_from(KINDS), streamed=st.booleans(), several=st.booleans())
-def test_texts_and_calls_in_any_order_are_told_apart(parts, kind, streamed, several):
+def test_texts_and_calls_in_any_order_are_separated(parts, kind, streamed, several):
     """However the tags are tokens, the same texts and the same calls come out."""
     tokenizer = tokenizer_with(kind)
     said = "".join(p if isinstance(p, str) else call(*p) for p in parts)

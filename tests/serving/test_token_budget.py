@@ -131,7 +131,7 @@ def test_passes_grow_until_prompts_are_read_as_fast_as_they_come():
     assert waits[int(0.99 * len(waits))] < 3 * waits[len(waits) // 2]
 
 
-def test_who_prefers_first_tokens_has_them_sooner_and_uneven_streams():
+def test_prefer_first_token_gives_earlier_first_tokens_and_uneven_streams():
     first, middle, late = [], [], []
     for engine in [steady(3000, 0.1, prefer) for prefer in PREFER]:
         first.append(sum(engine.firsts[100:]) / len(engine.firsts[100:]))

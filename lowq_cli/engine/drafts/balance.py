@@ -1,13 +1,13 @@
-"""Whether drafts pay, by the clock: what steps with drafts take and bring, beside what plain steps take in the same run.
+"""Whether drafts pay, by the clock: time and tokens of steps with drafts, compared with plain steps of the same run.
 
-No table of what rows cost knows the host: base in 4 bits made 34,000 tokens/s for 16 sequences without drafts, and 19,000 where
-the host guessed for each of them between two passes (H200, 2026-11-27).
+A table of the cost of rows does not include the host's time: base in 4 bits ran at 34,000 tokens/s for 16 sequences without
+drafts, and at 19,000 when the host guessed for each of them between two passes (H200, 2026-11-27).
 """
 
-LOSS = 4.0  # time, in plain steps, that drafts may lose before they are left out
-MOST = 4 * LOSS  # time, in plain steps, that a single step counts as lost at most: it may have waited for another process
-SHARE = 0.01  # the time lost is at most this share of the plain steps before drafts are tried again
-DOUBLINGS = 6  # max. number of times that this wait doubles, once for each time that drafts did not pay
+LOSS = 4.0  # max. time, in plain steps, that drafts may lose before they are turned off
+MOST = 4 * LOSS  # max. loss of a single step, in plain steps: it may have waited for another process
+SHARE = 0.01  # drafts are tried again when the time lost is at most this share of the plain steps since
+DOUBLINGS = 6  # max. doublings of that wait, one each time that drafts did not pay
 CHECK, PLAIN = 512, 16  # steps after which plain steps are timed again while drafts pay, and the number of these
 SETTLE = 2  # steps after a change that are not timed: the first of them may have waited for one of the other kind
 NEWEST = 1 / 16  # weight of the newest step in the mean time of plain steps
@@ -28,7 +28,7 @@ class Balance:
         self._wait, self._steps, self._failed = first, 0, 0
 
     def note(self, drafts: bool, tokens: float, seconds: float) -> None:
-        """Record a step. drafts: whether it was of the kind with drafts. tokens: what it brought for each sequence."""
+        """Record a step. drafts: whether it had drafts. tokens: its new tokens per sequence."""
         self._steps += 1
         if not drafts:
             self._time(seconds)
@@ -47,7 +47,7 @@ class Balance:
     def _count(self, won: float) -> None:
         room = LOSS * self.plain_s
         self._lost += min(max(0.0, -won), MOST * self.plain_s)
-        self._won = min(self._won + max(won, -room), room)  # one late step is not enough to leave drafts out
+        self._won = min(self._won + max(won, -room), room)  # one late step is not enough to turn drafts off
         if self._won == room:
             self._failed, self._lost = 0, 0.0
         elif self._won < -room:

@@ -77,7 +77,7 @@ def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
 def attach(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[FromHost | OnDevice | None, str]:
     """(drafting of a decoder with a batch of `texts` sequences, or None; the reason for None)."""
     drafter, refusal = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
-    nothing = "as asked" if draft == "none" else f"auto drafts by n-grams on {', '.join(BY_NGRAMS)} alone; --draft ngram does"
+    nothing = "as asked" if draft == "none" else f"auto drafts by n-grams only on {', '.join(BY_NGRAMS)}; try --draft ngram"
     why = nothing if drafter is None else f"decoder {decoder.name} takes none" if refusal is None else refusal(texts)
     device = drafter if hasattr(drafter, "draft") and not why else None
     if refusal is not None:

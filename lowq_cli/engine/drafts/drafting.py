@@ -20,7 +20,7 @@ WIDE_LAYER_S = 13e-6  # seconds of a layer in addition with two rows or more: no
 ROW = 0.02  # time of each row after the second, in steps of one row
 FADE = 0.95  # a device drafter's counts are multiplied by this at each step
 BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
-FIRST = 16  # plain steps on a GPU before the first drafts, which tell what a step takes there
+FIRST = 16  # plain steps on a GPU before the first drafts, to measure the time of a step
 AGAIN = 64  # plain steps after which a device drafter that did not pay off is tried again
 
 
@@ -38,14 +38,14 @@ class Drafting:
         self.drafter, self.decoder = drafter, decoder
         kind = decoder.device.type
         self.widths = WIDTHS[kind]
-        # on a CPU: for all texts, by drafter, so that only the first begins with steps that are timed
+        # on a CPU: one set of timings per drafter for all texts, so that only the first text begins with timed steps
         begun = decoder.timed.setdefault(drafter.name, TimedCosts(TableCosts(STARTING_COSTS))) if kind == "cpu" else None
         self.timed: TimedCosts | None = begun
         # on a CPU the thread's own time: on a busy machine wide steps wait for other processes more often than plain ones
         self.clock = time.thread_time if begun is not None else time.perf_counter
         self.costs: Costs = self.timed or estimated(decoder.plan)
         self.apart = 0.0
-        # by drafter, for all texts: a step with drafts costs the host more than the table of costs says
+        # per drafter, for all texts: a step with drafts costs the host more time than the table of costs has
         self.balance = None if self.timed else decoder.balances.setdefault(drafter.name, Balance(FIRST))
         self.drafted = self.accepted = self.steps = self.rows = 0
 
@@ -61,7 +61,7 @@ class Drafting:
 
     @property
     def allowed(self) -> bool:
-        """Whether steps may have drafts, by what earlier ones took."""
+        """Whether steps may have drafts, by the times of earlier ones."""
         return self.balance is None or self.balance.allowed
 
     def took(self, drafts: bool, tokens: int, seconds: float) -> None:

@@ -157,7 +157,7 @@ def test_gguf_one_bit_by_hand():
 
 
 @pytest.mark.parametrize(("kind", "said"), [("TQ2_0", "beyond -1, 0 and 1"), ("MXFP4", "exponents that are NaN")])
-def test_gguf_codes_that_nobody_writes_are_refused(kind, said):
+def test_gguf_codes_that_no_writer_produces_are_refused(kind, said):
     raw = torch.full((1, gguf.TYPES[kind].nbytes), 255, dtype=torch.uint8)
     with pytest.raises(DamagedError, match=said):
         gguf.decode(raw, kind, 1, gguf.TYPES[kind].elements)
