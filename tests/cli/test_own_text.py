@@ -154,9 +154,7 @@ def test_no_clock_and_no_cache_chooses_the_text(family_checkpoints, tmp_path, mo
     assert len(chosen) == 1
 
 
-def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(
-    family_checkpoints, tmp_path, monkeypatch
-):
+def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(family_checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(own_text, "stop_ids", lambda *_: frozenset(range(160)))
     dense = family_checkpoints("llama").dense
     with pytest.raises(UnsupportedError, match="writes only empty texts"):
