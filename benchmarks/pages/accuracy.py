@@ -69,7 +69,7 @@ def calibrated() -> str:
         columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
         if lines:
             parts.append(f"### {model}, {text}: unquantized {floor:.2f}\n\n{table(columns, lines)}")
-    parts.append(f"### The model's own text, or another, beside the bundled one\n\n{_other_texts(free, report)}")
+    parts.append(f"### The model's own text, or another, compared with the bundled one\n\n{_other_texts(free, report)}")
     return "\n".join([*parts, f"### What was to be reached, base\n\n{_reached(report['rows'])}"])
 
 

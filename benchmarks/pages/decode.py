@@ -11,7 +11,7 @@ MODELS = {
     "8b": "8B, Llama 3.1's shape",
     "8b_prompt4400": "8B after a long prompt",
     "8b_prompt32000": "8B after a very long prompt",
-    "8b_tables": "8B of table weights, beside 4 bits without zeros",
+    "8b_tables": "8B of table weights, and of 4 bits without zeros",
     "gpt-oss-20b": "gpt-oss-20b's shape: 4 of 32 experts a token",
     "1b": "1B, Llama 3.2's shape (tied head)",
     "70b": "70B, Llama 3.1's shape",

@@ -34,14 +34,14 @@ def judged() -> str:
     tokens = max(r.get("tokens", 0) for r in report["rows"])
     told = f"Model `{report['model']}`, {report['text']}, {tokens:,} tokens; {report['date']}, on a CPU "
     told += f"({versions(report['versions'])}).\n\n"
-    return told + table(("export", "read by", "scheme", "found", ">ours"), lines)
+    return told + table(("export", "read by", "scheme", "result", ">ours"), lines)
 
 
 @part
 def gguf_types() -> str:
     """What each of GGUF's block types loses by lowq's search, by llama.cpp's, and by rounding as its definition has it."""
     report = read("accuracy/gguf_types.json")
-    columns = ("type", ">bits", ">lowq", ">llama.cpp", ">rounded", ">squared error beside llama.cpp's")
+    columns = ("type", ">bits", ">lowq", ">llama.cpp", ">rounded", ">squared error relative to llama.cpp")
     lines = [
         (
             r["type"],

@@ -177,7 +177,7 @@ def _to_exl3(found: list[Entry]) -> str:
         if any(cells):
             rows.append((e.model, f"{e.bpw:.2f}", e.tool, e.text, *cells))
     told = (
-        "Beside EXL3 (exllamav3's trellis), own text: ln(perplexity) above (+) or below what EXL3 has in as many bits,\n"
+        "Compared with EXL3 (exllamav3's trellis), own text: ln(perplexity) above (+) or below EXL3 at equal bits,\n"
         "and how many bits lowq takes more (+) or fewer for the same loss; empty outside of what was measured of EXL3:\n\n"
     )
     columns = (

@@ -47,7 +47,7 @@ def told(file: str) -> str:
     if r.get("hostile"):
         alone, others = (r["wait_ms"][k] for k in ("alone", "beside"))
         beside = (
-            " Beside most of them 190 clients held connections, halves of bodies and unread answers: half of all "
+            " During most of them 190 clients held connections, halves of bodies and unread answers: half of all "
             f"answers came within {others['p50']:,.0f} ms and 99% within {others['p99']:,.0f}, before that within "
             f"{alone['p50']:,.0f} and {alone['p99']:,.0f}."
         )

@@ -29,7 +29,7 @@ def value_tables() -> str:
         ratios = [(bpw, *r) for bpw in sorted({k[0] for k in cells}, reverse=True) if (r := _ratio(cells, bpw))]
         said = "; ".join(f"{' / '.join(f'{100 * (x - 1):+.1f}%' for x in r)} at {bpw:.2f} bits" for bpw, *r in ratios)
         if said:
-            parts.append(f"By gptq the best table is beside the best grid of as many bits {said}.\n")
+            parts.append(f"With gptq the perplexity of the best table, relative to the best grid of as many bits: {said}.\n")
     return "\n".join(parts)
 
 

@@ -109,7 +109,7 @@ def vllm_several() -> str:
     )
     k = ranks["killed"]
     return (
-        f"Two {ranks['device']}, vLLM {ranks['vllm']}, {ranks['date'][:10]}, bf16, beside one GPU:\n\n{table(columns, lines)}\n"
+        f"Two {ranks['device']}, vLLM {ranks['vllm']}, {ranks['date'][:10]}, bf16, and one GPU:\n\n{table(columns, lines)}\n"
         f"A worker of `lowq serve --engine vllm --tp 2` killed while it answered: the client had an error after "
         f"{k['client_told_after_s']:.0f} s,\n`lowq serve` ended with {k['exit_code']} after {k['server_ended_after_s']:.0f} s, "
         f"{len(k['left_running'])} processes stayed, the checkpoint's files were "
