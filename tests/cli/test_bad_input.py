@@ -227,7 +227,7 @@ def test_cuda_without_a_gpu(model):
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
-def test_what_does_not_fit_is_refused_before_anything_is_written(model, monkeypatch, what):
+def test_an_output_that_does_not_fit_is_refused_before_anything_is_written(model, monkeypatch, what):
     if what == "memory":
         monkeypatch.setattr("lowq_cli.run.budget.available_memory", lambda: 1 << 20)
     else:

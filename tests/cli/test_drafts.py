@@ -199,7 +199,7 @@ def test_an_unknown_name_is_refused(demo):
 
 
 @pytest.mark.parametrize(("device", "auto"), [("cpu", "ngram"), ("cuda", "none")])
-def test_what_auto_is_where_no_head_was_trained(device, auto):
+def test_auto_without_a_trained_head(device, auto):
     assert settled("auto", device) == auto
     for name in ("ngram", "none", "mtp", "a/folder"):
         assert settled(name, device) == name

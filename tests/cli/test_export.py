@@ -83,7 +83,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("to", "schemes", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(bf16_checkpoints, tmp_path, to, schemes, message):
+def test_a_scheme_that_a_format_cannot_hold_is_refused_without_files(bf16_checkpoints, tmp_path, to, schemes, message):
     made = bf16_checkpoints("llama", schemes)
     with pytest.raises(UnsupportedError, match=message):
         export(made.packed, to, tmp_path / "out")

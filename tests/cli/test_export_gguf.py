@@ -189,7 +189,7 @@ def _edit(folder, **changes):
     ],
     ids=["family", "rope", "window", "Mistral's own window", "activation"],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(demo4, tmp_path, changes, message):
+def test_models_that_llama_cpp_computes_differently_are_refused(demo4, tmp_path, changes, message):
     shutil.copytree(demo4, tmp_path / "m")
     _edit(tmp_path / "m", **changes)
     with pytest.raises((UnsupportedError, DamagedError), match=message):

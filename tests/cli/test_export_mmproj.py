@@ -155,7 +155,7 @@ def test_towers_of_other_families_are_refused(family, tmp_path):
     ],
 )
 @pytest.mark.parametrize("exported", ["qwen2_5_vl"], indirect=True)
-def test_what_its_graph_of_a_tower_does_otherwise_is_refused(exported, part, changes, message, tmp_path):
+def test_towers_that_llama_cpp_computes_differently_are_refused(exported, part, changes, message, tmp_path):
     shutil.copytree(exported[1], tmp_path / "m")
     edit(tmp_path / "m", **{part: changes})
     with pytest.raises(UnsupportedError, match=message):

@@ -59,7 +59,7 @@ def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, t
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_what_another_export_left_is_not_gone_on_with(family_checkpoints, tmp_path, monkeypatch):
+def test_another_exports_files_are_not_continued(family_checkpoints, tmp_path, monkeypatch):
     made = family_checkpoints("llama", "bfloat16", SCHEMES)
     monkeypatch.setattr(safetensors_writer, "SHARD", SMALL_FILES)
 

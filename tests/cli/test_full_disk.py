@@ -116,7 +116,7 @@ def test_a_plot_in_a_folder_of_another_person(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command", ["bench --shape 256x256 --batch 1 --device cpu", "compare demo demo --max-tokens 64 --new-tokens 2"]
 )
-def test_what_was_measured_is_out_before_a_plot_fails(command, monkeypatch, tmp_path, capsys):
+def test_measurements_are_printed_before_a_plot_fails(command, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
 
     def refused(*_, **__):

@@ -46,7 +46,7 @@ def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, m
     assert max(rows) <= most  # 5 prompts of 11 tokens are 55
 
 
-def test_what_is_compiled_first_is_what_the_passes_take(monkeypatch):
+def test_kernels_compiled_first_are_those_of_the_passes(monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 24)
     assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11)] == [(2, 11), (2, 11), (1, 11)]
     assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]

@@ -100,7 +100,7 @@ def test_a_tied_head_that_is_in_the_file_is_kept(headers):
     assert (role.kind, role.parts, role.reason) == ("head", (), "tied to the embedding")
 
 
-def test_what_the_model_does_not_know_is_kept_and_integers_are_not_quantized(headers):
+def test_unknown_tensors_are_kept_and_integers_are_not_quantized(headers):
     config, found = headers("llama")
     found["mtp.fc.weight"] = TensorHeader((64, 64), "F32")
     found["lm_head.weight"] = TensorHeader(found["lm_head.weight"].shape, "I8")

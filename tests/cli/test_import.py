@@ -89,7 +89,7 @@ def test_a_changed_checkpoint_is_another_import(foreign):
     assert runnable(folder) != first
 
 
-def test_what_is_ours_or_dense_is_taken_as_it_is(family_checkpoints):
+def test_lowq_and_dense_folders_are_opened_without_import(family_checkpoints):
     made = family_checkpoints("llama", "float32", WHOLE)
     assert runnable(made.packed) == str(made.packed)
     assert runnable(made.dense) == str(made.dense)
@@ -151,7 +151,7 @@ def test_two_that_write_one_folder_at_once_do_not_meet(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "out"]  # the cache holds a list of unfinished folders
 
 
-def test_what_a_killed_import_left_goes_and_what_is_not_lowqs_stays(tmp_path):
+def test_files_of_a_killed_import_are_removed_and_others_stay(tmp_path):
     slow = new_folder(tmp_path / "out")
     held = slow.__enter__()
     others = []

@@ -85,7 +85,7 @@ def test_ctrl_c_drops_the_line_and_the_conversation_goes_on(screen):
     assert "SAID 'whole'" in screen.wait("ANSWERED")
 
 
-def test_what_is_typed_ahead_does_not_mix_into_the_answer_and_is_the_next_line(screen):
+def test_input_typed_during_an_answer_is_the_next_line(screen):
     screen.wait("> ")
     screen.type("first\r")
     screen.wait("ANSWERING")

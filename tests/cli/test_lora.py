@@ -116,6 +116,6 @@ def test_merging_is_refused_until_the_model_is_dequantized(checkpoint, tmp_path)
     [peft.LoraConfig(use_dora=True, target_modules=["q_proj"]), peft.LoHaConfig(target_modules=["q_proj"])],
     ids=["dora", "loha"],
 )
-def test_what_computes_with_dense_weights_is_refused(checkpoint, config):
+def test_adapters_that_need_dense_weights_are_refused(checkpoint, config):
     with pytest.raises((TypeError, ValueError), match=r"unsupported variant|not supported"):
         peft.get_peft_model(opened(checkpoint), config)

@@ -255,7 +255,7 @@ def test_a_closed_stream_is_not_an_internal_error(closed):
     assert closed == ">&-" or json.loads(done.stdout)["ok"]
 
 
-def test_what_stdout_cannot_spell_is_a_question_mark():
+def test_characters_outside_stdouts_encoding_become_question_marks():
     code = "from lowq_cli import console, main; main._open_streams(); console.out('caf\\u00e9 \\ud800')"
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

@@ -42,7 +42,7 @@ def test_neighbours_are_one_view_of_the_file_and_hold_what_is_read(tmp_path):
         assert not within(reader.join(["a", "b"], torch.float64), source)
 
 
-def test_what_is_written_to_a_mapped_weight_stays_in_this_process(folder):
+def test_writes_to_a_mapped_weight_stay_in_this_process(folder):
     before = (folder / "model.safetensors").read_bytes()
     with open_source(folder) as source, Reader(source, CPU) as reader:
         reader.join([DOWN]).zero_()

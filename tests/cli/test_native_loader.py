@@ -211,7 +211,7 @@ def _rewritten(folder, change):
     ],
     ids=["missing", "extra", "short"],
 )
-def test_what_is_not_whole_goes_by_way_of_transformers(tmp_path, change, why):
+def test_folders_that_the_native_loader_refuses_are_left_to_transformers(tmp_path, change, why):
     folder = write_dense(tmp_path / "m", "llama")
     _rewritten(folder, change)
     with open_source(folder) as source, pytest.raises(NotPlain, match=why):

@@ -243,7 +243,7 @@ def test_memory_and_disk_that_do_not_suffice_are_refused(tmp_path, plan_of):
     assert budget.seconds > 0
 
 
-def test_what_reading_holds_counts_in_the_memory_estimate(plan_of, tmp_path, monkeypatch):
+def test_memory_for_reading_counts_in_the_memory_estimate(plan_of, tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setattr(budget, "current_rss", lambda: 0)

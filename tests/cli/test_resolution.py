@@ -178,7 +178,7 @@ def told(folder):
         return load_tokenizer(source)
 
 
-def test_what_the_tokenizers_library_raises_bare_is_a_line(model):
+def test_bare_exceptions_of_the_tokenizers_library_are_one_line(model):
     """A text with a character that a vocabulary without unknown tokens lacks: Exception itself, an internal error before."""
     made = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
     with pytest.raises(DamagedError, match="Missing"):

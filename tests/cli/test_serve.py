@@ -206,7 +206,7 @@ def test_pipeline_stages_are_handed_on(family_checkpoints):
         serving.command("demo", stages=0)
 
 
-def test_what_vllm_has_no_kernels_for_is_served_by_ours(family_checkpoints, capsys):
+def test_schemes_without_vllm_kernels_are_served_by_ours(family_checkpoints, capsys):
     three = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(3, 32, "none")}
     for schemes in (FLOAT, three, {"attention": Scheme(1, 16, "int"), "mlp": Scheme(2, 16, "float")}):
         made = family_checkpoints("llama", "bfloat16", schemes)
@@ -230,7 +230,7 @@ def test_zeros_that_formats_pack_along_n_do_not_bind_our_plugin(family_checkpoin
         ({"mlp": Scheme(4, 32, "float")}, 2, r"down_proj: K=96 over 2 ranks is 48"),
     ],
 )
-def test_what_vllm_cannot_serve_is_refused(family_checkpoints, schemes, ranks, message):
+def test_models_that_vllm_cannot_serve_are_refused(family_checkpoints, schemes, ranks, message):
     made = family_checkpoints("llama", "bfloat16", schemes)
     with pytest.raises(UnsupportedError, match=message):
         serving.command(str(made.packed), ranks)

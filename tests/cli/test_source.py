@@ -296,7 +296,7 @@ def test_of_a_snapshot_that_holds_a_part_the_hub_is_asked(monkeypatch, folder, l
 
 @pytest.mark.parametrize("headers_only", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, None])
-def test_what_this_machine_lacks_is_not_called_an_unreachable_hub(monkeypatch, headers_only, code):
+def test_errors_of_this_machine_are_not_reported_as_an_unreachable_hub(monkeypatch, headers_only, code):
     import huggingface_hub
 
     why = MemoryError() if code is None else OSError(code, os.strerror(code), "/cache/x")

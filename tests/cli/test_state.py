@@ -77,7 +77,7 @@ def test_a_damaged_record_is_reported_and_ignored(content, tmp_path, monkeypatch
     assert capsys.readouterr().err == f"using {tmp_path / 'new'}\n"
 
 
-def test_what_processes_remember_at_once_is_all_remembered(tmp_path, monkeypatch):
+def test_records_of_concurrent_processes_are_all_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     children = []
     for i in range(6):

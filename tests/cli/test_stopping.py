@@ -11,7 +11,7 @@ TEXTS = st.text(alphabet="ab\n", max_size=12)
 
 
 @given(st.lists(TEXTS, max_size=6), st.lists(TEXTS.filter(bool), max_size=3))
-def test_what_is_shown_is_the_text_before_the_first_stop(pieces, stops):
+def test_the_shown_text_ends_before_the_first_stop(pieces, stops):
     whole, stopper, shown = "".join(pieces), Stopper(stops), ""
     cut = False
     for piece in pieces:

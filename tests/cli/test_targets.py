@@ -21,7 +21,7 @@ def state(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", targets.ENGINES)
-def test_what_is_chosen_exports_exactly(family_checkpoints, tmp_path, engine):
+def test_schemes_chosen_for_an_engine_export_exactly(family_checkpoints, tmp_path, engine):
     # GGUF needs a tokenizer, Humming's kernels rows in multiples of 64
     model = "demo" if engine in ("llama.cpp", "humming") else family_checkpoints("llama").dense
     assert cli("quantize", model, "--for", engine, "--method", "rtn", "--out", tmp_path / "m") == 0
@@ -54,7 +54,7 @@ def test_a_group_that_does_not_divide_every_layer_gives_way_to_one_that_does(fam
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_what_an_engine_does_not_take_is_one_line_before_work(
+def test_settings_that_an_engine_refuses_are_one_line_before_work(
     family_checkpoints, tmp_path, monkeypatch, capsys, args, code, message
 ):
     dense = family_checkpoints("llama").dense

@@ -88,5 +88,5 @@ def test_two_processes_answer_as_one_does(folders, of_one, name, through):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_two_processes_cannot_share_is_refused_by_name(folders, name):
+def test_weights_that_two_processes_cannot_share_are_refused_by_name(folders, name):
     assert re.search(REFUSED[name][1], of_two(folders, name)["error"])

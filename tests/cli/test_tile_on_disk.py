@@ -102,7 +102,7 @@ def test_inspect_and_export(family_checkpoints, both, tmp_path):
     assert all(torch.equal(t, made["rowstream"][n]) for n, t in made["tile"].items())
 
 
-def test_what_reads_rows_stays_in_rowstream(family_checkpoints):
+def test_weights_read_by_rows_stay_in_rowstream(family_checkpoints):
     recipe = Recipe(bits=4, group=16, method="rtn", layout="tile")
     with open_source(family_checkpoints("mixtral").dense) as source:
         plan = make_plan(source, recipe)

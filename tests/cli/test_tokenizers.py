@@ -64,7 +64,7 @@ def test_a_tokenizer_gives_the_ids_of_transformers_in_another_process_too(tmp_pa
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["copied", "pickled"])
-def test_what_load_gives_is_copied_and_pickled(tmp_path, twin):
+def test_a_loaded_tokenizer_can_be_copied_and_pickled(tmp_path, twin):
     where = folder(tmp_path / "m", tokenizer_class="LlamaTokenizerFast")
     with open_source(where) as source:
         found = load_tokenizer(source)

@@ -62,7 +62,7 @@ def test_each_takes_its_own_tables_kernels(twins, monkeypatch):
         assert "reference" not in taken(b, monkeypatch)
 
 
-def test_what_is_kept_with_a_model_is_its_own(twins):
+def test_data_stored_with_a_model_are_not_shared(twins):
     a, b = (ready(folder, "cpu")[0] for folder in twins)
     assert decoder_of(a) is not decoder_of(b)
     assert decoder_of(a) is decoder_of(a)

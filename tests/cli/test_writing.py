@@ -93,7 +93,7 @@ def test_layers_that_a_kill_left_go_with_the_next_call(family_checkpoints, tmp_p
     assert (out / "lowq-calibrated-mine").exists(), "lowq gives its folders another name"
 
 
-def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
+def test_files_of_a_killed_write_are_removed_by_the_next(tmp_path):
     left, others = tmp_path / f".{'0' * 12}-a", tmp_path / f".{'0' * 12}-b"
     for path in (left, others):
         path.write_text("half")
@@ -103,7 +103,7 @@ def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "one", others.name: "half"}
 
 
-def test_what_verify_vouches_for_is_what_runs(family_checkpoints, tmp_path, capsys):
+def test_verified_files_are_those_that_run(family_checkpoints, tmp_path, capsys):
     out = tmp_path / "out"
     source = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "source")
     (source / "tokenizer_config.json").write_text("{}")
@@ -169,7 +169,7 @@ def test_a_folder_whose_removal_was_killed_is_removed_by_the_next_call(tmp_path,
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/whole"]
 
 
-def test_what_was_an_internal_error_is_a_line(demo4, tmp_path, capsys):
+def test_earlier_internal_errors_are_one_line(demo4, tmp_path, capsys):
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -232,7 +232,7 @@ def test_keys_of_layers_that_share_anothers_are_named_too():
         ("hunyuan_v1_moe", {"num_experts": [6, 6, 6, 4]}, "different numbers of experts"),
     ],
 )
-def test_what_the_vocabulary_lacks_is_refused_with_its_reason(name, more, why):
+def test_configs_outside_the_vocabulary_are_refused_with_the_reason(name, more, why):
     fields = vars(config(name)) | more
     with pytest.raises(NotDescribed, match=why):
         families()[name].describe(SimpleNamespace(**fields))

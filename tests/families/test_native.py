@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_compiled_ahead_finds_what_it_reads(name):
+def test_precompiled_operations_find_their_inputs(name):
     """Every operation that has kernels on zeros, alone: on a GPU one that fails is compiled when it is met."""
     plan, of_torch = plan_of(planned(random_model(name))), s.Keep | s.Take | s.Drop | s.TimesToken
     with torch.inference_mode():

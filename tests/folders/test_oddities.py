@@ -298,7 +298,7 @@ REFUSED = {  # what -> (family, what is encoded and how, its quantization_config
 
 
 @pytest.mark.parametrize("odd", REFUSED)
-def test_what_is_not_read_is_refused_for_what_it_is(tmp_path, odd):
+def test_unsupported_folders_are_refused_with_the_reason(tmp_path, odd):
     family, how, section, change, reason = REFUSED[odd]
     folder = write(FAMILIES[family], tmp_path / "m")
     quantize(folder, how, quantization_config=section)

@@ -122,7 +122,7 @@ def done(steps):
             return e.value
 
 
-def test_what_was_killed_goes_on_to_the_same_bytes(folder, tmp_path, monkeypatch):
+def test_a_killed_training_resumes_to_the_same_bytes(folder, tmp_path, monkeypatch):
     whole = done(training.train(*planned(folder, tmp_path / "whole")))
     monkeypatch.setattr(training, "SAVE", 0.0)
     run = training.train(*planned(folder, tmp_path / "killed"))

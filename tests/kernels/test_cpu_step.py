@@ -108,7 +108,7 @@ def test_values_that_are_not_finite_stay_so(isa, bad):
     assert y[0, 1:].tolist() == [0, 100, 0]
 
 
-def test_what_own_code_does_not_take_goes_to_the_definition():
+def test_unsupported_calls_go_to_the_definition():
     heads, dtype = Heads(2, 2, 24, 1.0), torch.float32  # 24 is no whole register
     qkv, cache = draw(1, 6 * 24, dtype=dtype), [torch.zeros(1, 2, 4, 24) for _ in range(2)]
     turned = [draw(4, 24, dtype=dtype) for _ in range(2)]
@@ -145,7 +145,7 @@ def test_a_step_made_again_as_one_call_has_the_same_bits(isa, threads, number):
     assert torch.equal(inputs[1], before)
 
 
-def test_what_torch_computes_itself_is_called_every_time(isa):
+def test_steps_with_torch_operations_are_called_every_time(isa):
     halved = two_products(pack(weight(128, 64, 4, 32), "cpu"), pack(weight(48, 64, 3, 32), "cpu"), lambda y: y / 2)
     again = partial(Repeated(), halved)
     for i in range(3):

@@ -116,7 +116,7 @@ def test_steps_of_longer_texts_take_all_threads_still():
     assert taken[-100:].count(1) < 50
 
 
-def test_what_fails_is_not_timed():
+def test_failed_steps_are_not_timed():
     t = timed()
     with pytest.raises(ZeroDivisionError), t:
         1 / 0  # noqa: B018

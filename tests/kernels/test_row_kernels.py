@@ -80,7 +80,7 @@ def test_prepare(name, dtype):
     assert gate is None or torch.equal(gate, wanted_gate)
 
 
-def test_what_prepare_does_not_take_goes_by_the_definition():
+def test_calls_that_prepare_refuses_go_to_the_definition():
     p = Prepared(4, 2, 16, over="all", norm_last=True, q_norm=norm(64), k_norm=norm(32))
     assert "after the rotation" in prepare_triton.refuse(p)
     qkv, pos = randn(3, 8 * 16), torch.zeros(3, dtype=torch.int32, device=DEVICE)

@@ -132,7 +132,7 @@ def test_row_tiles_of_two_tables_go_the_whole_way():
     assert emulation.error(y, wanted) < TOLERANCE[F16]
 
 
-def test_what_no_kernel_of_the_tile_layout_takes_says_so():
+def test_schemes_without_a_tile_kernel_say_so():
     call = Call(4, 128, 256, NVFP4, "tile", F16, "cuda", (9, 0))
     taken = [s.name for s in registry.kernels().values() if s.why_not(call) is None]
     assert set(taken) == {"cuda/tile_mma", "cuda/tile_wgmma", "cuda/tile_dequant", "reference"}

@@ -137,7 +137,7 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
     assert "lowq tune" in said[0]
 
 
-def test_what_processes_write_at_once_is_all_kept(tmp_path):
+def test_entries_written_by_concurrent_processes_are_all_kept(tmp_path):
     path, children = tmp_path / tuning_file.FILE, []
     for M in range(1, 7):
         if not (pid := os.fork()):

@@ -113,7 +113,7 @@ def test_every_gptq_variant(v, tmp_path):
 
 
 @pytest.mark.parametrize(("v", "reason"), UNREAD, ids=lambda v: "-".join(map(str, v)) if isinstance(v, Variant) else "")
-def test_what_is_not_read_is_refused_by_its_reason(v, reason, tmp_path):
+def test_unsupported_checkpoints_are_refused_with_the_reason(v, reason, tmp_path):
     saved(tmp_path / "m", v, 64, 128)
     refused(tmp_path / "m", reason)
 

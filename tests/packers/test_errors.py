@@ -52,7 +52,7 @@ def test_a_librarys_error_is_a_refusal_and_keeps_its_cause(e):
         *(OSError(code, os.strerror(code), "/some/file") for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE)),
     ],
 )
-def test_what_says_nothing_of_the_file_passes_through(e):
+def test_errors_not_caused_by_the_file_pass_through(e):
     with pytest.raises(type(e)) as caught, library_errors(DamagedError, "the folder cannot be read"):
         through_a_library(raises, e)
     assert caught.value is e

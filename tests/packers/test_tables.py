@@ -143,7 +143,7 @@ def test_a_table_that_does_not_fit_is_refused(table, said):
         PackedWeight(p.words, p.scales, None, p.scheme, 16, 32, p.layout, table=torch.ones(1, 1))
 
 
-def test_what_no_quantizer_writes_is_not_plausible():
+def test_values_that_no_quantizer_writes_are_not_plausible():
     fitted = SCHEMES[4]
     good, nan = torch.tensor([[56, 126]], dtype=torch.uint8), torch.tensor([[56, 127]], dtype=torch.uint8)
     assert plausible(good, NVFP4, "scale")

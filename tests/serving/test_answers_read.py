@@ -205,7 +205,7 @@ def test_any_text_gives_the_same_parts_however_it_is_cut(name, data, seed, cut, 
 @pytest.mark.parametrize("name", WRITTEN)
 @settings(max_examples=40, deadline=None)
 @given(calls=st.lists(CALLS, min_size=1, max_size=2), data=st.data())
-def test_what_comes_of_a_text_that_is_cut_is_the_beginning_of_what_comes_of_all_of_it(name, calls, data):
+def test_events_of_a_truncated_text_are_a_prefix_of_those_of_the_whole(name, calls, data):
     """Calls are sent as they come, so none may be taken back."""
     way, written = WRITTEN[name]
     text = written(calls)

@@ -134,7 +134,7 @@ def test_tokens_are_counted():
     ],
     ids=str,
 )
-def test_what_is_refused_is_refused_as_anthropic_does(more, kind, line):
+def test_refusals_have_anthropics_shape(more, kind, line):
     with pytest.raises(kind, match=line) as refused:
         created(Heard("x"), **more)
     assert refused.value.body["type"] == "error"

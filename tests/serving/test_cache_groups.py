@@ -238,7 +238,7 @@ def test_memory_stays_flat():
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 33, 100])
-def test_what_is_given_back_behind_a_window_is_not_missed_after_a_rewind(window):
+def test_blocks_freed_behind_a_window_are_not_needed_after_a_rewind(window):
     for computed in range(1, 200, 3):
         for back in range(min(REWIND, computed - 1) + 1):
             cache = CacheManager([Group(window)], [60], SIZE, 300, shared=False)

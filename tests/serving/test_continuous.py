@@ -181,7 +181,7 @@ def test_cancelled_requests_end_and_the_others_do_not_notice(model, client):
     assert c.events.empty()
 
 
-def test_what_a_seed_draws_does_not_depend_on_the_others(model, client):
+def test_samples_of_a_seed_do_not_depend_on_other_requests(model, client):
     prompt, *others = prompts(40, 9, 100, 33)
     how = {"temperature": 1.0, "seed": 12345}
     alone_drawn = Client(model)
@@ -229,7 +229,7 @@ def test_an_error_ends_all_requests_and_is_reported(model, client, monkeypatch):
         c.ask([3], 5)
 
 
-def test_what_a_model_answers_in_nan_is_an_error_and_the_others_go_on(model, client, monkeypatch):
+def test_nan_logits_end_one_answer_and_the_others_go_on(model, client, monkeypatch):
     """Every draw was token 0, told as the answer; log-probabilities were NaN, which is no JSON."""
     c = client()
     plan, embed = c.engine.passes.plan, c.engine.passes.plan.embed

@@ -239,7 +239,7 @@ def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):
     counted(c)
 
 
-def test_what_drafts_is_named_and_where_it_cannot_it_says_why(both):
+def test_the_drafter_is_named_or_the_reason_for_none(both):
     model, drafter = both
     for how, why in (({}, f"{drafter.name}, ngram"), ({"deterministic": True}, "none (the same kernels")):
         c = Client(model, draft=drafter, **how)

@@ -131,7 +131,7 @@ def test_no_tools_are_no_tools_however_a_client_says_so(make, more):
     assert make(max_tokens=3, temperature=0, **more).choices[0].message == make(max_tokens=3, temperature=0).choices[0].message
 
 
-def test_what_a_tool_said_goes_back_to_the_model(make):
+def test_a_tools_result_goes_back_to_the_model(make):
     call = make(tools=[WEATHER], tool_choice="required").choices[0].message
     answered = [
         *SAID,

@@ -145,7 +145,7 @@ def test_a_deterministic_engine_has_no_use_for_it(model, lend):
     assert c.engine.keep() is None
 
 
-def test_what_a_changed_model_left_is_not_taken(tmp_path):
+def test_host_blocks_of_a_changed_model_are_not_reused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     lent = HostMemory(1 << 20, 1).lend("m")
 
@@ -161,7 +161,7 @@ def test_what_a_changed_model_left_is_not_taken(tmp_path):
     assert known(mine).kept is None
 
 
-def test_what_was_left_with_another_draft_head_is_not_taken(tmp_path):
+def test_host_blocks_of_another_draft_head_are_not_reused(tmp_path):
     """Its keys and values lie in the blocks, too: with a head that came, went or changed all places are others."""
     lent, head = HostMemory(1 << 20, 1).lend("m"), tmp_path / "draft" / "model.safetensors"
     (tmp_path / "model.safetensors").write_bytes(b"weights")

@@ -99,7 +99,7 @@ def test_the_least_recently_used_goes_first_and_pins_stay():
     run(go())
 
 
-def test_what_is_under_way_finishes_and_whoever_comes_meanwhile_waits():
+def test_running_answers_finish_and_new_requests_wait():
     async def go():
         pool, log = pool_of("abc")
         await pool.start(lambda n, of: None)

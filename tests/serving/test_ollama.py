@@ -123,7 +123,7 @@ def test_models_are_listed():
     [({"model": "other"}, 404), ({"options": {"mirostat": 2}}, 400), ({"messages": [{"role": "x"}]}, 400)],
     ids=str,
 )
-def test_what_is_refused_is_refused_as_ollama_does(more, status):
+def test_refusals_have_ollamas_shape(more, status):
     with pytest.raises(ollama.ResponseError) as refused:
         chat(Heard("x"), **more)
     assert refused.value.status_code == status

@@ -182,7 +182,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "line"), WRONG, ids=lambda v: v[:20] if isinstance(v, str) else "")
-def test_what_is_wrong_is_said_in_openais_shape(server, change, line):
+def test_errors_have_openais_shape(server, change, line):
     found = server.post("completions", {"prompt": PROMPT} | change)
     assert found.status_code == 400, found.text
     error = found.json()["error"]

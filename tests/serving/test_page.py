@@ -58,7 +58,7 @@ def test_a_conversation(page, server):
     assert not page.complaints()
 
 
-def test_what_a_model_says_is_never_html(page):
+def test_a_models_text_is_never_rendered_as_html(page):
     text = "<img src=x onerror=alert(1)> `a < b`\n```py\n<b>1</b>\n```\nend"
     page.run(f"put('assistant', {{content: {text!r}, thoughts: {text!r}}})")
     assert page.run("document.querySelectorAll('#talk img, #talk b').length") == 0

@@ -132,7 +132,7 @@ def test_penalties_survive_being_put_back(model):
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.6, 0.0), (4, 0.8, 0.0), (0, 1.0, 0.2), (500, 1.0, 0)]
 )
-def test_what_is_restricted_stays_inside(model, client, top_k, top_p, min_p):
+def test_restricted_samples_stay_inside_the_restriction(model, client, top_k, top_p, min_p):
     prompt = prompts(20)[0]
     how = {"temperature": 1.5, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     drawn = [t[0] for t in client.tokens(*(client.ask(prompt, 1, seed=s, **how) for s in range(40)))]

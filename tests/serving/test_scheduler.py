@@ -208,7 +208,7 @@ def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
     assert slow.prompt_tokens(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
 
 
-def test_what_was_measured_on_a_busy_gpu_is_put_right_by_the_first_pass():
+def test_pass_times_of_a_busy_gpu_are_corrected_by_the_first_pass():
     """Three engines started on one GPU: all passes were thought to take 2.5 times as long, until each had come."""
     alone, busy = paced(), paced()
     for size in busy.known:

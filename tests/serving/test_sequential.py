@@ -139,7 +139,7 @@ def test_a_request_that_fails_does_not_take_others_with_it(demo, engine):
     assert len(tokens(second)) == 2
 
 
-def test_what_can_never_be_answered_is_refused(demo, engine):
+def test_impossible_requests_are_refused(demo, engine):
     for request, why in [
         (Request((), 3), "at least 1"),
         (Request((5,), 0), "at least 1"),

@@ -21,7 +21,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 @pytest.mark.parametrize(
     ("name", "kind"), [("nf4", "nf4"), ("nf4-double", "nf4"), ("fp4-double", "fitted"), ("nf4-double-rows", None)]
 )
-def test_what_bitsandbytes_wrote_is_read_as_it_reads_it(name, kind):
+def test_files_of_bitsandbytes_are_read_as_bitsandbytes_reads_them(name, kind):
     tensors, config, dense = fixture(f"bitsandbytes-{name}")
     ((module, q),) = read(tensors, config).items()
     values = q if kind is None else q.dequantize(dense[module].dtype)

@@ -31,7 +31,7 @@ from format_support import HELD, HOLDS_KINDS, KINDS, NAME, OF_TABLES, WRITERS, a
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
-def test_what_is_written_reads_back_bit_for_bit_or_is_refused(fmt, bits, zero, N, group, groups, dtype, seed):
+def test_written_tensors_read_back_bit_for_bit_or_are_refused(fmt, bits, zero, N, group, groups, dtype, seed):
     q = random_q(4 if zero in OF_TABLES else bits, group, zero, N, 2 * group * groups, seed, dtype)
     if reason := fmt.why_not(q.scheme, *q.shape):
         assert "nearest" in reason or "K that is a multiple" in reason

@@ -29,7 +29,7 @@ def fixture(name):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "mxfp4-pack-quantized"])
-def test_what_compressed_tensors_wrote_is_read_as_it_reads_it(name):
+def test_files_of_compressed_tensors_are_read_as_it_reads_them(name):
     tensors, config, dense = fixture(name)
     found = read(tensors, config)
     assert found.keys() == dense.keys()

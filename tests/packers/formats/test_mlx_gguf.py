@@ -49,7 +49,7 @@ def test_mlx_offsets_that_do_not_fit_are_refused_with_the_size_of_the_error():
         ({"model_type": "gemma3_text", "sliding_window": 512, "hidden_act": "gelu"}, []),  # mlx-lm has both
     ],
 )
-def test_what_mlx_lm_computes_otherwise_is_noted(config, said):
+def test_differences_from_mlx_lm_are_noted(config, said):
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 64)
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 0}
     mlx = formats.get("mlx")

@@ -48,7 +48,7 @@ def test_none_takes_long(pattern):
 
 
 @pytest.mark.parametrize("pattern", [r"(a)\1", "(?<=a)b", "(?i)A", "(?i:A)", "(", "a" * 3000, "(?P<n>a)(?P=n)", "a++", "(?>a)"])
-def test_what_needs_backtracking_is_refused(pattern):
+def test_patterns_that_need_backtracking_are_refused(pattern):
     with pytest.raises(LowqError, match="quantization_config"):
         Rules([(pattern, True)])
 
