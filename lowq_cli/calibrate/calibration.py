@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -44,6 +44,9 @@ from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
 from lowq_packers.qtensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from lowq_cli.hf.layers import Others
 
 # Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's
 # matmuls are smaller, and it reads and writes between them. Measured twice with the demo, --recipe small, on one core: 86 s
@@ -206,7 +209,7 @@ class Calibration:
             return {}
         return {"outputs": [H for n, k in zip(names, rows, strict=True) for H in self.outputs.get(n) or [torch.eye(k)]]}
 
-    def _together(self, wanted: Hidden, others: list[Any], tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
+    def _together(self, wanted: Hidden, others: "list[Others]", tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
         """Train all layers together, starting from what each learned alone. wanted: the original model's last hidden states."""
         files = {n: p for n, p in self.layer_of.items() if n in self.items}
         if not all(polished(p).is_file() for p in files.values()):

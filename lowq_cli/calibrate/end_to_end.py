@@ -23,7 +23,7 @@ from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
 from lowq_cli.calibrate.requirements import PassDone, rates
-from lowq_cli.hf.layers import DecoderLayers
+from lowq_cli.hf.layers import DecoderLayers, Others, following
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
@@ -81,7 +81,7 @@ class EndToEnd:
                 )
             )
 
-    def run(self, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Any], folder: Path) -> Iterator[PassDone]:
+    def run(self, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Others], folder: Path) -> Iterator[PassDone]:
         """Train, and write a file next to each layer's; `files` then names the new ones. Yields after each pass over the text.
 
         Args:
@@ -108,26 +108,28 @@ class EndToEnd:
             after = self._loss(logits, ids, start, wanted, others)
         self._write(after < before)
 
-    def _forward(self, number: int, x: torch.Tensor, others: Any) -> torch.Tensor:
+    def _forward(self, number: int, x: torch.Tensor, others: Others) -> torch.Tensor:
         """One quantized layer's output."""
         layer = self.layers[number]
         layer.module.forward = layer.forward  # `DecoderLayers.tail` replaces it
         weights = {n: p for n, p in layer.quantized.items() if not p.is_meta} | weights_of(layer, layer.grids)
         weights |= {p: stored(t, self.kept[layer.names[p]]) for p, t in layer.norms.items()}
-        out = functional_call(layer.module, weights, (x, *others[0]), others[1])
+        out = functional_call(layer.module, weights, (x, *others.args), others.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
-    def _through(self, x: torch.Tensor, others: list[Any]) -> list[torch.Tensor]:
-        """Each layer's input, and the last one's output."""
+    def _through(self, x: torch.Tensor, others: list[Others], i: int) -> list[torch.Tensor]:
+        """Each layer's input for batch i, and the last one's output."""
         entered = [x.detach()]  # a new tensor: `x` is kept for the next pass and would keep its gradient, too
         with torch.no_grad():
             for number in range(len(self.layers)):
-                entered.append(self._forward(number, entered[-1], others[number]))
+                entered.append(following(self._forward(number, entered[-1], others[number]), others[number], i))
         return entered
 
-    def _step(self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, wanted: torch.Tensor, others: list[Any]) -> float:
+    def _step(
+        self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, wanted: torch.Tensor, others: list[Others]
+    ) -> float:
         """Update every layer by the gradients of a batch's mean KL divergence, and return that divergence."""
-        entered = self._through(x, others)
+        entered = self._through(x, others, i)
         last = entered.pop().requires_grad_()
         loss = 0.0
         for b in range(len(last)):  # one window at a time, because logits are large
@@ -146,12 +148,12 @@ class EndToEnd:
                 optimizer.zero_grad()
         return loss
 
-    def _loss(self, logits: Any, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Any]) -> float:
+    def _loss(self, logits: Any, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Others]) -> float:
         """The mean KL divergence over the text."""
         total = 0.0
         with torch.no_grad():
             for i, x in enumerate(start):
-                last = self._through(x, others)[-1]
+                last = self._through(x, others, i)[-1]
                 for b in range(len(last)):
                     total += float(self._kl(logits, ids[i * texts.BATCH + b], last[b], wanted[i][b])) / len(last)
         return total / len(start)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowq_cli.hf.layers import DecoderLayers, Hidden, Others, run
+from lowq_cli.hf.layers import DecoderLayers, Hidden, Others, following, run
 
 Batches = list[Hidden]  # one (windows, T, H) per batch
 
@@ -16,13 +16,14 @@ Batches = list[Hidden]  # one (windows, T, H) per batch
 def entered(blocks: DecoderLayers, ids: torch.Tensor, batch: int) -> tuple[list[Batches], list[Others]]:
     """Every layer's inputs for token ids (n, T), `batch` windows at a time, followed by the last layer's outputs.
 
-    Also returns the other arguments that each layer is called with for a batch.
+    Also returns what each layer needs besides them.
     """
     hidden, others = blocks.start(ids, batch)
     inputs = [hidden]
     for number in range(len(blocks)):
         with torch.no_grad(), blocks.layer(number) as module:
-            inputs.append([run(module, h, others[number]) for h in inputs[-1]])
+            needs = others[number]
+            inputs.append([following(run(module, h, needs), needs, i) for i, h in enumerate(inputs[-1])])
     return inputs, others
 
 

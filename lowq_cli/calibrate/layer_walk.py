@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
-from lowq_cli.hf.layers import Others, Spot, run
+from lowq_cli.hf.layers import Others, Spot, following, run
 from lowq_cli.quantizers.gptq import Moments
 
 Weights = Mapping[str, torch.Tensor]  # parameter's name in the layer -> its values
@@ -32,7 +32,7 @@ class Layer:
     """A decoder layer with two sets of weights. `module` must hold its original weights when this is made.
 
     Args:
-        others: the arguments that it is called with besides the hidden states.
+        others: what it needs besides the hidden states.
         spots: checkpoint name of each matrix to quantize -> its place in the layer.
     """
 
@@ -94,17 +94,17 @@ class Layer:
                 return tuple(first(v) for v in value)
             return value[:1] if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch else value
 
-        self.others = first(whole[0]), {k: first(v) for k, v in whole[1].items()}
+        self.others = Others(first(whole.args), {k: first(v) for k, v in whole.kwargs.items()}, [])
         try:
             yield
         finally:
             self.others = whole
 
     def advance(self, x_ref: Hidden, x_quant: Hidden) -> None:
-        """Replace both streams by the layer's outputs."""
+        """Replace both streams by the next layer's inputs."""
         for i in range(len(x_ref)):
-            x_ref[i] = self.run(x_ref[i], self.original)
-            x_quant[i] = self.run(x_quant[i], self.quantized)
+            x_ref[i] = following(self.run(x_ref[i], self.original), self.others, i)
+            x_quant[i] = following(self.run(x_quant[i], self.quantized), self.others, i)
 
     def stages(self, x_ref: Hidden, x_quant: Hidden) -> Iterator[Stage]:
         """The stages in order. Each must be quantized (`set`) before the next is asked for."""

@@ -162,7 +162,7 @@ def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]
 
 def _loss(layer: Layer, weights: dict[str, torch.Tensor], x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The squared distance of the layer's output; parameters that are not in `weights` keep the layer's values."""
-    out = functional_call(layer.module, weights, (x, *layer.others[0]), layer.others[1])
+    out = functional_call(layer.module, weights, (x, *layer.others.args), layer.others.kwargs)
     return ((out[0] if isinstance(out, tuple) else out) - wanted).square().sum()
 
 

@@ -85,9 +85,8 @@ def _images(source: Source) -> Images:
         raise UnsupportedError(f"{source.name} cannot be calibrated on pictures: {e}; give a text") from None
     if images is None:
         raise UnsupportedError(f"{source.name} has no picture inputs to calibrate on; give a text")
-    if images.deepstack or images.form == "tiles":
-        what = "adds features of pictures behind its first layers" if images.deepstack else "takes pictures in tiles"
-        raise UnsupportedError(f"{source.name} {what}, which lowq cannot calibrate on; give a text")
+    if images.form == "tiles":
+        raise UnsupportedError(f"{source.name} takes pictures in tiles, which lowq cannot calibrate on; give a text")
     return images
 
 

@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import WHOLE, Cut, Source
@@ -17,7 +18,18 @@ from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
 Hidden = torch.Tensor
-Others = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a layer besides the hidden state
+
+
+class Others(NamedTuple):
+    """What a layer needs besides the hidden state.
+
+    args, kwargs: its further arguments, the same for every batch. added: what the model adds to the layer's output, for each
+    batch (on the CPU, sparse); empty if nothing. Qwen3-VL adds features of images behind its first layers (deepstack).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    added: list[Hidden]
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class DecoderLayers:
     def start(
         self, windows: torch.Tensor, batch: int, instead: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[list[Hidden], list[Others]]:
-        """The first layer's input for each batch of `windows` (n, T), and every layer's other arguments for one batch.
+        """The first layer's input for each batch of `windows` (n, T), and what every layer needs besides it.
 
         instead: checkpoint name -> values that replace the source's for tensors outside the layers, e.g. a quantized embedding.
         """
@@ -123,10 +135,11 @@ class DecoderLayers:
                 module, leaf = _owner(self.model, t.inside)
                 module._parameters[leaf] = nn.Parameter(instead[t.name].to(self.device), requires_grad=False)
         first: list[Hidden] = []
-        others: list[Others] = [((), {})] * len(self.layers)
+        others = [Others((), {}, []) for _ in self.layers]
         forwards = [layer.forward for layer in self.layers]
+        record = _recorder(first, others, bool(self.pictures))
         for number, layer in enumerate(self.layers):
-            layer.forward = _recorder(number, first, others)
+            layer.forward = partial(record, number)
         try:
             for i in range(0, len(windows), batch):
                 ids = windows[i : i + batch]
@@ -137,7 +150,7 @@ class DecoderLayers:
             for layer, forward in zip(self.layers, forwards, strict=True):
                 layer.forward = forward
             self._empty(self.model, self._rest)
-        return first, others
+        return first, [o if any(t.values().numel() for t in o.added) else o._replace(added=[]) for o in others]
 
     @contextmanager
     def tail(self) -> Iterator[Callable[[torch.Tensor, Hidden], torch.Tensor]]:
@@ -202,19 +215,23 @@ class DecoderLayers:
 def run(layer: nn.Module, hidden: Hidden, others: Others) -> Hidden:
     """The layer's output. Raises UnsupportedError for a layer that cannot run without its model."""
     with _layer_errors_as_unsupported(type(layer).__name__):
-        out = layer(hidden, *others[0], **others[1])
+        out = layer(hidden, *others.args, **others.kwargs)
     return out[0] if isinstance(out, tuple) else out
 
 
+def following(out: Hidden, others: Others, batch: int) -> Hidden:
+    """The next layer's input for a layer's output of batch number `batch`."""
+    return out + others.added[batch].to(out.device) if others.added else out
+
+
 def find_layers(base: nn.Module) -> tuple[nn.ModuleList, str]:
-    """The longest list of modules directly below the decoder, and its path."""
+    """The longest list of modules directly below the decoder, or below its text model (Llama 4), and its path."""
     decoder: nn.Module = base.get_decoder() if hasattr(base, "get_decoder") else base  # type: ignore[operator]
-    path = next((n for n, m in base.named_modules() if m is decoder), "")
-    lists = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        raise UnsupportedError(f"{type(base).__name__} has no list of decoder layers to calibrate; use --method lsq")
-    name, layers = max(lists, key=lambda pair: len(pair[1]))
-    return layers, f"{path}.{name}" if path else name
+    for part in (decoder, *(m for m in decoder.children() if isinstance(m, PreTrainedModel))):
+        if lists := [m for m in part.children() if isinstance(m, nn.ModuleList)]:
+            layers = max(lists, key=len)
+            return layers, next(n for n, m in base.named_modules() if m is layers)
+    raise UnsupportedError(f"{type(base).__name__} has no list of decoder layers to calibrate; use --method lsq")
 
 
 def _owner(root: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -259,13 +276,22 @@ class _Output(torch.Tensor):
         return self if key == 0 else super().__getitem__(key)
 
 
-def _recorder(number: int, first: list[Hidden], others: list[Others]) -> Any:
-    """Replaces a layer's forward: records the arguments and returns the hidden state unchanged."""
+def _recorder(first: list[Hidden], others: list[Others], adds: bool) -> Any:
+    """Replaces the forward of layer `number`: records the arguments and returns the hidden state unchanged.
 
-    def forward(hidden_states: Hidden, *args: Any, **kwargs: Any) -> Hidden:
+    adds: whether to record what the model adds between two layers.
+    """
+    before: Hidden
+
+    def forward(number: int, hidden_states: Hidden, *args: Any, **kwargs: Any) -> Hidden:
+        nonlocal before
         if number == 0:
             first.append(hidden_states)
-        others[number] = args, kwargs
+        elif adds:
+            more = (hidden_states - before).as_subclass(torch.Tensor)
+            others[number - 1].added.append(more.to_sparse(2).cpu())
+        others[number] = Others(args, kwargs, others[number].added)
+        before = hidden_states
         return hidden_states.as_subclass(_Output)
 
     return forward
