@@ -1,4 +1,4 @@
-"""The arrows of the design, and what the wheel holds: checked, so that nobody has to argue them in review."""
+"""Checks of the design that need no review: which folder imports which, and what the wheel contains."""
 
 import ast
 import importlib.util

@@ -41,9 +41,7 @@ def _matrix(p: str, headers: Headers, fetch: Fetch) -> Matrix:
     N, K = (int(v) for v in fetch(f"{p}.orig_shape").flatten().tolist())
     word = c.need(headers, f"{p}.W_q", dtypes=(*WORDS, "I8", *c.FLOATS, "F8_E4M3"))
     if word.dtype not in (*WORDS, "I8") or bits not in (8, 4, 2, 1) or not 0 <= mode <= 4:
-        raise UnsupportedError(
-            f"{p}: GemLite weights in {word.dtype} with {bits} bits and mode {mode} are not ones that lowq reads"
-        )
+        raise UnsupportedError(f"{p}: GemLite weights in {word.dtype} with {bits} bits and mode {mode} are not supported")
     if tuple(word.shape) != (K // max(E, 1), N) or K % max(E, 1):
         raise DamagedError(
             f"{p}.W_q has the shape {tuple(word.shape)}; {N} x {K} with {E} codes a word asks for {(K // max(E, 1), N)}"
@@ -51,7 +49,7 @@ def _matrix(p: str, headers: Headers, fetch: Fetch) -> Matrix:
     if word.dtype in WORDS and (E * bits != 8 * SIZES[word.dtype] or meta[3] != (1 << bits) - 1):
         raise DamagedError(f"{p}: metadata says {E} codes of {bits} bits, mask {meta[3]:#x}, in a word of {word.dtype}")
     if f"{p}.meta_scale" in headers and bool((fetch(f"{p}.meta_scale").float() != 0).any()):
-        raise UnsupportedError(f"{p}: GemLite weights with a meta_scale are not ones that lowq reads")
+        raise UnsupportedError(f"{p}: GemLite weights with a meta_scale are not supported")
     scaled = mode in (2, 3, 4) or channel in (1, 3)
     G = next(iter(headers[f"{p}.scales"].shape), 1) if scaled and f"{p}.scales" in headers else 1
     g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)

@@ -93,7 +93,7 @@ def write_dense(folder: Path, family: str, dtype: str = "float32") -> Path:
 
 
 def write_packed(dense: Path, folder: Path, schemes: dict[str, Scheme], dtype: str | None = None) -> Checkpoints:
-    """Round every tensor that has parts and a scheme for its kind; write it packed, and dequantized beside it."""
+    """Round every tensor that has parts and a scheme for its kind; write it packed, and dequantized in a second folder."""
     import torch
     from safetensors.torch import save_file
 

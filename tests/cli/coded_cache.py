@@ -43,7 +43,7 @@ class OverCoded:
 
 
 class Coded(DynamicLayer):
-    """A layer's keys and values as codes in `keys` and `values`, with the scales beside them; expanded for a forward."""
+    """A layer's keys and values as codes in `keys` and `values`, with their scales; dequantized for a forward."""
 
     key_scales: torch.Tensor
     value_scales: torch.Tensor

@@ -47,7 +47,7 @@ def family_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 @pytest.fixture(scope="session")
 def pack_checkpoint() -> Callable[..., Checkpoints]:
-    """`write_packed` with SCHEMES unless told otherwise: (dense folder, output folder, schemes, dtype) -> folders."""
+    """`write_packed`, with SCHEMES by default: (dense folder, output folder, schemes, dtype) -> folders."""
     return lambda dense, folder, schemes=SCHEMES, dtype=None: write_packed(dense, folder, schemes, dtype)
 
 

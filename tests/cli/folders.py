@@ -1,4 +1,4 @@
-"""What tests of model folders share: their bytes, and a tokenizer to put beside random weights."""
+"""Helpers of tests of model folders: their bytes, and a tokenizer for folders of random weights."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run by torchrun: load each folder of argv over the processes; rank 0 saves logits, or the error, beside it."""
+"""Run by torchrun: load each folder of argv over the processes; rank 0 saves logits, or the error, next to it."""
 
 import json
 import os

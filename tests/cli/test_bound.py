@@ -1,4 +1,4 @@
-"""A bound on the loss: met from below and closely, measured on the checkpoint's own bytes, found again after a kill."""
+"""A bound on the loss: the checkpoint is just below it, as measured on its own bytes, also after a kill."""
 
 import json
 import math

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A function: stdout and stderr as terminals of so many columns; returns what is written to them."""
+    """A function that makes stdout and stderr terminals of a width; it returns what is written to them."""
 
     def make(columns):
         screen = Terminal()

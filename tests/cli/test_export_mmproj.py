@@ -58,7 +58,7 @@ def written(family, folder):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def exported(request, tmp_path_factory):
-    """The family, its quantized folder, and the file beside which there is the tower's."""
+    """The family, its quantized folder, and its GGUF file, next to which lies the tower's file."""
     at = tmp_path_factory.mktemp("mmproj")
     dense = written(request.param, at / "dense")
     quantize(dense, out=at / "m", bits=8, group=32, method="rtn", zero="none", dtype="float16")
@@ -100,7 +100,7 @@ def test_a_tower_by_the_names_of_llama_cpp(exported):
 
 
 def test_llama_cpp_sees_as_we_do(exported, tmp_path):
-    """The first token's log-probabilities behind a picture, beside those behind others; activations in 8 bits there."""
+    """The first token's log-probabilities after a picture and after other pictures; llama.cpp rounds activations to 8 bits."""
     if importlib.util.find_spec("xllamacpp") is None:
         pytest.skip("needs xllamacpp, which has llama.cpp with its reader of pictures (pip install xllamacpp)")
     from lowq_cli.engine.decoders import decoder_of
@@ -182,7 +182,7 @@ def seen(folder, path):
 
 
 def test_a_pair_of_files_sees_as_the_folder_it_was_made_from(exported, tmp_path):
-    """Without any other file beside it: processor, config and tokenizer come from the metadata."""
+    """Without any other file: processor, config and tokenizer come from the metadata."""
     _, folder, file = exported
     sighted.drawing(3, (60, 44)).save(tmp_path / "a.png")
     ids, wanted, tower = seen(folder, tmp_path / "a.png")

@@ -85,7 +85,7 @@ def test_every_promise_is_kept_and_nothing_else_is_written(family, model, tmp_pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_command_that_a_refusal_prints_runs(family, model, tmp_path, monkeypatch, capsys):
-    """From another working folder, and where the model's name is no path from there."""
+    """From another working folder, in which the model's name is not a path."""
     dense, printed = model(family), set()
     for i, recipe in enumerate(RECIPES[:5]):
         flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in recipe.items())

@@ -1,4 +1,4 @@
-"""lowq export for several tensor-parallel ranks: what they could not share is told, or refused before anything is written."""
+"""lowq export for several tensor-parallel ranks: weights that they cannot share are refused or reported before writing."""
 
 import json
 import re

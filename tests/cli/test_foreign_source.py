@@ -1,4 +1,4 @@
-"""Another tool's checkpoint as a source: its weights are those it stands for, its traps are told, no code in it is run."""
+"""Another tool's checkpoint as a source: its weights are decoded exactly, its traps are reported, no code in it is run."""
 
 import json
 import shutil

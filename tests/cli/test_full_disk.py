@@ -25,7 +25,7 @@ def files_of_at_most(limit):
 
 @pytest.fixture
 def run(capsys):
-    """lowq with these arguments in this process, on a nearly full disk: its exit code and what it said."""
+    """lowq with these arguments in this process, on a nearly full disk: its exit code and its output."""
 
     def run(*args, limit=1000):
         with files_of_at_most(limit):

@@ -1,4 +1,4 @@
-"""Conversations: each turn's prompt extends the last, the cache is told what it holds, the command talks."""
+"""Conversations: each turn's prompt extends the last, the cache knows its tokens, the command answers."""
 
 import json
 from types import SimpleNamespace

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
-    """Without a config.json beside it, and in Hugging Face's order of rows."""
+    """Without a config.json, and in Hugging Face's order of rows."""
     alone = tmp_path / "alone.gguf"
     shutil.copy(demo_gguf, alone)
     found = open_checkpoint(demo4)

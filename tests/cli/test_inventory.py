@@ -167,7 +167,7 @@ def test_an_interrupted_run_is_listed_and_removed(lowq, tmp_path):
     (found,) = json.loads(lowq("ls", "--json")[1])["holdings"]
     assert (found["path"], found["kind"]) == (str(tmp_path / "m1d"), "unfinished")
     code, _, err = lowq("generate", "--prompt", "a")
-    assert code == 3, err  # it is no checkpoint that others go on from
+    assert code == 3, err  # it is not a checkpoint that other commands can use
     assert lowq("rm", "m1d", "--yes")[0] == 0
     assert not (tmp_path / "m1d").exists()
 

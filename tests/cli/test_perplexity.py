@@ -62,7 +62,7 @@ def test_kl_agreement_and_increase():
 
 
 def test_logits_that_are_no_numbers_are_an_error_of_either_model():
-    """Perplexity was inf and the exit code 0; beside such an original every gate was passed."""
+    """Before, perplexity was inf and the exit code 0; compared with such an original every bound was met."""
     broken, ids = Table(torch.full((4, 4), math.nan)), torch.arange(8) % 4
     for pair in ((broken, None), (UNIFORM, broken)):
         with pytest.raises(DamagedError, match="is NaN or infinite"):

@@ -92,7 +92,7 @@ def test_a_group_that_does_not_divide_k_gives_way_and_the_plan_says_so(plan_of):
 
 
 def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints):
-    """K = 90 is no multiple of 16."""
+    """K = 90 is not a multiple of 16."""
     with open_source(family_checkpoints("llama").dense) as source:
         source.config["intermediate_size"] = 90
         for name, h in source.headers.items():
@@ -108,7 +108,7 @@ def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints
 
 
 def test_nothing_to_quantize_says_why(family_checkpoints):
-    """K = 90 throughout the layers: the way out is --group channel, and only the plan, which is not shown, said so."""
+    """K = 90 in all layers: the way out is --group channel, which only the hidden plan named before."""
     with open_source(family_checkpoints("llama").dense) as source:
         source.config |= {"intermediate_size": 90, "hidden_size": 90}
         for name, h in source.headers.items():

@@ -34,7 +34,7 @@ def relative_error(q, W):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("zero", ZERO_KINDS)
 def test_groups_of_one_value_are_exact(method, bits, zero):
-    """Of either sign and any size; without a zero the end of the range above is no level, and was cut."""
+    """Outliers of either sign and any size; without a zero the upper end of the range is not a level; it was cut before."""
     values = torch.tensor([0.5, -0.5, 0.0078125, -3.0, 1024.0, -0.25])
     W = values.repeat_interleave(64).reshape(3, 128).contiguous()
     back = quantize(method, W, Scheme(bits, 64, zero), torch.bfloat16).dequantize()

@@ -1,4 +1,4 @@
-"""Better codes and scales inside another tool's file: its format and zeros stay, the outputs come nearer, refusals are told."""
+"""Better codes and scales inside another tool's file: its format and zeros stay, outputs come closer, refusals are shown."""
 
 import json
 import shutil

@@ -154,7 +154,7 @@ def test_sizes_that_the_files_cannot_hold_are_refused_before_memory_is_asked_for
 
 
 def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
-    """The tokenizers library panics, which is no Exception: a traceback, before."""
+    """The tokenizers library panics, which is not an Exception: it was a traceback before."""
     made = Tokenizer(models.BPE({"a": 0, "!": 1}, []))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     found = FastTokenizer(made, {}, None)

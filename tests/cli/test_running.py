@@ -103,7 +103,7 @@ def test_sockets_of_other_users_and_dead_processes_are_ignored(home):
     bound = running.listen()
     path = running.folder() / f"{os.getpid()}.sock"
     assert running.sockets() == [path]
-    path.chmod(0o666)  # whoever may write there is not this user alone
+    path.chmod(0o666)  # other users may write there
     assert running.sockets() == []
     path.chmod(0o600)
     running.folder().chmod(0o755)
@@ -166,7 +166,7 @@ def test_a_server_that_dies_while_it_answers(home, half):
 
 
 def test_its_paths_are_not_served_to_others(home):
-    """Over TCP there is no /lowq/, whatever a client says of itself."""
+    """Over TCP /lowq/ does not exist, whatever headers a client sends."""
     from saying import Saying, byte_tokenizer, served_by
     from starlette.testclient import TestClient
 

@@ -1,4 +1,4 @@
-"""Homes that are odd: none at all, a spoilt note of the last checkpoint, a ~ that names nobody."""
+"""Unusual homes: none, a damaged record of the last checkpoint, a ~ of an unknown user."""
 
 import contextlib
 import os

@@ -23,7 +23,7 @@ def test_the_shown_text_ends_before_the_first_stop(pieces, stops):
     assert cut == bool(ends)
     if not cut:
         assert shown == whole
-    else:  # a stop that a later piece completes earlier in the text than one already found is no stop any more
+    else:  # a later piece may complete a stop that begins before the one already found, which then does not count
         assert whole.startswith(shown)
         assert any(whole[len(shown) :].startswith(s) for s in stops)
         assert not any(s in shown for s in stops)

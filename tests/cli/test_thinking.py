@@ -1,4 +1,4 @@
-"""Thoughts on a terminal and beside it: pale, on stderr, in fields of their own; a model that is told not to think."""
+"""Thoughts of a model: dim on a terminal, on stderr, in a separate field of --json; and a model told not to think."""
 
 import json
 import shutil

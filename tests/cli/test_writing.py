@@ -146,7 +146,7 @@ def test_names_of_files_give_the_terminal_no_orders(tmp_path, capsys):
 
 @pytest.mark.parametrize("at", range(4))
 def test_a_folder_whose_removal_was_killed_is_removed_by_the_next_call(tmp_path, monkeypatch, at):
-    """Found by the fuzzers: its owner went first, and nobody knew it any more."""
+    """Found by the fuzzers: the owner's file was removed first, and then the folder was not recognised."""
     killed = new_folder(tmp_path / "out", "run")
     left = killed.__enter__()
     for name in ("a", "z", "model.safetensors"):

@@ -92,7 +92,7 @@ def note(seen, name, module, args, output):
 
 
 def collected(blocks, ids, names, batch=2):
-    """The moments, and what was told on the way."""
+    """The moments, and the progress events."""
     told, work = [], output_moments(blocks, ids, batch, names)
     while True:
         try:

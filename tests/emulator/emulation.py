@@ -149,7 +149,7 @@ def built_at_once() -> Iterator[None]:
 
 @contextmanager
 def without_a_gpu(module: ModuleType, launches: Callable[[], object]) -> Iterator[None]:
-    """Inside, where there is no GPU, `module`'s launchers run as in `hopper`, with what `launches` wants built at once."""
+    """Inside, where there is no GPU, `module`'s launchers run as in `hopper`, with the kernels of `launches` built at once."""
     if torch.cuda.is_available():
         yield
         return
@@ -198,7 +198,7 @@ def installed(on: gpu.Gpu) -> Iterator[None]:
 
 @contextmanager
 def sms(n: int) -> Iterator[None]:
-    """Inside, every GPU is a Hopper of so many SMs."""
+    """Inside this context every GPU is a Hopper with this number of SMs."""
     clusters = tuple(c * n // gpu.HOPPER.sms for c in gpu.HOPPER.clusters)
     with installed(dataclasses.replace(gpu.HOPPER, sms=n, clusters=clusters)):
         yield

@@ -199,7 +199,7 @@ NAMES = tuple(filter(here, (*TEXTS, *WRAPPERS)))
 
 
 def config(name: str, outer: dict[str, Any] | None = None, **more: Any) -> Any:
-    """transformers' config of a name; `more` wins over it, and `outer` over what a wrapper says beside its text's config."""
+    """transformers' config of a name; `more` overrides fields, `outer` those of a wrapper outside its text_config."""
     model_type = name.partition("/")[0]
     model_type = COPIES.get(model_type, model_type)
     if name not in WRAPPERS:

@@ -10,7 +10,7 @@ from lowq_cli.hf.pictures import Picture
 
 TOKEN = 9  # stands for a row of a picture in all of them
 VOCAB = 160
-SIZES: dict[str, dict[str, Any]] = {  # of the tower, beside TOWER
+SIZES: dict[str, dict[str, Any]] = {  # further fields of the tower, in addition to TOWER
     "qwen2_vl": {"patch_size": 4, "embed_dim": 32, "hidden_size": 64},
     "qwen2_5_vl": {"patch_size": 4, "window_size": 32, "depth": 2, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"patch_size": 4, "depth": 3, "num_hidden_layers": 3, "deepstack_visual_indexes": [0, 2]},

@@ -19,7 +19,7 @@ PLACES = {
     "gemma3": "<start_of_image>", "gemma4": "<|image|>", "mistral3": "[IMG]", "llama4": "<|image|>",
     "llava": "<image>", "internvl": "<IMG_CONTEXT>",
 }  # fmt: skip
-TOKENS = {  # beside TURNS; the first stands for a row
+TOKENS = {  # in addition to TURNS; the first is the image token
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "gemma4": ("<|image|>", "<|image>", "<image|>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),

@@ -239,7 +239,7 @@ def test_configs_outside_the_vocabulary_are_refused_with_the_reason(name, more, 
 
 
 def remembered(name, tokens):
-    """GB that one text of so many tokens takes in bf16: in the decoder, in the server while it steps, and in full pages."""
+    """GB of one text's cache in bf16: in the decoder, in the server during steps, and with pages for all tokens."""
     d = family_of(name).describe(published(name))
     states = [m.state for layer in d.layers for u in layer for m in u.mixers if getattr(m, "state", None) is not None]
     plan = SimpleNamespace(states=states, dtype=torch.bfloat16, device=torch.device("meta"))
@@ -250,6 +250,6 @@ def remembered(name, tokens):
 
 
 def test_layers_with_a_window_take_no_memory_for_all_tokens():
-    """As published: Gemma 3 27B has 52 layers with a window of 1,024 beside 10, gpt-oss 20B 12 with one of 128 beside 12."""
+    """As published: Gemma 3 27B has 52 of 62 layers with a window of 1,024, gpt-oss 20B 12 of 24 with one of 128."""
     assert remembered("gemma3", 32768) == pytest.approx([3.58, 3.18, 16.64], abs=0.05)
     assert remembered("gpt_oss", 32768) == pytest.approx([0.84, 0.81, 1.61], abs=0.03)

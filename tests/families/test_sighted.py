@@ -1,4 +1,4 @@
-"""Folders with processor and tower, from a picture to the answer: beside transformers' own processors and `generate`."""
+"""Folders with processor and tower, from a picture to the answer, compared with transformers' processors and `generate`."""
 
 import importlib
 import io

@@ -1,4 +1,4 @@
-"""A published folder written anew: random weights in the layout of the hub, every file beside them as its publisher has it."""
+"""A published folder written anew: random weights in the layout of the hub, all other files in the publisher's form."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ def _weights(family: Family, folder: Path, tokens: Tokenizer) -> None:
     """Random ones, large enough to make texts of many words, as save_pretrained lays them out for the hub."""
     torch.manual_seed(0)
     facts = json.loads((folder / "config.json").read_text())
-    if facts["model_type"] not in CONFIG_MAPPING:  # as transformers is told to read Kimi K2, which is DeepSeek V3 by its code
+    if facts["model_type"] not in CONFIG_MAPPING:  # Kimi K2's code is DeepSeek V3's
         _json(folder / "config.json", facts | {"model_type": family.model_type})
     config = transformers.AutoConfig.from_pretrained(str(folder))
     model = getattr(transformers, family.model).from_config(config, dtype=torch.bfloat16).eval()

@@ -91,7 +91,7 @@ def shared_heads(folder):
 
 
 def second_copy(folder):
-    """Mistral's own format beside, under names of its own."""
+    """Also Mistral's own format, under its own names."""
     save_file({"layers.0.attention.wq.weight": torch.randn(64, 64)}, folder / "consolidated.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""One published folder through every command, beside transformers: what each step says where it does not hold.
+"""Run every command on one published folder and compare with transformers; returns each step's failure, if any.
 
 Commands run in this process; the server is its application, with the tokenizer that went to it through a pickle as it goes to
 another process.

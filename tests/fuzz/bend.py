@@ -180,7 +180,7 @@ def _without(table: dict[str, Any], data: bytes, name: str) -> tuple[dict[str, A
 
 
 def _gguf(path: Path, rng: Random) -> dict[str, Any]:
-    """Bytes of the head (or of the data), numbers at any place in it, the end; or the config.json beside it."""
+    """Bytes of the head (or of the data), numbers at any place in it, the end; or its config.json."""
     raw = bytearray(path.read_bytes())
     head = raw.find(b"token_embd.weight") + 4000
     how = rng.choice(("bit", "bit", "number", "number", "value", "cut", "beside"))

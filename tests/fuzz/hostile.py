@@ -1,4 +1,4 @@
-"""Clients that hold what others need, beside honest ones: each does one thing for ever until it is cancelled."""
+"""Hostile clients that occupy resources while honest ones run: each repeats one behaviour until it is cancelled."""
 
 import asyncio
 import json

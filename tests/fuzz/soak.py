@@ -160,7 +160,7 @@ async def one(
 
 
 def alone_until(count: int) -> int:
-    """The number of the first request that hostile clients are beside."""
+    """The number of the first request during which hostile clients run."""
     return count // 10
 
 

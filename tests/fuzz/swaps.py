@@ -149,7 +149,7 @@ class Run:
             self.rss.append(rss_mb(self.pid))
 
     async def kill(self) -> None:
-        """Kill an engine at each of --kills moments of the run, and a client in each phase of its own beside it."""
+        """Kill an engine at each of --kills moments of the run, and at the same time a client in each phase of its request."""
         for i in range(self.args.kills):
             while self.counts["answers"] + self.counts["broken off"] < self.args.requests * i // (self.args.kills + 1):
                 await asyncio.sleep(0.02)

@@ -107,7 +107,7 @@ def test_a_reader_that_takes_a_tensor_wrongly_is_found(files, monkeypatch, name)
 
 
 def test_rows_left_in_llama_cpps_order_are_found(files, monkeypatch):
-    """As k_proj's were beside a config.json without num_key_value_heads: relative error 1.37, exit 0."""
+    """As k_proj's rows were with a config.json without num_key_value_heads: relative error 1.37, exit code 0."""
     valid = files[0]["gguf"]
     monkeypatch.setattr(gguf_source, "_heads", lambda config, path: {"q_proj": 4})
     assert "k_proj has other weights than its own reader reads" in judging.judge(valid, valid.model).fault

@@ -1,4 +1,4 @@
-"""Small random draft heads in folders as their publishers write them, each beside a small random model that they guess for."""
+"""Small random draft heads in folders as their publishers write them, each with a small random model that it guesses for."""
 
 import json
 import sys

@@ -180,7 +180,7 @@ def rounds(drafter, model, text, K):
     """Drafts of a head after every place of a text that ends there: read up to it, then asked; as the decoder does."""
     drafter.make_room(2, 64)
     states = states_of(model, drafter.layers, text)
-    there = torch.zeros(1, dtype=torch.int64) + 1  # the second place: rows are told which
+    there = torch.zeros(1, dtype=torch.int64) + 1  # the second place: rows name their place
     found = []
     for t in range(2, len(text) - 1):
         drafter.make_room(2, 64)

@@ -1,4 +1,4 @@
-"""Draft heads quantized, in a folder of their own and beside a model: what is run is what the files' codes say."""
+"""Quantized draft heads, in a folder of their own and inside a checkpoint: they compute with the codes in the files."""
 
 import json
 import sys

@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(isa, bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_activations_of_every_size_keep_their_digits(isa, bits):
-    """A block's largest decides its scale alone: tiny blocks beside huge ones, and one outlier of 64 times the rest."""
+    """Only a block's own largest value sets its scale: tiny blocks next to huge ones, and one outlier of 64 times the rest."""
     q = weight(40, 256, bits, 32)
     x = rows(3, 256)
     x[:, :64] *= 1e30

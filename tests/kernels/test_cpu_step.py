@@ -109,7 +109,7 @@ def test_values_that_are_not_finite_stay_so(isa, bad):
 
 
 def test_unsupported_calls_go_to_the_definition():
-    heads, dtype = Heads(2, 2, 24, 1.0), torch.float32  # 24 is no whole register
+    heads, dtype = Heads(2, 2, 24, 1.0), torch.float32  # 24 is not a whole number of registers
     qkv, cache = draw(1, 6 * 24, dtype=dtype), [torch.zeros(1, 2, 4, 24) for _ in range(2)]
     turned = [draw(4, 24, dtype=dtype) for _ in range(2)]
     y = cpu.attend(qkv, *cache, torch.zeros(1, dtype=torch.int32), *turned, heads)

@@ -167,7 +167,7 @@ def test_attend_over_a_paged_cache(name, page):
                 assert error(new[b, :, p], truth[b, :, p]) < TOLERANCE
                 assert torch.equal(new[b, :, :p], cache[b, :, :p])
             written = (pool.nan_to_num(7) != old.nan_to_num(7)).any(-1).sum()
-            assert written == len(pos) * h.HKV  # one slot of each sequence, and nobody else's
+            assert written == len(pos) * h.HKV  # one slot of each sequence and no other
 
 
 def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not():

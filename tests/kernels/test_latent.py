@@ -150,7 +150,7 @@ def test_the_form_of_less_work_is_taken_and_both_are_the_same(piece, absorbs, at
 
 
 def test_what_a_graph_holds_is_the_step():
-    """The form whose shapes do not depend on positions: slots that nobody has reached hold NaN."""
+    """The form whose shapes do not depend on positions: slots not yet written hold NaN."""
     f = facts(SHAPES["odd"])
     turned, (q, rows), pos = tables(f), operands(f, 3), torch.tensor([5, 70, 40], dtype=torch.int32)
     cache = torch.full((3, 1, S, f.rank + f.rotated), float("nan"))

@@ -51,7 +51,7 @@ def test_prompts_of_a_static_cache(shape, name, dtype):
 
 
 def pieces(f, dtype, tile):
-    """Pieces of prompts of three texts, rows that are nobody's between them: (cache, what `packed` takes of them)."""
+    """Pieces of prompts of three texts with dummy rows between them: (cache, the arguments of `packed`)."""
     each = [Run(0, 1, 0, 20, 2), Run(3, 70, 0, 0, 0), Run(70, 75, 0, 65, 1)]
     table = 1 + torch.randperm(BLOCKS - 1)[: 4 * 9].reshape(4, 9)
     table[3] = 0

@@ -1,4 +1,4 @@
-"""Low-rank additions: the definition beside dense weights, the Triton kernels beside the definition."""
+"""Low-rank additions: the definition compared with dense weights, the Triton kernels compared with the definition."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def made(M, K, N, S, R, dtype, device="cpu"):
     g = torch.Generator().manual_seed(M * K + N)
     x, y = torch.randn(M, K, generator=g), torch.randn(M, N, generator=g)
     A, B = torch.randn(S, R, K, generator=g) / K**0.5, torch.randn(S, N, R, generator=g)
-    A[0], B[0] = float("nan"), float("nan")  # which nobody reads
+    A[0], B[0] = float("nan"), float("nan")  # never read
     rows = torch.randint(0, S, (M,), generator=g, dtype=torch.int32)
     return [t.to(device, dtype) for t in (x, y, A, B)] + [rows.to(device)]
 

@@ -114,7 +114,7 @@ def test_rows_of_one_sequence_with_a_copy_of_the_state_after_each(name, dtype):
 
 
 RUNS = {Delta: runs_triton.delta, Mamba2: runs_triton.mamba2, ShortConv: runs_triton.short_conv}
-# of several sequences: their lengths, and rows that are nobody's before, between and after them
+# lengths of several sequences, and dummy rows before, between and after them
 RAGGED = ((0, 1), (3, 2), (0, 130), (5, 64), (4, 0))
 
 

@@ -77,7 +77,7 @@ def test_padding_is_zero_bits(bits):
 def test_a_4096_square_weight_packs_in_a_tenth_of_a_second(bits):
     q = codes(4096, 4096, bits)
     seconds = []
-    for _ in range(5):  # processor time: 0.2 s of it are 0.1 s on the two cores that are meant, whoever else uses them now
+    for _ in range(5):  # processor time: 0.2 s of it are 0.1 s on two free cores
         start = time.process_time()
         bitstream.pack(q, bits)
         seconds.append(time.process_time() - start)

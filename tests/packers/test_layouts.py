@@ -57,7 +57,7 @@ def test_a_flipped_code_changes_the_words(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transposed_scales_and_zeros_are_laid_out_anew(layout):
-    """GPTQ and GemLite hold them (G, N): a view of such has other strides, which kernels are not told."""
+    """GPTQ and GemLite store scales as (G, N): a transposed view has strides that kernels do not support."""
     q = random_q(64, 128, 32, 4)
     view = QuantizedTensor(q.W_q, q.scales.t().contiguous().t(), q.zeros.t().contiguous().t(), 4, 32)
     p, wanted = pack(view, layout), pack(q, layout)

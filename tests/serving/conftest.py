@@ -1,4 +1,4 @@
-"""`lowq serve` as a process, on the bundled model with a chat template beside it, on a free port."""
+"""`lowq serve` as a process, on the bundled model with a chat template, on a free port."""
 
 import json
 import re
@@ -28,7 +28,7 @@ TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% end
 
 @dataclass
 class Server:
-    """A process of `lowq serve`: where it is, and what it has said on stderr."""
+    """A process of `lowq serve`: its address, and its stderr so far."""
 
     process: subprocess.Popen
     said: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ KINDS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """(kind and change, bytes) of so many files."""
+    """(kind and change, bytes) of the requested number of files."""
     r = random.Random(seed)
     whole = {kind: _files(kind) for kind in KINDS}
     for i in range(count):

@@ -126,7 +126,7 @@ WRITTEN = {
     "llama 3": (None, lambda calls: "; ".join(as_json({"name": n, "parameters": a}) for n, a in calls)),
     "harmony": (harmony.HARMONY, harmony_of),
 }
-FIRST = ("llama 3", "llama 4", "harmony")  # whose answers begin with their calls, or are told apart by channels
+FIRST = ("llama 3", "llama 4", "harmony")  # dialects whose answers begin with calls, or separate them by channels
 
 
 def pieces(text, rng):
@@ -189,7 +189,7 @@ GARBLED = ["", "}", '"', "<", ">", "\n", "[", "{", "null", "name", "f", " ", "ca
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 999), cut=st.booleans(), inside=st.booleans())
 def test_any_text_gives_the_same_parts_however_it_is_cut(name, data, seed, cut, inside):
-    """Also where it is no call, half a one, or two of them mixed: nothing hangs, nothing is decided too early."""
+    """Also for a text without a call, with half a call, or with two mixed ones: nothing hangs or is decided too early."""
     way, written = WRITTEN[name]
     whole = written(data.draw(st.lists(CALLS, min_size=1, max_size=2)))
     at = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=2, max_size=2)))

@@ -24,7 +24,7 @@ def find(pool, tokens):
 
 
 def read(pool, tokens, contents=None):
-    """A text's blocks after it was computed whole, `contents` said of each; None where the pool has no room for it."""
+    """A text's blocks after all of it was computed, with `contents` recorded for each; None if the pool has no room."""
     blocks, known = find(pool, tokens), names(tokens)
     pool.hold(blocks)
     for i in range(len(blocks), -(-len(tokens) // SIZE)):
@@ -60,7 +60,7 @@ def test_blocks_are_held_by_their_texts_alone(steps, blocks):
         in_use = {b for _, row in held for b in row}
         assert 0 not in in_use
         assert pool.free == blocks - 1 - len(in_use)
-        for text, row in held:  # nobody else wrote into a text's blocks
+        for text, row in held:  # no other text wrote into a text's blocks
             assert [contents[b] for b in row] == [text[: (i + 1) * SIZE] for i in range(len(row))]
     for _, row in held:
         pool.give_back(row)

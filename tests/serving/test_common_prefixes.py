@@ -67,7 +67,7 @@ def test_a_common_beginning_of_sixteen_prompts_is_read_once(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_the_one_that_is_read_ends_another_goes_on(kind):
     load = Reading(KINDS[kind])
-    for number in range(3):  # each is cancelled after two passes, whoever it is
+    for number in range(3):  # whichever is read is cancelled after two passes
         load.turn()
         load.turn()
         (reader,) = load.scheduler.reading

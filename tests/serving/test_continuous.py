@@ -128,7 +128,7 @@ def test_equal_beginnings_are_computed_once(model, client):
     assert (c.heard[n][0].cached, c.heard[m][0].cached) == (128, 128)  # whole blocks
     assert [e.cached for e in c.heard[n][1:]] == [0] * 11
     assert c.engine.stats().prefix_hits == 256
-    chat = [*first, *c.tokens(m)[0], *third]  # a conversation that goes on finds what was said
+    chat = [*first, *c.tokens(m)[0], *third]  # a conversation that goes on finds its cached turns
     k = c.ask(chat)
     assert c.tokens(k) == [alone(model, chat)]
     assert c.heard[k][0].cached == 128
@@ -230,7 +230,7 @@ def test_an_error_ends_all_requests_and_is_reported(model, client, monkeypatch):
 
 
 def test_nan_logits_end_one_answer_and_the_others_go_on(model, client, monkeypatch):
-    """Every draw was token 0, told as the answer; log-probabilities were NaN, which is no JSON."""
+    """Before, every sample was token 0 and was sent as the answer; log-probabilities were NaN, which is not JSON."""
     c = client()
     plan, embed = c.engine.passes.plan, c.engine.passes.plan.embed
     monkeypatch.setattr(plan, "embed", lambda ids: embed(ids).masked_fill((ids == 311)[:, None], float("nan")))

@@ -1,4 +1,4 @@
-"""Drafts beside what else a server does: adapters, pictures, blocks in host memory, asked for with OpenAI's own client."""
+"""Drafts together with adapters, pictures and blocks in host memory, requested with OpenAI's own client."""
 
 import asyncio
 import base64
@@ -122,7 +122,7 @@ def sees(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["ngram", "itself"])
 def test_pictures(kind, sees, monkeypatch):
-    """Texts with pictures beside texts without; rows after a picture rotate by positions of three parts."""
+    """Texts with and without pictures in one batch; rows after a picture rotate by positions of three parts."""
     monkeypatch.setattr(picture_requests, "READ_S", 300.0)  # its process starts late on a busy machine
     model, tokenizer = ready(str(sees), "cpu")
     a = url(sighted.drawing(1))

@@ -199,7 +199,7 @@ def test_drawn_texts_are_those_of_their_seed(model, client):
 
 
 class Even:
-    """A grammar of even tokens, which counts what it was told."""
+    """A grammar of even tokens, which counts the tokens that it was given."""
 
     recipe = ""
 
@@ -312,7 +312,7 @@ def test_usage_tells_drafts_that_were_right_and_wrong():
 
 
 def run(pass_s, passes, plain_s=0.47, trials=None):
-    """(tokens per second beside those of plain passes, share of drafts); pass_s: pass -> (tokens, seconds) with drafts."""
+    """(tokens per second relative to plain passes, share of drafts); pass_s: pass -> (tokens, seconds) with drafts."""
     trials, now, tokens, drafted = trials or Trials(), 0.0, 0.0, 0
     for i in range(passes):
         drafts = trials.allows(16)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: it answers as one beside us does, and whatever ends it ends nothing else."""
+"""An engine in a process of its own answers like one in this process, and its end ends nothing else."""
 
 import os
 import queue

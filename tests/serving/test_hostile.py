@@ -1,4 +1,4 @@
-"""Clients that hold what others need: connections without requests, halves of heads and bodies, answers that nobody reads."""
+"""Clients that occupy resources: connections without requests, halves of heads and bodies, unread answers."""
 
 import asyncio
 import json
@@ -203,7 +203,7 @@ def test_bodies_that_never_end_are_bounded_together_and_the_largest_goes_first()
     async def run():
         async with Here(body_bytes=size, bodies_bytes=5 * size) as here:
             hostile = []
-            slow_reader, slow = await here.open()  # older than all, and in nobody's way
+            slow_reader, slow = await here.open()  # the oldest connection, which blocks no other
             slow.write(POST % len(BODY) + BODY[:9])
             for _ in range(12):
                 reader, writer = await here.open()

@@ -64,7 +64,7 @@ def adapted(folders):
     ids=str,
 )
 def test_many_adapters_at_once_are_those_alone(folders, asked, wanted, how):
-    """And the base beside them; prompts that begin alike share nothing but with their own adapter."""
+    """Together with the base; prompts that begin alike share blocks only within one adapter."""
     client = Client(adapted(folders), **how)
     base = Client(build("llama"), running=1)
     order = list(range(MANY)) * 2

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).parents[1] / "fuzz" / "swaps.py"
 
 
 class Scripted:
-    """What `load` begins: a model that says one letter, once it is told to be there."""
+    """The result of `load`: a model that answers with one letter, once the test lets it finish loading."""
 
     def __init__(self, offer, log, fails=None):
         self.offer, self.log, self.fails, self.go = offer, log, fails, threading.Event()
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_others_are_served():
     async def go():
         pool, log = pool_of("ab", fails={"b": "its file is damaged"})
         await pool.start(lambda n, of: None)
-        for _ in range(2):  # the second is told without another attempt
+        for _ in range(2):  # the second request fails without another attempt
             with pytest.raises(Refusal) as refused:
                 await use(pool, "b")
             assert "its file is damaged" in refused.value.message

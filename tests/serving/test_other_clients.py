@@ -34,7 +34,7 @@ def test_lm_evals_local_completions_says_what_eval_says(server, talk, tmp_path, 
     assert client.generate_until(written, disable_tqdm=True)[0].strip() == judge.generate_until(written)[0].strip()
 
 
-class unseen:  # progress, which nobody looks at
+class unseen:  # progress that is not shown
     def __init__(self, *_):
         pass
 

@@ -38,7 +38,7 @@ def test_a_conversation(page, server):
     assert re.match(r"12 tokens · \d+ tokens/s · first after \d\.\d\d s · longest answer reached", note), note
 
     page.run("system.value = 'Be brief.'")
-    say(page, "And then?")  # the second turn knows the first, and what the model is told
+    say(page, "And then?")  # the second turn includes the first, and the system message
     page.wait("document.querySelectorAll('.assistant').length === 2 && document.querySelector('#go').textContent === 'Send'")
     messages = [{"role": "system", "content": "Be brief."}, *body["messages"], {"role": "assistant", "content": whole}]
     wanted = server.post("chat/completions", body | {"messages": [*messages, {"role": "user", "content": "And then?"}]})

@@ -228,7 +228,7 @@ class Web(http.server.BaseHTTPRequestHandler):
 
 
 def test_links_are_fetched_from_the_address_that_was_checked(monkeypatch):
-    """A name that leads to a public address when it is asked for, and to this machine for whoever asks a second time."""
+    """A name that leads to a public address when it is asked for, and to this machine when it is asked for again."""
     Web.picture = sighted.encoded(sighted.drawing(1))
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web)
     threading.Thread(target=web.serve_forever, daemon=True).start()

@@ -178,17 +178,17 @@ def test_prompt_tokens_per_pass_are_bounded_by_the_step_time():
     budget = paced()
     assert budget.prompt_tokens(64, 64, 100, 60, 60) == 100  # no more than there are
     budget.late = 100.0  # nothing longer is due
-    assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 256 - 64  # 8 ms beside 2.6 steps of 4
+    assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 256 - 64  # 8 ms in a pass of 2.6 steps of 4 ms
     for _ in range(40):
         budget.note(64, 64, 0.006)  # attention takes 2 ms more now, in every pass
     assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 512 - 64
     for _ in range(40):
         budget.note(64, 64, 0.006)
-        budget.note(64, 512, 0.0195)  # and prompts 5.5 more than they did when nobody's were measured
+        budget.note(64, 512, 0.0195)  # and prompts 5.5 ms more than in the dummy measurement
     assert budget.extra == pytest.approx(0.002, rel=0.05)
     assert budget.riding == pytest.approx(0.0055, rel=0.05)
     assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 256 - 64
-    assert budget.prompt_tokens(64, 0, 5000, 0, 3) == 1024  # nobody runs
+    assert budget.prompt_tokens(64, 0, 5000, 0, 3) == 1024  # no running sequence
 
 
 def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
@@ -218,7 +218,7 @@ def test_pass_times_of_a_busy_gpu_are_corrected_by_the_first_pass():
     for size in ((64, 64), (64, 128), (64, 256), (64, 512), (32, 1024)):
         assert busy.seconds(*size) == pytest.approx(alone.seconds(*size))
     assert busy.prompt_tokens(64, 64, 5000, 60, 60) == alone.prompt_tokens(64, 64, 5000, 60, 60)
-    busy.note(64, 64, 0.006)  # met first beside texts: 4 ms are the pass's own
+    busy.note(64, 64, 0.006)  # first seen with running texts: 4 ms are the pass's own
     assert busy.known[64, 64] == pytest.approx(0.004)
     assert 0 < busy.extra < 0.002
     alone.begin()
@@ -258,7 +258,7 @@ def test_a_pass_is_launched_shortly_before_the_one_before_it_ends(model, monkeyp
         assert engine._spare() == 0
         engine.scheduler.waiting.clear()
         engine.scheduler.running = ["somebody", "somebody else"]
-        assert engine._spare() == 0  # nobody could come
+        assert engine._spare() == 0  # no request could come
         engine.scheduler.running = [None, None]
     finally:
         engine._flights.clear()

@@ -1,4 +1,4 @@
-"""A short soak: dozens of requests, a third broken off, a tenth malformed, hostile clients beside most of them; every answer is
+"""A short soak: dozens of requests, a third broken off, a tenth malformed, hostile clients during most of them; every answer is
 that of its prompt alone.
 """
 

@@ -18,7 +18,7 @@ from lowq_cli.serving.token_budget import LONGEST_S, PAUSE_S, PREFER, SLACK, Tok
 
 ROWS = 16
 TOKEN_S = 20e-6  # of a row of a pass
-LEAST_S = 3e-3  # of any pass, beside those
+LEAST_S = 3e-3  # min. seconds of any pass
 
 
 def seconds(rows):

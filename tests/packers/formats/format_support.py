@@ -1,4 +1,4 @@
-"""What the tests of formats share: checkpoints in memory, random matrices, and what each format is said to hold."""
+"""Helpers of the tests of formats: checkpoints in memory, random matrices, and the schemes that each format holds."""
 
 import sys
 from pathlib import Path
