@@ -54,7 +54,7 @@ Inside:
 
 @dataclass
 class Settings:
-    """How answers are drawn; what /set changes."""
+    """The sampling settings of answers, which /set changes."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -170,7 +170,7 @@ def chat(
 
 
 class _Own:
-    """The model in this process. drawn, origins: how it draws, and what says so. session: whose cache it begins with."""
+    """The model in this process. drawn, origins: sampling settings and their sources. session: whose cache is restored."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _Own:
         self.where = ""
 
     def _recall(self, session: str, kv: str) -> tuple[bool, str]:
-        """Begin with a session's cache if there is one; returns whether, and why not if there is one."""
+        """Restore a session's cache if there is one; returns whether it was restored, or why it cannot be used."""
         from lowq_cli import sessions
         from lowq_cli.engine import saved_cache
         from lowq_cli.engine.decoders import decoder_of
@@ -215,7 +215,7 @@ class _Own:
         return getattr(decoder_of(self.model, kv), "saved", None) is not None, why
 
     def keep(self, session: str) -> None:
-        """Save a session's cache, or say why it is not saved."""
+        """Save a session's cache, or print why it is not saved."""
         from lowq_cli import sessions
         from lowq_cli.engine import saved_cache
 
@@ -242,7 +242,7 @@ class _Own:
 
 
 class _Server:
-    """A running server of this user that has the model. Raises Declined where none has."""
+    """A running server of this user that has the model. Raises Declined if there is none."""
 
     def __init__(
         self, folder: str, given: dict[str, Any], device: str, kv: str, keep_alive: str | None, think: bool | None
@@ -264,7 +264,7 @@ class _Server:
             pass
 
     def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Reply":
-        """What comes as the answer. Raises LowqError, Declined where the server has ended."""
+        """The pieces of the answer. Raises LowqError, and Declined if the server has ended."""
         return self.ask(self.body(talk.asked(said), drawn))
 
     @staticmethod
@@ -276,7 +276,7 @@ class _Server:
 
 
 def _moved(talk: Any, own: Callable[[], _Own]) -> tuple[_Own, Any]:
-    """The model in this process, and a conversation that a server had."""
+    """The model in this process, with the conversation that a server had answered so far."""
     speaker = own()
     return speaker, speaker.begin(talk.system, [m for m in talk.messages if m["role"] != "system"])
 
@@ -291,7 +291,7 @@ def _server(
 
 
 def _greet(speaker: "_Own | _Server", settings: Settings, session: str | None, messages: int) -> None:
-    """What there is to know before the first word."""
+    """The lines before the first prompt."""
     from lowq_cli.engine.generation_config import described
 
     if not speaker.begin().template:
@@ -305,7 +305,7 @@ def _greet(speaker: "_Own | _Server", settings: Settings, session: str | None, m
 
 
 def _keep(session: str | None, talk: Any) -> None:
-    """Write a session's conversation down."""
+    """Save a session's conversation."""
     if session is not None:
         from lowq_cli import sessions
 
@@ -313,7 +313,7 @@ def _keep(session: str | None, talk: Any) -> None:
 
 
 def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[str], Any]) -> Any:
-    """Do what a line such as "/set top-k 40" asks; the conversation to go on with. Raises UsageError."""
+    """Run a line such as "/set top-k 40"; returns the conversation to continue with. Raises UsageError."""
     if name == "help":
         console.page(INSIDE)
     elif name == "new":
@@ -342,7 +342,7 @@ def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[
 
 
 def _save(messages: list[dict[str, str]], name: str) -> None:
-    """Write what was said into a file. Raises UsageError where it cannot be written, or would be written over."""
+    """Write the conversation to a file. Raises UsageError if the file cannot be written, or exists."""
     path = Path(name).expanduser()
     if not name:
         raise UsageError("/save needs a file: /save talk.json, or /save talk.txt")
@@ -362,12 +362,12 @@ def _save(messages: list[dict[str, str]], name: str) -> None:
 
 
 def _said(content: Any) -> str:
-    """What a message says, its pictures by that word."""
+    """The text of a message, with a word in place of each picture."""
     return content if isinstance(content, str) else " ".join(part.get("text", "[picture]") for part in content)
 
 
 def _write(answer: "Generation | Reply") -> None:
-    """Stream an answer; Ctrl-C ends it and leaves the conversation standing."""
+    """Stream an answer; Ctrl-C ends the answer and keeps the conversation."""
     if thinking.write(answer, answer.told.get("marks") if hasattr(answer, "told") else answer.marks):
         console.say(" (stopped)")
     console.out("")

@@ -38,7 +38,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _rows(checks: "list[Check]") -> list[tuple[str, str, str]]:
-    """The table's rows: one per check, but what is absent for one reason in many places takes one row, after the others."""
+    """The rows of the table, one per check; kernels that are missing for the same reason share one row at the end."""
     marks = {True: "ok", False: "FAIL", None: "-"}
     reasons = Counter(c.found for c in checks if c.ok is None)
     rows = [(marks[c.ok], c.name, c.found) for c in checks if c.ok is not None or reasons[c.found] < MANY]

@@ -166,7 +166,7 @@ def _tasks(
     name: str, against: str | None, tasks: list[str], fewshot: int | None, limit: int | None, device: str, act: str | None,
     kv: str, as_json: bool
 ) -> None:  # fmt: skip
-    """The plan, then each model's answers, then what lm-eval counted of them."""
+    """Print the plan, ask each model, and print lm-eval's scores."""
     import time
 
     with console.status("reading the tasks"):

@@ -101,7 +101,7 @@ def show_mixture(model: str, kind: str, on_stdout: bool = False, calibrated: boo
 
 
 def show(found: "Exported") -> None:
-    """The folder on stdout, what is in it on stderr."""
+    """Print the folder on stdout and its contents on stderr."""
     from lowq_cli import state
 
     console.out(found.out)

@@ -236,7 +236,7 @@ def _check_pictures(files: Sequence[str]) -> None:
 
 
 def _compile(model: "CausalModel", generation: "Generation") -> None:
-    """Compile this generation's kernels side by side; a progress line, but only where they are not in the caches yet."""
+    """Compile this generation's kernels in parallel, with a progress line unless they are in the caches."""
     from lowq_cli.engine.precompiling import warm
 
     with ExitStack() as shown:
@@ -251,7 +251,7 @@ def _compile(model: "CausalModel", generation: "Generation") -> None:
 
 
 def _bare_text(given: str | None) -> tuple[None, str]:
-    """A text given in the place of the checkpoint, for the last one to go on from. Raises UsageError where it may be either."""
+    """A text given in place of the checkpoint, for the last checkpoint to continue. Raises UsageError if it may be either."""
     if given in (None, "demo") or Path(str(given)).exists():
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
     assert given
@@ -263,7 +263,7 @@ def _bare_text(given: str | None) -> tuple[None, str]:
 
 
 def _check_writable(timeline: str) -> None:
-    """Raise UsageError where --profile could not write its file after the work."""
+    """Raise UsageError before the work if --profile cannot write its file."""
     folder = next(p for p in Path(timeline).absolute().parents if p.exists())  # folders below it will be created
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--profile {timeline}: lowq cannot write to the folder {folder}")

@@ -263,7 +263,7 @@ def _mixture(
 
 @contextmanager
 def compiling(prepared: "Prepared") -> Iterator[None]:
-    """On a GPU, compile meanwhile what will decode the checkpoint; the end waits for kernels in work and begins no others."""
+    """On a GPU, compile meanwhile the kernels that decode the checkpoint; at the end wait only for those in work."""
     from lowq_packers.heads import is_head
 
     if not str(prepared.workers[0]).startswith("cuda") or is_head(prepared.source.config):
@@ -292,7 +292,7 @@ def _bound(prepared: "Prepared") -> dict[str, Any]:
 
 
 def maker(model: str, device: str, largest: int | None = None) -> "Make":
-    """What quantizes a model by another recipe into a folder, in files of at most `largest` bytes; imported when it is used."""
+    """A function that quantizes a model by another recipe into a folder, in files of at most `largest` bytes."""
 
     def make(recipe: "Recipe", folder: Path) -> None:
         from lowq_cli.run import pipeline
@@ -303,7 +303,7 @@ def maker(model: str, device: str, largest: int | None = None) -> "Make":
 
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
-    """The recipe of the flags, or with --for those to try, best first. Raises NotFoundError, UsageError."""
+    """The recipe of the flags, or with --for the recipes to try, best first. Raises NotFoundError, UsageError."""
     from lowq_cli.plan import targets
     from lowq_cli.plan.recipe import make_recipe, read_recipe
 
@@ -345,7 +345,7 @@ def _show_result(
 
 
 def _show_exports(out: str, model: str) -> None:
-    """Which other tools a checkpoint can go to as it is, and how to quantize for one that it cannot."""
+    """Print which other tools can load the checkpoint unchanged, and how to quantize for one that cannot."""
     from lowq_cli import state
     from lowq_cli.files.checkpoint import open_checkpoint
     from lowq_cli.interop.export_checks import exportable, reachable

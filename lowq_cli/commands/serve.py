@@ -187,7 +187,7 @@ def _serve(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Load the default model, say the plan, answer until told to stop."""
+    """Load the default model, print the plan, and answer requests until a signal ends the server."""
     if address is not None and not 0 <= address[1] < 1 << 16:
         raise UsageError(f"--port {address[1]} must be from 0 to 65535")
     from lowq_cli import running
@@ -226,7 +226,7 @@ def _serve(
 def _run(
     served: "Served", bound: "list[socket.socket]", grace: float, plan: dict[str, Any], printer: "Printer", asked: "Asked"
 ) -> None:
-    """Answer until told to stop, with a live line of the speed on a terminal."""
+    """Answer requests until a signal ends the server, with a live line of the speed on a terminal."""
     from lowq_cli.serving.http import run
     from lowq_cli.serving.http.metrics import Speed
 
@@ -277,7 +277,7 @@ def _run(
 
 
 def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, Any]:
-    """What will be served, how, and how much of it fits."""
+    """The printed plan: the models, the engine, and how many requests fit."""
     model = served.models.one
     engine, limits = model.engine, model.engine.limits
     return {
@@ -324,7 +324,7 @@ def _show_plan(plan: dict[str, Any]) -> None:
 
 
 def _show_ready(plan: dict[str, Any]) -> None:
-    """Where it is, and what to type next."""
+    """The lines with the server's address and a command to try."""
     if not plan["url"]:
         return
     path, field = ("chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]')
@@ -337,7 +337,7 @@ def _show_ready(plan: dict[str, Any]) -> None:
 
 
 def _failed(e: Exception) -> None:
-    """A bug of ours: its place in the code, where --debug asks for it."""
+    """Report a bug of ours: with its traceback under --debug."""
     import traceback
 
     if os.environ.get("LOWQ_DEBUG"):
@@ -371,7 +371,7 @@ def _serve_through_vllm(
 
 
 def _until_told(line: list[str]) -> int:
-    """vLLM's exit code; it gets the signals that end this process. Where one of its workers died it would say 0: 1."""
+    """Run vLLM and return its exit code; it gets this process's signals. 1 if a worker died, where vLLM returns 0."""
     import signal  # imported here: it would add 5 ms to `lowq --help`
     import subprocess
 

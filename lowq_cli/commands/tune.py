@@ -113,7 +113,7 @@ def tune(
 
 
 def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batches: "Sequence[int]") -> "list[Entry]":
-    """The entries, or none where whole steps are slower with them, by turns on this machine; says what was measured."""
+    """The entries, or none if whole steps, timed in turn with and without them, are slower with them; prints the times."""
     from lowq_cli.tuning import trial
 
     if not trial.fits(opened.nbytes):
@@ -132,7 +132,7 @@ def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batc
 def _in_steps(
     steps: "Steps", batches: "Sequence[int]", entries: "Sequence[Entry]", clock: "Budget"
 ) -> "tuple[list[Entry], str]":
-    """(entries to keep, why the race ended early or ""): batch sizes that were not raced keep dispatch's own choice."""
+    """(entries to keep, why timing ended early or ""): batch sizes not timed in whole steps keep dispatch's own choice."""
     if steps.reason:
         console.say(f"kernels were timed alone, not in whole decode steps: {steps.reason}")
         return list(entries), ""

@@ -1,1 +1,1 @@
-"""What the commands that generate text share: files of prompts, answers of a running server, and what is said of an answer."""
+"""Parts of the commands that generate text: files of prompts, answers of a running server, the report on an answer."""

@@ -69,7 +69,7 @@ def answer_all(
     origins: Mapping[str, str],
     as_json: bool,
 ) -> None:
-    """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` side by side; the totals on stderr.
+    """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` at once; the totals on stderr.
 
     as_json: all lines in one object. Every prompt is encoded, and told if it is too long, before the first is answered.
     """

@@ -17,7 +17,7 @@ def answered_by_a_server(
     as_json: bool,
     keep_alive: str | None,
 ) -> tuple[str, bool]:
-    """Have a running server of this user answer, if one has the model loaded, or leave one behind.
+    """Let a running server of this user answer if it has the model loaded, or start one that stays.
 
     Returns the reason why none did, or "", and whether Ctrl-C ended the answer.
     """
@@ -49,7 +49,7 @@ def answered_by_a_server(
 
 
 def request_body(folder: str, text: Any, settings: Mapping[str, Any], seed: int, default: str, device: str) -> dict[str, Any]:
-    """What a running server is asked; text: a prompt, or messages."""
+    """The request to a running server; text: a prompt, or messages."""
     from lowq_cli import running
 
     given = {n: settings.get(n) for n in ("temperature", "top_p", "top_k", "repetition_penalty")}
