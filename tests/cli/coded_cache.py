@@ -25,7 +25,7 @@ def logits(model: Any, kind: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 class OverCoded:
-    """A model whose forward begins every text with such a cache: what `HfEagerDecoder` is given."""
+    """A model for `HfEagerDecoder` whose forward begins every text with such a cache."""
 
     def __init__(self, model: Any, kind: str) -> None:
         self.model, self.kind, self.device, self.config = model, kind, model.device, model.config

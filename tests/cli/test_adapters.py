@@ -85,7 +85,7 @@ def test_the_text_is_that_of_the_merged_model(packed, adapters, wanted):
 
 
 def test_the_commands_model_computes_it_in_its_own_precision(packed, adapters):
-    """That is 16 bits: the logits of a text are those of the merged model but for rounding, and another adapter's are not."""
+    """In 16 bits: a text's logits equal the merged model's up to rounding, and another adapter's do not."""
     model, tokenizer = ready(packed, "cpu")
     attach(model, [read_adapter(adapters[3])])
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])

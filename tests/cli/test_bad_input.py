@@ -1,4 +1,4 @@
-"""Every way to hand over something wrong: one line that says what and the way out, its exit code, nothing that looks whole."""
+"""Invalid input of every kind: one line with the fault and the way out, its exit code, and no output that looks complete."""
 
 import json
 import os

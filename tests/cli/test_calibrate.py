@@ -159,7 +159,7 @@ def test_families_are_calibrated_whole(family, family_checkpoints, text, tmp_pat
 
 @pytest.mark.parametrize("form", ["nvfp4", "table"])
 def test_tables_are_calibrated_from_run_to_rerun(form, family_checkpoints, text, tmp_path, monkeypatch):
-    """What gptq found is what the files hold: codes, scales of 8 bits, each matrix's own table or factor."""
+    """The files hold gptq's results: codes, scales of 8 bits, each matrix's own table or factor."""
     monkeypatch.setattr(_table_fit, "ITERATIONS", 3)
     dense, recipe = family_checkpoints("llama").dense, make_recipe(format=form, group=16, method="gptq", calib=text)
     list(pipeline.run(dense, recipe, tmp_path / "whole"))

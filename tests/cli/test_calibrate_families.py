@@ -1,4 +1,4 @@
-"""Calibration walks the layers of families other than Llama's: what each is given is what it is given inside its model."""
+"""Calibration runs layers of families other than Llama one by one: each gets the arguments that it gets inside its model."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_
 
 
 def test_a_linear_that_its_layer_does_not_call_is_quantized_without_the_text(dense, small_calibration, text, tmp_path):
-    """FalconMamba multiplies by dt_proj's weight itself while that is dense; the run ended as if its own file were damaged."""
+    """FalconMamba multiplies by a dense dt_proj's weight in its own code; the run ended with "damaged file" before."""
     pipeline.quantize(dense("falcon_mamba"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
     report = json.loads((tmp_path / "o" / "lowq_report.json").read_text())
     mine = [t for t in report["tensors"] if t["name"].endswith("dt_proj")]

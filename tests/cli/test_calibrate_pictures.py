@@ -1,4 +1,4 @@
-"""Calibration on pictures with texts: the layers see what the model sees, and what they are quantized by is another."""
+"""Calibration on pictures with texts: the layers get the model's inputs, which differ from those of texts alone."""
 
 import random
 import sys
@@ -132,7 +132,7 @@ def test_moments_where_features_are_added_behind_layers_are_those_of_the_whole_m
 
 
 def test_what_is_measured_is_another_than_a_texts(folders, tmp_path):
-    """Moments of the first layer's inputs: those of texts alone are not those of windows with pictures."""
+    """Moments of the first layer's inputs differ between texts alone and windows with pictures."""
     folder, found = sighted.write("mistral3", tmp_path / "m"), []
     with open_source(folder) as source:
         for seeing in (True, True, False):

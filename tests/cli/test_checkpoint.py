@@ -1,4 +1,4 @@
-"""Reading a lowq folder: what a run wrote opens; what does not fit together is refused, whatever byte is wrong."""
+"""Reading a lowq folder: a run's output opens; contradictory files are refused, whichever byte is wrong."""
 
 import json
 import random
@@ -216,7 +216,7 @@ def test_a_projected_embedding_fits_its_config():
 
 
 def test_a_vision_tower_has_shapes_of_its_own():
-    """Gemma 3's is SigLIP, whose layers have a q_proj too: each of its checkpoints was written, and then refused."""
+    """Gemma 3's tower is SigLIP, whose layers also have a q_proj: its checkpoints were written, and then refused, before."""
     text = {"vocab_size": 160, "intermediate_size": 96, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
     text |= {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 1}
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}}

@@ -1,4 +1,4 @@
-"""lowq compare: the first model is the yardstick; what is printed is what was measured."""
+"""lowq compare: the first model is the reference; the printed numbers are the measured ones."""
 
 import json
 

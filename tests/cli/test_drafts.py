@@ -1,4 +1,4 @@
-"""Drafts by n-grams: what is guessed, when a guess is worth its rows, and texts by every way that are those without."""
+"""Drafts by n-grams: the guesses, when a guess is worth its rows, and that texts equal those without drafts."""
 
 import json
 import random

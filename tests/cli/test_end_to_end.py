@@ -1,4 +1,4 @@
-"""All layers learn together: nearer to the original's predictions, what is learnt is what is stored, the same bytes."""
+"""All layers learn together: closer to the original's predictions, the learnt values are stored, the same bytes each time."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_predictions_come_nearer(family, bits, norms, family_checkpoints, text, 
 
 
 def test_the_loss_is_that_of_the_stored_bytes(family_checkpoints, text, tmp_path, monkeypatch):
-    """What the phase computes layer by layer is what transformers' model gives with the checkpoint's weights, norms too."""
+    """The phase computes layer by layer what transformers' model computes with the checkpoint's weights and norms."""
     from lowq_cli.hf.load import load_model
 
     dense = family_checkpoints("llama", schemes={}).dense

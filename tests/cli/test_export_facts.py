@@ -1,4 +1,4 @@
-"""Whatever changes the computation is in an export as it was, or the export is refused by the reason."""
+"""Every fact that changes the computation is kept in an export, or the export is refused with the reason."""
 
 import json
 from pathlib import Path

@@ -203,7 +203,7 @@ def pair(file, into):
 
 @pytest.mark.parametrize("exported", ["qwen2_vl"], indirect=True)
 def test_a_pair_of_files_is_quantized_with_its_tower(exported, tmp_path):
-    """Kept as it was, and a tower in codes goes out and comes back in the same codes."""
+    """A tower in 16 bits stays unchanged, and a quantized tower is written and read back with the same codes."""
     _, folder, file = exported
     sighted.drawing(3, (60, 44)).save(tmp_path / "a.png")
     ids, _, tower = seen(folder, tmp_path / "a.png")

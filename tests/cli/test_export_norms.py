@@ -15,7 +15,7 @@ IDS = torch.arange(3, 43).reshape(2, 20)
 
 
 def learnt(packed, folder, share):
-    """A copy of a checkpoint whose norms are up to so much of themselves larger or smaller."""
+    """A copy of a checkpoint whose norms are changed by up to this fraction."""
     shutil.copytree(packed, folder)
     tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     names = [n for n, t in tensors.items() if "norm" in n]
@@ -37,7 +37,7 @@ def differ(a, b):
 
 
 def check(packed, to, folder):
-    """An export of a checkpoint with learnt norms has its logits; the norms of before would have others."""
+    """An export of a checkpoint with learnt norms has the checkpoint's logits; with the original norms it would not."""
     source = learnt(packed, folder / "learnt", 0.3)
     wanted = logits(source)
     done = export(source, to, folder / ("out.gguf" if to == "gguf" else "out"))

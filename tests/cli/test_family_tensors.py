@@ -1,4 +1,4 @@
-"""A known family's plan needs no model: what its config says of every tensor is what transformers' model says."""
+"""A described family's plan needs no model: names, shapes and roles from its config equal those of transformers' model."""
 
 import pytest
 

@@ -131,7 +131,7 @@ def test_measurements_are_printed_before_a_plot_fails(command, monkeypatch, tmp_
 
 
 def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
-    """The limit is what the tests above fail by: without it the same command writes."""
+    """The tests above fail because of the limit: without it the same command writes."""
     code, said = run("tune", packed, "--batch", "1", "--device", "cpu", limit=10_000_000)
     tuning.forget()
     assert code == 0, said

@@ -23,7 +23,7 @@ SHORT = ["demo", "--device", "cpu", "--max-new-tokens", "8"]
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """lowq generate with these arguments, in this process: what it returned and wrote."""
+    """Run lowq generate with these arguments in this process: its exit code and its output."""
 
     def generate(*args, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

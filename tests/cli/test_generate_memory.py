@@ -1,4 +1,4 @@
-"""What a generation holds beyond weights and cache: a bounded pass over the prompts, and none of what it no longer needs."""
+"""Memory of a generation beyond weights and cache: a bounded pass over the prompts, and nothing that is no longer needed."""
 
 import contextlib
 from types import SimpleNamespace
@@ -110,7 +110,7 @@ def test_measuring_the_roofline_is_not_the_models_peak(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_recording_again_holds_no_more():
-    """A stream of its own for each recording, and so 32 MiB of cuBLAS's on an H100, used to stay behind."""
+    """Before, each recording had a stream of its own, and left 32 MiB of cuBLAS's scratch memory behind on an H100."""
     net = model(hidden_size=256, intermediate_size=512).half().cuda()
     decoder = NativeDecoder(net)
 

@@ -130,7 +130,7 @@ class Fold:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folding_changes_no_token(name):
-    """Where residual, norm and activation are done by the products; Gemma's norm of what is added cannot be."""
+    """Models whose residual add, norm and activation are fused into the products; Gemma's norm after a half cannot be."""
     lively = {"repetition_penalty": 1.5}
     wanted = tokens(model := build(name), NativeDecoder(model), **lively)
     decoder = NativeDecoder(model := build(name))
@@ -186,7 +186,7 @@ MIXTURES = {
 
 
 def pack_experts(model):
-    """Quantize every expert of `model` in place of its dense weights, which become what the packed ones stand for."""
+    """Quantize every expert of `model`, and set its dense weights to the dequantized values."""
     dense = copy.deepcopy(model)
     for path, module in list(model.named_modules()):
         if not hasattr(module, "gate_up_proj") or not hasattr(module, "num_experts"):

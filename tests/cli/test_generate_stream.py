@@ -1,4 +1,4 @@
-"""stream with the plain decoder: the tokens transformers' own generate gives, text as it comes, honest ends."""
+"""`stream` with the eager decoder: the tokens of transformers' generate, text in pieces, and the right finish reason."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""How a model's publisher has it sampled: flags, then generation_config.json, then the command's default."""
+"""Sampling settings: flags first, then the publisher's generation_config.json, then the command's default."""
 
 import json
 import shutil

@@ -94,7 +94,7 @@ def test_a_gguf_file_runs_alone(demo_gguf, demo4):
     ("key", "value"), [("rope.dimension_count", 8), ("attention.value_length", 8), ("attention.causal", False)]
 )
 def test_metadata_that_change_the_computation_are_refused(key, value):
-    """llama.cpp would turn a part of each head, or look ahead; the text was that of the usual model."""
+    """llama.cpp would rotate a part of each head, or use bidirectional attention; before, lowq computed the usual model."""
     fields = dict.fromkeys(gguf_source.FIELDS.values(), 4) | {"embedding_length": 64, "rope.dimension_count": 16}
     metadata = {f"llama.{k}": v for k, v in fields.items()}
     tensors = {"token_embd.weight": gguf_source.Entry((160, 64), "F16", 0)}

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, as a source of `quantize`: experts stay what they are, the rest gets 8 bits, or what is asked."""
+"""gpt-oss as published, as a source of `quantize`: experts stay in MXFP4, the rest gets 8 bits, or explicit settings."""
 
 import json
 
@@ -20,7 +20,7 @@ MORE = {"num_key_value_heads": 2, "vocab_size": 320, "num_local_experts": 4, "nu
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A tiny one of no square matrices; every second expert has small codes only, whose scales a rounding would not choose."""
+    """A tiny gpt-oss without square matrices; every second expert has small codes, with scales that rounding would not choose."""
     out = tmp_path_factory.mktemp("gpt-oss")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **MORE)).bfloat16().save_pretrained(out)

@@ -1,4 +1,4 @@
-"""What is asked of headers is answered without torch and transformers: the commands as processes, and what they imported."""
+"""Commands that read only headers import neither torch nor transformers: run as processes, with the list of their imports."""
 
 import json
 import re

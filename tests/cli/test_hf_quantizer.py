@@ -324,7 +324,7 @@ def test_disk_offload_is_refused(family_checkpoints, tmp_path):
 
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
 def test_experts_packed_in_one_stack_only(stack, family_checkpoints):
-    """QuantExperts keeps what is not packed dense."""
+    """QuantExperts keeps unpacked experts dense."""
     c = family_checkpoints("qwen3-moe")
     dense = open_model(c.dequantized)
     module = dense.model.layers[0].mlp.experts
@@ -354,7 +354,7 @@ def test_packed_experts_outlive_a_dtype_change(family_checkpoints):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_orders_of_expert_products_agree(dtype, family_checkpoints):
-    """row_by_row is what a GPU does while decoding; it needs no GPU to be right."""
+    """row_by_row is the path of a GPU while decoding; its result can be checked without a GPU."""
     model = open_model(family_checkpoints("mixtral", "float32", {"expert": Scheme(4, 32)}).packed, dtype)
     stack = model.model.layers[1].mlp.experts.stack("gate_up_proj")
     wanted = best_layout(Scheme(4, 32), 128, 64, dtype, torch.device("cpu"))  # own CPU kernels' where they can be built

@@ -1,4 +1,4 @@
-"""lowq run, ls and rm: a model quantized into the cache once, what is listed, and that nothing else is ever removed."""
+"""lowq run, ls and rm: a model is quantized into the cache once, ls lists it, and rm removes nothing else."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a person types into chat: in a terminal of its own (a pty), where Ctrl-C, typed-ahead text and echo are real."""
+"""Typed input of chat, in a real terminal (a pty) with Ctrl-C, text typed ahead, and echo."""
 
 import fcntl
 import os
@@ -50,7 +50,7 @@ class Screen:
         os.write(self.master, text.encode())
 
     def wait(self, text, seconds=60, press=""):
-        """What was written until `text` came up; the key `press` is pressed now, and again after ten seconds without it."""
+        """The output up to `text`; the key `press` is pressed now, and again after ten seconds without it."""
         start, presses = time.monotonic(), 0
         while text not in self.seen:
             waited = time.monotonic() - start

@@ -80,7 +80,7 @@ def test_by_name_and_by_registering_late(checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_after_prepare_model_for_kbit_training(checkpoint, dtype):
-    """Which makes fp32 of all tensors of 16 bits, those of packed layers with them."""
+    """It converts all 16-bit tensors to fp32, also those of packed layers."""
     ids = ids_of(checkpoint)
     model = opened(checkpoint, dtype)
     with torch.no_grad():

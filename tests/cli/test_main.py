@@ -199,7 +199,7 @@ def test_a_full_disk_behind_stdout_is_one_line():
 
 
 def test_a_command_ends_without_taking_torch_apart(tmp_path):
-    """What was printed is there, handlers registered with atexit run, and no module is destroyed."""
+    """The output is flushed, handlers registered with atexit run, and no module is destroyed."""
     code = """import atexit, sys, lowq_cli.main as m
 class Left:
     def __del__(self):

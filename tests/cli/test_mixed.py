@@ -1,4 +1,4 @@
-"""A budget of bits: what is foretold is what is measured, the budget holds, what engines fuse stays together."""
+"""A budget of bits: predicted and measured loss agree, the budget holds, weights that engines fuse stay together."""
 
 import json
 

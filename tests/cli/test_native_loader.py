@@ -129,7 +129,7 @@ def test_logits_of_whole_texts_are_those_of_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("other", [{"hidden_activation": "gelu_pytorch_tanh"}, {"final_logit_softcapping": 1.0}], ids=str)
 def test_a_field_of_another_family_changes_nothing(tmp_path, other):
-    """The native decoder computed Gemma's activation and cap in a Llama whose config named them, transformers Llama's."""
+    """Before, the native decoder applied Gemma's activation and cap in a Llama whose config has these fields."""
     folder = write_dense(tmp_path / "m", "llama")
     ids = torch.arange(3, 40)[None]
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The run: the bytes it writes are those of the quantizer and the layout, for every family; the same on every run."""
+"""A run writes the bytes of the quantizer and the layout for every family, the same on every run."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Every command that a message of lowq prints: its options exist, what is put into it is quoted, and it runs as printed."""
+"""Every command that a message of lowq prints: its options exist, inserted values are quoted, and it runs as printed."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""lowq push: the card says what the report says; nothing is sent on a dry run; a refusal is one line."""
+"""lowq push: the card agrees with the report; a dry run sends nothing; a refusal is one line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Recipes: flags and TOML mean the same, mistakes are named, patterns fit what they say."""
+"""Recipes: flags and TOML mean the same, mistakes are named, patterns match the right names."""
 
 from dataclasses import fields
 

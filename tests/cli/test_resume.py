@@ -180,7 +180,7 @@ def test_a_file_size_limit_reads_as_a_full_disk(tmp_path):
 
 
 def interrupt_after(tensors, events):
-    """Press Ctrl-C once so many tensors are done."""
+    """Press Ctrl-C after this number of tensors."""
     for event in events:
         tensors -= isinstance(event, TensorDone)
         if tensors == 0:

@@ -31,7 +31,7 @@ def lowq(*args, code=0, **how):
 
 
 def left_behind(home):
-    """Until what was left behind has ended."""
+    """Wait until the server left behind has ended."""
     until = time.monotonic() + 60
     while list((home / "state" / "lowq" / "run").glob("*.sock")):
         assert time.monotonic() < until

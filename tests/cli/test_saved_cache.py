@@ -134,7 +134,7 @@ def test_of_another_conversation_the_common_beginning_is_used(folder, saved):
 
 
 def test_a_drafters_cache_goes_along(folder):
-    """And a cache with it is not used by a decoder without: what was drafted would be missing the next time."""
+    """A cache with a drafter is also not used by a decoder without one: the drafter's part would be missing the next time."""
     path, first, more = folder / "trip.safetensors", *prompts(100, 9)
 
     def drafting():

@@ -1,4 +1,4 @@
-"""The search within whole steps keeps what makes the step shorter, one call after the other, and leaves dispatch as it was."""
+"""The search in whole steps keeps configs that make the step shorter, one call at a time, and restores dispatch."""
 
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ def test_search_keeps_what_helps_together(decoder, monkeypatch):
 
 @pytest.mark.parametrize("trials", [0, 2])
 def test_a_gpu_that_is_lost_ends_the_search_and_leaves_dispatch_as_it_was(decoder, monkeypatch, trials):
-    """As "slow" it would make every later trial slow, and keep what was taken until then."""
+    """Counted as a slow config, a lost GPU would make all later trials slow and keep the configs chosen so far."""
     now = dict.fromkeys(search.calls_of(decoder, 1, torch.bfloat16), ("a", {}))
     timed = []
 

@@ -99,7 +99,7 @@ def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vl
 
 
 def test_an_export_killed_when_it_had_its_name_is_swept(demo4, monkeypatch):
-    """`prepare` took it as it was: the file of its owner stayed."""
+    """Before, `prepare` used it unchanged, and its owner's file stayed."""
     real = os.unlink
 
     def killed(path, *args, **how):

@@ -1,4 +1,4 @@
-"""`--format nvfp4`, mxfp4 and nf4: what is written, read both ways, resumed; bits counted; hostile files and wrong flags."""
+"""`--format nvfp4`, mxfp4 and nf4: the files, read both ways, resumed; bits counted; hostile files and wrong flags."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""quantize --for ENGINE: what it chooses can be exported for that engine, or it says so before work starts."""
+"""quantize --for ENGINE: the chosen schemes can be exported for that engine, or an error comes before work starts."""
 
 import json
 import shutil

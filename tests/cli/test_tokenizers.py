@@ -1,4 +1,4 @@
-"""Tokenizers that come through transformers: ids and texts are its own, also in another process, where a server has them."""
+"""Tokenizers loaded by transformers: ids and texts equal its own, also in another process, as in a server."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Two models in one process: each is computed by the kernels that its own folder's table names, and keeps its own decoder."""
+"""Two models in one process: each runs the kernels of its own folder's tuning table, and has its own decoder."""
 
 import shutil
 

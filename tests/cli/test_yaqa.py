@@ -1,4 +1,4 @@
-"""Rounding on both sides: gptq where rows are independent, cheaper by its own measure where not; the moments it is given."""
+"""Rounding on both sides: gptq where rows are independent, with a lower loss by its own measure where not; and its moments."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Latent attention of random weights, and what is asked of its kernels."""
+"""Latent attention of random weights, and the checks of its kernels."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Mixers of random weights that remember tensors of a fixed size: gated delta and Mamba2, and what is asked of any."""
+"""Recurrent mixers of random weights (gated delta and Mamba2), and the checks of any of them."""
 
 import torch
 

@@ -134,7 +134,7 @@ def tensor_map(
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory:
-    """The sources as C++, and what is built of them, for this process."""
+    """The sources as C++, and the libraries built from them, for this process."""
     folder = tempfile.TemporaryDirectory(prefix="lowq-simt-")
     for name, text in nvrtc.sources().items():
         (Path(folder.name) / name).write_text(GENERATED.get(name) or host_source(text))

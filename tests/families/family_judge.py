@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def unmet(self) -> list[str]:
-        """What is asked of a family and does not hold here."""
+        """The checks that this family fails."""
         if self.fault:
             return [self.fault]
         found = [] if self.coverage >= COVERED else [f"{self.coverage:.0%} of its linear weights are packed"]

@@ -89,7 +89,7 @@ def text(*parts: Picture | list[int]) -> tuple[list[int], list[Picture]]:
 
 
 def inputs_of(config: Any, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
-    """What transformers' model is called with: the pictures of a text side by side, those of several sizes padded."""
+    """The arguments of transformers' model: the pictures of a text stacked, and padded if their sizes differ."""
     there, inputs = torch.tensor([ids]), dict[str, Any]()
     family = config.model_type
     for key in pictures[0].inputs if pictures else ():

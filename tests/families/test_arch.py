@@ -57,7 +57,7 @@ def on_meta(c):
 
 
 def shapes(model, d):
-    """What a model of transformers holds of its text part, the head left out where it is the embedding."""
+    """The tensors of the text part of a transformers model, without the head if it is the embedding."""
     held = {k: tuple(v.shape) for k, v in model.state_dict().items() if not k.startswith(d.beside or "/")}
     return {k: v for k, v in held.items() if not (d.tied and k == f"{d.head}.weight")}
 
@@ -180,7 +180,7 @@ SCALED = ("mistral4", "gemma4_text", "gpt_oss", "ministral3", "cwm", "apertus")
 
 @pytest.mark.parametrize("name", [n for n, f in families().items() if not f.text and here(n)])
 def test_a_config_json_that_says_nothing_is_described_as_its_class_fills_it_in(name):
-    """Publishers leave out what is the class's default: Gemma 3's text_config has six fields."""
+    """Publishers leave out fields with the class's default: Gemma 3's text_config has six fields."""
     raw = {"model_type": name, **UNSAID.get(name, {})}
     raw |= {"rope_parameters": class_of(name)().rope_parameters} if name in SCALED else {}
     c, model, family = read_config(raw, 1 << 20)

@@ -98,7 +98,7 @@ def test_a_state_that_is_not_taken_back_shows(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "gemma3_text"])
 def test_a_conversation_goes_on_after_drafts_as_if_it_were_read_anew(name):
-    """What the next turn finds in the cache: that of the prompt and of tokens that were right."""
+    """The next turn finds in the cache the prompt and the accepted tokens."""
     _, decoder = pair(name)
     decoder.drafts = True
     prompt, more = texts(VOCAB, 21, 5)

@@ -36,7 +36,7 @@ def test_a_family_comes_through(family):
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"])
 def test_a_family_in_nvfp4_is_what_it_dequantizes_to(family):
-    """Whatever 4 bits do to a random model: the logits are those of the dequantized weights, saved and read back the same."""
+    """In 4 bits a random model's logits equal those of its dequantized weights, also after save and reload."""
     found = judge(family, format="nvfp4")
     assert found.fault == ""
     assert found.exact < SAME

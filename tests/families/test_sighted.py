@@ -59,7 +59,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """lowq with these arguments, in this process: what it returned and wrote."""
+    """Run lowq with these arguments in this process: its exit code and its output."""
 
     def lowq_(*args, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -130,7 +130,7 @@ def test_a_picture_is_written_as_their_processors_write_it(name, tmp_path):
 
 
 def test_rows_of_a_picture_end_in_tokens_of_their_own():
-    """As Mistral's processor has it, which needs torchvision."""
+    """The same as Mistral's processor, which needs torchvision."""
     images, spelled = Images(1, "rows"), {1: "[IMG]"}.get
     assert written(images, Picture({}, 6, (2, 3)), spelled) == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
 

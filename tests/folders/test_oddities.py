@@ -1,4 +1,4 @@
-"""What is odd in published folders and has broken other tools: each read as the same model, or refused by name."""
+"""Oddities of published folders that have broken other tools: each is read as the same model, or refused by name."""
 
 import json
 import re
