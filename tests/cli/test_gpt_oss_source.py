@@ -20,7 +20,7 @@ MORE = {"num_key_value_heads": 2, "vocab_size": 320, "num_local_experts": 4, "nu
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A tiny gpt-oss without square matrices; every second expert has small codes, with scales that rounding would not choose."""
+    """A tiny gpt-oss without square matrices; every second expert has small codes, and scales unlike those of rounding."""
     out = tmp_path_factory.mktemp("gpt-oss")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **MORE)).bfloat16().save_pretrained(out)
