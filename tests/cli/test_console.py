@@ -1,4 +1,4 @@
-"""What is printed fits the terminal: numbers stay whole, lines break between words, a reader may leave."""
+"""Output fits the terminal: numbers stay whole, lines break between words, and the reader may close the pipe."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""--act auto: what layers may round is measured on the model's own text, and no more is taken than the limit allows."""
+"""--act auto: the loss of rounding is measured on the model's own text, and only as many layers round as the limit allows."""
 
 import json
 

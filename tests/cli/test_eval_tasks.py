@@ -1,4 +1,4 @@
-"""`lowq eval --tasks`: what lm-eval is answered, against values worked out by hand; a task of one's own from end to end."""
+"""`lowq eval --tasks`: answers to lm-eval compared with values worked out by hand, and a user's task from end to end."""
 
 import importlib.util
 import itertools
@@ -56,7 +56,7 @@ def judge(limit=None, answers=None):
 
 @pytest.fixture
 def invoke(capsys):
-    """A command in this process: its exit code, what it printed."""
+    """Run a command in this process: its exit code and its output."""
 
     def call(*args):
         code = main.main([*map(str, args)])

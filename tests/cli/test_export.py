@@ -1,4 +1,4 @@
-"""lowq export: what it writes reads back as the same weights, with our reader and with the real ones; or nothing is written."""
+"""lowq export: its files read back as the same weights, with our reader and the tools' own; or nothing is written."""
 
 import json
 import shutil

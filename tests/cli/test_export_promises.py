@@ -1,4 +1,4 @@
-"""What `inspect`, cards, refusals and quantize's last lines say of exports is what `export` then does; their commands run."""
+"""`export` does what `inspect`, cards, refusals and quantize's last lines say about it, and their commands run."""
 
 import re
 import shlex

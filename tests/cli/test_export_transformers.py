@@ -1,4 +1,4 @@
-"""What `inspect` says of transformers and an export in compressed-tensors is what transformers then does."""
+"""transformers does with an export in compressed-tensors what `inspect` says."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_bad_folders_give_one_line(case, packed):
 
 @pytest.fixture
 def reports():
-    """What transformers logs while a model is loaded: it would print it, in many lines."""
+    """The log of transformers while a model is loaded, which it would print in many lines."""
     found = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())

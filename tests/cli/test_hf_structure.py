@@ -1,4 +1,4 @@
-"""What each source tensor is: names with and without prefix, per-expert and stacked experts, tied heads, bad configs."""
+"""The role of each source tensor: names with and without prefix, per-expert and stacked experts, tied heads, bad configs."""
 
 import pytest
 import torch

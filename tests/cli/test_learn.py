@@ -1,4 +1,4 @@
-"""Gradient descent behind gptq: a layer's output comes nearer to the original one's, the same bytes on every run."""
+"""Gradient descent after gptq: a layer's output comes closer to the original one's, with the same bytes on every run."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""LoRA by PEFT over packed layers: it trains as over the dequantized model, and what cannot be is refused."""
+"""LoRA by PEFT over packed layers: it trains as over the dequantized model, and unsupported adapters are refused."""
 
 import copy
 

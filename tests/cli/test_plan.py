@@ -1,4 +1,4 @@
-"""Plans: what becomes of each tensor, to the byte, from headers alone."""
+"""Plans: the result for each tensor, to the byte, from headers alone."""
 
 import json
 import shutil

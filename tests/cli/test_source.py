@@ -1,4 +1,4 @@
-"""Opening a model: what is accepted, what is refused and with which way out."""
+"""Opening a model: accepted names, and refusals with their ways out."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Packed weights over two processes (torchrun, gloo): the logits and tokens of one; what cannot be shared is refused."""
+"""Packed weights over two processes (torchrun, gloo): the logits and tokens of one; unshareable weights are refused."""
 
 import json
 import os

@@ -35,7 +35,7 @@ def run(capsys, *words):
 
 
 def entries_of_the_slowest(folder):
-    """What a stalled measurement leaves: the slowest kernel in front for every shape, by the layout that files hold."""
+    """The table after a stalled measurement: the slowest kernel first for every shape, in the layout of the files."""
     from lowq_cli.tuning import tuning_plan
 
     opened = tuning_plan.open_packed(str(folder))

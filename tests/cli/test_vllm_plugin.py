@@ -95,7 +95,7 @@ def random_q(N, K, scheme, seed=0):
 
 
 def load(layer, q, *shard):
-    """What vLLM's model loading does with the tensors of one checkpoint matrix."""
+    """Load the tensors of one checkpoint matrix as vLLM's model loading does."""
     p = pack(q)
     for leaf, t in (("weight", p.words), ("weight_scale", p.scales), ("weight_zero", p.zeros), ("weight_table", p.table)):
         if t is not None:

@@ -1,4 +1,4 @@
-"""What every test of emulated sources needs: a skip where they cannot run, and a Hopper GPU that is not there."""
+"""Helpers of tests of emulated sources: a skip where they cannot run, and a simulated Hopper GPU."""
 
 import dataclasses
 import hashlib
@@ -120,7 +120,7 @@ def error(y: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def twice(launch: Callable[[], Any]) -> Any:
-    """What a launch gives (a tensor, or several): the same with its threads in the other order, and wgmma as late as it may."""
+    """The result of a launch (one or several tensors), checked to be the same with threads in reverse order and late wgmma."""
     import simt
 
     found = []
@@ -136,7 +136,7 @@ def twice(launch: Callable[[], Any]) -> Any:
 
 @contextmanager
 def built_at_once() -> Iterator[None]:
-    """Launches inside are noted, not run; then every instance that they want is built, those of one source in one go."""
+    """Inside this context launches are recorded, not run; then all their instances are built, those of one source at once."""
     import simt
 
     simt.Kernel.recording = True
@@ -206,7 +206,7 @@ def sms(n: int) -> Iterator[None]:
 
 @contextmanager
 def changed_kernels() -> Iterator[dict[str, registry.KernelSpec]]:
-    """Inside, kernels may be registered and removed; afterwards dispatch has those of before again."""
+    """Inside this context kernels may be registered and removed; afterwards the registry is restored."""
     registry.load_kernels()
     before = dict(registry.KERNELS)
     registry.forget_choices()

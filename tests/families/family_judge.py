@@ -1,4 +1,4 @@
-"""What quantizing makes of one family's tiny model: how much of it is packed, and how far off its logits are."""
+"""The quantized tiny model of one family: how much of it is packed, and the error of its logits."""
 
 import re
 import tempfile

@@ -1,4 +1,4 @@
-"""Families that do not come through whole, each with its reason. One that does is an error here: take it out."""
+"""Families that are not quantized whole, each with the reason. A family that is must be removed from this list."""
 
 SAVED = "transformers 5.23 cannot read back what it saved: the keys of per_layer_config become text in config.json"
 DRAFT = "a draft for another model, whose states its forward takes: it has no logits of its own"

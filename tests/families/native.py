@@ -1,4 +1,4 @@
-"""A tiny model of a described family by its plan, and by transformers: what tests of families compare."""
+"""A tiny model of a described family in lowq's plan and in transformers, for comparison."""
 
 from dataclasses import fields, replace
 from typing import Any

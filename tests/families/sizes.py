@@ -9,7 +9,7 @@ S, F = "sliding_attention", "full_attention"
 
 
 def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
-    """What every config.json has."""
+    """The fields of every config.json."""
     return {
         "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, **more,
@@ -17,7 +17,7 @@ def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int,
 
 
 def moe(experts: int, top_k: int, inner: int, field: str = "num_experts", **more: Any) -> dict[str, Any]:
-    """What those with experts have."""
+    """The fields of configs with experts."""
     return {field: experts, "num_experts_per_tok": top_k, "moe_intermediate_size": inner, **more}
 
 

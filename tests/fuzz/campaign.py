@@ -1,4 +1,4 @@
-"""A long run: bends and kills by turns until time or numbers are spent; what it found, and its table."""
+"""A long run of altered files and killed commands in turn, until its time or number is reached; its findings and table."""
 
 import json
 import os
@@ -69,14 +69,14 @@ class Ground:
         return valid.format, what, judge(valid, model)
 
     def bend(self, valid: Valid, rng: Random) -> tuple[dict[str, Any], Path]:
-        """What was bent in a copy of a valid file, and the copy."""
+        """The alteration of a copy of a valid file, and the copy."""
         out = self.bent / f"{valid.format}-{valid is self.second[valid.format]}"
         out.parent.mkdir(exist_ok=True)
         what = bend(valid.model, out, rng)
         return what, out if valid.model.is_dir() else out / valid.model.name
 
     def prepared(self, command: Command) -> tuple[dict[str, bytes], int]:
-        """What a command leaves that nothing disturbs, and how many calls it makes."""
+        """The files that an undisturbed command leaves, and the number of its system calls."""
         if command.name not in self.wanted:
             for count in (False, True):
                 begin(command, self.out)
@@ -90,7 +90,7 @@ class Ground:
         return self.wanted[command.name]
 
     def kills(self, seed: int) -> tuple[str, str, str]:
-        """One stopped run: command, how it was stopped, what was wrong then or ""."""
+        """One stopped run: the command, the signal, and the fault found or ""."""
         if not self.commands:
             made = commands(self.paths, self.folder / "text.txt")
             self.commands = [c for c in made if self.slow or c.name not in SLOW]

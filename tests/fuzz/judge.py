@@ -1,4 +1,4 @@
-"""What a bent file may do: be refused in one line within 5 s and 1 GB, or be read as its own reader reads it."""
+"""The verdict on an altered file: it must be refused in one line within 5 s and 1 GB, or be read as the reference reads it."""
 
 import resource
 import signal
@@ -24,7 +24,7 @@ NEAR = 2**-8  # parts of a matrix's largest weight: dense copies are rounded to 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one bend. fault: what should not have, or ""; seconds: of processor time."""
+    """The result of one altered file. fault: the fault, or ""; seconds: of processor time."""
 
     accepted: bool
     fault: str
@@ -90,7 +90,7 @@ def _same(now: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @contextmanager
 def _ended() -> Iterator[None]:
-    """What hangs is ended: by a clock that only counts what this process computes."""
+    """End a read that hangs, by the processor time of this process."""
 
     def end(*_: object) -> None:
         raise Hang(f"not done after {HANGS:.0f} s")

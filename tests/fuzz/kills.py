@@ -41,7 +41,7 @@ UNTOLD = ("lowq.log", "rate.json")  # files that tell times
 
 @dataclass(frozen=True)
 class Command:
-    """Something that writes below a folder. before: what is made there first, undisturbed."""
+    """A command that writes below a folder. before: a command that runs there first, undisturbed."""
 
     name: str
     run: Callable[[Path], object]
@@ -49,7 +49,7 @@ class Command:
 
 
 def begin(command: Command, folder: Path) -> None:
-    """An empty folder, with the homes of a user in it, and what a command needs."""
+    """An empty folder with a user's home folders, and the inputs of a command."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     os.environ["XDG_STATE_HOME"], os.environ["XDG_CACHE_HOME"] = str(folder / "state"), str(folder / "cache")
@@ -148,7 +148,7 @@ def _saved(save: Callable[[Any, str], None], messages: Any, path: Path) -> None:
 
 
 def entries() -> list[Any]:
-    """What a measurement of kernels might have found."""
+    """Plausible results of a measurement of kernels."""
     from lowq_kernels.dispatch.tuning_file import Entry
 
     return [
@@ -275,7 +275,7 @@ def stopped_at(command: Command, folder: Path, at: int, by: str) -> int:
 
 
 def tried(command: Command, folder: Path, wanted: dict[str, bytes], calls: int, rng: Random, by: str) -> str:
-    """Stop a run once to three times, run it again to its end: what is wrong then, or ""."""
+    """Stop a run one to three times, then run it to its end: the fault found then, or ""."""
     begin(command, folder)
     at = [rng.randrange(calls) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     for n in at:
@@ -288,7 +288,7 @@ def tried(command: Command, folder: Path, wanted: dict[str, bytes], calls: int, 
 
 
 def differences(wanted: dict[str, bytes], found: dict[str, bytes], what: str) -> str:
-    """What a folder has too much, too little or otherwise; "" if nothing."""
+    """The files that a folder has too many, lacks, or has with other contents; "" if none."""
     if left := sorted(found.keys() - wanted.keys()):
         return f"{what}: left {left[0]}"
     if lost := sorted(wanted.keys() - found.keys()):
@@ -310,7 +310,7 @@ CHANGING = ("quantize", "quantize gptq", "export")  # an import's folder is name
 
 
 def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random) -> tuple[str, str]:
-    """A run killed, its source edited, the same command: refused, or with --fresh what the new source gives.
+    """A run killed, its source edited, the same command: refused, or with --fresh the new source's result.
 
     The command, and what was wrong or "".
     """

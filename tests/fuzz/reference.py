@@ -1,4 +1,4 @@
-"""Every format read once more, from its definition, in numpy: what a bent file means. No line of lowq's readers is used.
+"""A second reader of every format, from its definition, in numpy, for altered files. It uses no line of lowq's readers.
 
 GGUF is read by the gguf package. A reader raises, whatever it likes, where a file means nothing.
 """
@@ -48,7 +48,7 @@ def reading(name: str, folder: Path) -> dict[str, torch.Tensor] | None:
 
 
 def gguf(path: Path) -> dict[str, torch.Tensor] | None:
-    """What the gguf package reads of a file, under Hugging Face's names and in its order of rows; None where it refuses."""
+    """A file as the gguf package reads it, under Hugging Face's names and in its row order; None if the package refuses it."""
     from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
     try:

@@ -40,7 +40,7 @@ Send = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]  # a request's b
 
 @dataclass
 class Seen:
-    """What came of it all."""
+    """The results of the run."""
 
     counts: Counter = field(default_factory=Counter)
     wrong: list = field(default_factory=list)
@@ -50,7 +50,7 @@ class Seen:
 
 
 class Client:
-    """HTTP/1.1 by hand, for what no client sends: one request a connection."""
+    """HTTP/1.1 without a library, for requests that no client sends: one request per connection."""
 
     def __init__(self, url: str) -> None:
         self.host, port = url.removeprefix("http://").split(":")

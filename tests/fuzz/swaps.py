@@ -1,4 +1,4 @@
-"""Four models over a memory for two: requests at random, some broken off; each answer is that of its model and prompt alone.
+"""Four models with memory for two: random requests, some cancelled; each answer depends only on its model and prompt.
 
     python tests/fuzz/swaps.py --requests 2000 --users 24 --out swaps.json
     python tests/fuzz/swaps.py --requests 500 --kills 20 --kv-host 32MB
@@ -98,7 +98,7 @@ def rss_mb(pid: int) -> float:
 
 
 class Run:
-    """What happened, while it happens."""
+    """The counts of the run so far."""
 
     def __init__(self, url: str, pid: int, args: argparse.Namespace) -> None:
         self.url, self.pid, self.args, self.rng = url, pid, args, random.Random(args.seed)
@@ -184,7 +184,7 @@ async def break_off(client: httpx.AsyncClient, model: str, prompt: str, after: f
 
 
 async def swaps(url: str, pid: int, args: argparse.Namespace) -> dict[str, object]:
-    """What happened."""
+    """The counts of the run."""
     run, limits = Run(url, pid, args), httpx.Limits(max_connections=args.users + 4)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
         alone = {(m, p): await run.ask(client, m, p) for m in NAMES for p in run.prompts}

@@ -1,4 +1,4 @@
-"""Some seconds of what `python -m tests.fuzz` does for as long as one likes, and every input that it ever found."""
+"""Some seconds of `python -m tests.fuzz`, and every input in which it ever found a fault."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(gro
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(which=st.integers(0, 999), draws=st.randoms(use_true_random=False))
 def test_files_altered_by_hypothesis_are_refused_or_read(ground, which, draws):
-    """As above; what fails is made small."""
+    """As above, through hypothesis, which shrinks an input that fails."""
     every = (*ground.valid, *ground.second.values())
     valid = every[which % len(every)]
     what, model = ground.bend(valid, draws)
@@ -57,7 +57,7 @@ def test_earlier_findings_stay_fixed(ground, seed, name, second):
 
 
 def test_a_fault_is_seen(ground, monkeypatch):
-    """The judge sees an internal error, other weights, and what takes long."""
+    """The judge sees an internal error, other weights, and slow reads."""
     valid = next(v for v in ground.valid if v.format == "gptq")
 
     def verdict():

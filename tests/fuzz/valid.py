@@ -1,4 +1,4 @@
-"""Valid model files of every format, tiny, each with the weights that it stands for; and what its own reader makes of it."""
+"""Tiny valid model files of every format, each with its weights, and the result of its own reader."""
 
 import json
 import shutil

@@ -59,7 +59,7 @@ def all_tables(folder: Path) -> tuple[list[Valid], dict[str, Valid]]:
 
 
 def _rewritten(model: Path, out: Path, section: dict[str, Any], packed: Any) -> Path:
-    """A copy of a dense model whose decoder's matrices are what `packed(name, weight)` gives."""
+    """A copy of a dense model with `packed(name, weight)` for the decoder's matrices."""
     shutil.copytree(model, out)
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -92,7 +92,7 @@ def _bitsandbytes(model: Path, out: Path, kind: str, double: bool) -> Path:
 
 
 def _gemlite(model: Path, out: Path, bits: int, group: int, zero: str) -> Path:
-    """What GemLite's state_dict would hold."""
+    """The tensors of GemLite's state_dict."""
     made = out.with_name(f"{out.name}-packed")
     quantize(model, made, bits=bits, group=group, method="rtn", zero=zero, lm_head="keep")
     with (found := open_checkpoint(made)).source:

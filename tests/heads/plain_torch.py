@@ -1,4 +1,4 @@
-"""Draft heads in plain torch, from published tensors by their published names: what the engine's plans are held to.
+"""Draft heads in plain torch, from published tensors by their published names: the reference for the engine's plans.
 
 Nothing of lowq is used. A head is asked for K further tokens after a text by running all its rows anew for each of them.
 """
