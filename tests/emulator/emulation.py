@@ -161,24 +161,29 @@ def without_a_gpu(module: ModuleType, launches: Callable[[], object]) -> Iterato
 
 @contextmanager
 def defect(module: ModuleType, file: str, good: str, bad: str, *more: tuple[str, str]) -> Iterator[None]:
-    """Inside, `module` launches the source `file` with `bad` in the place of `good`, its includes written out."""
+    """Inside, `module` launches the source `file` with `bad` in the place of `good`, its includes written out; one must."""
     import simt
     from lowq_kernels.cuda import nvrtc
 
     source = re.sub(r'#include "(fold|split_int8)\.cuh"', lambda m: nvrtc.sources()[f"{m[1]}.cuh"], nvrtc.sources()[file])
-    assert good in source
-    for wrong in ((good, bad), *more):
-        source = source.replace(*wrong)
+    for text, wrong in dict([(good, bad), *more]).items():
+        assert text in source
+        source = source.replace(text, wrong)
     name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-{file}"  # the copy's, as build_all takes it
     (Path(simt._folder().name) / name).write_text(simt.host_source(source))
 
+    planted: list[Any] = []
+
     def kernel(asked: str, *rest: Any, **how: Any) -> Any:
-        return simt.Kernel(name if asked == file else asked, *rest, **how)
+        made = simt.Kernel(name if asked == file else asked, *rest, **how)
+        planted.extend([made] if asked == file else [])
+        return made
 
     forget(module)
     with mock.patch.object(module, "Kernel", kernel):
         yield
     forget(module)
+    assert any(made.launches for made in planted), f"{bad!r} was not launched"
 
 
 def forget(*modules: ModuleType) -> None:

@@ -175,10 +175,10 @@ class Kernel:
 
     def __init__(self, file, expression, device, threads, parameters, smem=0, cluster=1, serialize=False, per_sm=32):
         self.file, self.expression, self.threads, self.parameters = file, expression, threads, driver.Parameters(parameters)
-        self.limit, self.cluster = max(smem, 48 << 10), cluster
+        self.limit, self.cluster, self.launches = max(smem, 48 << 10), cluster, 0
 
     def __call__(self, grid_x: int, grid_y: int, smem: int, *values: object) -> None:
-        key = (self.file, self.expression)
+        key, self.launches = (self.file, self.expression), self.launches + 1
         if Kernel.recording:
             Kernel.wanted[key] = None
             return

@@ -133,8 +133,8 @@ def warps():
 
 def rows_of_odd_groups():
     """K of 11 groups of 64, as gpt-oss's 45: no whole steps. Codes of 8 bits in bf16, which no magic number holds."""
-    for i, (bits, group, M) in enumerate(itertools.product(BITS, (64, 32), (1, 16, 33))):
-        zero, N = ("float", "none", "int")[i % 3], (17, 40, 72)[i % 3]
+    for i, (bits, M) in enumerate(itertools.product(BITS, (1, 16, 33))):
+        zero, N, group = ("float", "none", "int")[i // 3 % 3], (17, 40, 72)[(i + i // 3) % 3], (64, 32)[i % 2]
         yield Case("cuda/tile_mma", bits, BF16 if bits == 8 else (F16, BF16)[i % 2], group, zero, M, N, 704, (i * 0.382) % 1)
 
 
@@ -150,7 +150,23 @@ def groups_inside_words():
         yield Case("cuda/gemv_warp32", 3, F16, 128, "int", M=1, N=17, K=1152, config=config)
 
 
-CASES = [*every_width_group_and_zero(), *tails(), *warps(), *rows_of_odd_groups(), *many_blocks(), *groups_inside_words()]
+NOTICED = Case("cuda/tile_mma", 4, F16, 128, "float", M=8, N=40, K=2304)  # right, and wrong with any of DEFECTS
+DEFECTS = {  # what stands in the source of tile_mma, and what is put there
+    "late wait": ("copy_wait<STEPS_IN_FLIGHT - 1>();", "copy_wait<STEPS_IN_FLIGHT>();"),
+    "x of the step before": ("thread.load_x(x_from, u, next);", "thread.load_x(x_from, u, now);"),
+    "wrong rows of x": ("x_row + i * AT_ONCE, rows - 1)", "x_row, rows - 1)"),
+    "no barrier": ("    __syncthreads();\n    store<", "    store<"),
+    "last column unwritten": ("if (column >= width) continue;", "if (column >= width - 1) continue;"),
+}
+CASES = [
+    *every_width_group_and_zero(),
+    *tails(),
+    *warps(),
+    *rows_of_odd_groups(),
+    *many_blocks(),
+    *groups_inside_words(),
+    NOTICED,
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,6 +179,9 @@ def built(gpu, request):
                 launch(given["case"])
             elif "dp4a" in given:
                 int8_activations(**given)
+            elif "defect" in given:
+                with emulation.defect(tile_mma, "tile_mma.cu", *DEFECTS[given["defect"]]):
+                    launch(NOTICED)
         if any(i.name == "test_dense_rows" for i in request.session.items):
             dense_rows(F16), dense_rows(BF16)
 
@@ -216,18 +235,8 @@ def test_dequantised_slabs():
         check(case)
 
 
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ("copy_wait<STEPS_IN_FLIGHT - 1>();", "copy_wait<STEPS_IN_FLIGHT>();"),
-        ("thread.load_x(x_from, u, next);", "thread.load_x(x_from, u, now);"),
-        ("x_row + i * AT_ONCE, rows - 1)", "x_row, rows - 1)"),
-        ("    __syncthreads();\n    store<", "    store<"),
-        ("if (column >= width) continue;", "if (column >= width - 1) continue;"),
-    ],
-    ids=["late wait", "x of the step before", "wrong rows of x", "no barrier", "last column unwritten"],
-)
-def test_the_emulator_notices(good, bad):
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_emulator_notices(defect):
     """Defects put into the source of tile_mma fail, as an error text or as a wrong number."""
-    with emulation.defect(tile_mma, "tile_mma.cu", good, bad), pytest.raises(AssertionError):
-        check(Case("cuda/tile_mma", 4, F16, 128, "float", M=8, N=40, K=2304))
+    with emulation.defect(tile_mma, "tile_mma.cu", *DEFECTS[defect]), pytest.raises(AssertionError):
+        check(NOTICED)

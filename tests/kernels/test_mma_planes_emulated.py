@@ -53,6 +53,18 @@ CASES = [  # bits, dtype, group (0: a row is one), zero, M, N, K, config
 
 
 BYTES = ("nf4/e4m3", "nf4/e8m0")
+NAN_STAYS = ("if (!(v * 0.f == 0.f))", "if (false)")
+DEFECTS = {  # what stands in the source, and what is put there
+    "x is not waited for": ("copy_wait<0>();\n        __syncwarp();\n        planes.store();", "planes.store();"),
+    "nor are planes": ("planes.store();\n        __syncwarp();", "planes.store();"),
+    "low planes off by 128": ("__byte_perm(even, odd, 0x5410) ^ 0x80808080u", "__byte_perm(even, odd, 0x5410)"),
+    "spans share columns": ("(row * EACH + span % EACH) * 64", "row * EACH * 64"),
+    "nan stays": NAN_STAYS,
+}
+
+
+def planted(name):
+    return emulation.defect(tile_mma, "tile_mma.cu", *DEFECTS[name], NAN_STAYS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,6 +74,10 @@ def gpu():
         with emulation.built_at_once():
             for case in [*CASES, *map(special, (*WIDTHS, *BYTES))]:
                 product(case, torch.zeros(case[4], case[6], dtype=case[1]))
+            for name in DEFECTS:
+                case = special(2) if name == "nan stays" else CASES[1]
+                with planted(name):
+                    product(case, torch.zeros(case[4], case[6], dtype=case[1]))
         yield
 
 
@@ -146,24 +162,11 @@ def test_one_flipped_code_shows():
     assert (y.double() - wrong).norm() > 1.05 * (ref.to(F16).double() - ref).norm()
 
 
-NAN_STAYS = ("if (!(v * 0.f == 0.f))", "if (false)")
-
-
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ("copy_wait<0>();\n        __syncwarp();\n        planes.store();", "planes.store();"),
-        ("planes.store();\n        __syncwarp();", "planes.store();"),
-        ("__byte_perm(even, odd, 0x5410) ^ 0x80808080u", "__byte_perm(even, odd, 0x5410)"),
-        ("(row * EACH + span % EACH) * 64", "row * EACH * 64"),
-        NAN_STAYS,
-    ],
-    ids=["x is not waited for", "nor are planes", "low planes off by 128", "spans share columns", "nan stays"],
-)
-def test_the_emulator_notices(good, bad):
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_emulator_notices(name):
     """Defects put into the source fail, as an error text or as a wrong number. (A nan that is made again hides some.)"""
-    fails = partial(test_no_finite_numbers, 2) if good == NAN_STAYS[0] else partial(test_right_numbers, CASES[1])
-    with emulation.defect(tile_mma, "tile_mma.cu", good, bad, NAN_STAYS), pytest.raises(AssertionError):
+    fails = partial(test_no_finite_numbers, 2) if name == "nan stays" else partial(test_right_numbers, CASES[1])
+    with planted(name), pytest.raises(AssertionError):
         fails()
 
 

@@ -61,56 +61,65 @@ CASES = [
 ]
 
 
+DEFECTS = {  # what stands in the source, and what is put there
+    "registers overwritten under a product": ("products_wait<1>()", "products_wait<2>()"),
+    "stage handed back early": ("barrier_init(empty + 8 * i, 4 * CONSUMERS)", "barrier_init(empty + 8 * i, 1)"),
+    "inf lost": ("if (!(none == 0.f))", "if (false)"),
+    "a warpgroup's sums left out": (
+        "for (int k = 1; k < WARPGROUPS_K; k++) v[j]",
+        "for (int k = 2; k < WARPGROUPS_K; k++) v[j]",
+    ),
+    "other span": ("span % 2 ? 0x7351 : 0x6240", "0x6240"),
+}
+NOTICED = {
+    special: Case((2, 2, 2, 1), 1, HALF, 128, "float", 6, 264, 4096, sms=1, special=special) for special in (False, True)
+}
+CASES += NOTICED.values()  # right, and wrong with a defect
+
+
+def launched(case):
+    """A case's product twice, by threads in two orders, wgmma as early and as late as it may read: the same bits."""
+    x, p, bias, ref = operands(case)
+    config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
+    call = dataclasses.replace(Call.of(x, p), device="cuda", capability=(9, 0))
+    assert SPEC.why_not(call) is None, SPEC.why_not(call)
+    assert config in SPEC.legal_configs(call)
+    with emulation.sms(case.sms):
+        return emulation.twice(lambda: SPEC.launch(x, p, bias, config)), ref
+
+
 @pytest.fixture(scope="module")
 def built():
-    """The instances of all cases, those of one source by one run of g++."""
+    """The instances of all cases, those of one source by one run of g++, and those of its copies with a defect by another."""
     with emulation.hopper(tile_int8x2, int8_planes), emulation.built_at_once():
         for case in CASES:
-            x, p, bias, _ = operands(case)
-            with emulation.sms(case.sms):
-                SPEC.launch(x, p, bias, dict(zip(tile_int8x2.KEYS, case.config, strict=True)))
+            launched(case)
+        for name in DEFECTS:
+            with emulation.defect(tile_int8x2, "tile_int8x2.cu", *DEFECTS[name]):
+                launched(NOTICED[name == "inf lost"])
 
 
 @emulated
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated(case):
-    """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
-    x, p, bias, ref = operands(case)
-    config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
-    call = dataclasses.replace(Call.of(x, p), device="cuda", capability=(9, 0))
-    assert SPEC.why_not(call) is None, SPEC.why_not(call)
-    assert config in SPEC.legal_configs(call)
-    with emulation.hopper(tile_int8x2, int8_planes), emulation.sms(case.sms):
-        check(case, emulation.twice(lambda: SPEC.launch(x, p, bias, config)), ref)
+    """The definition's numbers."""
+    with emulation.hopper(tile_int8x2, int8_planes):
+        check(case, *launched(case))
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ("products_wait<1>()", "products_wait<2>()"),
-        ("barrier_init(empty + 8 * i, 4 * CONSUMERS)", "barrier_init(empty + 8 * i, 1)"),
-        ("if (!(none == 0.f))", "if (false)"),
-        ("for (int k = 1; k < WARPGROUPS_K; k++) v[j]", "for (int k = 2; k < WARPGROUPS_K; k++) v[j]"),
-        ("span % 2 ? 0x7351 : 0x6240", "0x6240"),
-    ],
-    ids=[
-        "registers overwritten under a product",
-        "stage handed back early",
-        "inf lost",
-        "a warpgroup's sums left out",
-        "other span",
-    ],
-)
-def test_the_emulator_notices(good, bad):
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_emulator_notices(name):
     """Defects put into the source fail, as an error text or as a wrong number."""
-    case = Case((2, 2, 2, 1), 1, HALF, 128, "float", 6, 264, 4096, sms=1, special=bad == "if (false)")
-    config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
-    with emulation.hopper(tile_int8x2, int8_planes), emulation.sms(1):
-        x, p, bias, ref = operands(case)
-        with emulation.defect(tile_int8x2, "tile_int8x2.cu", good, bad), pytest.raises(AssertionError):
-            check(case, emulation.twice(lambda: SPEC.launch(x, p, bias, config)), ref)
+    case = NOTICED[name == "inf lost"]
+    with (
+        emulation.hopper(tile_int8x2, int8_planes),
+        emulation.defect(tile_int8x2, "tile_int8x2.cu", *DEFECTS[name]),
+        pytest.raises(AssertionError),
+    ):
+        check(case, *launched(case))
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])

@@ -78,8 +78,9 @@ def check(spec: KernelSpec, config: Config, q: QuantizedTensor, M: int, dtype: t
     assert y.shape == (M, N)
     assert y.dtype == dtype
     assert error(y, ref, usual) <= TOLERANCE[dtype], f"{spec.name} {config} M={M} N={N} K={K} {q.scheme} {dtype}"
-    again = spec.launch(x, p, bias, config)
-    assert torch.equal(y, again), "two runs differ"
+    # the interpreter runs programs in one order, but those that meet may leave counters behind
+    if GPU or config.get("SPLIT_K", 1) > 1 or "PROGRAMS" in config:
+        assert torch.equal(y, spec.launch(x, p, bias, config)), "two runs differ"
 
 
 def pick(items: list, seed: int, n: int) -> list:  # type: ignore[type-arg]
