@@ -45,7 +45,7 @@ class Pictured:
         heads = [texts.tokenize(tokenizer, w) for w in written]
         self.lead = len(heads[0])
         if len({len(h) for h in heads}) > 1 or self.lead >= window:
-            raise UsageError(f"the pictures make {self.lead} tokens of {window} that are read at once: no text follows them")
+            raise UsageError(f"the pictures take {self.lead} of a window's {window} tokens and leave no room for a text")
         wholes = [texts.tokenize(tokenizer, f"{w} {text.pairs[i][1]}\n\n") for w, i in zip(written, chosen, strict=True)]
         self.ids = self._windows(wholes, texts.tokenize(tokenizer, text.words), count, window)
         texts.check_ids(self.ids.clamp(min=0).unique().tolist(), base.config.get_text_config().vocab_size)

@@ -144,7 +144,7 @@ def check_ids(ids: Iterable[int], rows: int) -> None:
 
 
 def read_utf8(file: Path, what: str) -> str:
-    """A text file's contents. Raises UsageError for bytes that are not UTF-8, and NotFoundError; messages name `what` it is."""
+    """A text file's contents. Raises UsageError for bytes that are not UTF-8, NotFoundError. what: its name in messages."""
     try:
         return read_given(file, what, MAX_TEXT).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:

@@ -79,7 +79,7 @@ def not_finite(dtype: torch.dtype) -> DamagedError:
     """The error message for logits that are not `drawable`, of a model that computes in `dtype`."""
     why = f"weights or activations overflow {str(dtype).removeprefix('torch.')}"
     return DamagedError(
-        f"what the model computes is NaN or infinite: {why}; lowq quantize MODEL --dtype DTYPE takes another, or fetch it again"
+        f"the model's output is NaN or infinite: {why}; try lowq quantize MODEL --dtype DTYPE, or fetch the model again"
     )
 
 

@@ -189,7 +189,7 @@ def _check_computed_alike(config: Any, model: Model, arch: str) -> None:
                 f"it rotates {part.rope.dims} of the {part.dim} values of a head; llama.cpp rotates all of them"
             )
         if isinstance(part, Mlp | Experts) and part.act != "silu":
-            raise UnsupportedError(f"its activation is {config.hidden_act}, llama.cpp's graph of this family has silu")
+            raise UnsupportedError(f"its activation is {config.hidden_act}; llama.cpp computes this family with silu")
         if isinstance(part, Linear) and part.bias and (odd := [p for p in part.parts if not p.endswith(BIASED.get(arch, ()))]):
             raise UnsupportedError(f"{odd[0]} has a bias, which llama.cpp's graph of {arch} does not add")
 
@@ -283,7 +283,7 @@ def _mixture_metadata(config: Any, model: Model) -> dict[str, Value]:
     if not routers:
         return {}
     if not all(router.normalise for router in routers):
-        raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")
+        raise UnsupportedError("its router does not normalise (norm_topk_prob); llama.cpp's does for this family")
     if len(routers) != len(model.layers):
         raise UnsupportedError("some of its layers have no experts; llama.cpp's graph of this family has them everywhere")
     values = {"expert_count": u32(routers[0].experts), "expert_used_count": u32(routers[0].top_k)}

@@ -21,7 +21,7 @@ class Form:
     """The description of the towers of one model_type.
 
     cls: transformers' class of the whole model. projector: llama.cpp's name. names: templates (module's name below its prefix,
-    name of the tensor), of which the first that fits holds; several names of tensors split the module's rows equally. {n} is a
+    name of the tensor), of which the first match is used; several names of tensors split the module's rows equally. {n} is a
     number, {w} a word, {deep} the layer of the n-th added features. permuted: tensors whose rows llama.cpp expects in pairs.
     facts: from config.json, further metadata (after "clip."); raises UnsupportedError. fields: from a file's facts, the fields
     of vision_config and of config.json. token: a token whose embedding is also written, and its name. words: the tokens of an
@@ -63,7 +63,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a file says of its tower: metadata below "clip." and shapes of tensors."""
+    """A file's facts about its tower: metadata under "clip." and shapes of tensors."""
 
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
@@ -121,7 +121,7 @@ def _only(vision: Mapping[str, Any], name: str, *known: Any) -> Any:
     """A field of vision_config (default: `known[0]`). Raises UnsupportedError unless llama.cpp's graph supports its value."""
     value = vision.get(name, known[0])
     if value not in known:
-        raise UnsupportedError(f"its tower's {name} is {value}, llama.cpp's graph of it has {' or '.join(map(str, known))}")
+        raise UnsupportedError(f"its tower's {name} is {value}; llama.cpp supports {' or '.join(map(str, known))}")
     return value
 
 
@@ -183,7 +183,7 @@ def _qwen2_5(config: Mapping[str, Any]) -> dict[str, Value]:
     whole = vision.get("fullatt_block_indexes", [7, 15, 23, 31])
     every = whole[0] + 1 if whole else 0
     if every < 2 or any(b - a != every for a, b in pairwise(whole)):
-        raise UnsupportedError(f"its tower sees whole pictures in layers {whole}, llama.cpp's graph in every n-th, n from 2")
+        raise UnsupportedError(f"its tower sees whole pictures in layers {whole}; llama.cpp supports every n-th, n >= 2")
     merge = u32(vision.get("spatial_merge_size", 2))
     return {"use_silu": flag(True), "vision.n_wa_pattern": u32(every), "vision.spatial_merge_size": merge}
 

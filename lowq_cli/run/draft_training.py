@@ -139,7 +139,7 @@ def plan_training(
     on = pick_device(device)
     loaded, tokenizer = open_model.ready(model, device)
     if why := why_not(loaded):
-        raise UnsupportedError(f"a head is trained for models that lowq decodes by their description: {why}")
+        raise UnsupportedError(f"draft heads are trained only for models that lowq's native decoder runs: {why}")
     plan = plan_of(loaded)
     whole = plan.model.vocab
     guesses = vocabulary or (whole if whole <= FULL_VOCABULARY else REDUCED)

@@ -105,7 +105,7 @@ def least_squares(model: str, kind: str, progress: Progress | None = None) -> Ex
     path.parent.mkdir(parents=True, exist_ok=True)
     exported = exporter.export(model, "gguf", path, progress=progress, kind=kind)
     if list(path.parent.glob("mmproj-*")):
-        raise UnsupportedError(f"{model} has a tower, next to which no layers are calibrated for GGUF; leave --calib out")
+        raise UnsupportedError(f"{model} has a vision tower, and such models are not calibrated for GGUF; leave --calib out")
     return exported
 
 
@@ -142,7 +142,7 @@ def _target(file: RefinedFile, source: Source) -> Source:
         return source
     if (scaled := scaled_original(source, file, norms)) is None:
         raise UnsupportedError(
-            f"{min(norms)} is not what it is in {source.name}, and no scales as AWQ's explain the weights next to it: "
-            "the file is of another model, or its norms were learnt, as distill does"
+            f"{min(norms)} differs from that of {source.name}, and no AWQ scales explain the weights next to it: "
+            "the file is of another model, or its norms were trained, as by distill"
         )
     return scaled
