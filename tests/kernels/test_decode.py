@@ -185,14 +185,14 @@ def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not():
 
 
 PASSES = {
-    "llama": [(0, 90)],
-    "qwen3": [(0, 33), (33, 97)],
+    "llama": [(0, 70)],
+    "qwen3": [(0, 33), (33, 70)],
     "phi3": [(0, 1), (1, 40)],
-    "window": [(0, 100), (100, 150)],
-    "window, heads of 64": [(0, 100)],
+    "window": [(0, 70), (70, 105)],
+    "window, heads of 64": [(0, 70)],
     "sinks": [(0, 40), (40, 50)],
     "capped, a window, sinks": [(0, 60), (60, 70)],
-    "chunks": [(0, 50), (50, 130)],
+    "chunks": [(0, 50), (50, 97)],
     "chunks and a window": [(0, 90)],
     "wide": [(0, 20), (20, 37)],
 }

@@ -116,12 +116,13 @@ def test_rows_of_one_sequence_with_a_copy_of_the_state_after_each(name, dtype):
 RUNS = {Delta: runs_triton.delta, Mamba2: runs_triton.mamba2, ShortConv: runs_triton.short_conv}
 # lengths of several sequences, and dummy rows before, between and after them
 RAGGED = ((0, 1), (3, 2), (0, 130), (5, 64), (4, 0))
+SHORT = ((0, 1), (3, 66), (4, 0))  # two of them: what else a case has is the same in the third chunk as in the second
 
 
-def ragged():
+def ragged(lengths=RAGGED):
     """Those runs, each with a slot of its own."""
     each, at = [], 0
-    for i, (before, length) in enumerate(RAGGED):
+    for i, (before, length) in enumerate(lengths):
         at += before
         each += [Run(at, at + length, 7 - i)] if length else []
         at += length
@@ -158,7 +159,7 @@ def poisoned():
 def test_runs(name, dtype):
     if DEVICE == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bf16")
-    f, runs = moved(CASES[name](), dtype), ragged()
+    f, runs = moved(CASES[name](), dtype), ragged(SHORT if DEVICE == "cpu" and "," in name else RAGGED)
     if isinstance(f, ShortConv) and f.weight.shape[1] == 1:
         f = dataclasses.replace(f, weight=f.weight.repeat(1, 2))
     x = (torch.randn(runs.M, features(f)) * 2).to(DEVICE, dtype)
