@@ -31,7 +31,7 @@ def ints(text: str) -> list[int]:
 
 
 def parser(out: str, bits: tuple[int, ...], packages: tuple[str, ...] = ()) -> argparse.ArgumentParser:
-    """The flags of every experiment. `packages`: whose versions are noted beside lowq's, torch's and transformers'."""
+    """The flags of every experiment. `packages`: further packages whose versions are recorded."""
     made = argparse.ArgumentParser()
     made.add_argument("--models", type=Path, required=True)
     made.add_argument("--data", type=Path, required=True)

@@ -228,7 +228,7 @@ def decode(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
 
 
 def packed() -> Iterator[dict[str, float | int | str]]:
-    """Prompts of several texts one after another over a paged cache, beside each in a pass of its own."""
+    """Prompts of several texts one after another over a paged cache, compared with one pass per prompt."""
     for pieces in PACKED:
         M, n = sum(new for _, new in pieces), len(pieces)
         width = -(-max(start + new for start, new in pieces) // PAGE)

@@ -2,7 +2,7 @@
 
     python benchmarks/cuda_tile.py                                  # PLAN: the tables of docs/cuda.md
     python benchmarks/cuda_tile.py --shapes 4096x4096 --bits 4 --m 1,8,16 --sweep    # every legal config of every kernel
-    python benchmarks/cuda_tile.py --tables                         # nvfp4, mxfp4, nf4 and fitted tables beside grids
+    python benchmarks/cuda_tile.py --tables                         # nvfp4, mxfp4, nf4 and fitted tables compared with grids
     python benchmarks/cuda_tile.py --chain --m 1,8 --out ...        # an 8B model's layers in turn, as a decoder calls them
 
 Without --sweep a cell is the kernel and config that dispatch picks. Protocol: `dispatch.timing.graph_time` (weights

@@ -80,7 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SEARCHED: dict[registry.Call, tuple[str, registry.Config]] = {}  # what --search found: asked before every other table
 Run = tuple[str, str, list[int]]  # model, variant, batches
-RUNS = (  # the heads of 4, 3 and 2 bits that `lowq quantize` gives, and others beside them
+RUNS = (  # the heads of 4, 3 and 2 bits that `lowq quantize` gives, and other ones
     "8b=4h8,2h4@1,4,8,16,32,64",
     "8b=16@1,8,64",
     "8b=8,4,3h8,2h8,2,8g64,4g64h8,3g64h8,2g64h4",
@@ -143,7 +143,7 @@ def random_meta(
         zeros = None if scheme.zero == "none" else (scheme.levels - 1) / 2 + torch.rand(shape, device=device) - 0.5
         return (scales * (3.4 / scheme.levels / K**0.5)).to(dtype), None if zeros is None else zeros.to(dtype), None
     unit = 1 / float(values(scheme, None).square().mean().sqrt()) / K**0.5
-    if scheme.table_width:  # NVFP4's scales are about 1 beside their factor
+    if scheme.table_width:  # NVFP4's scales are about 1, apart from their factor
         return to_bytes(scales, scheme.scale), None, torch.full((*tables, 1), unit, device=device)
     return (scales * unit).to(dtype) if scheme.scale == "float" else to_bytes(scales * unit, scheme.scale), None, None
 

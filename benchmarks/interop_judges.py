@@ -169,7 +169,7 @@ def _values(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:
 
 
 def _ours(t: CheckpointTensor, out: Path) -> torch.Tensor:
-    """The weights that the checkpoint beside an export holds for `t`."""
+    """The weights for `t` of the lowq checkpoint that was exported."""
     return open_checkpoint(out.parent / "ours").read_matrix(t).dequantize()
 
 

@@ -64,7 +64,7 @@ def main() -> None:
             return {"adapter": 1 + asked.number % n} if n else {}
 
         engine.ways = ways
-        engine.load(plain(args.users, requests(vocabulary, SEED)), args.users)  # what is met first is compiled
+        engine.load(plain(args.users, requests(vocabulary, SEED)), args.users)  # the first run compiles kernels
         row = engine.load(plain(args.users, requests(vocabulary, SEED + args.users)), args.count)
         row["share"] = row["tokens_per_s"] / found.get("0", row)["tokens_per_s"]  # type: ignore[attr-defined]
         found[str(several)] = row

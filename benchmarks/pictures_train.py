@@ -154,7 +154,7 @@ def train(model: Any, tokens: Tokenizer, seconds: float, batch: int) -> dict[str
 
 
 def write(model: Any, tokens: Tokenizer, base: Path, out: Path, facts: dict[str, int]) -> None:
-    """The folder, and beside its files what the model is (`trained.json`)."""
+    """Write the folder, and in it `trained.json`, which describes the model."""
     text = sum(p.numel() for n, p in model.named_parameters() if "language_model" in n)
     sight = sum(p.numel() for n, p in model.named_parameters() if "language_model" not in n)
     model.to(torch.bfloat16).save_pretrained(out)

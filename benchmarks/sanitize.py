@@ -77,7 +77,7 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
                 if spec.why_not(call):
                     continue
                 legal = spec.legal_configs(call)
-                share += 1  # start elsewhere each time, so that all are met
+                share += 1  # start elsewhere each time, so that all are run
                 few = CONFIGS[spec.name.split("/")[0]]
                 yield (
                     x,

@@ -107,7 +107,7 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
     """Start `lowq serve`, or vLLM as `lowq serve --engine vllm` would."""
     port, env = free_port(), {}
     if name == "lowq":
-        cache = 64 * (LONGEST_PROMPT + LONGEST_NEW)  # beside other engines it must not take all there is
+        cache = 64 * (LONGEST_PROMPT + LONGEST_NEW)  # other engines run on the same GPU: leave them memory
         line = [*LOWQ, str(folder), "--port", str(port), "--device", args.device, "--cache-tokens", str(cache), "--name", "m"]
         line += args.args.split()
     else:
@@ -197,7 +197,7 @@ async def load(port: int, users: int, count: int, asked: Iterator[Asked]) -> Row
 
 
 async def alone(port: int, length: int, asked: Iterator[Asked]) -> Row:
-    """Seconds until a prompt of so many tokens has its first one, with nobody else there: of REPEATS."""
+    """Seconds until a prompt of so many tokens has its first one, with no other request running: of REPEATS."""
     seconds = []
     for one in itertools.islice(asked, REPEATS):
         ids = (one.prompt * (length // len(one.prompt) + 1))[:length]
@@ -224,7 +224,7 @@ async def measure(servers: list[Server], args: argparse.Namespace, found: Row, w
             continue
         row["ready_s"] = server.ready_s
         try:
-            for users in (1, 16, args.users[-1]):  # kernels for numbers of rows not met yet
+            for users in (1, 16, args.users[-1]):  # compile kernels for these numbers of rows
                 await load(server.port, users, 2 * users, requests(V, 7 + users))
             for users in args.users:
                 count = max(users, int(USERS[users] * args.requests))

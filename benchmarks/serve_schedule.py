@@ -55,12 +55,12 @@ class Clock:
     pair: float = 0.0
 
     def seconds(self, b: int, M: int, slots: int, tokens: int, pairs: int = 0) -> float:
-        riding = tokens and (b or self.pair)  # an H200's `empty` was measured with the work of prompts, where nobody steps
+        riding = tokens and (b or self.pair)  # an H200's `empty` includes prompts' work where no sequence decodes
         more = self.mixed + self.token * tokens if riding else 0.0
         return self.alone(b == M, M) + self.slot * slots + more + self.pair * pairs
 
     def alone(self, stepping: bool, M: int) -> float:
-        """With little in the cache."""
+        """Seconds of a pass whose cache is nearly empty, interpolated between measured sizes."""
         sizes = sorted(m for kind, m in self.empty if kind == stepping)
         low, high = max((m for m in sizes if m <= M), default=sizes[0]), min((m for m in sizes if m >= M), default=sizes[-1])
         share = (M - low) / (high - low) if high > low else 0.0
@@ -112,7 +112,7 @@ SLOT, TOKEN, PAIR = 46e-9, 3e-6, 1.2e-9
 
 
 def h100(measured: Row) -> Clock:
-    """An H100's clock: sizes that nobody measured lie between those that were."""
+    """An H100's clock: sizes that were not measured are interpolated."""
     empty = {(b == M, M): ms / 1e3 for b, M, ms in measured["start"]["pass_ms"] if b in (M, 0) or M > RECORDED}
     return Clock(empty, SLOT, 0.0, TOKEN, PAIR)
 

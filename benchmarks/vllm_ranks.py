@@ -168,7 +168,7 @@ def alive(pid: int) -> bool:
 
 
 def killed(folder: Path, work: Path, until: float) -> Row:
-    """Serve by two ranks, ask for long answers, kill a worker: what the client and the server's process are told, and when."""
+    """Serve by two ranks, ask for long answers, kill a worker: the errors of the client and of the server, and when."""
     tools = work / "bin"
     tools.mkdir()
     if shutil.which("vllm") is None:  # a bundle of vLLM has no command of its own
@@ -211,7 +211,7 @@ def killed(folder: Path, work: Path, until: float) -> Row:
                         if b'"error"' in text:
                             answer["error"] = text.decode(errors="replace").strip()[:300]
                 answer["end"] = "the stream ended"
-            except Exception as e:  # what the client is told, whatever it is
+            except Exception as e:  # record any error the client gets
                 answer["end"] = f"{type(e).__name__}: {e}"[:200]
 
         thread = Thread(target=client, daemon=True)

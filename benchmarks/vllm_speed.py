@@ -139,7 +139,7 @@ def scored(llm: Any) -> Row:
 
 
 def agreement(runs: list[Row]) -> list[Row]:
-    """Of two kernels on the same weights: how far log-probabilities are apart, beside their spread over tokens."""
+    """Of two kernels on the same weights: how far log-probabilities are apart, and their spread over tokens."""
     found: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for run in runs:
         for row in run["rows"]:
@@ -259,7 +259,7 @@ def one(args: argparse.Namespace) -> None:
         if full:
             steps += [partial(read_long, llm)] if not args.eager else []
         if full and not args.no_users:
-            served(llm, min(64, max(batches)), 64)  # prompts of all lengths: kernels for numbers of rows not met yet
+            served(llm, min(64, max(batches)), 64)  # prompts of all lengths: compiles kernels for these numbers of rows
             steps += [partial(served, llm, u, n) for u, n in USERS.items() if u <= max(batches)]
         if full and torch.cuda.is_available() and args.tp == 1:  # the profiler sees this process only
             steps += [partial(profiled, llm, b) for b in PROFILED if b <= max(batches)]
@@ -340,7 +340,7 @@ def main() -> None:
     while any(process.poll() is None for _, process in started):
         time.sleep(1)
         for own, (_, process) in zip(ready, started, strict=True):
-            if process.poll() is not None:  # one that failed to start keeps nobody waiting
+            if process.poll() is not None:  # stop waiting for one that failed to start
                 own.touch()
         write()
     write()

@@ -21,7 +21,7 @@ Cells = dict[tuple[int, int], dict[tuple[str, str], float]]
 
 @part
 def accuracy() -> str:
-    """Perplexity of the data-free methods beside the hqq package, one table per model and text."""
+    """Perplexity of the data-free methods compared with the hqq package, one table per model and text."""
     report = read("accuracy/data_free.json")
     dense, rows = _split(report["rows"])
     methods = list(dict.fromkeys(r["method"] for r in sorted(rows, key=lambda r: (r["method"] != "hqq package", r["method"]))))
@@ -135,7 +135,7 @@ def _against(rows: list[Row], method: str, peer: str) -> str:
 
 
 def _goals(free: list[Row], calibrated: list[Row]) -> str:
-    """At group 64, ln(perplexity / unquantized) as a share of the hqq package's, beside the goal. calibrated: on one text."""
+    """At group 64, ln(perplexity / unquantized) as a share of the hqq package's, and the goal. calibrated: on one text."""
     rows = [r for r in free + calibrated if r.get("group", 64) == 64]
     found = {(r["model"], r.get("bits"), r["method"], r.get("stored")): r["ppl"] for r in rows}
     places = [(model, text) for model, text, _ in _split(free)[0] if text in SHORT]
@@ -151,7 +151,7 @@ def _goals(free: list[Row], calibrated: list[Row]) -> str:
 
 
 def _other_texts(free: list[Row], report: Row) -> str:
-    """Checkpoints calibrated on another text, beside the bundled one and none: perplexity on each; where own text loses."""
+    """Checkpoints calibrated on another text, on the bundled one and on none: perplexity on each text; where own text loses."""
     lines, calibrated, cells, worse = [], report["rows"], 0, []
     for r in (r for r in calibrated if r["calib"] != "bundled"):
         same = [o for o in free + calibrated if all(o.get(k) == r[k] for k in ("model", "bits", "group", "stored"))]

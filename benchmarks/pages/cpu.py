@@ -1,4 +1,4 @@
-"""docs/cpu.md: lowq beside llama.cpp. Results: cpu/llamacpp_1b*.json, of cpu_llamacpp.py."""
+"""docs/cpu.md: lowq compared with llama.cpp. Results: cpu/llamacpp_1b*.json, of cpu_llamacpp.py."""
 
 from statistics import median
 from typing import Any

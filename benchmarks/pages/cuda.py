@@ -1,4 +1,4 @@
-"""docs/cuda.md: the tile kernels beside the best peer. Results: h100/cuda_tile.json (cuda_tile.py, the run of PLAN),
+"""docs/cuda.md: the tile kernels compared with the best peer. Results: h100/cuda_tile.json (cuda_tile.py, the run of PLAN),
 h100/peers.jsonl (Marlin, Machete, Humming, tinygemm, GemLite on the same kind of GPU, same protocol, another run).
 """
 
@@ -16,7 +16,7 @@ Key = tuple[int, int, int]  # N, K, M
 
 
 class Cell(NamedTuple):
-    """One row of the run: microseconds, the kernel that dispatch chose, cuBLAS and the mere reading of W beside it."""
+    """One row of the run: microseconds, the kernel that dispatch chose, cuBLAS, and the time of reading W alone."""
 
     us: float
     kernel: str

@@ -59,7 +59,7 @@ def order(variant: str) -> tuple[Any, ...]:
 
 
 def mark(row: Row) -> str:
-    """A sign beside a row of e2e_decode.py that another run than its file's measured."""
+    """A mark for a row of e2e_decode.py that was measured by another run than the rest of its file."""
     return " †" if "run" in row else ""
 
 
@@ -97,7 +97,7 @@ def decode() -> str:
 
 @part
 def same_tokens() -> str:
-    """Greedy tokens of a packed model beside the dequantized one's, and every place where they are not its likeliest."""
+    """How many greedy tokens of a packed model are the likeliest in fp32, and how far the others' logits are from it."""
     lines = []
     for path in sorted(RESULTS.glob("*/same_tokens_*.json")):
         report = read(str(path.relative_to(RESULTS)))

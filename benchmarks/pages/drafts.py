@@ -36,7 +36,7 @@ def _accepted(device: str, row: Row, most: int) -> tuple[str, ...]:
 
 @part
 def draft_speed() -> str:
-    """Tokens per second with drafts beside those without, in generate."""
+    """Tokens per second of generate with drafts and without."""
     found = []
     for device, r in _rows("drafts.json", "speed"):
         with_drafts, without = f"{r['tokens_per_s']:,.0f}", f"{r['tokens_per_s_without']:,.0f}"

@@ -1,4 +1,4 @@
-"""docs/formats.md: exports read by other tools, GGUF's types, two GPUs beside one.
+"""docs/formats.md: exports read by other tools, GGUF's types, two GPUs compared with one.
 
 Results: accuracy/interop.json, accuracy/gguf_types.json, h200x2/two_gpus.json.
 """
@@ -10,7 +10,7 @@ from pages import part, read, table, versions
 
 @part
 def judged() -> str:
-    """Each export beside the tool that read it; widths of which every matrix was looked at share a line."""
+    """Each export and the tool that read it; widths of which every matrix was looked at share a line."""
     report = read("accuracy/interop.json")
     lines, counted = [], dict[tuple[str, ...], list[dict[str, Any]]]()
     for r in report["rows"]:
@@ -63,7 +63,7 @@ def _less(ours: float, theirs: float) -> str:
 
 @part
 def two_gpus() -> str:
-    """Quantizing and decoding on two GPUs beside one."""
+    """Quantizing and decoding on two GPUs compared with one."""
     report = read("h200x2/two_gpus.json")
     lines: list[tuple[object, ...]] = []
     alone = 0.0

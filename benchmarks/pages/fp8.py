@@ -61,7 +61,7 @@ def fp8_gemm() -> str:
 
 @part
 def fp8_codes() -> str:
-    """us of 8-bit activations times packed codes, beside 16-bit activations."""
+    """us of 8-bit activations times packed codes, compared with 16-bit activations."""
     lines = []
     for r in sorted(read("h100/fp8.json")["codes"], key=lambda r: (-r["N"] * r["K"], r["N"], -r["bits"], -r["group"], r["M"])):
         times = {"fp8": r.get("fp8"), "int8": r.get("int8"), "16 bits": r["a16"], "cuBLAS": r["cublas"]}
@@ -104,7 +104,7 @@ def fp8_perplexity() -> str:
 
 @part
 def act_products() -> str:
-    """Products at prompts' rows beside cuBLAS."""
+    """Products at prompts' rows compared with cuBLAS."""
     run = read("h100/act_products.json")
     names = {"none": "16-bit x", "int8": "int8 x", "fp8": "fp8 x", "rounding fp8": "rounding alone"}
     names |= {"cublas fp16": "cuBLAS fp16", "cublas fp8": "cuBLAS fp8"}

@@ -7,7 +7,7 @@ from pages import RESULTS, Row, part, read, shown, table
 
 @part
 def kv() -> str:
-    """Perplexity beside a cache in 16 bits."""
+    """Perplexity compared with a cache in 16 bits."""
     rows = json.loads((RESULTS / "accuracy" / "kv.json").read_text())["rows"]
     columns = (
         "model",

@@ -1,4 +1,4 @@
-"""docs/accuracy.md: other tools beside lowq at equal bits. Results: accuracy/{peers,calibrated,data_free,mixed}.json."""
+"""docs/accuracy.md: other tools compared with lowq at equal bits. Results: accuracy/{peers,calibrated,data_free,mixed}.json."""
 
 import itertools
 import math
@@ -160,7 +160,7 @@ def _to_line(found: list[Entry]) -> str:
 
 
 def _to_exl3(found: list[Entry]) -> str:
-    """lowq's own-text checkpoints beside the line of EXL3: in loss, and in bits of equal loss."""
+    """lowq's own-text checkpoints compared with the line of EXL3: in loss, and in bits of equal loss."""
     rows, losses = [], {n: of for n, of in _losses().items() if n.startswith("loss")}
     for e in found:
         if not e.ours or "own" not in e.text:

@@ -88,7 +88,7 @@ def _serving() -> str:
 
 
 def _products() -> str:
-    """One layer at 4 bits beside the best of the peers, from the rows of docs/cuda.md."""
+    """One layer at 4 bits compared with the best of the peers, from the rows of docs/cuda.md."""
     mine, peers = measured_cells(4), best_peers(4)
     rows = []
     for key in sorted(k for k in mine if k in peers and k[:2] in PRODUCTS and k[2] in ROWS):

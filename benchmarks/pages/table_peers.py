@@ -1,4 +1,4 @@
-"""docs/cuda.md: weights of values from a table beside other tools' kernels. Results: <gpu>/table_peers.json."""
+"""docs/cuda.md: weights of values from a table compared with other tools' kernels. Results: <gpu>/table_peers.json."""
 
 from math import prod
 
@@ -8,7 +8,7 @@ FORMATS = {
     "nvfp4": ("NVFP4", "int4 g32"),
     "mxfp4": ("MXFP4", "int4 g32"),
     "nf4 g64": ("NF4 g64", "int4 g64"),
-}  # and the grid beside
+}  # and the grid compared with them
 PEERS = {"marlin": "Marlin (vLLM 0.24)", "bitsandbytes": "bitsandbytes", "humming": "Humming", "cublas": "cuBLAS fp16"}
 
 

@@ -1,4 +1,4 @@
-"""docs/accuracy.md: weights that are values of a table, beside grids of as many bits. Results: accuracy/tables.json."""
+"""docs/accuracy.md: weights that are values of a table, compared with grids of as many bits. Results: accuracy/tables.json."""
 
 from pages import Row, part, read, table, versions
 from pages.accuracy import SHORT

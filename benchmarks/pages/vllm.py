@@ -43,7 +43,7 @@ def vllm_speed() -> str:
         where = f"{report['device']}, vLLM {report['vllm']}, torch {report['torch']}, {report['date'][:10]}"
         starts = {
             k: f" start {r['start_s']:.0f} s," if "start_s" in r else ":" for k, r in runs.items()
-        }  # or beside other work
+        }  # or measured while other work ran
         took = (f"{WHOSE[k]} kernels{starts[k]} weights {r['weights_gb']:.2f} GB" for k, r in runs.items())
         ends.append(f"- {bits} bits: {where}; {'; '.join(took)}.\n")
     facts = (
