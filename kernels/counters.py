@@ -37,15 +37,15 @@ def counters(n: int, device: torch.device) -> torch.Tensor:
     if capturing and not _serial:
         return _slice(n, device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    held = _shared.get(key)
-    if held is None or held.numel() < n:
+    shared = _shared.get(key)
+    if shared is None or shared.numel() < n:
         if capturing:
             return _slice(n, device)
         if device not in _arenas:
             _arenas[device] = torch.zeros(ARENA, dtype=torch.int32, device=device), [0]
             torch.cuda.synchronize(device)  # once: from now on other streams may use the arena
-        _shared[key] = held = _slice(max(n, SHARED), device)
-    return held
+        _shared[key] = shared = _slice(max(n, SHARED), device)
+    return shared
 
 
 def reserve(n: int, device: torch.device) -> None:
@@ -56,8 +56,8 @@ def reserve(n: int, device: torch.device) -> None:
 
 
 def _slice(n: int, device: torch.device) -> torch.Tensor:
-    arena, given = _arenas.get(device, (None, [ARENA]))
-    if arena is None or given[0] + n > arena.numel():
+    arena, used = _arenas.get(device, (None, [ARENA]))
+    if arena is None or used[0] + n > arena.numel():
         return torch.zeros(n, dtype=torch.int32, device=device)
-    given[0] += n
-    return arena[given[0] - n : given[0]]
+    used[0] += n
+    return arena[used[0] - n : used[0]]

@@ -53,9 +53,9 @@ class Cubin:
     @property
     def resources(self) -> dict[str, int]:
         """registers, stack, spill_stores, spill_loads and smem bytes, read from ptxas's log."""
-        found = {"registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame"}
-        found |= {"spill_stores": r"(\d+) bytes spill stores", "spill_loads": r"(\d+) bytes spill loads"}
-        values = {k: re.search(pattern, self.log) for k, pattern in found.items()}
+        patterns = {"registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame"}
+        patterns |= {"spill_stores": r"(\d+) bytes spill stores", "spill_loads": r"(\d+) bytes spill loads"}
+        values = {k: re.search(pattern, self.log) for k, pattern in patterns.items()}
         if missing := [k for k, m in values.items() if m is None]:
             raise CompileError(f"ptxas's log of {self.symbol} does not say {', '.join(missing)}: {self.log!r}")
         smem = re.search(r"(\d+) bytes smem", self.log)
@@ -84,14 +84,14 @@ def sources() -> dict[str, str]:
 @cache
 def included(file: str) -> dict[str, str]:
     """A source and all files that it includes, by name."""
-    found: dict[str, str] = {}
-    waiting = [file]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found[name] = sources()[name]
-            waiting += re.findall(r'^#include "(\w+\.cuh)"', found[name], re.M)
-    return found
+    files: dict[str, str] = {}
+    queue = [file]
+    while queue:
+        name = queue.pop()
+        if name not in files:
+            files[name] = sources()[name]
+            queue += re.findall(r'^#include "(\w+\.cuh)"', files[name], re.M)
+    return files
 
 
 def _key(file: str, expression: str, arch: str) -> str:

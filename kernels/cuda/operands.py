@@ -58,8 +58,8 @@ def form(scheme: Scheme) -> str:
 
 def tables_of(p: PackedWeight) -> tuple[torch.Tensor | None, int]:
     """Tables or factors, fp32 (tables, width), and how many of p's rows share one; 0: all."""
-    own = book(p) if p.scheme.table else None
-    return own, 0 if own is None or own.shape[0] == 1 else p.N // own.shape[0]
+    books = book(p) if p.scheme.table else None
+    return books, 0 if books is None or books.shape[0] == 1 else p.N // books.shape[0]
 
 
 def book(p: PackedWeight) -> torch.Tensor | None:

@@ -55,9 +55,9 @@ def _struct(name: str, kind: str, nb: int, c: str, tail: str, *, in_registers: b
     inputs = ", ".join([*(f'"r"(a[{i}])' for i in range(4)), '"l"(b)']) if in_registers else '"l"(a), "l"(b)'
     product = f"wgmma.mma_async.sync.aligned.{kind} {{{d}}}, {a_text}, %{n + operands}, "
     flag = n + operands + 1
-    chosen = f"{{.reg .pred add; setp.ne.s32 add, %{flag}, 0; {product}add{tail};}}"
+    by_flag = f"{{.reg .pred add; setp.ne.s32 add, %{flag}, 0; {product}add{tail};}}"
     a_type = "const unsigned (&a)[4]" if in_registers else "unsigned long long a"
-    functions = [("run", f"{product}1{tail};", "+", "", "")] if run_adds else [("run", chosen, "+", ", int add", ', "r"(add)')]
+    functions = [("run", f"{product}1{tail};", "+", "", "")] if run_adds else [("run", by_flag, "+", ", int add", ', "r"(add)')]
     functions += [("first", f"{product}0{tail};", "=", "", "")] if in_registers else []
     lines = [f"template <> struct {name} {{"]
     for function, text, modifier, more, last in functions:

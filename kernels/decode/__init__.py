@@ -124,10 +124,10 @@ def ops(device_type: str) -> Ops:
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
     mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
-    made = Ops(
+    operations = Ops(
         "triton", elementwise.add_norm, *attending, elementwise.gated, *choosing, route_by, fold=folding,
         latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed), **mixers,
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "beside")}
-    return replace(made, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)
+    return replace(operations, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)

@@ -331,8 +331,8 @@ def attend(
     if table is not None:  # S: the table's width
         page, S, slots = S, table.shape[1], table.shape[1] * S
     if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
-        whole, qkv = qkv, torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
-        place(whole, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
+        tokens, qkv = qkv, torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+        place(tokens, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
     part, sums, count = _scratch(qkv.device, B * h.HKV, config["SPLITS"] * G * max(h.D, 2))
     BLOCK_D = padded(h.D)
     BLOCK_N, warps = TILES[max(128, BLOCK_D)]

@@ -62,12 +62,12 @@ class Cut(NamedTuple):
     def of(cls, K: int, scheme: Scheme, top_k: int | None = None) -> "Cut":
         bits, group, chunk = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size, CHUNK[scheme.bits]
         n = parts(K, bits, top_k)
-        each, ahead = math.ceil(chunks(K, bits) / n), AHEAD[bits]
+        each, in_flight = math.ceil(chunks(K, bits) / n), AHEAD[bits]
         if top_k is not None and bits == 4 and (each <= TWO_OF_DOWN or scheme.table == "e2m1"):
-            ahead = TWO_OF_DOWN
+            in_flight = TWO_OF_DOWN
         of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
-        of_warp = groups_met(group, chunk, ahead) * of_group + each * chunk * 2
-        return cls(n, ahead, int(each <= ahead), group, (top_k or UP_PRODUCTS) * n * of_warp)
+        of_warp = groups_met(group, chunk, in_flight) * of_group + each * chunk * 2
+        return cls(n, in_flight, int(each <= in_flight), group, (top_k or UP_PRODUCTS) * n * of_warp)
 
 
 def _refuse(call: ExpertsCall) -> str | None:
@@ -109,13 +109,13 @@ def _launch(
     p = s.side_by_side()
     scales, zeros, bias = scales_zeros_bias(p, s.bias, x.dtype)
     tables, each = tables_of(p)
-    beside = tables if s.scheme.table else zeros
+    companions = tables if s.scheme.table else zeros
     bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
     on, cut, tiles = gpu.here(x.device.index), Cut.of(s.K, s.scheme, down_of), math.ceil(y.shape[1] / 16)
     instance = expression(s.scheme, TYPES[x.dtype], mode, cut, tiles * y.shape[0] > on.sms)
     serialize = launch.enabled and on.dependent_launch
     grid = (tiles, y.shape[0], cut.smem)
-    of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (beside, bias)))
+    of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (companions, bias)))
     pointers = (*of_W, ids.data_ptr(), 0 if weights is None else weights.data_ptr(), x.data_ptr(), y.data_ptr())
     sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[1], s.words.shape[1], top_k, cut.parts, each)
     _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * cut.parts, serialize)(*grid, *pointers, *sizes)

@@ -185,24 +185,24 @@ def empty(kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
         return torch.empty(*shape, dtype=dtype, device=device)
     *slots, D = shape
     codes = torch.empty(*slots, D if kind == "fp8" else D // 2, dtype=torch.uint8, device=device)
-    beside = (slots, torch.uint8) if kind == "fp8" else ((*slots, 2), torch.bfloat16)
-    return Coded(kind, codes, torch.empty(beside[0], dtype=beside[1], device=device))
+    scales = (slots, torch.uint8) if kind == "fp8" else ((*slots, 2), torch.bfloat16)
+    return Coded(kind, codes, torch.empty(scales[0], dtype=scales[1], device=device))
 
 
 def zeros(kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cache:
     """As `empty`, of zeros."""
-    made = empty(kind, shape, dtype, device)
-    made.zero_()
-    return made
+    cache = empty(kind, shape, dtype, device)
+    cache.zero_()
+    return cache
 
 
 def holding(kind: str, x: torch.Tensor) -> Cache:
     """A cache of x (sequences or blocks, HKV, S, D); in 16 bits x itself."""
     if kind == PLAIN:
         return x
-    made = empty(kind, x.shape, x.dtype, x.device)
-    made[:] = x
-    return made
+    cache = empty(kind, x.shape, x.dtype, x.device)
+    cache[:] = x
+    return cache
 
 
 def part(held: Cache, some: Any) -> Cache:

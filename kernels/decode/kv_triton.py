@@ -244,13 +244,13 @@ def place(
     Token m stands at slot start + m % each of sequence m // each; with `pos` (M,) at pos[m], with a table in the blocks of its
     row m, or rows[m].
     """
-    HKV, known = h.HKV if h.writes else 0, facts(k_cache)
-    known.pop("NATIVE")
+    HKV, encoding = h.HKV if h.writes else 0, facts(k_cache)
+    encoding.pop("NATIVE")
     _place_kernel[(qkv.shape[0], triton.cdiv(h.HQ + 2 * HKV, HEADS_AT_ONCE))](
         qkv, k_cache.codes, v_cache.codes, raw(k_cache), raw(v_cache), rows, pos, table, cos, sin, h.q_norm,
         h.q_norm if h.k_norm is None else h.k_norm, q,
         each, start, k_cache.shape[2], 0 if table is None else table.shape[1], h.eps, kv.part_of(h.D) ** -0.5,
         HQ=h.HQ, HKV=HKV, D=h.D, R=cos.shape[1], BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D),
-        PAGED=0 if table is None else 1 if rows is None else 2, EACH=pos is not None, NORM=h.q_norm is not None, **known,
+        PAGED=0 if table is None else 1 if rows is None else 2, EACH=pos is not None, NORM=h.q_norm is not None, **encoding,
         num_warps=4,
     )  # fmt: skip

@@ -119,10 +119,10 @@ def step_fixed(
     else:
         reference.write((cache,), (keys[:, None],), table, rows, at)
     h = Heads(f.heads, 1, f.rank + f.rotated, f.scale)
-    (held,), seen = reference.gathered((cache,), at, h, table)
-    mask = h.visible(seen, at[:, None])
-    held = torch.where(mask[:, None, :, None], held.float(), 0)
-    y = reference.softmax_product(_absorbed(queries, f)[:, None], held, held[..., : f.rank], mask[:, None, None], h)[:, 0]
+    (entries,), positions = reference.gathered((cache,), at, h, table)
+    mask = h.visible(positions, at[:, None])
+    entries = torch.where(mask[:, None, :, None], entries.float(), 0)
+    y = reference.softmax_product(_absorbed(queries, f)[:, None], entries, entries[..., : f.rank], mask[:, None, None], h)[:, 0]
     return torch.einsum("bhr,hvr->bhv", y, f.v_up.float()).flatten(1).to(q.dtype)
 
 
@@ -165,23 +165,23 @@ def packed(
     y = torch.zeros(q.shape[0], f.heads * f.v_dim, dtype=q.dtype, device=q.device)
     for first, end in runs(p):
         n = int(at[end - 1]) + 1
-        held = reference.slots_of(cache, p.table[int(p.rows[first]), : -(-n // BLOCK)].long())
-        y[first:end] = _run(queries[first:end], held[0, :n].float(), f).to(q.dtype)
+        entries = reference.slots_of(cache, p.table[int(p.rows[first]), : -(-n // BLOCK)].long())
+        y[first:end] = _run(queries[first:end], entries[0, :n].float(), f).to(q.dtype)
     return y
 
 
 def runs(p: Packed) -> list[tuple[int, int]]:
     """First and end of each sequence's tokens: its tiles joined."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     rows = p.rows.tolist()
     for first, end in p.tiles.tolist():
         if first >= end:
             continue
-        if found and found[-1][1] == first and rows[first - 1] == rows[first]:
-            found[-1] = (found[-1][0], end)
+        if spans and spans[-1][1] == first and rows[first - 1] == rows[first]:
+            spans[-1] = (spans[-1][0], end)
         else:
-            found.append((first, end))
-    return found
+            spans.append((first, end))
+    return spans
 
 
 def _prepared(
@@ -233,10 +233,10 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, at_
     rows = max(1, at_once // (heads * n))
     parts = []
     for i in range(0, T, rows):
-        own = torch.arange(n - T + i, n - T + min(i + rows, T), device=q.device)[:, None]
+        positions = torch.arange(n - T + i, n - T + min(i + rows, T), device=q.device)[:, None]
         end = n - T + min(i + rows, T)
         scores = q[:, i : i + rows] @ k[..., :end, :].transpose(-1, -2) * scale
-        scores = scores.masked_fill(torch.arange(end, device=q.device) > own, -torch.inf)
+        scores = scores.masked_fill(torch.arange(end, device=q.device) > positions, -torch.inf)
         parts.append(scores.softmax(-1) @ v[..., :end, :])
     return torch.cat(parts, 1)
 

@@ -189,9 +189,9 @@ def packed(
     assert isinstance(cache, torch.Tensor)
     turned = _place(q, latent, cache, p, (1, 0), cos, sin, f)
     size = cache.shape[2]
-    held = torch.cat([_held(cache, p.table[run.row, : -(-run.length // size)], run.length) for run in runs.each])
-    k, v = _up(held[:, : f.rank], f)
-    return _attend(turned, k, held, v, runs, (1, 0, 0, 0), 1, f)
+    entries = torch.cat([_held(cache, p.table[run.row, : -(-run.length // size)], run.length) for run in runs.each])
+    k, v = _up(entries[:, : f.rank], f)
+    return _attend(turned, k, entries, v, runs, (1, 0, 0, 0), 1, f)
 
 
 def _held(cache: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:

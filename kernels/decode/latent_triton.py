@@ -226,13 +226,13 @@ def step(
     if table is not None:
         S, page = table.shape[1], S
     by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
-    queries, whole, turned = q.new_empty(B, f.heads, f.rank + f.rotated), padded(f.rank), padded(f.rotated)
-    block, BLOCK_NOPE = min(RANK_BLOCK, whole), padded(f.nope)
+    queries, width, turned = q.new_empty(B, f.heads, f.rank + f.rotated), padded(f.rank), padded(f.rotated)
+    block, BLOCK_NOPE = min(RANK_BLOCK, width), padded(f.nope)
     _absorb_kernel[(f.heads + B, triton.cdiv(f.rank, block), triton.cdiv(B, ROWS))](
         q, latent, f.k_up, cache, pos, table, cos, sin, f.norm.weight, f.norm.bias, queries, B, S, f.norm.eps, *by,
         HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, PAGE=page, NEIGHBOURS=f.pairing == "neighbours",
         SCALED=scale is not None, LAYER=f.norm.kind == "layer", WEIGHT=f.norm.weight is not None,
-        BIAS=f.norm.bias is not None, BLOCK_B=ROWS, BLOCK_NOPE=BLOCK_NOPE, BLOCK_R=turned, BLOCK_RANK=block, WHOLE=whole,
+        BIAS=f.norm.bias is not None, BLOCK_B=ROWS, BLOCK_NOPE=BLOCK_NOPE, BLOCK_R=turned, BLOCK_RANK=block, WHOLE=width,
         num_warps=4, **pdl(q),
     )  # fmt: skip
     of_heads = B * triton.cdiv(f.heads, ROWS)
@@ -241,11 +241,11 @@ def step(
     sums = torch.empty(B, f.heads, splits, 2, dtype=torch.float32, device=q.device)
     _attend_kernel[(of_heads, splits)](
         queries, cache, pos, table, part, sums, S, f.scale * LOG2E, HEADS=f.heads, R=f.rotated, RANK=f.rank, SPLITS=splits,
-        PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=whole, BLOCK_N=BLOCK_N, num_warps=8, num_stages=2, **pdl(q),
+        PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=BLOCK_N, num_warps=8, num_stages=2, **pdl(q),
     )  # fmt: skip
     y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), min(VALUES, triton.next_power_of_2(f.v_dim))
     _values_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), B)](
-        part, sums, pos, f.v_up, y, HEADS=f.heads, RANK=f.rank, V=f.v_dim, SPLITS=splits, BLOCK_N=BLOCK_N, BLOCK_RANK=whole,
+        part, sums, pos, f.v_up, y, HEADS=f.heads, RANK=f.rank, V=f.v_dim, SPLITS=splits, BLOCK_N=BLOCK_N, BLOCK_RANK=width,
         BLOCK_V=BLOCK_V, PARTS=PARTS, num_warps=8, **pdl(q),
     )  # fmt: skip
     return y

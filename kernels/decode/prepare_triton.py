@@ -160,10 +160,10 @@ def _facts(name: str, norm: Norm | None, p: Prepared, heads: int) -> tuple[tuple
     """A norm's pointers, and its constants, whose names start with `name`."""
     if norm is None:
         return (None, None), {f"{name}_{fact}": 0 for fact in ("OVER", "LAYER", "WEIGHT", "BIAS", "HEADWISE")}
-    whole = name != "V" and p.over == "all" and norm.groups == 1
-    given = next((t for t in (norm.weight, norm.bias) if t is not None), None)
-    facts = {"OVER": ALL if whole else EACH, "LAYER": norm.kind == "layer", "WEIGHT": norm.weight is not None}
-    facts |= {"BIAS": norm.bias is not None, "HEADWISE": given is not None and heads > 1 and given.numel() == heads * p.D}
+    over_all = name != "V" and p.over == "all" and norm.groups == 1
+    factors = next((t for t in (norm.weight, norm.bias) if t is not None), None)
+    facts = {"OVER": ALL if over_all else EACH, "LAYER": norm.kind == "layer", "WEIGHT": norm.weight is not None}
+    facts |= {"BIAS": norm.bias is not None, "HEADWISE": factors is not None and heads > 1 and factors.numel() == heads * p.D}
     return (norm.weight, norm.bias), {f"{name}_{fact}": value for fact, value in facts.items()}
 
 
@@ -181,8 +181,8 @@ def prepare(
     pointers: list[torch.Tensor | None] = []
     facts: dict[str, object] = {}
     for norm, name, heads in norms:
-        own, more = _facts(name, norm, p, heads)
-        pointers += own
+        tensors, more = _facts(name, norm, p, heads)
+        pointers += tensors
         facts |= more
     over_all = ALL in (facts["Q_OVER"], facts["K_OVER"])
     eps = [0.0 if norm is None else norm.eps for norm, _, _ in norms]

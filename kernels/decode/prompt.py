@@ -240,8 +240,8 @@ def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads) -> C
     call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond)
     if qkv.is_cuda:
         return find(call)
-    own = named("triton/prompt")  # also in Triton's interpreter
-    return None if own.why_not(call) else (own, {})
+    spec = named("triton/prompt")  # also in Triton's interpreter
+    return None if spec.why_not(call) else (spec, {})
 
 
 def _launch(

@@ -193,8 +193,8 @@ def attend_fixed(
         k_cache[rows, :, at], v_cache[rows, :, at] = k, v
     elif h.writes and table is not None:
         write((k_cache, v_cache), (k, v), table, rows, at)
-    (k_all, v_all), seen = gathered((k_cache, v_cache), at, h, table)
-    mask = h.visible(seen, at[:, None])
+    (k_all, v_all), positions = gathered((k_cache, v_cache), at, h, table)
+    mask = h.visible(positions, at[:, None])
     k_all, v_all = (torch.where(mask[:, None, :, None], t, 0) for t in (k_all, v_all))
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D).to(k_all.dtype)
     y = softmax_product(q, k_all, v_all, mask[:, None, None], h)
@@ -214,15 +214,15 @@ def gathered(
         first = torch.maximum(first, at - at % h.chunk)
     if table is None:
         n = min(h.span or S, S)
-        seen = first[:, None] + torch.arange(n, device=at.device)
+        positions = first[:, None] + torch.arange(n, device=at.device)
         rows = torch.arange(B, device=at.device)[:, None]
-        held = [c[:B] if n == S else c[rows, :, seen.clamp(max=last)].transpose(1, 2) for c in caches]
-        return held, torch.arange(S, device=at.device).expand(B, S) if n == S else seen
+        entries = [c[:B] if n == S else c[rows, :, positions.clamp(max=last)].transpose(1, 2) for c in caches]
+        return entries, torch.arange(S, device=at.device).expand(B, S) if n == S else positions
     n = min(-(-h.span // S) + 1 if h.span else table.shape[1], table.shape[1])
     blocks = (first // S)[:, None] + torch.arange(n, device=at.device)
     here = table[:B].long().gather(1, blocks.clamp(max=table.shape[1] - 1))
-    held = [c[here].transpose(1, 2).flatten(2, 3) for c in caches]
-    return held, (blocks[..., None] * S + torch.arange(S, device=at.device)).flatten(1)
+    entries = [c[here].transpose(1, 2).flatten(2, 3) for c in caches]
+    return entries, (blocks[..., None] * S + torch.arange(S, device=at.device)).flatten(1)
 
 
 def attend_prompt(
@@ -249,8 +249,8 @@ def attend_prompt(
     if until is None and start == 0 and h.sinks is None and not h.softcap and not (h.span and end > h.span):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, is_causal=True, scale=h.scale)
     else:
-        seen, own = torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None]
-        mask = h.visible(seen, own, None if until is None else until[:, None, :, None])
+        positions, queries = torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None]
+        mask = h.visible(positions, queries, None if until is None else until[:, None, :, None])
         y = softmax_product(q.transpose(1, 2), k_all, v_all, mask, h)
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D).to(qkv.dtype)
 
@@ -277,8 +277,8 @@ def attend_packed(
     for first, end in p.tiles.tolist():
         if first < end:
             row, place = int(p.rows[first]), int(at[first])
-            own = None if until is None else until[first:end]
-            y[first:end] = _causal(row, place, q[first:end].transpose(0, 1), k_cache, v_cache, p.table, h, own)
+            last = None if until is None else until[first:end]
+            y[first:end] = _causal(row, place, q[first:end].transpose(0, 1), k_cache, v_cache, p.table, h, last)
     return y
 
 
@@ -312,8 +312,11 @@ def _causal(
     blocks = table[row, begin : -(-end // BLOCK)].long()
     k, v = (slots_of(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
     dtype, q = q.dtype, q.to(k.dtype)
-    seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, place + T, device=q.device)[:, None]
-    mask = h.visible(seen, own, None if until is None else until[:, None])
+    positions, queries = (
+        torch.arange(begin * BLOCK, end, device=q.device),
+        torch.arange(place, place + T, device=q.device)[:, None],
+    )
+    mask = h.visible(positions, queries, None if until is None else until[:, None])
     if T == 1 and until is None:  # the queries of one key head side by side: one product for all of them
         q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.span else None
         return softmax_product(q, k[None], v[None], bias, h).reshape(1, h.HQ * h.D).to(dtype)
@@ -398,8 +401,8 @@ def choose_rows(
         token[rows] = logits.argmax(-1)
         return
     for i, row in enumerate(rows.tolist()):
-        own, one, place = token[row : row + 1], logits[i : i + 1], pos[row : row + 1]
-        choose(one, own, place, seed[row], float(temperature[row]), 1)
+        target, one, place = token[row : row + 1], logits[i : i + 1], pos[row : row + 1]
+        choose(one, target, place, seed[row], float(temperature[row]), 1)
 
 
 # The rows of a pass by sequence: (n,) int64 the first row, (n,) the number of rows (0: unused entry), and the largest number.

@@ -182,14 +182,14 @@ def route(r: Routing, config: Config) -> torch.Tensor:
         return by_definition(r, config)
     logits, count = _scratch(r.x.device, M, ALL_E)
     BLOCK_E = 2 if E >= 64 else 1
-    groups, kept = f.groups if f.groups[0] != f.groups[1] else (1, 1)
+    groups, best = f.groups if f.groups[0] != f.groups[1] else (1, 1)
     norm_weight = None if f.norm is None else f.norm.weight
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
         r.x, f.weight, f.logits_bias, logits, count, r.ids, r.weights, f.choice_bias, f.each, norm_weight, f.scale, H, E,
         0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, TOP_K=top_k, NORMALISE=f.normalise,
         ROUND=f.rounded, BIAS=f.logits_bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
         BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E, BEYOND=bool(f.beyond),
-        SIGMOID=f.score == "sigmoid", CHOICE=f.choice_bias is not None, GROUPS=groups, KEPT=kept, TOP2=f.group_score == "top2",
+        SIGMOID=f.score == "sigmoid", CHOICE=f.choice_bias is not None, GROUPS=groups, KEPT=best, TOP2=f.group_score == "top2",
         EACH=f.each is not None, NORM=f.norm is not None, NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None,
         BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_MEMBERS=triton.next_power_of_2(E // groups),
         num_warps=4, **pdl(r.x),

@@ -83,8 +83,8 @@ class Runs:
 
     def _there(self, made: Quads) -> torch.Tensor:
         """A copy on the device; the host does not wait for it."""
-        found = torch.tensor(made, dtype=torch.int32)
-        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
+        tensor = torch.tensor(made, dtype=torch.int32)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
 
 def states_of(each: Sequence[Run]) -> tuple[Quads, Quads]:

@@ -148,10 +148,10 @@ def _launch(
     BLOCK_V: int,
 ) -> None:
     B, V = logits.shape
-    blocks, own = triton.cdiv(V, BLOCK_V), rows is not None
+    blocks, by_row = triton.cdiv(V, BLOCK_V), rows is not None
     best = torch.empty(B, blocks, dtype=torch.float32, device=logits.device)
     where = torch.empty(B, blocks, dtype=torch.int32, device=logits.device)
     operands, sizes = (logits, rows, temperature, pos, seed, best, where), (V, inverse_temperature, advance)
-    _best_kernel[(B, blocks)](*operands, *sizes, DRAW=DRAW, ROWS=own, BLOCK_V=BLOCK_V, num_warps=8, **pdl(logits))
-    BLOCKS, made = triton.next_power_of_2(blocks), (best, where, rows, token, pos)
-    _choose_kernel[(B,)](*made, V, blocks, advance, ROWS=own, BLOCKS=BLOCKS, num_warps=1, **pdl(logits))
+    _best_kernel[(B, blocks)](*operands, *sizes, DRAW=DRAW, ROWS=by_row, BLOCK_V=BLOCK_V, num_warps=8, **pdl(logits))
+    BLOCKS, outputs = triton.next_power_of_2(blocks), (best, where, rows, token, pos)
+    _choose_kernel[(B,)](*outputs, V, blocks, advance, ROWS=by_row, BLOCKS=BLOCKS, num_warps=1, **pdl(logits))

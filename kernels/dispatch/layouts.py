@@ -15,13 +15,13 @@ from lowq_packers.scheme import Scheme
 
 def ranked(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> list[str]:
     """The layouts that can hold such a weight, by the rank of their best kernel for M rows; `DISK` first among equals."""
-    found = []
+    candidates = []
     for name, layout in LAYOUTS.items():
         if layout.why_not(scheme, N, K) is None:
             call = Call(M, N, K, scheme, name, dtype, device.type, capability(device))
             ranks = [s.rank for s in kernels("product", device.type).values() if s.why_not(call) is None]
-            found.append((min(ranks, default=1 << 30), name != DISK, name))
-    return [name for _, _, name in sorted(found)]
+            candidates.append((min(ranks, default=1 << 30), name != DISK, name))
+    return [name for _, _, name in sorted(candidates)]
 
 
 def best_layout(
@@ -33,12 +33,12 @@ def best_layout(
     A forced kernel of another device has no effect here: the weight may still move to that device.
     Raises UnsupportedError where no layout of the forced kernel holds such a weight.
     """
-    if (asked := forced(kernel)) and device.type in asked.devices:
-        refused = {name: LAYOUTS[name].why_not(scheme, N, K) for name in asked.layouts}
+    if (spec := forced(kernel)) and device.type in spec.devices:
+        refused = {name: LAYOUTS[name].why_not(scheme, N, K) for name in spec.layouts}
         fits = [name for name, why in refused.items() if why is None]
         if not fits:
             why = "; ".join(f"layout {name}: {why}" for name, why in refused.items())
-            raise UnsupportedError(f"kernel {asked.name} was requested, but none of its layouts can hold this weight: {why}")
+            raise UnsupportedError(f"kernel {spec.name} was requested, but none of its layouts can hold this weight: {why}")
         return min(fits, key=lambda name: (name != DISK, name))
     if tuned := tuning.best_layout(tuning.Shape(N, K, scheme, dtype), device):
         return tuned

@@ -56,13 +56,13 @@ def random_weight(shape: Shape, layout: str, device: torch.device) -> PackedWeig
 
 def copies(p: PackedWeight) -> list[PackedWeight]:
     """p and enough clones of it to exceed every cache."""
-    found = [p]
+    weights = [p]
     for _ in range(rotation(p.nbytes, p.words.device) - 1):
         words, scales, zeros, aux = (None if t is None else t.clone() for t in (p.words, p.scales, p.zeros, p.aux))
         assert words is not None
         assert scales is not None
-        found.append(replace(p, words=words, scales=scales, zeros=zeros, aux=aux))
-    return found
+        weights.append(replace(p, words=words, scales=scales, zeros=zeros, aux=aux))
+    return weights
 
 
 def call_for(shape: Shape, M: int, layout: str, device: torch.device, act: Act = "none") -> Call:
@@ -83,18 +83,18 @@ def candidates(call: Call, exhaustive: bool = False) -> list[tuple[KernelSpec, C
     The model counts, per config, the rows it multiplies beyond M, how often it decodes each weight, and how much of the GPU
     its programs fill; a config worse than another of its kernel by PRUNE in their product is not timed.
     """
-    found = []
+    choices = []
     for spec in kernels().values():
         if spec.name in NEVER_TUNED.get(call.device, ()) or spec.why_not(call):
             continue
         legal = spec.legal_configs(call)
         if exhaustive or len(legal) < 4:
-            found += [(spec, c) for c in legal]
+            choices += [(spec, c) for c in legal]
             continue
         cost = [_cost(call, c) for c in legal]
         limit = PRUNE * min(cost)
-        found += [(spec, c) for c, t in zip(legal, cost, strict=True) if t <= limit]
-    return found
+        choices += [(spec, c) for c, t in zip(legal, cost, strict=True) if t <= limit]
+    return choices
 
 
 def _cost(call: Call, c: Config) -> float:
@@ -137,7 +137,7 @@ def measure(
     time that does not fit the others was a disturbance. Stops where the budget ends.
     """
     weights: dict[str, list[PackedWeight]] = {}
-    found: dict[str, list[Entry]] = {}
+    by_layout: dict[str, list[Entry]] = {}
     for M in batches:
         layouts = layouts_for(shape, device)
         if not budget.left:
@@ -148,7 +148,7 @@ def measure(
         rounds = best_of_rounds(shape, M, {layout: weights[layout] for layout in layouts}, device, exhaustive)
         for layout in layouts:
             if entry := rounds.get(layout):
-                known = found.setdefault(layout, [])
+                known = by_layout.setdefault(layout, [])
                 again = partial(best, shape, weights=weights[layout], device=device, exhaustive=exhaustive)
                 yield from settle(known, entry, again)
                 if shape.act != "none" and (entry := rounding(shape, known[-1], weights[layout], device, exhaustive)):
@@ -164,18 +164,18 @@ def best_of_rounds(
     """
     least: dict[str, dict[str, tuple[float, KernelSpec, Config]]] = {layout: {} for layout in weights}
     for _ in range(1 if device.type == "cuda" else CPU_ROUNDS):
-        for layout, held in weights.items():
+        for layout, clones in weights.items():
             call = call_for(shape, M, layout, device)
-            for us, spec, config in _fastest(call, torch.randn(M, shape.K, device=device).to(shape.dtype), held, exhaustive):
+            for us, spec, config in _fastest(call, torch.randn(M, shape.K, device=device).to(shape.dtype), clones, exhaustive):
                 key = f"{spec.name} {config}"
                 if key not in least[layout] or us < least[layout][key][0]:
                     least[layout][key] = us, spec, config
-    found = {}
+    entries = {}
     for layout, timed in least.items():
         final = sorted(timed.values(), key=lambda t: t[0])
         if entry := _entry(shape, call_for(shape, M, layout, device), _default_first(final, shape, M, layout, device)):
-            found[layout] = entry
-    return found
+            entries[layout] = entry
+    return entries
 
 
 def _default_first(
@@ -183,10 +183,10 @@ def _default_first(
 ) -> list[tuple[float, KernelSpec, Config]]:
     """The finalists; on a CPU with dispatch's own choice in front where none is clearly faster."""
     default = _default(call_for(shape, M, layout, device))
-    own = next((t for t in final if (t[1], t[2]) == default), None)
-    if device.type == "cuda" or own is None or own[0] > CLEARLY * final[0][0]:
+    current = next((t for t in final if (t[1], t[2]) == default), None)
+    if device.type == "cuda" or current is None or current[0] > CLEARLY * final[0][0]:
         return final
-    return [own, *(t for t in final if t is not own)]
+    return [current, *(t for t in final if t is not current)]
 
 
 def settle(known: list[Entry], new: Entry, again: Callable[[int], Entry | None]) -> Iterator[Entry]:
@@ -229,11 +229,11 @@ def rounding(
         return None
     call = call_for(shape, plain.M, weights[0].layout, device, shape.act)
     x = torch.randn(plain.M, shape.K, device=device).to(shape.dtype)
-    found = _entry(shape, call, _fastest(call, x, weights, exhaustive))
-    if found is None:
+    eight = _entry(shape, call, _fastest(call, x, weights, exhaustive))
+    if eight is None:
         return None
     alone = [partial(rounded, x, shape.act)] * 4
-    return cheaper(found, plain, graph_time(alone) if x.is_cuda else wall_time(alone))
+    return cheaper(eight, plain, graph_time(alone) if x.is_cuda else wall_time(alone))
 
 
 def cheaper(eight: Entry, plain: Entry, rounding_us: float) -> Entry:
@@ -254,8 +254,8 @@ def _fastest(
     coarse.sort(key=lambda t: t[0])
     final = []
     default = _default(call)
-    known = [t for t in coarse[FINALISTS:] if (t[1], t[2]) == default]  # always a finalist: the choice that has to be beaten
-    for us, spec, config in [*coarse[:FINALISTS], *known]:
+    current = [t for t in coarse[FINALISTS:] if (t[1], t[2]) == default]  # always a finalist: the choice that has to be beaten
+    for us, spec, config in [*coarse[:FINALISTS], *current]:
         precise = _time(spec, config, x, weights, 12, 1500.0) if x.is_cuda else us
         if precise is not None:
             final.append((precise, spec, config))

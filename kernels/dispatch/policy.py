@@ -33,8 +33,8 @@ FORMAT = 2
 @cache
 def files() -> tuple[dict[str, Any], ...]:
     """Every shipped file, by name."""
-    found = [f for f in resources.files("lowq_kernels.tuned").iterdir() if f.name.endswith(".json")]
-    return tuple({"file": f.name, **json.loads(f.read_text())} for f in sorted(found, key=lambda f: f.name))
+    paths = [f for f in resources.files("lowq_kernels.tuned").iterdir() if f.name.endswith(".json")]
+    return tuple({"file": f.name, **json.loads(f.read_text())} for f in sorted(paths, key=lambda f: f.name))
 
 
 @cache
@@ -82,9 +82,9 @@ def prefers(kernel: str) -> Callable[[Call], bool]:
 def row_of(table: list[dict[str, Any]], kernel: str, call: Call) -> list[list[int]]:
     """[most rows of x, *values] in the order to try them, of the first row of `configs` that is as large as the call: they
     ascend."""
-    asked = (call.scheme.group_size, padded_rows(call.N), call.K)
+    sizes = (call.scheme.group_size, padded_rows(call.N), call.K)
     rows = (row for row in table if row["kernel"] == kernel and row["bits"] == call.scheme.bits)
-    return next((row["configs"] for row in rows if all(map(_up_to, asked, row["up_to"]))), [])
+    return next((row["configs"] for row in rows if all(map(_up_to, sizes, row["up_to"]))), [])
 
 
 def _up_to(value: int, most: int | None) -> bool:

@@ -259,10 +259,10 @@ def _resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
     """The call as its kernel receives it, and the choice; cached."""
     kernel = kernel or _name_from_environment(call.op)
     key = scope.get(), call, kernel
-    found = _choices.get(key)
-    if found is None:
-        found = _choices[key] = _forced(call, kernel) if kernel else _choose(call)
-    return found
+    resolved = _choices.get(key)
+    if resolved is None:
+        resolved = _choices[key] = _forced(call, kernel) if kernel else _choose(call)
+    return resolved
 
 
 def forget_choices() -> None:

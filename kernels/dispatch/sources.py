@@ -19,18 +19,18 @@ COMPILED = {p.name: p for p in sorted(ROOT.rglob("*.*")) if p.suffix in (".cu", 
 @cache
 def source_hash(kernel: str) -> str:
     """Twelve hex digits of the code that a registered kernel consists of."""
-    found = closure(kernels()[kernel].launch.__module__)
+    files = closure(kernels()[kernel].launch.__module__)
     digest = hashlib.sha256()
-    for file in sorted(found):
-        digest.update(f"{file}\n{found[file]}\n".encode())
+    for file in sorted(files):
+        digest.update(f"{file}\n{files[file]}\n".encode())
     return digest.hexdigest()[:12]
 
 
 def closure(module: str) -> dict[str, str]:
     """File name -> code of a module and everything that it needs."""
-    found: dict[str, str] = {}
-    _collect(_path_of(module), found)
-    return found
+    files: dict[str, str] = {}
+    _collect(_path_of(module), files)
+    return files
 
 
 def _path_of(module: str) -> Path:

@@ -33,8 +33,8 @@ WALL_SECONDS, LEAST_CALLS = 0.1, 5  # duration and min. calls of `wall_time`
 
 def rotation(nbytes: int, device: torch.device | str = "cuda") -> int:
     """Copies of an object of `nbytes` bytes that together outgrow the caches: 2 .. 24 on a GPU, 1 .. 512 on a CPU."""
-    wanted = math.ceil(ROTATION_BYTES / max(nbytes, 1))
-    return min(MAX_COPIES, max(2, wanted)) if torch.device(device).type == "cuda" else min(MAX_CPU_COPIES, wanted)
+    copies = math.ceil(ROTATION_BYTES / max(nbytes, 1))
+    return min(MAX_COPIES, max(2, copies)) if torch.device(device).type == "cuda" else min(MAX_CPU_COPIES, copies)
 
 
 def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REPLAY_US, rest: float = 0.0) -> float:

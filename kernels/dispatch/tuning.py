@@ -89,18 +89,18 @@ class Table:
         return e.kernel, e.config
 
     def _nearest(self, call: Call) -> dict[int, Entry] | None:
-        asked = place_of(call)
-        N, K = asked.N, asked.K
-        best, found = MAX_SIZE_RATIO, None
+        target = place_of(call)
+        N, K = target.N, target.K
+        best, nearest = MAX_SIZE_RATIO, None
         for place, by_m in self.entries.items():
-            if (place.bits, place.layout, place.act) != (asked.bits, asked.layout, asked.act):
+            if (place.bits, place.layout, place.act) != (target.bits, target.layout, target.act):
                 continue
             ratio = max(N * K / (place.N * place.K), place.N * place.K / (N * K))
             skew = max(N * place.K / (K * place.N), K * place.N / (N * place.K)) ** 0.25
-            other = 1.1 if (place.group, place.zero, place.dtype) != (asked.group, asked.zero, asked.dtype) else 1.0
+            other = 1.1 if (place.group, place.zero, place.dtype) != (target.group, target.zero, target.dtype) else 1.0
             if ratio * skew * other < best:
-                best, found = ratio * skew * other, by_m
-        return found
+                best, nearest = ratio * skew * other, by_m
+        return nearest
 
 
 def place_of(call: Call) -> Place:
@@ -190,9 +190,9 @@ def shipped(on: Gpu) -> Table:
 
 
 def _from_checkpoint(call: Call) -> Named | None:
-    own = registry.scope.get()
-    tables = [t for folder, t in _active.items() if own in ("", folder)]
-    return next((found for t in tables if (found := t.lookup(call))), None)
+    current = registry.scope.get()
+    tables = [t for folder, t in _active.items() if current in ("", folder)]
+    return next((answer for t in tables if (answer := t.lookup(call))), None)
 
 
 def _from_shipped(call: Call) -> Named | None:
@@ -205,9 +205,9 @@ def chosen_by(call: Call, kernel: str | None = None) -> str:
     if registry.forced(kernel, call.op):
         return "name"
     spec, config = registry.select(call)
-    asked = {"tuned": _from_checkpoint, "shipped": _from_shipped}
-    found = next((who for who, table in asked.items() if table(call) == (spec.name, config)), "rule")
-    return "shipped" if found == "rule" and policy.answers(spec.name, call) else found
+    tables = {"tuned": _from_checkpoint, "shipped": _from_shipped}
+    origin = next((who for who, table in tables.items() if table(call) == (spec.name, config)), "rule")
+    return "shipped" if origin == "rule" and policy.answers(spec.name, call) else origin
 
 
 def best_layout(shape: Shape, device: torch.device) -> str | None:

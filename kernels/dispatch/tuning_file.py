@@ -118,13 +118,13 @@ def _check_machine(m: Machine) -> None:
 
 def entries_of(machine: dict[str, Any]) -> list[Entry]:
     """Entries as `asdict` spelled them. Raises KeyError or TypeError for others: dispatch compares and divides their fields."""
-    found = [Entry(**{**e, "runners_up": tuple(e["runners_up"])}) for e in machine["entries"]]
-    for e in found:
+    entries = [Entry(**{**e, "runners_up": tuple(e["runners_up"])}) for e in machine["entries"]]
+    for e in entries:
         numbers, names = (e.bits, e.group, e.N, e.K, e.M), (e.zero, e.dtype, e.layout, e.kernel, e.source, e.act)
         sizes = all(type(n) is int and n > 0 for n in numbers) and isinstance(e.us, int | float) and e.us > 0
         if not sizes or not all(isinstance(n, str) for n in names) or not isinstance(e.config, dict):
             raise TypeError(f"an entry is {e}"[:200])
-    return found
+    return entries
 
 
 def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:

@@ -40,8 +40,8 @@ def round_block(
 def _implementation(device: str) -> RoundBlock:
     if device != "cuda":
         return round_block_torch
-    found = optional("lowq_kernels.gptq.round_block_triton", "triton")
-    return found.round_block_triton if found else round_block_torch
+    triton = optional("lowq_kernels.gptq.round_block_triton", "triton")
+    return triton.round_block_triton if triton else round_block_torch
 
 
 def round_block_torch(

@@ -26,13 +26,13 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
         return dense(_shared(parts, "weight"), None if parts[0].bias is None else _shared(parts, "bias"))
     if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1 and _whole_blocks(parts):
-        whole = _join_packed(parts)
-        whole.set_act(parts[0].act)
+        module = _join_packed(parts)
+        module.set_act(parts[0].act)
         at = 0
         for name, p in zip(names, parts, strict=True):
-            setattr(parent, name, JoinedRows(whole, at, at + p.out_features))
+            setattr(parent, name, JoinedRows(module, at, at + p.out_features))
             at += p.out_features
-        return whole
+        return module
     return SideBySide(parts)
 
 
@@ -59,12 +59,12 @@ def _kind(p: QuantLinear) -> tuple[object, ...]:
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> Dense:
     """A linear layer that holds weight (N, K) and bias (N,). Its constructor would draw others, on "meta" by torch._dynamo."""
-    made = Dense.__new__(Dense)
-    nn.Module.__init__(made)
-    made.out_features, made.in_features = weight.shape
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    made.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-    return made
+    layer = Dense.__new__(Dense)
+    nn.Module.__init__(layer)
+    layer.out_features, layer.in_features = weight.shape
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return layer
 
 
 def _join_packed(parts: list[QuantLinear]) -> QuantLinear:

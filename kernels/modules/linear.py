@@ -33,10 +33,10 @@ def blank_table(scheme: Scheme, device: torch.device | str | None, *lead: int) -
 @contextmanager
 def only_moved(module: nn.Module, *leaves: str) -> Iterator[None]:
     """Move these tensors to the module's device, but keep their dtype: a kernel's, or fp32."""
-    kept = {leaf: t.data for leaf in leaves if (t := getattr(module, leaf)) is not None}  # `_apply` would cast them in place
+    before = {leaf: t.data for leaf in leaves if (t := getattr(module, leaf)) is not None}  # `_apply` would cast them in place
     yield
-    device = next(t.device for name, t in module.named_parameters(recurse=False) if name not in kept)
-    for leaf, t in kept.items():
+    device = next(t.device for name, t in module.named_parameters(recurse=False) if name not in before)
+    for leaf, t in before.items():
         moved, is_parameter = t.to(device), leaf in module._parameters
         setattr(module, leaf, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
 
@@ -163,13 +163,13 @@ class QuantLinear(nn.Module):
             if self.layout != WIDENED and not has_fp8(self.weight.device):
                 self._hold(widened(self.packed, self.computed_in))
             return self
-        wanted = self.layout_wanted
-        if wanted == "auto":
+        layout = self.layout_wanted
+        if layout == "auto":
             device = self.weight.device
             shape = (self.scheme, self.out_features, self.in_features, dtype or self.dtype)
-            wanted = best_layout(*shape, device, kernel=self.kernel)
-        if wanted != self.layout:
-            self._hold(repack(self.packed, wanted))
+            layout = best_layout(*shape, device, kernel=self.kernel)
+        if layout != self.layout:
+            self._hold(repack(self.packed, layout))
         return self
 
     act: Act = "none"
@@ -207,8 +207,8 @@ class QuantLinear(nn.Module):
         if not scales.is_meta and self.scheme.scale == "float" and kind != scales.dtype:
             check_fits(f"a layer {self.out_features} x {self.in_features}", kind, scales.data, self.packed.zeros)
         if self.in_blocks:  # which move, and keep their dtype
-            kept = [scales] if self.layout == WIDENED else [scales, self.weight]
-            super()._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is k for k in kept) else fn(t), recurse)
+            exempt = [scales] if self.layout == WIDENED else [scales, self.weight]
+            super()._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is k for k in exempt) else fn(t), recurse)
             self._packed = None
             return self
         if self.layout != DISK and before != "meta":

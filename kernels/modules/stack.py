@@ -59,8 +59,8 @@ class Stack:
     def take(self, experts: torch.Tensor) -> "Stack":
         """Copies of the chosen experts, in their order."""
         fields = ("words", "scales", "zeros", "aux", "table", "bias")
-        chosen: dict[str, Any] = {f: t[experts] for f in fields if (t := getattr(self, f)) is not None}
-        return replace(self, **chosen)
+        leaves: dict[str, Any] = {f: t[experts] for f in fields if (t := getattr(self, f)) is not None}
+        return replace(self, **leaves)
 
     def repacked(self, layout: str) -> "Stack":
         """The same weights in another layout, expert by expert."""

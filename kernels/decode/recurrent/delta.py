@@ -87,14 +87,14 @@ def _segment(x: torch.Tensor, f: Delta, states: States, slot: int) -> torch.Tens
     of_begin, to_end, between = decays(g)
     by = beta[..., None]
     system = (by * k) @ k.transpose(-1, -2) * between
-    given = torch.cat((by * v, by * k * of_begin[..., None]), -1)
-    solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
-    new, known = solved.split((f.v_dim, f.k_dim), -1)  # what tokens would write into no state, and what they read of one
+    right_side = torch.cat((by * v, by * k * of_begin[..., None]), -1)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    new, reads = solved.split((f.v_dim, f.k_dim), -1)  # what tokens would write into no state, and what they read of one
     inside = q @ k.transpose(-1, -2) * between
     q, k = q * of_begin[..., None], (k * to_end[..., None]).transpose(-1, -2)
     S, y = states["S"][slot].float(), torch.empty_like(v)
     for i in range(v.shape[1]):
-        written = new[:, i] - known[:, i] @ S
+        written = new[:, i] - reads[:, i] @ S
         y[:, i] = q[:, i] @ S + inside[:, i] @ written
         S = S * of_begin[:, i, -1, None, None] + k[:, i] @ written
     states["S"][slot] = S.to(states["S"].dtype)

@@ -289,9 +289,9 @@ def _scanned(
         x, mixed, f.a_log, f.dt_bias, runs.tiles, solved, inside, factors, x.shape[1], C, how.q_first, how.k_first,
         how.b_first, how.a_first, how.step, by_dt, *limits, **sizes, SIZE=CHUNK, num_warps=4, **pdl(x),
     )  # fmt: skip
-    found = _scan(how.keys, kind, how.delta, gpu.here(x.device.index))
-    assert found is not None
-    BLOCK_V, stages, warps = found
+    cut = _scan(how.keys, kind, how.delta, gpu.here(x.device.index))
+    assert cut is not None
+    BLOCK_V, stages, warps = cut
     _scan_kernel[(triton.cdiv(how.values, BLOCK_V), how.heads, runs.table.shape[0])](
         x, mixed, None if isinstance(f, Delta) else f.d, states["S"], runs.table, solved, inside, factors, y, x.shape[1], C,
         how.q_first, how.k_first, how.v_first, *how.strides, by_z, **sizes, VD=how.values, GATE=how.gate, BLOCK_V=BLOCK_V,

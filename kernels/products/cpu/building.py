@@ -45,7 +45,7 @@ def units_here() -> Units | None:
 def compiler() -> str | None:
     """The C++ compiler to use, or None."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 @cache

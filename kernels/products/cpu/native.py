@@ -98,9 +98,9 @@ def _built(cxx: str, units: Units) -> Path:
             if path.is_dir():
                 shutil.rmtree(path)
         with scratch(folder, "building") as work:
-            made = read_regular(build(cxx, units, work, _watch), MOST_BYTES)
-        digest = hashlib.sha256(made).hexdigest().encode()
-        for to, content in ((path.with_suffix(DIGEST), digest), (path, made)):
+            image = read_regular(build(cxx, units, work, _watch), MOST_BYTES)
+        digest = hashlib.sha256(image).hexdigest().encode()
+        for to, content in ((path.with_suffix(DIGEST), digest), (path, image)):
             with replacing(to, sync=True) as whole:
                 whole.write_bytes(content)
                 whole.chmod(0o700)
@@ -110,8 +110,8 @@ def _built(cxx: str, units: Units) -> Path:
 @cache
 def _found() -> tuple[ctypes.CDLL | None, int, str]:
     """(library, number of the instruction set, its name), or (None, 0, why not)."""
-    wanted, units, cxx, ready = os.environ.get("LOWQ_CPU_ISA", ""), units_here(), compiler(), carried()
-    if wanted == "off":
+    forced, units, cxx, ready = os.environ.get("LOWQ_CPU_ISA", ""), units_here(), compiler(), carried()
+    if forced == "off":
         return None, 0, SWITCHED_OFF
     if units is None:
         return None, 0, f"none are written for {platform.machine()}"
@@ -130,24 +130,24 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
         if ready:
             whose, way_out = "the wheel's library does not load", ""
         return None, 0, f"{whose}: {str(e).splitlines()[0]}{way_out}"
-    found = _sets(lib)
-    for i, (name, here) in enumerate(found):
-        if here and wanted in ("", name):
+    available = _sets(lib)
+    for i, (name, here) in enumerate(available):
+        if here and forced in ("", name):
             return lib, i, name
-    names = ", ".join(name for name, _ in found)
+    names = ", ".join(name for name, _ in available)
     return (
         None,
         0,
-        f"LOWQ_CPU_ISA={wanted} is not available on this CPU, of {names}" if wanted else f"this CPU has none of {names}",
+        f"LOWQ_CPU_ISA={forced} is not available on this CPU, of {names}" if forced else f"this CPU has none of {names}",
     )
 
 
 def _sets(lib: ctypes.CDLL) -> list[tuple[str, bool]]:
     lib.lowq_cpu_set.restype = ctypes.c_char_p
-    here, found = ctypes.c_int(), list[tuple[str, bool]]()
-    while name := lib.lowq_cpu_set(len(found), ctypes.byref(here)):
-        found.append((name.decode(), bool(here.value)))
-    return found
+    here, available = ctypes.c_int(), list[tuple[str, bool]]()
+    while name := lib.lowq_cpu_set(len(available), ctypes.byref(here)):
+        available.append((name.decode(), bool(here.value)))
+    return available
 
 
 def sets() -> list[tuple[str, bool]]:

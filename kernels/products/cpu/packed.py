@@ -39,11 +39,11 @@ def _product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, most: 
     y = torch.empty(M, p.N, dtype=x.dtype)
     if M == 0:
         return y
-    whole = chunks(p.K) * 32 if s.group_size == p.K else s.group_size
-    block = next(b for b in BLOCKS if whole % b == 0)
+    group = chunks(p.K) * 32 if s.group_size == p.K else s.group_size
+    block = next(b for b in BLOCKS if group % b == 0)
     bias = None if bias is None else bias.to(p.scales.dtype).contiguous()
     tensors = {"x": x, "words": p.words, "scales": p.scales, "zeros": p.zeros, "bias": bias, "most": most, "y": y}
-    sizes = {"M": M, "N": p.N, "K": p.K, "bits": s.bits, "group": whole, "groups": s.groups(p.K), "chunks": chunks(p.K)}
+    sizes = {"M": M, "N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
     blocks = {"block": block, "blocks": chunks(p.K) * 32 // block, "digits": 2 if most is None else 1, "mid": s.mid}
     native.product(tensors, p.scales.dtype, **sizes, **blocks)
     return y

@@ -64,10 +64,10 @@ class Repeated:
         try:
             with _Only() as torch_itself:
                 y = fn(x)
-            noted = native.noting.calls
+            calls = native.noting.calls
         finally:
             native.noting.calls = None
-        self.made[n] = None if torch_itself.others or not noted else _again(x, y, noted)
+        self.made[n] = None if torch_itself.others or not calls else _again(x, y, calls)
         return y
 
 

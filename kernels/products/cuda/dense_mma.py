@@ -45,8 +45,8 @@ def first(call: DenseCall, legal: list[Config], fold: int = 0) -> Config:
     file = policy.model("cuda/dense_mma", on)
     rows = "long" if file["long_from_k"] <= call.K else "gated" if fold & GATED else "short"
     values = [values for above, values in file[rows] if above < call.N / 16 / on.sms][-1]
-    asked = dict(zip(KEYS, values, strict=True))
-    return asked if asked in legal else legal[0]
+    preferred = dict(zip(KEYS, values, strict=True))
+    return preferred if preferred in legal else legal[0]
 
 
 def _refuse(call: DenseCall) -> str | None:

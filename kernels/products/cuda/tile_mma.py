@@ -212,12 +212,12 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
-    known = policy.configs("cuda/tile_mma", call, math.ceil(call.M / fewest), KEYS)
+    candidates = policy.configs("cuda/tile_mma", call, math.ceil(call.M / fewest), KEYS)
     # Tables: shipped rows are of plain grids, whose halves cost less; 8192x8192 takes 19.8 us with two row tiles and
     # 22.0 us with one.
     if call.scheme.table:
-        known.sort(key=lambda c: (not c["INT8_PLANES"], c["INT8_PLANES"] and c["ROW_TILES"] == 1))
-    return next((c for c in known if c in good and not _wasteful(call, c) and not _second_round(call, c)), good[0])
+        candidates.sort(key=lambda c: (not c["INT8_PLANES"], c["INT8_PLANES"] and c["ROW_TILES"] == 1))
+    return next((c for c in candidates if c in good and not _wasteful(call, c) and not _second_round(call, c)), good[0])
 
 
 @cache
@@ -278,11 +278,11 @@ def launch(
     x = rows_of_x(x)
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     s = p.scheme
-    beside = book(p) if s.table else zeros
+    companions = book(p) if s.table else zeros
     facts = (M, p.N, p.K, s.bits, s.group_size, s.kind, x.dtype, x.device.index, fold)
     kernel, cut = _prepared(*facts, *_numbers(config))
     sizes = (M, p.N, x.shape[1], chunks(p.K, s.bits), scales.shape[1], cut.rows, rows_of_table(p))
-    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if beside is None else beside.data_ptr())
+    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if companions is None else companions.data_ptr())
     pointers = (*of_W, 0 if bias is None else bias.data_ptr(), x.data_ptr(), y.data_ptr())
     kernel(*cut.grid, cut.smem, *pointers, *sizes, folded)
     return y

@@ -141,9 +141,9 @@ def plan(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
     split = config["SPLIT_K"] > 1
     staging = groups * min(32, config["BLOCK_M"]) * 72 * 2
     sums = groups * config["BLOCK_M"] * 256 if split or config["WARPGROUPS_K"] > 1 else 0
-    beside = 0 if split else sums + staging
-    stages = min(MAX_STAGES, (allowed(config) - beside) // stage) // config["WARPGROUPS_K"] * config["WARPGROUPS_K"]
-    return stages, max(stages * stage + beside, sums, staging)
+    others = 0 if split else sums + staging
+    stages = min(MAX_STAGES, (allowed(config) - others) // stage) // config["WARPGROUPS_K"] * config["WARPGROUPS_K"]
+    return stages, max(stages * stage + others, sums, staging)
 
 
 def expression(bits: int, T: int, group: int, kind: str, config: Config, grouped: bool = False) -> str:
@@ -250,10 +250,10 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     """The config with the least `estimate`, among those it was fitted to. Splits only if one wave of clusters holds all tiles:
     6144 x 4096 at M = 1000 takes 85.2 us in three waves of pairs, 73.4 us with Stream-K."""
     on = gpu.of(call.capability)
-    known = [c for c in legal if c["BLOCKS_PER_SM"] == 1 or c["BLOCK_M"] >= call.M]
-    known = [c for c in known or legal if c["SPLIT_K"] < 2 or _tiles(call, c) <= at_once(c, on)]
+    candidates = [c for c in legal if c["BLOCKS_PER_SM"] == 1 or c["BLOCK_M"] >= call.M]
+    candidates = [c for c in candidates or legal if c["SPLIT_K"] < 2 or _tiles(call, c) <= at_once(c, on)]
     model = policy.model("cuda/tile_wgmma", on)
-    return min(known or legal, key=lambda c: estimate(call, c, on, model))
+    return min(candidates or legal, key=lambda c: estimate(call, c, on, model))
 
 
 @cache
@@ -304,6 +304,6 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     sizes = (M, rows, loaded_bytes(bits, group, kind, config, rows), p.N, steps, whole)
     shared = (0 if partials is None else partials.data_ptr(), 0 if flags is None else flags.data_ptr())
     pointers = (0 if bias is None else bias.data_ptr(), y.data_ptr())
-    own, each = tables_of(p)
-    kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *UNGROUPED, 0 if own is None else own.data_ptr(), each)
+    books, each = tables_of(p)
+    kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *UNGROUPED, 0 if books is None else books.data_ptr(), each)
     return y

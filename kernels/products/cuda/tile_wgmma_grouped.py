@@ -68,7 +68,7 @@ def grouped(
     sizes, shared = (P, rows, loaded, N, steps, all_tiles), (0, 0)  # no tile is
     of_experts = (experts.data_ptr(), valid.data_ptr(), padded_rows(N) // ROWS)
     blocks = min(all_tiles, gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"])
-    own, each = tables_of(p)
+    books, each = tables_of(p)
     pointers = (0 if bias is None else bias.data_ptr(), y.data_ptr())
-    kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *of_experts, 0 if own is None else own.data_ptr(), each)
+    kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *of_experts, 0 if books is None else books.data_ptr(), each)
     return y
