@@ -56,7 +56,8 @@ class Believed:
 
 
 def asked(model, tokenizer, requests, draft, facts=None, pictures=None, **how):
-    """(texts, usages, the engine's counts) of requests (kind of request, its fields), first all at once and then one by one."""
+    """(texts, usages, the engine's counts) of requests (kind of request, its fields): with drafts first all at once, and then
+    one by one; without drafts one by one."""
     engine = Believed(engine_of(model, 64, draft=draft, **how)).engine
     pool = ModelPool.of_one(ServedModel(engine, tokenizer, "base", frozenset(), facts=facts, pictures=pictures))
     place = pool.places["base"]
@@ -75,7 +76,8 @@ def asked(model, tokenizer, requests, draft, facts=None, pictures=None, **how):
         async def all_at_once():
             return await asyncio.gather(*(call(*one) for one in requests))
 
-        answers = runner.run(all_at_once()) + [runner.run(all_of(call(*one))) for one in requests]
+        answers = runner.run(all_at_once()) if draft != "none" else []
+        answers += [runner.run(all_of(call(*one))) for one in requests]
         counts = engine.stats()
         engine.stop(0)
         runner.run(http.aclose())
@@ -101,7 +103,7 @@ def test_adapters_and_blocks_in_host_memory(kind, tmp_path):
     adapt(plan_of(model), [read_adapter(f, f.name) for f in folders])
     begin, names = prompts(140)[0], ("base", "a", "b")
     texts = [begin + p if i % 2 else p * 3 for i, p in enumerate(prompts(20, 30, 40, 25))]
-    requests = [("text", {"prompt": p, "max_tokens": 24, "model": n}) for p in texts for n in names]
+    requests = [("text", {"prompt": p, "max_tokens": 14, "model": n}) for p in texts for n in names]
     facts, tokenizer = Facts(adapters=names[1:]), byte_tokenizer()
     wanted, _, _ = asked(model, tokenizer, requests, "none", facts, running=12)
     assert len(set(wanted)) > 8
@@ -109,34 +111,41 @@ def test_adapters_and_blocks_in_host_memory(kind, tmp_path):
     draft = "ngram" if kind == "ngram" else drafter
     found, usages, counts = asked(model, tokenizer, requests, draft, facts, running=3, cache_tokens=768, host=memory.lend("m"))
     memory.close()
-    assert found == wanted
+    assert found == wanted * 2
     assert counts.host_hits
     assert details(usages) == (counts.accepted, counts.drafted - counts.accepted)
     assert counts.drafted > 0
 
 
+PICTURE = url(sighted.drawing(1))
+
+
 @pytest.fixture(scope="module")
 def sees(tmp_path_factory):
-    return sighted.write("qwen3_vl", tmp_path_factory.mktemp("sees"))
+    """A model, its tokenizer, what reads pictures for it (one process, which has read PICTURE), requests and their answers."""
+    folder = sighted.write("qwen3_vl", tmp_path_factory.mktemp("sees"))
+    model, tokenizer = ready(str(folder), "cpu")
+    reader = PictureReader(str(folder), plan_of(model).model.images)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture_requests, "READ_S", 300.0)  # its process starts late on a busy machine
+        asyncio.run(reader.read([("picture", PICTURE)]))
+    texts = [message(PICTURE), message(text="one two one two one two one two"), message(PICTURE, text="x y x y x y x y")]
+    requests = [("chat", {"messages": [m], "max_tokens": 24}) for m in texts]
+    wanted, _, _ = asked(model, tokenizer, requests, "none", pictures=reader)
+    return model, tokenizer, reader, requests, wanted
 
 
 @pytest.mark.parametrize("kind", ["ngram", "itself"])
-def test_pictures(kind, sees, monkeypatch):
+def test_pictures(kind, sees):
     """Texts with and without pictures in one batch; rows after a picture rotate by positions of three parts."""
-    monkeypatch.setattr(picture_requests, "READ_S", 300.0)  # its process starts late on a busy machine
-    model, tokenizer = ready(str(sees), "cpu")
-    a = url(sighted.drawing(1))
-    said = [message(a), message(text="one two one two one two one two"), message(a, text="x y x y x y x y")]
-    requests = [("chat", {"messages": [m], "max_tokens": 24}) for m in said]
+    model, tokenizer, reader, requests, wanted = sees
     plan = plan_of(model)
-    reader = PictureReader(str(sees), plan.model.images)
-    wanted, _, _ = asked(model, tokenizer, requests, "none", pictures=reader)
     draft = kind if kind == "ngram" else ModelDrafter(plan, "itself", plan.vocabulary)
     memory = HostMemory(8 << 20, 1)
     found, usages, counts = asked(
         model, tokenizer, requests, draft, pictures=reader, running=2, cache_tokens=512, host=memory.lend("m")
     )
     memory.close()
-    assert found == wanted
+    assert found == wanted * 2
     assert details(usages) == (counts.accepted, counts.drafted - counts.accepted)
     assert counts.drafted > 0
