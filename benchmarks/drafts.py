@@ -1,10 +1,11 @@
 """Measure drafts: the time of steps of several rows, and the gain from n-grams. benchmarks/results/<device>/drafts.json.
 
-    python benchmarks/drafts.py [--parts rows,same,speed] [--shape 8b] [--models base=FOLDER,...] [--texts FILE] [--device cuda]
+    python benchmarks/drafts.py [--parts rows,same,steps,speed] [--models base=FOLDER,...] [--texts FILE] [--device cuda]
 
 `rows`: a step of 1 plain row, and of 2 to 16 rows of one text, of a model of random codes, as the device takes them one after
 another, and as long as the host waits where it reads each before the next. `same`: greedy texts with drafts beside those
-without: tokens until the first that differs, and by how much its logit was the largest there. `speed`: prompts whose answers
+without: tokens until the first that differs, and by how much its logit was the largest there. `steps` (on a CPU): milliseconds
+of the thread's time of a step of each number of rows after 200 tokens of a model, all in turns. `speed`: prompts whose answers
 copy from them (a passage that is written again with a word changed, its first sentences, code), and prompts that do not.
 `serve`: such prompts by users of the server's engine in a closed loop, with drafts and without.
 """
@@ -29,6 +30,7 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.dispatch.precompile import launch_all
 
 WIDTHS, STEPS, NEW, EACH = (2, 4, 8, 16), 60, 128, 20
+STEP_ROWS = (2, 3, 4, 6, 8, 12, 16)  # those of steps with drafts on a CPU
 Row = dict[str, Any]
 
 
@@ -138,16 +140,20 @@ def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]
 
 def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int, draft: str = "ngram") -> Row:
     """Greedy texts with drafts and without: where they part, the gap of the two largest logits there."""
-    tokens = equal = 0
+    tokens = equal = drafted = accepted = 0
     ties, decoder = [], _decoder(model)
     for ids in asked:
-        a, b = (_tokens(model, tokenizer, ids, new, way) for way in ("none", draft))
+        a = _generated(model, tokenizer, ids, new, "none").tokens[0]
+        b = (g := _generated(model, tokenizer, ids, new, draft)).tokens[0]
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         tokens, equal = tokens + len(a), equal + n
         if n < len(a):
             top = decoder.logits(torch.tensor([ids + a[:n]], device=model.device))[0, -1].float().topk(2).values
             ties.append(round(float(top[0] - top[1]) / float(top[0].abs()), 6))
-    row = {"part": "same", "model": name, "prompts": len(asked), "tokens": tokens, "equal": equal, "parted_at_gaps": ties}
+        if g.drafting is not None:
+            drafted, accepted = drafted + g.drafting.drafted, accepted + g.drafting.accepted
+    row = {"part": "same", "model": name, "draft": Path(draft).name, "prompts": len(asked), "tokens": tokens, "equal": equal}
+    row |= {"parted_at_gaps": ties, "drafted": drafted, "accepted": accepted}
     print(row, flush=True)
     return row
 
@@ -156,12 +162,31 @@ def _decoder(model: Any) -> Any:
     return decoder_of(model)
 
 
-def _tokens(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) -> list[int]:
+def _generated(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) -> Any:
     _decoder(model).held = []  # else the second reads the prompt's last token alone, by another order of sums
     g = stream(model, tokenizer, ids, max_new_tokens=new, draft=draft)
     for _ in g:
         pass
-    return g.tokens[0]
+    return g
+
+
+def steps(name: str, model: Any, ids: list[int]) -> Row:
+    """The median and the least milliseconds of a step of each number of rows, whose drafts are all wrong."""
+    decoder, ms = decoder_of(model), dict[int, list[float]]()
+    decoder.drafts, decoder.held = True, []  # type: ignore[attr-defined]
+    for _ in range(STEPS // 3):
+        decoder.start([ids], Sampling(), 17 * 4 * len(STEP_ROWS))
+        for T in (1, *STEP_ROWS):
+            for i in range(4):
+                began = time.thread_time()
+                decoder.verify([3] * (T - 1), T).result.tolist() if T > 1 else decoder.step().tolist()  # type: ignore[attr-defined]
+                if i:  # the first one records the step, or waits for what it needs to come back into the caches
+                    ms.setdefault(T, []).append(1e3 * (time.thread_time() - began))
+    row = {"part": "steps", "model": name, "context": len(ids), "rows": list(ms)}
+    row |= {"cpu_ms": [round(statistics.median(each), 4) for each in ms.values()]}
+    row |= {"cpu_ms_least": [round(min(each), 4) for each in ms.values()]}
+    print(row, flush=True)
+    return row
 
 
 def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[int], each: int) -> list[Row]:
@@ -243,6 +268,8 @@ def main() -> None:
         if "same" in parts:
             some = [ids for each in asked.values() for ids in each[: EACH // 2]]
             keep([same(own, model, tokenizer, some, args.new, args.draft)])
+        if "steps" in parts:
+            keep([steps(own, model, max(asked["edit"], key=len)[:200])])
         if "speed" in parts:
             keep(speed(own, model, tokenizer, asked, args.draft))
         if "serve" in parts:

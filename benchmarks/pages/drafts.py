@@ -49,6 +49,29 @@ def draft_speed() -> str:
 
 
 @part
+def draft_steps() -> str:
+    """Milliseconds of processor time of steps on a CPU by the number of their rows."""
+    (row,) = (r for _, r in _rows("drafts.json", "steps"))
+    columns = ("", *(f">{w} row{'s' * (w > 1)}" for w in row["rows"]))
+    ms = [(name, *(f"{each:.2f}" for each in row[key])) for name, key in (("median", "cpu_ms"), ("least", "cpu_ms_least"))]
+    return table(columns, ms)
+
+
+@part
+def draft_same() -> str:
+    """Greedy texts with drafts beside those without."""
+    rows = [(device, r) for device, r in _rows("drafts_same.json", "same")]
+    columns = ("device", "model", "drafts by", ">prompts", ">tokens", ">equal", ">guessed", ">of them right")
+    return table(
+        columns,
+        [
+            (device, r["model"], r["draft"], r["prompts"], *(f"{r[n]:,}" for n in ("tokens", "equal", "drafted", "accepted")))
+            for device, r in rows
+        ],
+    )
+
+
+@part
 def draft_rows() -> str:
     """Milliseconds of steps by the number of their rows."""
     rows = [r for _, r in _rows("drafts.json", "rows")]

@@ -3,11 +3,13 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
 import lowq
 from lowq_cli.engine import stream
+from lowq_cli.engine.drafts import drafting
 from lowq_cli.engine.drafts.draft_length import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.drafter_choice import settled
@@ -103,6 +105,35 @@ def test_a_width_without_timings_costs_what_the_table_says_until_a_neighbour_is_
         for _ in range(ENOUGH + 1):
             cheap.note(rows, seconds)
     assert cheap(3) == 1  # more rows never cost less than one
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def measured(name, part):
+    rows = json.loads((RESULTS / name).read_text())["rows"]
+    return [r for r in rows if r.get("part", r.get("variant")) == part]
+
+
+def test_the_first_costs_on_a_cpu_are_those_of_base():
+    (row,) = measured("cpu/drafts.json", "steps")
+    ms = dict(zip(row["rows"], row["cpu_ms"], strict=True))
+    for rows, cost in drafting.STARTING_COSTS.items():
+        assert cost == pytest.approx(ms[rows] / ms[1], rel=0.1)
+
+
+def test_the_costs_on_a_gpu_are_those_of_an_8b_model_and_of_base():
+    ms = {r["rows"]: r["ms"] for r in measured("h200/drafts.json", "rows") if r["context"] == 512}
+    assert pytest.approx(1e-3 * (ms[2] - ms[1]) / 32, rel=0.05) == drafting.WIDE_LAYER_S
+    assert pytest.approx((ms[16] - ms[2]) / 14 / ms[1], rel=0.05) == drafting.ROW
+    reads = []
+    for card in ("h100", "h200"):
+        step = next(r for r in measured(f"{card}/decode_8b.json", "4h8") if r["batch"] == 1)
+        reads.append(step["bytes_per_step"] / (1e-3 * step["ms_per_step"] - 32 * drafting.LAYER_S))
+    assert reads[0] < drafting.READ < reads[1]
+    (base, *_) = (r for r in measured("h200/draft_heads.json", "steps") if r["model"] == "base")
+    weights = 2 * (6 * (1024 + 512 + 2816 + 1408) * 512 + 8192 * 512)  # bytes of base's products in 16 bits
+    assert pytest.approx((1e-6 * base["step_us"] - weights / drafting.READ) / 6, rel=0.1) == drafting.LAYER_S
 
 
 WAYS = ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.3})

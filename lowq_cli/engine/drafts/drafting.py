@@ -11,13 +11,19 @@ from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
 WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
-STARTING_COSTS = {1: 1.0, 2: 1.2, 16: 3.0}  # on a CPU, until steps are timed: rows -> time of a step, in steps of one row
+# A test compares these numbers, GAP_S apart, with the files of benchmarks/results that they name.
+# On a CPU, until steps are timed: rows -> time of a step, in steps of one row. As base in 4 bits took after 200 tokens with one
+# thread (`steps` in cpu/drafts.json).
+STARTING_COSTS = {1: 1.0, 2: 1.3, 16: 3.8}
 GAP_S = 150e-6  # seconds from the end of a step to the launch of a step whose drafts the host makes from its tokens
-READ = 3.6e12  # bytes of weights read per second: with LAYER_S, an H100 takes the 1.6 ms measured for a step of an 8B model
-LAYER_S = 10e-6  # seconds of a layer in addition to reading its weights: a step of base, 6 layers, takes 73 us on an H200
-# An 8B model of 32 layers in 4 bits (H200, 2026-11-26): steps of 1, 2, 4, 8, 16 rows take 1.31, 1.74, 1.79, 1.86, 2.11 ms.
-WIDE_LAYER_S = 13e-6  # seconds of a layer in addition with two rows or more: norms and sums are then separate from the products
-ROW = 0.02  # time of each row after the second, in steps of one row
+# Bytes of weights read per second. An H100 reads 3.3e12 in a step of an 8B model in 4 bits, less LAYER_S for each of the 32
+# layers, an H200 4.5e12 (decode_8b.json).
+READ = 3.6e12
+LAYER_S = 10e-6  # seconds of a layer in addition to its weights: of 76 us of a step of base, 6 layers (h200/draft_heads.json)
+# Seconds of a layer in addition with two rows or more, because norms and sums are then separate from the products: a step of an
+# 8B model in 4 bits after 512 tokens takes 1.31 ms with one row, 1.73 ms with two (h200/drafts.json).
+WIDE_LAYER_S = 13e-6
+ROW = 0.02  # time of each row after the second, in steps of one row: that model takes 2.11 ms with 16 rows
 FADE = 0.95  # a device drafter's counts are multiplied by this at each step
 BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
 FIRST = 16  # plain steps on a GPU before the first drafts, to measure the time of a step
