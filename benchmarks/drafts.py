@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,8192")
     parser.add_argument("--models", default="", help="NAME=FOLDER, of small trained models")
     parser.add_argument("--texts", type=Path, help="paragraphs that prompts are made of")
-    parser.add_argument("--draft", default="ngram")
+    parser.add_argument("--draft", default="ngram", help="of `same`, several joined by commas")
     parser.add_argument("--new", type=int, default=250, help="tokens of each text of `same`")
     parser.add_argument("--users", default="1,16,64")
     parser.add_argument("--each", type=int, default=4, help="requests of a user of `serve`")
@@ -267,7 +267,8 @@ def main() -> None:
         asked = prompts(tokenizer, args.texts.read_text())
         if "same" in parts:
             some = [ids for each in asked.values() for ids in each[: EACH // 2]]
-            keep([same(own, model, tokenizer, some, args.new, args.draft)])
+            for draft in args.draft.split(","):
+                keep([same(own, model, tokenizer, some, args.new, draft)])
         if "steps" in parts:
             keep([steps(own, model, max(asked["edit"], key=len)[:200])])
         if "speed" in parts:

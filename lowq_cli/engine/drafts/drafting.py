@@ -14,7 +14,7 @@ WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
 # A test compares these numbers, GAP_S apart, with the files of benchmarks/results that they name.
 # On a CPU, until steps are timed: rows -> time of a step, in steps of one row. As base in 4 bits took after 200 tokens with one
 # thread (`steps` in cpu/drafts.json).
-STARTING_COSTS = {1: 1.0, 2: 1.3, 16: 3.8}
+STARTING_COSTS = {1: 1.0, 2: 1.25, 16: 3.5}
 GAP_S = 150e-6  # seconds from the end of a step to the launch of a step whose drafts the host makes from its tokens
 # Bytes of weights read per second. An H100 reads 3.3e12 in a step of an 8B model in 4 bits, less LAYER_S for each of the 32
 # layers, an H200 4.5e12 (decode_8b.json).
