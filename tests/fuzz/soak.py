@@ -17,9 +17,7 @@ import json
 import platform
 import random
 import re
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hostile import beside
+from server_process import serving
 
 WORDS = ("the old man", "and", "a sea", "went", "to", "house", "in wood", "once", "king", "said", "she", "night", "ship",
          "of a time")  # fmt: skip
@@ -245,32 +244,20 @@ def main() -> None:
     ask.add_argument("--honest", action="store_true", help="no hostile clients beside")
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
-    line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", args.model, "--port", "0"]
-    line += ["--device", args.device, *args.args.split()]
-    server, said = subprocess.Popen(line, stderr=subprocess.PIPE, text=True), list[str]()
-    threading.Thread(target=said.extend, args=(server.stderr,), daemon=True).start()
-    try:
-        while not (url := next((m[1] for s in said if (m := re.search(r"listening on (http://\S+)", s))), None)):
-            if server.poll() is not None:
-                sys.exit("".join(said))
-            time.sleep(0.05)
-        seen, spent, health, metrics = asyncio.run(
-            soak(
-                url, server.pid, args.requests, args.users, args.seconds, args.seed, args.tokens, args.prompts, not args.honest
-            )
+    with serving(args.model, "--device", args.device, *args.args.split()) as (server, url, lines):
+        run = soak(
+            url, server.pid, args.requests, args.users, args.seconds, args.seed, args.tokens, args.prompts, not args.honest
         )
-        server.terminate()
-        code = server.wait(60)
-    finally:
-        server.kill()
+        seen, spent, health, metrics = asyncio.run(run)
+    code = server.returncode
     if "--deterministic" in args.args:
         seen.wrong += seen.different
     early = seen.rss[len(seen.rss) // 4]
     row = {
-        "model": Path(args.model).name, "engine": next(s for s in said if "engine: " in s).strip(),
+        "model": Path(args.model).name, "engine": next(s for s in lines if "engine: " in s).strip(),
         "flags": args.args, "users": args.users,
         "requests": seen.counts["all"], "seconds": round(spent, 1), "counts": dict(sorted(seen.counts.items())),
-        "wrong": len(seen.wrong), "first_wrong": seen.wrong[:5], "internal_errors": sum("internal error" in s for s in said),
+        "wrong": len(seen.wrong), "first_wrong": seen.wrong[:5], "internal_errors": sum("internal error" in s for s in lines),
         "failed": metrics.get('lowq_requests_total{outcome="failed"}', 0.0), "left_in_engine": health,
         "cache_usage": metrics["lowq_cache_usage_ratio"], "preemptions": metrics["lowq_preemptions_total"],
         "prefix_hit_tokens": metrics["lowq_prefix_cache_hit_tokens_total"], "tokens": metrics["lowq_generation_tokens_total"],

@@ -25,12 +25,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import torch
 from safetensors.torch import load_file, save_file
+from server_process import serving
 
 from lowq_cli.files.source import DEMO
 from lowq_cli.serving.catalog import size
@@ -218,33 +219,20 @@ async def swaps(url: str, pid: int, args: argparse.Namespace) -> dict[str, objec
     }  # fmt: skip
 
 
-@contextmanager
-def serving(args: argparse.Namespace, folder: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """(a server of the models in a folder, its address, its lines on stderr); ended after the block."""
-    line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", "--models", folder, "--port", "0"]
-    line += ["--device", "cpu", "--memory", str(TWO + (size(args.kv_host, "--kv-host") if args.kv_host else 0))]
-    line += (
-        ["--kv-host", args.kv_host, "--cache-tokens", "640"] if args.kv_host else ["--deterministic", "--cache-tokens", "2048"]
-    )
-    server, said = subprocess.Popen(line, stderr=subprocess.PIPE, text=True), list[str]()
-    assert server.stderr is not None
-    threading.Thread(target=said.extend, args=(server.stderr,), daemon=True).start()
-    try:
-        while not (url := next((m[1] for s in said if (m := re.search(r"listening on (http://\S+)", s))), None)):
-            if server.poll() is not None:
-                sys.exit("".join(said))
-            time.sleep(0.05)
-        yield server, url, said
-    finally:
-        server.terminate()
-        server.wait(60)
+def arguments(args: argparse.Namespace, folder: str) -> list[str]:
+    """Those of a server of the models in a folder."""
+    line = ["--models", folder, "--device", "cpu"]
+    line += ["--memory", str(TWO + (size(args.kv_host, "--kv-host") if args.kv_host else 0))]
+    if args.kv_host:
+        return [*line, "--kv-host", args.kv_host, "--cache-tokens", "640"]
+    return [*line, "--deterministic", "--cache-tokens", "2048"]
 
 
 def kill_server(args: argparse.Namespace, folder: str) -> list[dict[str, object]]:
     """Kill a server with two models while it loads a third, while it answers, while it unloads; its engines end, too."""
     found = []
     for phase in ("loading", "answering", "unloading"):
-        with serving(args, folder) as (server, url, _):
+        with serving(*arguments(args, folder)) as (server, url, _):
             body = {"prompt": BEGINNING, "max_tokens": 400 if phase == "answering" else 1, "ignore_eos": True}
             asking = [
                 threading.Thread(target=_quietly, args=(url, body | {"model": m}), daemon=True)
@@ -286,7 +274,7 @@ def main() -> None:
     args = ask_.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder), dtype=torch.float32 if args.kv_host else None)
-        with serving(args, folder) as (server, url, said):
+        with serving(*arguments(args, folder)) as (server, url, said):
             row = asyncio.run(swaps(url, server.pid, args))
         row |= {"exit_code": server.returncode, "internal_errors": sum("internal error" in s for s in said)}
         print(json.dumps(row, indent=1), flush=True)
