@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,27 +35,38 @@ class Hang(BaseException):
     """A case that goes on for ever."""
 
 
-def judge(valid: Valid, model: Path) -> Verdict:
-    """Inspect a bent model and read all its weights."""
+def read_all(model: Path) -> dict[str, torch.Tensor]:
+    """Inspect a model and read all its weights."""
+    inspect_model(str(model))
+    return weights(model)
+
+
+def judge(
+    valid: Valid,
+    model: Path,
+    read: Callable[[Path], dict[str, torch.Tensor]] = read_all,
+    seconds: float = SECONDS,
+    hangs: float = HANGS,
+) -> Verdict:
+    """What became of a bent model, which `read` reads."""
     began, memory = time.process_time(), _peak()
     fault, found = "", None
     try:
-        with _ended():
-            inspect_model(str(model))
-            found = weights(model)
+        with _ended(hangs):
+            found = read(model)
     except LowqError as e:
         if not str(e) or "\n" in str(e).strip():
             fault = f"an error of several lines: {e}"
     except (Exception, Hang):
         fault = "internal error: " + traceback.format_exc().strip().splitlines()[-1] + " " + _where()
-    seconds = time.process_time() - began
-    if seconds > SECONDS:
-        fault = fault or f"took {seconds:.1f} s"
+    spent = time.process_time() - began
+    if spent > seconds:
+        fault = fault or f"took {spent:.1f} s"
     if (more := _peak() - memory) > BYTES:
         fault = fault or f"took {more >> 20} MB"
     if found is not None and not fault:
         fault = _other_weights(valid, model, found)
-    return Verdict(found is not None, fault, seconds)
+    return Verdict(found is not None, fault, spent)
 
 
 def _other_weights(valid: Valid, model: Path, found: dict[str, torch.Tensor]) -> str:
@@ -89,14 +100,14 @@ def _same(now: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _ended() -> Iterator[None]:
+def _ended(seconds: float) -> Iterator[None]:
     """End a read that hangs, by the processor time of this process."""
 
     def end(*_: object) -> None:
-        raise Hang(f"not done after {HANGS:.0f} s")
+        raise Hang(f"not done after {seconds:.1f} s")
 
     before = signal.signal(signal.SIGPROF, end)
-    signal.setitimer(signal.ITIMER_PROF, HANGS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:

@@ -1,6 +1,5 @@
 """Each format's fields, one by one, held against a second reader; a reader that passes over one field is found."""
 
-import dataclasses
 import json
 import os
 import sys
@@ -12,10 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import judge as judging
 from bend import mend
-from valid import all_valid, second_of_each
+from safetensors.torch import load_file, save_file
+from valid import all_valid, second_of_each, weights
 from valid_tables import GGUF_KINDS, all_tables
 
-from lowq_cli.interop import gguf_source
 from lowq_packers import formats
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -52,65 +51,45 @@ def edited(valid, out, path, value):
     *above, last = path.split(".")
     for key in above:
         table = table[key]
-    was, table[last] = table[last], value
+    table[last] = value
     (out / "config.json").write_text(json.dumps(config))
-    return was
 
 
-def unread(name, monkeypatch, path, value):
-    """Break a format's reader: it takes `value` for a field, whatever the config says."""
-    real = formats.FORMATS[name]
-
-    def matrices(config, headers, fetch):
-        config = table = json.loads(json.dumps(config))
-        *above, last = path.split(".")
-        for key in above:
-            table = table[key]
-        table[last] = value
-        return real.matrices(config, headers, fetch)
-
-    monkeypatch.setitem(formats.FORMATS, name, dataclasses.replace(real, matrices=matrices))
-
-
-def misread(name, monkeypatch, leaf):
-    """Break a format's reader: it takes a kind of tensors with the other sign."""
-    real = formats.FORMATS[name]
-
-    def matrices(config, headers, fetch):
-        def wrong(m):
-            return lambda fetch: m.read(lambda n, *i: -fetch(n, *i) if n.endswith(f".{leaf}") else fetch(n, *i))
-
-        return [dataclasses.replace(m, read=wrong(m)) for m in real.matrices(config, headers, fetch)]
-
-    monkeypatch.setitem(formats.FORMATS, name, dataclasses.replace(real, matrices=matrices))
+def negated(valid, leaf, out):
+    """A copy of a model with one kind of tensors negated: what a reader that takes their sign wrongly makes of the model."""
+    mend(valid.model, out)
+    tensors = load_file(out / "model.safetensors")
+    save_file({n: -t if n.endswith(f".{leaf}") else t for n, t in tensors.items()}, out / "model.safetensors")
+    return out
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_reader_that_passes_over_a_field_is_found(files, tmp_path, monkeypatch, name):
+def test_a_reader_that_passes_over_a_field_is_found(files, tmp_path, name):
     which, path, value = EDITS[name]
     valid = files[which][name]
-    was = edited(valid, tmp_path / "m", path, value)
+    edited(valid, tmp_path / "m", path, value)
     assert not judging.judge(valid, tmp_path / "m").fault
-    unread(name, monkeypatch, path, was)
-    verdict = judging.judge(valid, tmp_path / "m")
+    verdict = judging.judge(valid, tmp_path / "m", lambda model: valid.weights)
     assert verdict.accepted
     assert "than its own reader reads" in verdict.fault
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_reader_that_takes_a_tensor_wrongly_is_found(files, monkeypatch, name):
-    for valid in (files[0][name], files[1][name]):
+def test_a_reader_that_takes_a_tensor_wrongly_is_found(files, tmp_path, name):
+    for i, valid in enumerate((files[0][name], files[1][name])):
         assert not judging.judge(valid, valid.model).fault
-        with monkeypatch.context() as broken:
-            misread(name.split(",")[0], broken, LEAVES[name])
-            assert "than its own reader reads" in judging.judge(valid, valid.model).fault
+        wrong = negated(valid, LEAVES[name], tmp_path / str(i))
+        assert "than its own reader reads" in judging.judge(valid, valid.model, lambda model, wrong=wrong: weights(wrong)).fault
 
 
-def test_rows_left_in_llama_cpps_order_are_found(files, monkeypatch):
+def test_rows_left_in_llama_cpps_order_are_found(files):
     """As k_proj's rows were with a config.json without num_key_value_heads: relative error 1.37, exit code 0."""
     valid = files[0]["gguf"]
-    monkeypatch.setattr(gguf_source, "_heads", lambda config, path: {"q_proj": 4})
-    assert "k_proj has other weights than its own reader reads" in judging.judge(valid, valid.model).fault
+
+    def left(model):
+        return {n: formats.gguf.permute_heads(w, 2) if n.endswith("k_proj") else w for n, w in weights(model).items()}
+
+    assert "k_proj has other weights than its own reader reads" in judging.judge(valid, valid.model, left).fault
 
 
 @pytest.mark.parametrize("planted", sorted({*chain(*GGUF_KINDS)}))

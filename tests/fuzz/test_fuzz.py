@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import judge as judging
 import kills
 from campaign import FOUND, Ground
+from valid import weights
 
 BEND_SECONDS, KILL_SECONDS = 6, 9
 BENDS = 20  # at least, on a machine that is busy elsewhere: half of them are accepted, in half a second of its own
@@ -56,19 +57,12 @@ def test_earlier_findings_stay_fixed(ground, seed, name, second):
     assert not verdict.fault, what
 
 
-def test_a_fault_is_seen(ground, monkeypatch):
+def test_a_fault_is_seen(ground):
     """The judge sees an internal error, other weights, and slow reads."""
     valid = next(v for v in ground.valid if v.format == "gptq")
 
-    def verdict():
-        return judging.judge(valid, valid.model)
-
-    assert verdict() == judging.Verdict(True, "", pytest.approx(0, abs=5))
-    real = judging.weights
-    monkeypatch.setattr(judging, "weights", lambda model: {n: t + 1 for n, t in real(model).items()})
-    assert "has other weights" in verdict().fault
-    monkeypatch.setattr(judging, "weights", lambda model: {}["x"])
-    assert "internal error: KeyError" in verdict().fault
+    def fault(read, **bounds):
+        return judging.judge(valid, valid.model, read, **bounds).fault
 
     def busy(model):
         began = time.process_time()
@@ -76,11 +70,11 @@ def test_a_fault_is_seen(ground, monkeypatch):
             pass
         return {}
 
-    monkeypatch.setattr(judging, "weights", busy)
-    monkeypatch.setattr(judging, "SECONDS", 0.2)
-    assert verdict().fault.startswith("took ")
-    monkeypatch.setattr(judging, "HANGS", 0.1)
-    assert "Hang: not done after" in verdict().fault
+    assert judging.judge(valid, valid.model) == judging.Verdict(True, "", pytest.approx(0, abs=5))
+    assert "has other weights" in fault(lambda model: {n: t + 1 for n, t in weights(model).items()})
+    assert "internal error: KeyError" in fault(lambda model: {}["x"])
+    assert fault(busy, seconds=0.2).startswith("took ")
+    assert "Hang: not done after" in fault(busy, hangs=0.1)
 
 
 def test_a_stopped_command_leaves_the_same_bytes_and_nothing_else(ground):
