@@ -110,6 +110,7 @@ def start_on():
     yield one
     for s in made:
         s.process.kill()
+        s.process.wait()
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lowq_cli.hf.chat_template import BYTES, SECONDS
+from lowq_cli.hf.chat_template import BYTES, SECONDS, render
+from lowq_packers.errors import DamagedError
 
 TURNS = "{% for a in range(99999) %}{% for b in range(99999) %}TEXT{% endfor %}{% endfor %}"
 BOMBS = {  # what a template does, and what the line says of it
@@ -23,21 +24,33 @@ BOMBS = {  # what a template does, and what the line says of it
     "pads a text": ("{{ 'x' | center(10 ** 12) }}", "takes more than 512 MB"),
     "computes a large power": ("{{ 9 ** (9 ** 9) }}", "takes more than 5 s"),
 }
-CHATS = {"loops": 2}  # at once: they wait for each other, SECONDS each; one chat of the other bombs
+SERVED = {"loops": 1, "writes without end": 2}  # with the number of chats at once, which wait for each other
 
 
-@pytest.fixture(params=BOMBS)
-def bomb(request, talk, tmp_path):
+@pytest.mark.parametrize("name", [name for name in BOMBS if name not in SERVED])
+def test_a_template_bomb_is_refused_in_one_line_and_the_next_conversation_is_rendered(name):
+    bomb, line = BOMBS[name]
+    said = [{"role": "user", "content": "hi"}]
+    with pytest.raises(DamagedError, match=line) as refused:
+        render(bomb, said, True, {})
+    check(str(refused.value), line)
+    assert render("{{ messages[0].content }}", said, True, {}) == "hi"
+
+
+def check(message, line):
+    assert line in message
+    assert "chat template" in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_template_bomb_costs_its_request_and_no_other(name, talk, tmp_path, start_on):
     folder = tmp_path / "bomb"
     shutil.copytree(talk, folder)
-    template, line = BOMBS[request.param]
-    (folder / "chat_template.jinja").write_text(template)
-    return folder, line, CHATS.get(request.param, 1)
-
-
-def test_a_template_bomb_costs_its_request_and_no_other(bomb, start_on):
-    folder, line, many = bomb
-    server = start_on(folder)
+    bomb, line = BOMBS[name]
+    (folder / "chat_template.jinja").write_text(bomb)
+    server, many = start_on(folder), SERVED[name]
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     with ThreadPoolExecutor(many) as pool, httpx.Client(base_url=server.url, timeout=120) as client:
         client.get("/health")  # connected: the next ones do not wait for that
@@ -51,11 +64,7 @@ def test_a_template_bomb_costs_its_request_and_no_other(bomb, start_on):
         answers = [c.result() for c in chats]
     for answer in answers:
         assert answer.status_code == 400
-        said = answer.json()["error"]["message"]
-        assert line in said
-        assert "chat template" in said
-        assert "\n" not in said
-        assert len(said) < 300
+        check(answer.json()["error"]["message"], line)
     assert server.post("completions", {"prompt": "Once", "max_tokens": 2}).status_code == 200
     assert _memory(server) < 2 * BYTES + (2 << 30)
     assert json.loads(httpx.get(f"{server.url}/health").text)["running"] == 0
