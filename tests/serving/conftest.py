@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,19 +99,35 @@ def server(talk):
     found.process.kill()
 
 
-@pytest.fixture
-def start_on():
-    """Start a server on a folder; all are ended."""
+@contextmanager
+def starting():
+    """A function that starts a server on a folder; all are ended after the block."""
     made = []
 
     def one(folder, *flags, **how):
         made.append(begin(folder, *flags, **how))
         return made[-1]
 
-    yield one
-    for s in made:
-        s.process.kill()
-        s.process.wait()
+    try:
+        yield one
+    finally:
+        for s in made:
+            s.process.kill()
+            s.process.wait()
+
+
+@pytest.fixture
+def start_on():
+    """Start a server on a folder for one test."""
+    with starting() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def start_for_all():
+    """Start a server on a folder for all tests of a file."""
+    with starting() as one:
+        yield one
 
 
 @pytest.fixture

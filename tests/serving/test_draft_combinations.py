@@ -21,7 +21,6 @@ from lowq_cli.files.adapter import read_adapter
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.host_memory import HostMemory
-from lowq_cli.serving.http import pictures as picture_requests
 from lowq_cli.serving.http.app import Served, make_app
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.pictures import PictureReader
@@ -126,9 +125,7 @@ def sees(tmp_path_factory):
     folder = sighted.write("qwen3_vl", tmp_path_factory.mktemp("sees"))
     model, tokenizer = ready(str(folder), "cpu")
     reader = PictureReader(str(folder), plan_of(model).model.images)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picture_requests, "READ_S", 300.0)  # its process starts late on a busy machine
-        asyncio.run(reader.read([("picture", PICTURE)]))
+    asyncio.run(reader.read([("picture", PICTURE)]))
     texts = [message(PICTURE), message(text="one two one two one two one two"), message(PICTURE, text="x y x y x y x y")]
     requests = [("chat", {"messages": [m], "max_tokens": 24}) for m in texts]
     wanted, _, _ = asked(model, tokenizer, requests, "none", pictures=reader)

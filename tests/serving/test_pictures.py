@@ -22,7 +22,7 @@ from mutated import mutants
 from lowq_cli.files import picture_file
 from lowq_cli.files.picture_file import MOST_PIXELS, decode
 from lowq_cli.serving.http import pictures
-from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.errors import LowqError, NotFoundError, UsageError
 
 QUESTION = "What is this?"
 
@@ -32,9 +32,9 @@ def sees(tmp_path_factory):
     return sighted.write("qwen3_vl", tmp_path_factory.mktemp("sees"))
 
 
-@pytest.fixture
-def seeing(start_on, sees):
-    return start_on(sees, "--name", "sees").wait_ready()
+@pytest.fixture(scope="module")
+def seeing(start_for_all, sees):
+    return start_for_all(sees, "--name", "sees")
 
 
 def url(image, kind="PNG"):
@@ -105,8 +105,8 @@ def test_a_model_without_a_tower_refuses_pictures(server):
     assert "takes no pictures" in answer.json()["error"]["message"]
 
 
-def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, monkeypatch):
-    """As a decoder would that a picture breaks: here the process is killed while it reads."""
+def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, tmp_path):
+    """As a decoder would that a picture breaks: here the process is killed before it reads. One that cannot start says why."""
     from lowq_packers.arch.config import read_config
 
     images = read_config(json.loads((sees / "config.json").read_text()))[1].images
@@ -123,6 +123,11 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, m
         reader._ask(whole)
     assert reader._ask(whole) == first
     reader.stop()
+    empty = pictures.PictureReader(str(tmp_path), images)
+    for _ in range(2):
+        with pytest.raises(NotFoundError, match="says how pictures are prepared"):
+            empty._ask(whole)
+    empty.stop()
 
 
 def test_pictures_of_all_kinds_are_read_right_or_refused():
@@ -407,7 +412,7 @@ def strict(tmp_path_factory):
 
 def test_pictures_that_do_not_fit_their_text_are_refused_in_one_line(start_on, strict):
     """By OpenAI's client, streamed too; what comes after is answered as before."""
-    client = openai.OpenAI(base_url=f"{start_on(strict, '--name', 'sees').wait_ready().url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{start_on(strict, '--name', 'sees').url}/v1", api_key="none", max_retries=0)
     a = url(sighted.drawing(1))
     how = {"model": "sees", "temperature": 0, "max_tokens": 6}
     fine = {"messages": [message(a)], **how}
@@ -444,12 +449,11 @@ def test_pictures_alike_in_bytes_and_prefixes_that_end_in_a_picture(seeing, sees
     client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none")
     wide, high = (Image.new("RGB", size, (90, 140, 60)) for size in ((64, 32), (32, 64)))
     model, tokenizer = ready(str(sees), "cpu")
+    a, b = sighted.drawing(11), sighted.drawing(12)  # which no other test asks this server about
     how = {"model": "sees", "temperature": 0, "max_tokens": 6}
     for images, text, cached in (
         ((wide,), QUESTION, 0), ((high,), QUESTION, 0), ((high, wide), QUESTION, 0), ((wide, high), QUESTION, 0),
-        ((sighted.drawing(1),) * 3, QUESTION, 0), ((sighted.drawing(1),) * 3, QUESTION, 128),
-        ((sighted.drawing(1), sighted.drawing(1), sighted.drawing(2)), QUESTION, 64),
-        ((sighted.drawing(1), sighted.drawing(2), sighted.drawing(1)), QUESTION, 0),
+        ((a, a, a), QUESTION, 0), ((a, a, a), QUESTION, 128), ((a, a, b), QUESTION, 64), ((a, b, a), QUESTION, 0),
     ):  # fmt: skip
         answer = client.chat.completions.create(messages=[message(*map(url, images), text=text)], **how)
         ours = lowq.stream(model, tokenizer, text, 6, chat=True, images=list(images))

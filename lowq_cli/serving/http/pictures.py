@@ -160,6 +160,13 @@ class _Process:
         self.process = context.Process(target=_serve, args=(theirs, folder, images), name="lowq-pictures", daemon=True)
         self.process.start()
         theirs.close()
+        try:
+            failed = self.pipe.recv()  # after its imports; no limit of time, which is the picture's
+        except (EOFError, OSError):
+            failed = LowqError("the process that reads pictures does not start; try: lowq doctor")
+        if failed is not None:
+            self.kill()
+            raise failed
 
     def ask(self, data: bytes) -> Packed:
         """The preprocessed image. Raises the error that the process reports, and _Ended."""
@@ -184,30 +191,38 @@ class _Process:
 
 
 def _serve(pipe: Any, folder: str, images: Images) -> None:
-    """The loop of the process: receive an image's bytes, send the vision tower's input."""
+    """The loop of the process: send None when it is ready, receive an image's bytes, send the vision tower's input."""
     from lowq_cli.files.picture_file import decode
     from lowq_cli.hf.pictures import Processor, packed
 
-    processor: Processor | None = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process handles Ctrl-C
+    try:
+        processor = Processor(Path(folder), images)
+    except Exception as e:
+        pipe.send(_sendable(e))
+        return
+    _bounded()
+    pipe.send(None)
     while True:
         try:
             data = pipe.recv_bytes()
         except (EOFError, OSError):
             return
         try:
-            if processor is None:
-                processor = Processor(Path(folder), images)
-                _bounded()
             reply: Any = packed(processor(decode(data)))
-        except LowqError as e:
-            reply = e
-        except MemoryError:
-            reply = UsageError("the picture does not fit into memory; make it smaller")
-        except Exception as e:  # readers raise LowqErrors, so this is a bug in lowq: the server answers 500
-            log_error("a picture cannot be read", e)
-            reply = RuntimeError(f"{type(e).__name__}: {one_line(e)}")
+        except Exception as e:
+            reply = _sendable(e)
         pipe.send(reply)
+
+
+def _sendable(e: Exception) -> Exception:
+    """An error as the server's process raises it."""
+    if isinstance(e, LowqError):
+        return e
+    if isinstance(e, MemoryError):
+        return UsageError("the picture does not fit into memory; make it smaller")
+    log_error("a picture cannot be read", e)  # readers raise LowqErrors, so this is a bug in lowq: the server answers 500
+    return RuntimeError(f"{type(e).__name__}: {one_line(e)}")
 
 
 def _bounded() -> None:
