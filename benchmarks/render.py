@@ -98,11 +98,11 @@ def rendered(text: str) -> str:
     return MARK.sub(lambda m: m[1] + "\n" + PARTS[m[2]]() + "\n" + m[3], text)
 
 
-def unread(opened: set[Path]) -> list[str]:
+def unread(opened: set[Path], results: Path = RESULTS, root: Path = ROOT) -> list[str]:
     """Results that no table was made of, and that neither a note, nor a page, nor plots.py names by folder and file."""
-    readers = [*(ROOT / "benchmarks" / "notes").glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "plots.py"]
+    readers = [*(root / "benchmarks" / "notes").glob("*.md"), *(root / "docs").glob("*.md"), root / "benchmarks" / "plots.py"]
     text = "\n".join(page.read_text() for page in readers)
-    found = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file() and path not in opened}
+    found = {path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file() and path not in opened}
     return sorted(name for name in found if name not in text)
 
 

@@ -186,7 +186,7 @@ def test_there_are_ten_of_them():
     assert len(TROUBLES) == 10
 
 
-def test_a_result_that_no_table_reads_and_no_page_names_is_found(tmp_path, monkeypatch):
+def test_a_result_that_no_table_reads_and_no_page_names_is_found(tmp_path):
     import render
 
     for name in ("cpu/named.json", "cpu/opened.json", "cpu/idle.json"):
@@ -196,8 +196,6 @@ def test_a_result_that_no_table_reads_and_no_page_names_is_found(tmp_path, monke
     notes.mkdir(parents=True)
     (notes / "cpu.md").write_text("(results/cpu/named.json)")
     (notes.parent / "plots.py").write_text("")
-    results = tmp_path / "cpu"
-    monkeypatch.setattr(render, "RESULTS", tmp_path)
-    monkeypatch.setattr(render, "ROOT", tmp_path / "tree")
-    assert "cpu/idle.json" in render.unread({results / "opened.json"})
-    assert not {"cpu/named.json", "cpu/opened.json"} & set(render.unread({results / "opened.json"}))
+    unread = render.unread({tmp_path / "cpu" / "opened.json"}, tmp_path, tmp_path / "tree")
+    assert "cpu/idle.json" in unread
+    assert not {"cpu/named.json", "cpu/opened.json"} & set(unread)

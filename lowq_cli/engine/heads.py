@@ -5,7 +5,7 @@ inputs are tokens and the target model's hidden states. `entering` converts thes
 advances by one token.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lowq_packers.heads import mtp, read_head
 from lowq_packers.heads.parts import MAPS, MASK, Read, Target
 
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+Describe = Callable[..., Read]  # a head's description from a config, the shapes of its tensors, and its Target
 STREAM_END = -1  # in a head's `layers`: the target's last hidden state, normed
 
 
@@ -179,21 +180,20 @@ class _Names(Named):
         return name in self.held
 
 
-def load(folder: str, model: Any) -> HeadPlan:
+def load(folder: str, model: Any, describe: Describe = read_head) -> HeadPlan:
     """The head in a folder or hub id, for a model. Raises UnsupportedError, DamagedError or NotFoundError."""
     with open_source(folder) as source:
         target = _target(model)
         try:
-            read = read_head(source.config, _shapes(source), target)
-            return _read(source, read, plan_of(model))
+            return _read(source, describe(source.config, _shapes(source), target), plan_of(model))
         except NotPlain as e:
             raise UnsupportedError(f"the draft head {folder} cannot be used: {e}") from None
 
 
-def inside(source: Source, model: Any) -> HeadPlan:
+def inside(source: Source, model: Any, describe: Describe = mtp.read) -> HeadPlan:
     """The MTP layer in a model's checkpoint, an open source. Raises UnsupportedError where it has none that lowq can run."""
     try:
-        return _read(source, mtp.read(source.config, _shapes(source), _target(model)), plan_of(model))
+        return _read(source, describe(source.config, _shapes(source), _target(model)), plan_of(model))
     except NotPlain as e:
         raise UnsupportedError(f"the MTP layer of {source.name} cannot be used: {e}") from None
 

@@ -258,9 +258,12 @@ def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torc
     return y
 
 
-def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """The same with one matmul per row, on a copy of its expert's weight. No device sync: a CUDA graph can capture it."""
-    at_once, products = max(1, COPIED // stack.words[0].nbytes), list[torch.Tensor]()
+def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack, copied: int = COPIED) -> torch.Tensor:
+    """The same with one matmul per row, on a copy of its expert's weight. No device sync: a CUDA graph can capture it.
+
+    copied: max. bytes of experts copied at once.
+    """
+    at_once, products = max(1, copied // stack.words[0].nbytes), list[torch.Tensor]()
     for first in range(0, x.shape[0], at_once):
         rows = x[first : first + at_once]
         chosen = stack.take(experts[first : first + at_once])

@@ -46,7 +46,7 @@ MOST_WINDOWS = {"cuda": 32, "cpu": 1}  # max. windows per step
 HELD_OUT = 16  # windows of each half held out from training
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's learning rate at WIDTH (inversely proportional to the width), and warm-up steps
 MOST_RATE = 2e-3
-SAVE = 60.0  # seconds between two checkpoints of the training state
+SAVE_S = 60.0  # seconds between two checkpoints of the training state
 TRAINING = 3.0  # operations of the forward and backward pass, relative to the forward pass
 FLOPS = 0.35  # FLOP/s of a whole step, relative to those of a single matmul
 BIG = {
@@ -188,8 +188,8 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / own_text._seconds(lambda: x @ x)
 
 
-def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Trained]:
-    """Train and write the head. Ctrl-C or a kill loses at most a minute of work."""
+def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> Generator[Step, None, Trained]:
+    """Train and write the head. Ctrl-C or a kill loses at most `save_s` seconds of work."""
     began = time.monotonic()
     if (trained := _made(of)) is not None:
         return trained
@@ -201,7 +201,7 @@ def train(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, Tra
     held = _held_out(len(plain) + len(greedy)) // 2
     learnt = torch.cat([plain[:-held], greedy[:-held]])
     learner = Learner(of.of, _first(plan_of(model), of.of, ids), of.device, of.seed)
-    loss = yield from _learn(of, learner, teacher, learnt, tokenizer)
+    loss = yield from _learn(of, learner, teacher, learnt, tokenizer, save_s)
     accepted, drawn = (judged(learner, teacher, part[-held:]) for part in (greedy, plain))
     length = 1 + sum(accepted)
     result = Trained(
@@ -297,7 +297,7 @@ def _autocast(device: torch.device) -> Any:
 
 
 def _learn(
-    of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, tokenizer: Any
+    of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, tokenizer: Any, save_s: float
 ) -> Generator[Step, None, float]:
     """Run all remaining steps; return the mean loss per guess over the last hundred."""
     rate = min(MOST_RATE, RATE * WIDTH / of.of.hidden)
@@ -324,7 +324,7 @@ def _learn(
         losses = [*losses[-99:], loss.detach()]
         if step % 10 == 0 or step + 1 == of.steps:
             yield Step("learn", step + 1, of.steps, f"loss {float(torch.stack(losses).mean()):.3f}")
-            if time.monotonic() - saved > SAVE:
+            if time.monotonic() - saved > save_s:
                 _save(of, learner, adam, step + 1)
                 saved = time.monotonic()
     return float(torch.stack(losses).mean()) if losses else 0.0

@@ -46,8 +46,16 @@ class SequentialEngine:
 
     name = "one after another"
 
-    def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN, cache_bytes: int | None = None) -> None:
-        self.model, self.reason = model, reason
+    def __init__(
+        self,
+        model: Any,
+        waiting: int,
+        reason: str = "",
+        kv: str = PLAIN,
+        cache_bytes: int | None = None,
+        room: int = FIRST_ROOM,
+    ) -> None:
+        self.model, self.reason, self.room = model, reason, room
         self.decoder: Any = decoder_of(model, kv)
         self._reader = PromptReader(model, kv)
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -164,7 +172,7 @@ class SequentialEngine:
         while finish is None:
             self._go_on(number)
             if len(tokens) == until:
-                until = min(request.max_tokens, len(tokens) + max(FIRST_ROOM, len(tokens)))
+                until = min(request.max_tokens, len(tokens) + max(self.room, len(tokens)))
                 token = self.decoder.start([prompt + tokens], GREEDY, until - len(tokens), partial(self._go_on, number))
             else:
                 token = self.decoder.step()

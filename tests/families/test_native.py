@@ -187,12 +187,17 @@ def test_of_experts_without_a_kernel_only_small_steps_are_recorded():
         assert max(rows for _, rows in runner.recorded() if name == "qwen3_moe" or rows <= 128) == largest
 
 
-def test_copies_of_experts_are_bounded(monkeypatch):
+def test_copies_of_experts_are_bounded():
     g = torch.Generator().manual_seed(0)
     x, weights = torch.randn(11, 24, generator=g), torch.randn(5, 16, 24, generator=g)
-    ids, stack = torch.randint(0, 5, (11,), generator=g), Stack(weights, None, None, None, None, 16, 24, "rowstream")
-    monkeypatch.setattr(experts, "COPIED", 3 * weights[0].nbytes)
-    taken, take = [], Stack.take
-    monkeypatch.setattr(Stack, "take", lambda self, chosen: taken.append(len(chosen)) or take(self, chosen))
-    assert off(experts.row_by_row(x, ids, stack), torch.einsum("sk,snk->sn", x, weights[ids])) < 1e-6
+    taken = []
+
+    class Counting(Stack):
+        def take(self, chosen):
+            taken.append(len(chosen))
+            return super().take(chosen)
+
+    ids, stack = torch.randint(0, 5, (11,), generator=g), Counting(weights, None, None, None, None, 16, 24, "rowstream")
+    found = experts.row_by_row(x, ids, stack, copied=3 * weights[0].nbytes)
+    assert off(found, torch.einsum("sk,snk->sn", x, weights[ids])) < 1e-6
     assert taken == [3, 3, 3, 2]

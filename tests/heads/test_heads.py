@@ -163,15 +163,15 @@ WRONG = {  # what of a head is read otherwise than it is meant
 
 
 @pytest.mark.parametrize("fact", WRONG)
-def test_a_fact_of_eagle3_that_is_read_otherwise_shows(fact, llama, tmp_path, monkeypatch):
+def test_a_fact_of_eagle3_that_is_read_otherwise_shows(fact, llama, tmp_path):
     model, ours = llama
     tensors, config, taps = eagle(tmp_path / "head", "layers by what enters them")
     wanted = Eagle3(tensors, config, model.model.embed_tokens.weight.detach())(
         TEXT[1:], [x[:-1] for x in theirs(model, taps)], 5
     )
-    right = heads.read_head
-    monkeypatch.setattr(heads, "read_head", lambda *given: (r := right(*given)) and replace(r, head=WRONG[fact](r.head)))
-    plan = heads.load(str(tmp_path / "head"), ours)
+    plan = heads.load(
+        str(tmp_path / "head"), ours, lambda *given: replace(r := heads.read_head(*given), head=WRONG[fact](r.head))
+    )
     _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 5)
     assert float((logits - wanted[1]).norm() / wanted[1].norm()) > 0.005
 
@@ -264,9 +264,9 @@ def mtp(request, tmp_path_factory):
     return request.param, folder, native(folder), Mtp(tensors, names, eps, layer, called(model), embed, lm_head, **own), model
 
 
-def inside(folder, model):
+def inside(folder, model, *describe):
     with open_source(str(folder)) as source:
-        return heads.inside(source, model)
+        return heads.inside(source, model, *describe)
 
 
 def test_mtp_layers_guess_what_the_reference_guesses(mtp):
@@ -297,12 +297,10 @@ WRONG_MTP = {
 
 
 @pytest.mark.parametrize("fact", WRONG_MTP)
-def test_a_fact_of_mtp_layers_that_is_read_otherwise_shows(fact, mtp, monkeypatch):
+def test_a_fact_of_mtp_layers_that_is_read_otherwise_shows(fact, mtp):
     _, folder, ours, reference, model = mtp
     _, wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
-    right = heads.mtp.read
-    monkeypatch.setattr(heads.mtp, "read", lambda *given: WRONG_MTP[fact](right(*given)))
-    plan = inside(folder, ours)
+    plan = inside(folder, ours, lambda *given: WRONG_MTP[fact](heads.mtp.read(*given)))
     _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 4)
     assert float((logits - wanted).norm() / wanted.norm()) > 0.005
 

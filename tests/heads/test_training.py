@@ -122,10 +122,9 @@ def done(steps):
             return e.value
 
 
-def test_a_killed_training_resumes_to_the_same_bytes(folder, tmp_path, monkeypatch):
+def test_a_killed_training_resumes_to_the_same_bytes(folder, tmp_path):
     whole = done(training.train(*planned(folder, tmp_path / "whole")))
-    monkeypatch.setattr(training, "SAVE", 0.0)
-    run = training.train(*planned(folder, tmp_path / "killed"))
+    run = training.train(*planned(folder, tmp_path / "killed"), save_s=0.0)
     list(islice(run, 2))
     run.close()
     assert (tmp_path / "killed" / HEAD_STATE).is_file()

@@ -35,7 +35,7 @@ class Client:
     """An engine and what it says."""
 
     def __init__(self, model, **how):
-        self.engine = engine_of(model, how.pop("waiting", 500), **how)
+        self.engine = how.pop("engine", engine_of)(model, how.pop("waiting", 500), **how)
         assert isinstance(self.engine, ContinuousEngine)
         self.events = queue.Queue()
         self.heard = {}

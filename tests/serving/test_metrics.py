@@ -4,22 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowq_cli.engine import decoders, explain
+from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.http import metrics
 from lowq_cli.serving.request import Stats
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """A model of which a step reads 1 MB and 10 kB a sequence, and no more for more than 24."""
-    monkeypatch.setattr(decoders, "decoder_of", lambda model: None)
-    monkeypatch.setattr(explain, "bytes_per_token", lambda model, decoder, batch=1: 1_000_000 + 10_000 * min(batch, 24))
+def test_the_share_of_the_memorys_speed():
+    """40 steps of 3 sequences in half a second, of 100 MB/s; then of 70, more than there were texts to count for.
 
-
-def test_the_share_of_the_memorys_speed(monkeypatch, reads):
-    """40 steps of 3 sequences in half a second, of 100 MB/s; then of 70, more than there were texts to count for."""
-    monkeypatch.setattr(explain, "memory_speed", lambda device, n: (100e6, ""))
-    found = metrics.roofline(SimpleNamespace(device=None), 64)
+    A step reads 1 MB and 10 kB a sequence, and no more for more than 24.
+    """
+    found = metrics.Roofline(100e6, tuple(1_000_000 + 10_000 * min(1 << i, 24) for i in range(8)))
     before, now = Stats(steps=10, new_tokens=5, busy_s=1.0), Stats(steps=50, new_tokens=125, busy_s=1.5)
     assert found.share(before, now) == pytest.approx(1_030_000 * 40 / 0.5 / 100e6)
     assert found.share(before, Stats(steps=50, new_tokens=2805, busy_s=1.5)) == pytest.approx(1_240_000 * 40 / 0.5 / 100e6)
@@ -45,6 +40,11 @@ def test_counters_of_a_model_that_is_loaded_again_go_on():
     assert 'lowq_requests_running{model="m"}' not in page
 
 
-def test_no_share_where_memory_is_not_the_limit(monkeypatch, reads):
-    monkeypatch.setattr(explain, "memory_speed", lambda device, n: (None, "stays in the cache"))
-    assert metrics.roofline(SimpleNamespace(device=None), 8).share(Stats(), Stats(steps=1, busy_s=1.0)) is None
+def test_no_share_where_memory_is_not_the_limit():
+    """The bundled model stays in the cache of a processor; a step of more sequences reads no less of its weights."""
+    model, _ = ready("demo", "cpu")
+    found = metrics.roofline(model, 8)
+    assert found.speed is None
+    assert len(found.read) == 5
+    assert 0 < found.read[0] <= found.read[-1]
+    assert found.share(Stats(), Stats(steps=1, busy_s=1.0)) is None

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowq_cli.engine import native_loader
 from lowq_cli.engine import precompiling as engine_precompiling
@@ -17,7 +19,7 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run.prepare import prepare
 from lowq_cli.serving import precompiling
-from lowq_kernels.modules import ops
+from lowq_kernels.modules.linear import QuantLinear
 
 CPU = torch.device("cpu")
 
@@ -38,12 +40,23 @@ def test_one_layer_of_each_kind(tmp_path):
     assert [layer["down"].scheme.bits for layer in mixed.linears["layers"]] == [4, 8]
 
 
-def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
-    model, _ = planned(tmp_path)
+@contextmanager
+def products():
+    """A set of (rows of x, out_features), filled with those of the packed layers that run inside."""
     seen = set()
-    whole = ops.product
-    monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.add((x.shape[0], p.N)) or whole(x, p, *rest))
-    with torch.inference_mode():
+
+    def note(layer, args):
+        if isinstance(layer, QuantLinear):
+            seen.add((args[0].shape[0], layer.out_features))
+
+    watching = register_module_forward_pre_hook(note)
+    yield seen
+    watching.remove()
+
+
+def test_everything_that_decoding_takes_is_launched(tmp_path):
+    model, _ = planned(tmp_path)
+    with torch.inference_mode(), products() as seen:
         for launch in precompiling.launches(model):
             launch()
     layer = model.linears["layers"][0]
@@ -51,21 +64,19 @@ def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
         assert {m.out_features for m in layer.values()} <= {N for M, N in seen if rows == M}
 
 
-def test_steps_that_check_drafts_are_launched_ahead(tmp_path, monkeypatch):
+def test_steps_that_check_drafts_are_launched_ahead(tmp_path):
     model, _ = planned(tmp_path)
-    decoder, rows, groups = NativeDecoder(model), set(), set()
+    decoder, seen = NativeDecoder(model), set()
     decoder.drafts = True
-    whole, ops_of_plan = ops.product, decoder.plan.ops
-    monkeypatch.setattr(ops, "product", lambda x, p, *rest: rows.add(x.shape[0]) or whole(x, p, *rest))
+    ops_of_plan = decoder.plan.ops
     attend = ops_of_plan.attend_rows
     watched = lambda *a, groups: seen.add((a[0].shape[0], groups[2])) or attend(*a, groups=groups)  # noqa: E731
-    seen = groups
     decoder.plan.ops = replace(ops_of_plan, attend_rows=watched)
     met = set()
-    with torch.inference_mode():
+    with torch.inference_mode(), products() as launched:
         for launch in engine_precompiling.launches(model, decoder, 1, 5, Sampling(), met):
             launch()
-    assert {4, 8, 16} <= rows
+    assert {4, 8, 16} <= {M for M, _ in launched}
     assert seen == {(T, T) for T in (4, 8, 16)}
     assert not engine_precompiling.launches(model, decoder, 1, 5, Sampling(), met)  # once
 

@@ -16,6 +16,7 @@ from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import EARLY_S
+from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.model_runner import RIDING
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.scheduler import READERS, Scheduler, buckets
@@ -130,17 +131,15 @@ def shadow(engine):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed, monkeypatch):
+def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed):
     rng = random.Random(seed)
-    monkeypatch.setattr("asking.engine_of", lambda *a, **kw: made(*a, **kw))
-    from lowq_cli.serving.engines import engine_of
 
     def made(*a, **kw):
         engine = engine_of(*a, **kw)
         shadow(engine)
         return engine
 
-    c = Client(model, running=rng.choice([1, 3, 9, 20]), cache_tokens=rng.choice([256, 640, 3000]))
+    c = Client(model, engine=made, running=rng.choice([1, 3, 9, 20]), cache_tokens=rng.choice([256, 640, 3000]))
     commons = [[rng.randrange(V) for _ in range(n)] for n in (64, 130, 200)]
     asked, cancelled = {}, set()
     for _ in range(70):

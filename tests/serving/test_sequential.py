@@ -208,17 +208,17 @@ def test_settings_out_of_range_are_refused():
 
 
 @pytest.mark.parametrize("room", [512, 4], ids=["fits", "outgrows its cache"])
-def test_a_family_without_fused_layers_is_served_one_after_another(room, monkeypatch):
+def test_a_family_without_fused_layers_is_served_one_after_another(room):
     """In fp32, where reading a text again as a prompt gives the same tokens."""
-    monkeypatch.setattr("lowq_cli.serving.sequential.FIRST_ROOM", room)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=1, eos_token_id=2)
     model = GPT2LMHeadModel(config).eval()
-    found = engine_of(model)
-    assert isinstance(found, SequentialEngine)
-    assert "gpt2" in found.reason
+    usual = engine_of(model)
+    assert isinstance(usual, SequentialEngine)
+    assert "gpt2" in usual.reason
+    found = SequentialEngine(model, 4, usual.reason, room=room)
     assert found.limits.longest == 64
     found.events = queue.Queue()
     found.start(lambda batch: [found.events.put(e) for e in batch])

@@ -31,11 +31,18 @@ def most_connections() -> int:
     if resource is None:
         return MOST
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised, most = limits(soft, hard)
+    if raised != soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return most
+
+
+def limits(soft: int, hard: int) -> tuple[int, int]:
+    """(soft limit of file descriptors, max. number of connections under it), from a process's limits; below 0: unlimited."""
     needed = MOST + SPARE
     if 0 <= soft < needed:
         soft = needed if hard < 0 else min(hard, needed)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MOST if soft < 0 else min(MOST, max(soft - SPARE, soft // 4, 1))
+    return soft, MOST if soft < 0 else min(MOST, max(soft - SPARE, soft // 4, 1))
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
