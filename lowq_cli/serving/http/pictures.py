@@ -198,7 +198,7 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process handles Ctrl-C
     try:
         processor = Processor(Path(folder), images)
-    except Exception as e:
+    except Exception as e:  # of the model's folder, or a bug: the server's process raises it
         pipe.send(_sendable(e))
         return
     _bounded()
@@ -210,7 +210,7 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
             return
         try:
             reply: Any = packed(processor(decode(data)))
-        except Exception as e:
+        except Exception as e:  # of the picture, or a bug: the server's process raises it
             reply = _sendable(e)
         pipe.send(reply)
 
