@@ -33,6 +33,11 @@ struct Sum8<true> {
     static __device__ __forceinline__ void alive(int& v) { asm volatile("" : "+r"(v)::"memory"); }
 };
 
+template <bool INT8, int COUNT>
+__device__ __forceinline__ void alive(typename Sum8<INT8>::type (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) Sum8<INT8>::alive(sums[i]);
+}
 template <int F>
 __device__ __forceinline__ void alive(u32 (&a)[F][4]) {  // registers that wgmma reads meanwhile
 #pragma unroll
@@ -58,6 +63,167 @@ __device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, 
     }
 }
 
+// The phases of the kernel, as functions of their arguments: with fields of a struct, or with the loops over row tiles in a
+// phase, ptxas gave the kernel other registers than in the code that was measured.
+template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K>
+struct Phases8 {
+    using L = Tile<BITS>;
+    static constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, CHUNKS = 128 / L::CHUNK, TILES = 8 * ROW_TILES_64;
+    static constexpr int PER_CHUNK = L::CHUNK / 32, PER_SUM = SG / 32;  // fragments
+    static constexpr u32 X_BYTES = BLOCK_M * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES,
+                         META_BYTES = TILES * PARTS * 32;
+    static constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
+    static_assert(SG / 32 % BATCH == 0, "one wgmma batch, one sum");
+    static constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
+    static constexpr int COLUMNS = BLOCK_M / SPLIT_K;  // of x that a block writes
+    using Sums = float[BLOCK_M / 2];
+    using XScales = float[COLUMNS / 4];
+    using StepSums = typename Sum8<INT8>::type[BLOCK_M / 2];
+
+    static __device__ __forceinline__ void init_barriers(u32 full, u32 empty) {
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
+        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+
+    // The producer thread. load_weights(stage, step, n_tile) asks for the words and scales of a step; place(tile, m0, n_tile).
+    template <class LoadWeights, class Place>
+    static __device__ __forceinline__ void produce(const TensorMap& x_map, const TensorMap& sums_map, LoadWeights load_weights,
+                                                   Place place, u32 base, u32 full, u32 empty, int team, int teams, int all,
+                                                   int begin, int part, int sum_steps, int sums_at) {
+        int s = 0, round = 0, early = 0;
+        if (team < all) {  // weights do not depend on the kernel before, x does
+            int m0, n_tile;
+            place(team, m0, n_tile);
+            for (; early < STAGES && early < part; early++) load_weights(early, begin + early, n_tile);
+        }
+        previous_grid_wait();
+        for (int tile = team; tile < all; tile += teams) {
+            int m0, n_tile;
+            place(tile, m0, n_tile);
+            for (int c = 0; c < part + sum_steps; c++) {
+                const u32 barrier = full + 8 * s;
+                if (early > 0) early--;
+                else {
+                    barrier_wait(empty + 8 * s, (round & 1) ^ 1);
+                    if (c < part) load_weights(s, begin + c, n_tile);
+                }
+                if (c < part) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
+                else {
+                    barrier_expect(barrier, X_BYTES);
+                    tensor_load(base + s * STAGE_BYTES, &sums_map, sums_at + (c - part) * 64, m0, barrier);
+                }
+                if (++s == STAGES) s = 0, round++;
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------------- products of a step
+    // A operands of the b-th BATCH of fragments, from words of a row tile. w keeps a chunk's words for the batches that follow.
+    static __device__ __forceinline__ void read_codes(int b, u32 words, int lane, u32 (&w)[L::REGS], u32 (&a)[BATCH][4]) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int at = b * BATCH + i;
+            if (at % PER_CHUNK == 0) read_chunk<BITS>(words + at / PER_CHUNK * CHUNK_BYTES, lane, w);
+            codes8<BITS>(w, at % PER_CHUNK, a[i]);
+        }
+    }
+    static __device__ __forceinline__ void start_products(StepSums& sums, u32 (&a)[BATCH][4], u64 panel, int b) {
+        alive(a), alive<INT8>(sums);
+        products_fence();
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            Wgmma8<INT8, BLOCK_M>::run(sums, a[i], panel + 2 * (b * BATCH + i), (b * BATCH + i) % PER_SUM > 0);
+        products_commit();
+    }
+    static __device__ __forceinline__ void add_scaled(Sums& acc, const StepSums& sums, float2 by) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i++) acc[i] += (i & 2 ? by.y : by.x) * (float)sums[i];
+    }
+
+    // ------------------------------------------------------------------------------------------------- zeros
+    // -(s z) of rows r and r + 8 of row tile t in the group that a column of the sums of x has; 0 outside.
+    static __device__ __forceinline__ u32 minus_zero(int column, int begin, int end, int t, int row_tiles, int groups, int r,
+                                                     const u32* scales, const u32* zeros) {
+        const int g = GROUP == 0 ? 0 : smaller(column * SG / (GROUP ? GROUP : 1), groups - 1);
+        const bool inside = t < row_tiles && column >= begin && column < end;
+        const int at = inside ? (t * groups + g) * 8 + r : 0;
+        const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
+        return inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;
+    }
+    static __device__ __forceinline__ void multiply_sums(Sums& product, u32 (&a)[2][4], u64 panel) {
+        alive(a), alive<false>(product);
+        products_fence();
+#pragma unroll
+        for (int f = 0; f < 2; f++) Wgmma<T, BLOCK_M>::run(product, a[f], panel + 2 * f);
+        products_commit();
+        products_wait<0>();
+        alive(a), alive<false>(product);
+    }
+
+    // ------------------------------------------------------------------------------------------------- epilogue
+    // The sums of a cluster's blocks: sums[h][i][thread] in the ring's place, then each block adds up its columns in rank
+    // order.
+    static __device__ __forceinline__ void add_parts(float* sums, int rank, Sums (&acc)[ROW_TILES_64]) {
+        asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
+#pragma unroll
+        for (int h = 0; h < ROW_TILES_64; h++)
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; i++) sums[(h * (BLOCK_M / 2) + i) * 128] = acc[h][i];
+        cluster_sync();
+#pragma unroll
+        for (int h = 0; h < ROW_TILES_64; h++)
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; i++) {
+                const u32 here = shared_address(sums + (h * (BLOCK_M / 2) + rank * (COLUMNS / 2) + i) * 128);
+                float v = 0.f;
+#pragma unroll
+                for (int k = 0; k < SPLIT_K; k++) v += read_cluster(in_block(here, k));
+                acc[h][i] = v;
+            }
+        cluster_sync();
+    }
+    static __device__ __forceinline__ void read_x_scales(const float* x_scales, int first, int M,
+                                                         XScales& x_scale) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 4; i++) {
+            const int m = first + i / 2 * 8 + i % 2;
+            x_scale[i] = m < M ? __ldg(x_scales + m) : 0.f;
+        }
+    }
+    // acc of rows n and n + 8 of W becomes y: scales of x, and the bias.
+    static __device__ __forceinline__ void finish(Sums& acc, const XScales& x_scale, const u16* bias, int n, int N) {
+#pragma unroll
+        for (int o = 0; o < 2; o++) {
+            const int at = n + 8 * o;
+            const float b = bias && at < N ? to_floats<T>(bias[at]).x : 0.f;
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 4; i++) {
+                float& v = acc[i / 2 * 4 + 2 * o + i % 2];
+                v = v * x_scale[i] + b;
+            }
+        }
+    }
+    // The b-th 32 rows of y and 64 columns from n_first on, by way of the staging.
+    static __device__ __forceinline__ void store(int b, const Sums& acc, u32 staging, int group, int warp, int lane,
+                                                 int m_first, int m_end, int n_first, int N, u16* y) {
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");  // the staging is free
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
+            if (b * 4 + i >= COLUMNS / 8) continue;
+            const float* v = acc + (b * 4 + i) * 4;
+            const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
+            store_transposed<T>(at, v);
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+#pragma unroll 2
+        for (int e = threadIdx.x & 127; e < 256; e += 128) {  // 16 bytes of a row of y
+            const int row = b * 32 + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
+            if (row >= COLUMNS || m >= m_end || column >= N) continue;
+            store8(y + (size_t)m * N + column, staging + (e / 8 * ROW + n) * 2, N, column);
+        }
+    }
+};
+
 template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
           int BAND>
 __global__ void __launch_bounds__(384, 1)
@@ -65,13 +231,10 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             const __grid_constant__ TensorMap words_map, const __grid_constant__ TensorMap scales_map,
             const u32* __restrict__ scales, const u32* __restrict__ zeros, const float* __restrict__ x_scales,
             const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int row_tiles, int groups) {
+    using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K>;
     using L = Tile<BITS>;
-    constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, CHUNKS = 128 / L::CHUNK, TILES = 8 * ROW_TILES_64;
-    constexpr u32 X_BYTES = BLOCK_M * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES,
-                  META_BYTES = TILES * PARTS * 32;
-    constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
-    static_assert(SG / 32 % BATCH == 0, "one wgmma batch, one sum");
-    constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
+    constexpr int PARTS = P::PARTS, CHUNKS = P::CHUNKS, TILES = P::TILES, COLUMNS = P::COLUMNS;
+    constexpr u32 X_BYTES = P::X_BYTES, CHUNK_BYTES = P::CHUNK_BYTES, W_BYTES = P::W_BYTES, STAGE_BYTES = P::STAGE_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
 
@@ -91,10 +254,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         n_tile = n_first + in_band % width, m0 = in_band / width * BLOCK_M;
     };
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
-        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
-    }
+    if (threadIdx.x == 0) P::init_barriers(full, empty);
     __syncthreads();
 
     if (group == 2) {  // ------------------------------------------------------------------------------- producer
@@ -102,38 +262,15 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         if (threadIdx.x == 256) {
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES;
-                barrier_expect(barrier, LOADED);
+                barrier_expect(barrier, P::LOADED);
 #pragma unroll
                 for (int u = 0; u < CHUNKS; u++)
                     tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, n_tile * TILES, barrier);
                 tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES,
                             barrier);
             };
-            int s = 0, round = 0, early = 0;
-            if (team < all) {  // weights do not depend on the kernel before, x does
-                int m0, n_tile;
-                place(team, m0, n_tile);
-                for (; early < STAGES && early < part; early++) load_weights(early, begin + early, n_tile);
-            }
-            previous_grid_wait();
-            for (int tile = team; tile < all; tile += teams) {
-                int m0, n_tile;
-                place(tile, m0, n_tile);
-                for (int c = 0; c < part + sum_steps; c++) {
-                    const u32 barrier = full + 8 * s;
-                    if (early > 0) early--;
-                    else {
-                        barrier_wait(empty + 8 * s, (round & 1) ^ 1);
-                        if (c < part) load_weights(s, begin + c, n_tile);
-                    }
-                    if (c < part) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
-                    else {
-                        barrier_expect(barrier, X_BYTES);
-                        tensor_load(base + s * STAGE_BYTES, &sums_map, sums_at + (c - part) * 64, m0, barrier);
-                    }
-                    if (++s == STAGES) s = 0, round++;
-                }
-            }
+            P::produce(x_map, sums_map, load_weights, place, base, full, empty, team, teams, all, begin, part, sum_steps,
+                       sums_at);
         }
         __syncwarp();
         if constexpr (SPLIT_K > 1) cluster_sync(), cluster_sync();
@@ -145,8 +282,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     previous_grid_wait();
     next_grid_launch();
     const int t_first = group * ROW_TILES_64 * 4 + warp;  // of this warp's 16-row tiles; the next one is four on
-    float acc[ROW_TILES_64][BLOCK_M / 2];
-    typename Sum8<INT8>::type sums8[BLOCK_M / 2];
+    typename P::Sums acc[ROW_TILES_64];
+    typename P::StepSums sums8;
     int s = 0;
     u32 parity = 0;
     auto release = [&] {  // this stage, and go on to the next
@@ -172,39 +309,19 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                 u32 w[L::REGS];
 #pragma unroll
                 for (int b = 0; b < 4 / BATCH; b++) {  // of BATCH fragments, that go to wgmma together
-                    constexpr int PER_CHUNK = L::CHUNK / 32, PER_SUM = SG / 32;
                     u32 a[BATCH][4];
-#pragma unroll
-                    for (int i = 0; i < BATCH; i++) {
-                        const int at = b * BATCH + i;
-                        if (at % PER_CHUNK == 0)
-                            read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16,
-                                             lane, w);
-                        codes8<BITS>(w, at % PER_CHUNK, a[i]);
-                    }
-                    const int p = b * BATCH / PER_SUM;
-                    const bool whole = (b + 1) * BATCH % PER_SUM == 0;  // a sum ends
+                    P::read_codes(b, stage + X_BYTES + t * L::WORDS * 4 + lane * 16, lane, w, a);
+                    const int p = b * BATCH / P::PER_SUM;
+                    const bool whole = (b + 1) * BATCH % P::PER_SUM == 0;  // a sum ends
                     u32 both = 0;  // scales of rows r and r + 8; read before the product: shared memory is slow behind one
                     if (whole) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
-                    alive(a);
-#pragma unroll
-                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
-                    products_fence();
-#pragma unroll
-                    for (int i = 0; i < BATCH; i++)
-                        Wgmma8<INT8, BLOCK_M>::run(sums8, a[i], panel + 2 * (b * BATCH + i), (b * BATCH + i) % PER_SUM > 0);
-                    products_commit();
+                    P::start_products(sums8, a, panel, b);
                     float2 f = to_floats<T>(both);
                     if (!INT8) f.x *= 512.f, f.y *= 512.f;
                     products_wait<0>();
-                    alive(a);
-#pragma unroll
-                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
+                    alive(a), alive<INT8>(sums8);
                     if (h + 1 == ROW_TILES_64 && (b + 1) * BATCH == 4) release();
-                    if (whole) {
-#pragma unroll
-                        for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] += (i & 2 ? f.y : f.x) * (float)sums8[i];
-                    }
+                    if (whole) P::add_scaled(acc[h], sums8, f);
                 }
             }
         }
@@ -215,7 +332,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             for (int h = 0; h < ROW_TILES_64; h++) {
                 const int t = n_tile * TILES + t_first + 4 * h;
                 // not acc itself: as a target of wgmma it costs ptxas more registers than there are
-                float product[BLOCK_M / 2];
+                typename P::Sums product;
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; i++) product[i] = 0.f;
 #pragma unroll 1
@@ -227,26 +344,12 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             const int column = sums_at + c * 64 + pair * 32 + 8 * i + 2 * q + e;
-                            const int g = GROUP == 0 ? 0 : smaller(column * SG / (GROUP ? GROUP : 1), groups - 1);
-                            const bool inside = t < row_tiles && column >= sums_begin && column < sums_end;
-                            const int at = inside ? (t * groups + g) * 8 + r : 0;
-                            const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
-                            minus[e] = inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;
+                            minus[e] = P::minus_zero(column, sums_begin, sums_end, t, row_tiles, groups, r, scales, zeros);
                         }
                         a[i / 2][i % 2 * 2] = __byte_perm(minus[0], minus[1], 0x5410),
                                          a[i / 2][i % 2 * 2 + 1] = __byte_perm(minus[0], minus[1], 0x7632);
                     }
-                    alive(a);
-#pragma unroll
-                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<false>::alive(product[i]);
-                    products_fence();
-#pragma unroll
-                    for (int f = 0; f < 2; f++) Wgmma<T, BLOCK_M>::run(product, a[f], panel + 4 * pair + 2 * f);
-                    products_commit();
-                    products_wait<0>();
-                    alive(a);
-#pragma unroll
-                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<false>::alive(product[i]);
+                    P::multiply_sums(product, a, panel + 4 * pair);
                 }
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] += product[i];
@@ -255,69 +358,19 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        constexpr int COLUMNS = BLOCK_M / SPLIT_K;  // of x that a block writes
         const int m_first = m0 + rank * COLUMNS, m_end = smaller(M, m0 + BLOCK_M);
-        // sums[h][i][thread] in the ring's place, then each block adds up its columns in rank order
-        if constexpr (SPLIT_K > 1) {
-            float* const sums = (float*)shared + group * ROW_TILES_64 * (BLOCK_M / 2) * 128 + (threadIdx.x & 127);
-            asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
-#pragma unroll
-            for (int h = 0; h < ROW_TILES_64; h++)
-#pragma unroll
-                for (int i = 0; i < BLOCK_M / 2; i++) sums[(h * (BLOCK_M / 2) + i) * 128] = acc[h][i];
-            cluster_sync();
-#pragma unroll
-            for (int h = 0; h < ROW_TILES_64; h++)
-#pragma unroll
-                for (int i = 0; i < COLUMNS / 2; i++) {
-                    const u32 here = shared_address(sums + (h * (BLOCK_M / 2) + rank * (COLUMNS / 2) + i) * 128);
-                    float v = 0.f;
-#pragma unroll
-                    for (int k = 0; k < SPLIT_K; k++) {
-                        v += read_cluster(in_block(here, k));
-                    }
-                    acc[h][i] = v;
-                }
-            cluster_sync();
-        }
-        float x_scale[COLUMNS / 4];
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 4; i++) {
-            const int m = m_first + i / 2 * 8 + 2 * q + i % 2;
-            x_scale[i] = m < M ? __ldg(x_scales + m) : 0.f;
-        }
-        const u32 staging = base + (SPLIT_K > 1 ? 0 : STAGES * STAGE_BYTES) + group * 32 * ROW * 2;
+        if constexpr (SPLIT_K > 1)
+            P::add_parts((float*)shared + group * ROW_TILES_64 * (BLOCK_M / 2) * 128 + (threadIdx.x & 127), rank, acc);
+        typename P::XScales x_scale;
+        P::read_x_scales(x_scales, m_first + 2 * q, M, x_scale);
+        const u32 staging = base + (SPLIT_K > 1 ? 0 : STAGES * STAGE_BYTES) + group * 32 * P::ROW * 2;
 #pragma unroll
         for (int h = 0; h < ROW_TILES_64; h++) {
             const int n_first = (n_tile * TILES + (group * ROW_TILES_64 + h) * 4) * 16;
+            P::finish(acc[h], x_scale, bias, n_first + warp * 16 + r, N);
 #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                const int n = n_first + warp * 16 + r + 8 * o;
-                const float b = bias && n < N ? to_floats<T>(bias[n]).x : 0.f;
-#pragma unroll
-                for (int i = 0; i < COLUMNS / 4; i++) {
-                    float& v = acc[h][i / 2 * 4 + 2 * o + i % 2];
-                    v = v * x_scale[i] + b;
-                }
-            }
-#pragma unroll
-            for (int b = 0; b < (COLUMNS + 31) / 32; b++) {  // 32 rows of y pass through the staging at a time
-                asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");  // the staging is free
-#pragma unroll
-                for (int i = 0; i < 4; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
-                    if (b * 4 + i >= COLUMNS / 8) continue;
-                    const float* v = acc[h] + (b * 4 + i) * 4;
-                    const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
-                    store_transposed<T>(at, v);
-                }
-                asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-#pragma unroll 2
-                for (int e = threadIdx.x & 127; e < 256; e += 128) {  // 16 bytes of a row of y
-                    const int row = b * 32 + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
-                    if (row >= COLUMNS || m >= m_end || column >= N) continue;
-                    store8(y + (size_t)m * N + column, staging + (e / 8 * ROW + n) * 2, N, column);
-                }
-            }
+            for (int b = 0; b < (COLUMNS + 31) / 32; b++)  // 32 rows of y pass through the staging at a time
+                P::store(b, acc[h], staging, group, warp, lane, m_first, m_end, n_first, N, y);
         }
     }
 }
