@@ -23,13 +23,120 @@
 constexpr int BLOCK_M = 128, BLOCK_N = 128, PIECE = 64;
 constexpr float NONE = -1e30f, LIMIT = 8.f;  // the top of no scores: finite, so that differences stay numbers
 
+// The phases of the kernel that work on registers of a thread.
+template <int T, int D, int STAGES>
+struct Prompt {
+    static constexpr int PANELS = D / 64, STEPS = D / 16;
+    static constexpr u32 PANEL = BLOCK_N * 128, HALF = PANELS * PANEL, STAGE = 2 * HALF;  // bytes; HALF: keys, or values
+    using Queries = u32[STEPS][4];
+    using Scores = float[BLOCK_N / 2];     // S of two tokens
+    using Weights = u32[BLOCK_N / 16][4];  // p, rounded
+    using Sums = float[D / 2];             // of y
+    using Pair = float[2];                 // of the lane's two tokens
+
+    static __device__ __forceinline__ void init_barriers(u32 k_there, u32 v_there, u32 k_read, u32 v_read, int readers) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(k_there + 8 * i, 1), barrier_init(v_there + 8 * i, 1);
+            barrier_init(k_read + 8 * i, readers), barrier_init(v_read + 8 * i, readers);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+
+    // The product S = q K^T of a tile, and y += p V: on their way when these return.
+    static __device__ __forceinline__ void start_scores(u64 keys, Queries& q, Scores& s) {
+        products_fence();
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const u64 at = keys + k / 4 * (PANEL >> 4) + k % 4 * 2;
+            if (k == 0) Wgmma<T, BLOCK_N>::first(s, q[k], at);
+            else Wgmma<T, BLOCK_N>::run(s, q[k], at);
+        }
+        products_commit();
+    }
+    static __device__ __forceinline__ void start_values(u64 values, Weights& p, Sums& acc) {
+        products_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / 16; k++) WgmmaTurned<T, D>::run(acc, p[k], values + k * (16 * 128 >> 4));
+        products_commit();
+    }
+
+    // Scores of slots that a token does not see become -inf. slot, token: the lane's first of either.
+    static __device__ __forceinline__ void hide(int slot, int token, int window, Scores& s) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i++) {
+            const int at = slot + i / 4 * 8 + i % 2, its = token + 8 * (i / 2 % 2);
+            if (at > its || at <= its - window) s[i] = __uint_as_float(0xff800000);
+        }
+    }
+
+    static __device__ __forceinline__ void round_off(const Scores& s, Weights& p) {  // S has its values where A has them
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / 16; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) p[k][i] = from_floats<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    }
+
+    // The largest score of each token, scaled, into `most`; whether one is too far above its top.
+    static __device__ __forceinline__ bool largest(const Scores& s, float scale, const Pair& top, Pair& most) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i++) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s[i]);
+        bool past = false;
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+#pragma unroll
+            for (int d = 1; d < 4; d *= 2) most[c] = fmaxf(most[c], __shfl_xor_sync(0xffffffffu, most[c], d));
+            most[c] *= scale, past = past || most[c] - top[c] > LIMIT;
+        }
+        return past;
+    }
+    // fade: what sums of before are multiplied by.
+    static __device__ __forceinline__ void move_top(const Pair& most, Pair& top, Pair& total, Pair& fade) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float higher = fmaxf(most[c], top[c]);
+            fade[c] = exp2_of(top[c] - higher), top[c] = higher, total[c] *= fade[c];
+        }
+    }
+
+    static __device__ __forceinline__ void exponentials(float scale, const Pair& top, Scores& s, Pair& total) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i++) s[i] = exp2_of(s[i] * scale - top[i / 2 % 2]), total[i / 2 % 2] += s[i];
+    }
+
+    // Values of a tile from slot `used` on become zero, in shared memory.
+    static __device__ __forceinline__ void clear(unsigned char* tile, int used, int group) {
+        unsigned char* const values = tile + used * 128;
+        for (int i = threadIdx.x % 128; i < (BLOCK_N - used) * 8; i += 128)
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++) *(uint4*)(values + panel * PANEL + 16 * i) = make_uint4(0, 0, 0, 0);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    }
+
+    // Tokens own and own + 8 of y, at row and row_8.
+    static __device__ __forceinline__ void store(u16* out, size_t row, size_t row_8, int own, int last, int t, const Sums& acc,
+                                                 Pair& total) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+#pragma unroll
+            for (int d = 1; d < 4; d *= 2) total[c] += __shfl_xor_sync(0xffffffffu, total[c], d);
+            total[c] = 1.f / total[c];
+            if (own + 8 * c >= last) continue;
+#pragma unroll
+            for (int i = 0; i < D / 8; i++)
+                *(u32*)(out + (c ? row_8 : row) + 8 * i + 2 * t) =
+                    from_floats<T>(acc[4 * i + 2 * c] * total[c], acc[4 * i + 2 * c + 1] * total[c]);
+        }
+    }
+};
+
 template <int T, int D, int PAGE, int STAGES>
 __global__ void __launch_bounds__(384, 1)
 attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const int* rows,
               const int* positions, const int* table, const int* tiles, const float* sinks, u16* y, int tokens, int start,
               int S, int width, int window, int HQ, int HKV, float scale) {
-    constexpr int PANELS = D / 64, STEPS = D / 16;
-    constexpr u32 PANEL = BLOCK_N * 128, HALF = PANELS * PANEL, STAGE = 2 * HALF;  // bytes; HALF: keys, or values
+    using P = Prompt<T, D, STAGES>;
+    constexpr u32 PANEL = P::PANEL, HALF = P::HALF, STAGE = P::STAGE;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[4 * STAGES];  // of each stage: keys are there, values are; keys have been read, values have
 
@@ -52,11 +159,7 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
     const u32 k_read = v_there + 8 * STAGES, v_read = k_read + 8 * STAGES;
     if (threadIdx.x == 0) {
         const int readers = last - first > 64 ? 8 : 4;  // warps
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(k_there + 8 * i, 1), barrier_init(v_there + 8 * i, 1);
-            barrier_init(k_read + 8 * i, readers), barrier_init(v_read + 8 * i, readers);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+        P::init_barriers(k_there, v_there, k_read, v_read, readers);
     }
     __syncthreads();
 
@@ -77,7 +180,8 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
                 barrier_expect(there, pieces * PIECE * D * 2);
                 for (int p = 0; p < pieces; p++)
 #pragma unroll
-                    for (int i = 0; i < PANELS; i++) tensor_load(to + i * PANEL + p * PIECE * 128, map, i * 64, at[p], there);
+                    for (int i = 0; i < P::PANELS; i++)
+                        tensor_load(to + i * PANEL + p * PIECE * 128, map, i * 64, at[p], there);
             };
             load(&k_map, base + s * STAGE, k_there + 8 * s, k_read + 8 * s);
             load(&v_map, base + s * STAGE + HALF, v_there + 8 * s, v_read + 8 * s);
@@ -94,69 +198,29 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
     const int own = lowest + 16 * warp + g;                                              // this lane's tokens: own, own + 8
     u16* const out = y + (PAGE ? 0 : (size_t)b * tokens * HQ * D) + (size_t)h * D;
     auto row = [&](int i) { return (size_t)smaller(own + 8 * i, last - 1) * HQ * D; };
-    u32 q[STEPS][4];
+    typename P::Queries q;
 #pragma unroll
-    for (int k = 0; k < STEPS; k++)
+    for (int k = 0; k < P::STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) q[k][i] = *(const u32*)(out + row(i & 1) + 16 * k + 8 * (i >> 1) + 2 * t);
 
-    float s[BLOCK_N / 2], acc[D / 2] = {}, top[2] = {NONE, NONE}, total[2] = {}, fade[2];
-    u32 p[BLOCK_N / 16][4];
+    typename P::Scores s;
+    typename P::Sums acc = {};
+    typename P::Pair top = {NONE, NONE}, total = {}, fade;
+    typename P::Weights p;
     bool moved = false;
     if (sinks != nullptr) {  // one score more, without a value
         top[0] = top[1] = sinks[h] * 1.44269504f;
         total[0] = total[1] = t == 0 ? 1.f : 0.f;
     }
-    auto scores = [&](int stage) {
-        const u64 keys = swizzled_tile(base + stage * STAGE);
-        products_fence();
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const u64 at = keys + k / 4 * (PANEL >> 4) + k % 4 * 2;
-            if (k == 0) Wgmma<T, BLOCK_N>::first(s, q[k], at);
-            else Wgmma<T, BLOCK_N>::run(s, q[k], at);
-        }
-        products_commit();
-    };
-    auto weigh = [&](int stage) {
-        const u64 values = swizzled_tile<PANEL>(base + stage * STAGE + HALF);
-        products_fence();
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / 16; k++) WgmmaTurned<T, D>::run(acc, p[k], values + k * (16 * 128 >> 4));
-        products_commit();
-    };
     auto exponentials = [&](int slot) {  // of the scores of slots from `slot` on; how far acc is to fade
         if (slot + BLOCK_N - 1 > start + lowest || slot <= start + lowest + 63 - window)
-#pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; i++) {
-                const int at = slot + i / 4 * 8 + 2 * t + i % 2, token = start + own + 8 * (i / 2 % 2);
-                if (at > token || at <= token - window) s[i] = __uint_as_float(0xff800000);
-            }
-        float most[2] = {s[0], s[2]};
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; i++) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s[i]);
-        bool past = false;
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-#pragma unroll
-            for (int d = 1; d < 4; d *= 2) most[c] = fmaxf(most[c], __shfl_xor_sync(0xffffffffu, most[c], d));
-            most[c] *= scale, past = past || most[c] - top[c] > LIMIT;
-        }
+            P::hide(slot + 2 * t, start + own, window, s);
+        typename P::Pair most = {s[0], s[2]};
+        const bool past = P::largest(s, scale, top, most);
         moved = !__all_sync(0xffffffffu, !past);
-        if (moved)
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const float higher = fmaxf(most[c], top[c]);
-                fade[c] = exp2_of(top[c] - higher), top[c] = higher, total[c] *= fade[c];
-            }
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; i++) s[i] = exp2_of(s[i] * scale - top[i / 2 % 2]), total[i / 2 % 2] += s[i];
-    };
-    auto round_off = [&] {  // S's registers are those of an A, rounded
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / 16; k++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) p[k][i] = from_floats<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+        if (moved) P::move_top(most, top, total, fade);
+        P::exponentials(scale, top, s, total);
     };
     auto have_read = [&](u32 barrier) {
         if (lane == 0) barrier_arrive(barrier);
@@ -164,18 +228,18 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
 
     int stage = 0, before = 0, phase = 0, phase_before = 0;  // of the newest tile, and of the one before
     barrier_wait(k_there, 0);
-    scores(0);
+    P::start_scores(swizzled_tile(base), q, s);
     products_wait<0>();
     have_read(k_read);
     exponentials(begin);
-    round_off();
+    P::round_off(s, p);
     for (int j = 1; j < mine; j++) {
         before = stage, phase_before = phase;
         if (++stage == STAGES) stage = 0, phase ^= 1;
         barrier_wait(k_there + 8 * stage, phase);
-        scores(stage);
+        P::start_scores(swizzled_tile(base + stage * STAGE), q, s);
         barrier_wait(v_there + 8 * before, phase_before);
-        weigh(before);
+        P::start_values(swizzled_tile<PANEL>(base + before * STAGE + HALF), p, acc);
         products_wait<1>();
         have_read(k_read + 8 * stage);
         exponentials(begin + j * BLOCK_N);
@@ -184,29 +248,12 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
         if (moved)
 #pragma unroll
             for (int i = 0; i < D / 2; i++) acc[i] *= fade[i / 2 % 2];
-        round_off();
+        P::round_off(s, p);
     }
     barrier_wait(v_there + 8 * stage, phase);
     const int used = end - begin - (mine - 1) * BLOCK_N;  // slots of the last tile that there are
-    if (used < BLOCK_N) {
-        unsigned char* const values = shared + stage * STAGE + HALF + used * 128;
-        for (int i = threadIdx.x % 128; i < (BLOCK_N - used) * 8; i += 128)
-#pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) *(uint4*)(values + panel * PANEL + 16 * i) = make_uint4(0, 0, 0, 0);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-    }
-    weigh(stage);
+    if (used < BLOCK_N) P::clear(shared + stage * STAGE + HALF, used, group);
+    P::start_values(swizzled_tile<PANEL>(base + stage * STAGE + HALF), p, acc);
     products_wait<0>();
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) total[c] += __shfl_xor_sync(0xffffffffu, total[c], d);
-        total[c] = 1.f / total[c];
-        if (own + 8 * c >= last) continue;
-#pragma unroll
-        for (int i = 0; i < D / 8; i++)
-            *(u32*)(out + row(c) + 8 * i + 2 * t) =
-                from_floats<T>(acc[4 * i + 2 * c] * total[c], acc[4 * i + 2 * c + 1] * total[c]);
-    }
+    P::store(out, row(0), row(1), own, last, t, acc, total);
 }
