@@ -79,7 +79,8 @@ struct AttendArguments {  // of a launch
 
 // A thread of the kernel: its place among the blocks and in the sequence, and the phases that the kernel runs through. The
 // phases get arrays of registers as arguments: as fields, they would lie in memory until the compiler has unrolled all loops
-// over them.
+// over them. Some loops are in the kernel itself (heads of the token, q k^T, sums of warps and blocks): as phases, ptxas gave
+// them other registers than in the code that was measured.
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>
 struct AttendThread : AttendArguments {
     using C = Held<KV, D>;
@@ -97,11 +98,12 @@ struct AttendThread : AttendArguments {
     // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
     static constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;
 
-    using Queries = u32[STEPS][2];  // B operands
-    struct Sums {                   // of queries 2 t and 2 t + 1
-        float top[2], total[2], rest[2], q_sum[2];
-    };
+    using Queries = u32[STEPS][2];   // B operands
+    using Pair = float[2];           // of queries 2 t and 2 t + 1, or of slots g and g + 8
     using Values = float[STEPS][4];  // [m][c]: query 2 t + c % 2, dim 2 m + c / 2 of those that lane g has
+    using Scores = float[4];         // slots g and g + 8 of each of the lane's two queries
+    using Keys = u32[2][C::K_WORDS];
+    using CachedValues = u32[4][C::V_WORDS];
 
     // ---- shared memory
     float4 *shared, *parts;  // [warp][stage][piece][lane] a piece; at the end, over it: [warp][query][dim]
@@ -120,10 +122,6 @@ struct AttendThread : AttendArguments {
     bool has_scales;
 
     // ------------------------------------------------------------------------------------------------- tiles of the cache
-    __device__ __forceinline__ int page_of(int tile) const {  // of a tile's slots; block 0 after the last of them
-        if constexpr (PAGE == 0) return 0;
-        else return tile < tiles ? table[(size_t)b * S + (first + tile * 16) / PAGE] : 0;
-    }
     __device__ __forceinline__ size_t row_of(int page, int slot) const {  // of the cache, in slots
         if constexpr (PAGE == 0) return ((size_t)b * HKV + h) * S + slot;
         else return ((size_t)page * HKV + h) * PAGE + (slot & (PAGE - 1));
@@ -165,23 +163,8 @@ struct AttendThread : AttendArguments {
         const float2 low = to_floats<T>(v[0]), high = to_floats<T>(v[1]);
         return make_float4(low.x, low.y, high.x, high.y);
     }
-    // One head per D / 4 lanes, already normed and rotated in x, into shared memory and, of the key and value, into the cache.
-    // owner: this block has the newest tile. first_row: of the warp's heads.
-    __device__ __forceinline__ void write_head(float4 x, int row, int part, int rows, bool owner, int first_row,
-                                               int newest_page) const {
-        u32 low = from_floats<T>(x.x, x.y), high = from_floats<T>(x.z, x.w), scales = 0;
-        if constexpr (KV != 0) {
-            const float2 a = to_floats<T>(low), c = to_floats<T>(high);
-            x = turned<D>(make_float4(a.x, a.y, c.x, c.y), part);
-            low = from_floats<FP16>(x.x, x.y * C::ODD), high = from_floats<FP16>(x.z, x.w * C::ODD);
-            const float2 d = to_floats<FP16>(low), e = to_floats<FP16>(high);
-            const float sum = all<LANES>(d.x + d.y / C::ODD + e.x + e.y / C::ODD, [](float a, float b) { return a + b; });
-            if (KV == 4 && row < G && part == 0) query_sums[row] = sum * (1.f / C::FACTOR);
-        }
-        if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
-        if (!owner || first_row + 32 / LANES <= G) return;
-        if constexpr (KV != 0) encode<KV, D>(x, encoded + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
-        if (row < G || row >= rows) return;
+    // A piece of the token's key or value into the cache and, for the newest tile, into shared memory.
+    __device__ __forceinline__ void write_newest(int row, int part, int newest_page, u32 low, u32 high, u32 scales) const {
         const size_t slot = row_of(newest_page, pos);
         unsigned char* here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
         unsigned char* to = (row == G ? k_cache : v_cache) + slot * C::ROW + C::ROW / LANES * part;
@@ -203,8 +186,9 @@ struct AttendThread : AttendArguments {
         }
     }
 
-    // ------------------------------------------------------------------------------------------------- one tile The token's
-    // key and value over what was fetched of their slot. Every lane writes over pieces of its own, and one the scales.
+    // ------------------------------------------------------------------------------------------------- one tile
+    // The token's key and value over what was fetched of their slot. Every lane writes over pieces of its own, and one the
+    // scales.
     __device__ __forceinline__ void insert_newest(u32 at, int start) const {
         char* over = (char*)shared + at;
         const char *k = (const char*)newest, *v = k + C::ROW + 16;
@@ -227,22 +211,15 @@ struct AttendThread : AttendArguments {
         }
     }
 
-    // score: slots g and g + 8 of each of the lane's two queries. v_step, v_low: scales of these slots' values.
-    __device__ __forceinline__ void score_tile(u32 from, const Queries& q, const Sums& sums, float (&score)[4],
-                                               float (&v_step)[2], float (&v_low)[2]) const {
-        u32 k[2][C::K_WORDS];
+    __device__ __forceinline__ void read_keys(u32 from, Keys& k) const {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int j = 0; j < C::K_PIECES; j++) read_words<C::K_BYTES>(k[i] + j * C::K_BYTES / 4, from + k_at(i, j));
-        float other[4] = {};  // two sums, as one waits for the mma before
-#pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            u32 a[4];
-            C::key(k[0], s, a[0], a[2]), C::key(k[1], s, a[1], a[3]);
-            float (&d)[4] = s % 2 ? other : score;
-            mma<MT>(d, a, q[s][0], q[s][1], d[0], d[1], d[2], d[3]);
-        }
+    }
+    // The scores are score + other, times the keys' scales. v_step, v_low: scales of the values.
+    __device__ __forceinline__ void scale_scores(u32 from, const Pair& q_sum, Scores& score, const Scores& other, Pair& v_step,
+                                                 Pair& v_low) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float step = 1.f, low = 0.f;
@@ -255,11 +232,11 @@ struct AttendThread : AttendArguments {
                 float& s = score[2 * i + c];
                 s += other[2 * i + c];
                 if constexpr (KV == 8) s *= step;
-                if constexpr (KV == 4) s = s * step + sums.q_sum[c] * low;
+                if constexpr (KV == 4) s = s * step + q_sum[c] * low;
             }
         }
     }
-    __device__ __forceinline__ void hide(int start, float (&score)[4]) const {  // slots after the token and before the window
+    __device__ __forceinline__ void hide(int start, Scores& score) const {  // slots after the token and before the window
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int slot = start + g + 8 * (i >> 1);
@@ -268,20 +245,21 @@ struct AttendThread : AttendArguments {
     }
 
     // p = 2^(score - top), and `top` moved where some p would be past 2^LIMIT.
-    static __device__ __forceinline__ void exponentials(const float (&score)[4], float by, const float (&v_step)[2],
-                                                        const float (&v_low)[2], Sums& sums, Values& acc, float (&p)[4]) {
+    static __device__ __forceinline__ void exponentials(const Scores& score, float by, const Pair& v_step, const Pair& v_low,
+                                                        Pair& top, Pair& total, Pair& rest, Values& acc, Scores& p) {
         bool within = true;
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = score[i] * by - sums.top[i & 1], within = within && p[i] <= LIMIT;
-        if (!__all_sync(0xffffffffu, within)) move_top(score, by, sums, acc, p);
+        for (int i = 0; i < 4; i++) p[i] = score[i] * by - top[i & 1], within = within && p[i] <= LIMIT;
+        if (!__all_sync(0xffffffffu, within)) move_top(score, by, top, total, rest, acc, p);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            p[i] = exp2_of(p[i]), sums.total[i & 1] += p[i];
-            if constexpr (KV == 4) sums.rest[i & 1] += p[i] * v_low[i >> 1];
+            p[i] = exp2_of(p[i]), total[i & 1] += p[i];
+            if constexpr (KV == 4) rest[i & 1] += p[i] * v_low[i >> 1];
             if constexpr (KV != 0) p[i] *= v_step[i >> 1];
         }
     }
-    static __device__ __forceinline__ void move_top(const float (&score)[4], float by, Sums& sums, Values& acc, float (&p)[4]) {
+    static __device__ __forceinline__ void move_top(const Scores& score, float by, Pair& top, Pair& total, Pair& rest,
+                                                    Values& acc, Scores& p) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             float most = (score[c] > score[2 + c] ? score[c] : score[2 + c]) * by;
@@ -290,22 +268,22 @@ struct AttendThread : AttendArguments {
                 const float its = __shfl_xor_sync(0xffffffffu, most, d);
                 most = its > most ? its : most;
             }
-            if (most - sums.top[c] > LIMIT) {
-                const float fade = exp2_of(sums.top[c] - (most - HEAD));
-                sums.top[c] = most - HEAD, sums.total[c] *= fade, sums.rest[c] *= fade;
-                p[c] = score[c] * by - sums.top[c], p[2 + c] = score[2 + c] * by - sums.top[c];
+            if (most - top[c] > LIMIT) {
+                const float fade = exp2_of(top[c] - (most - HEAD));
+                top[c] = most - HEAD, total[c] *= fade, rest[c] *= fade;
+                p[c] = score[c] * by - top[c], p[2 + c] = score[2 + c] * by - top[c];
 #pragma unroll
                 for (int m = 0; m < STEPS; m++) acc[m][c] *= fade, acc[m][2 + c] *= fade;
             }
         }
     }
-    __device__ __forceinline__ void add_values(u32 from, const float (&p)[4], Values& acc) const {
-        const u32 p0 = transposed(from_floats<MT>(p[0], p[1])), p1 = transposed(from_floats<MT>(p[2], p[3]));
-        u32 v[4][C::V_WORDS];
+    __device__ __forceinline__ void read_values(u32 from, CachedValues& v) const {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int j = 0; j < C::V_PIECES; j++) read_words<C::V_BYTES>(v[i] + j * C::V_BYTES / 4, from + v_at(i, j));
+    }
+    static __device__ __forceinline__ void multiply_values(const CachedValues& v, u32 p0, u32 p1, Values& acc) {
 #pragma unroll
         for (int m = 0; m < STEPS; m++) {
             u32 a[4];
@@ -315,57 +293,42 @@ struct AttendThread : AttendArguments {
     }
 
     // ------------------------------------------------------------------------------------------------- sums
-    __device__ __forceinline__ void start_sums(Sums& sums) const {
+    __device__ __forceinline__ void start_sums(Pair& top, Pair& total, Pair& q_sum) const {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const int query = smaller(2 * t + c, G - 1);
-            if constexpr (KV == 4) sums.q_sum[c] = query_sums[query];
+            if constexpr (KV == 4) q_sum[c] = query_sums[query];
             if (sinks != nullptr && rank == 0 && warp == 0)  // one more score, without a value
-                sums.top[c] = sinks[h * G + query] * 1.44269504f, sums.total[c] = g == 0 ? 1.f : 0.f;
+                top[c] = sinks[h * G + query] * 1.44269504f, total[c] = g == 0 ? 1.f : 0.f;
         }
     }
-    __device__ __forceinline__ void leave_sums(Sums& sums, const Values& acc) const {  // of a warp, in shared memory
+    // Of a warp, in shared memory.
+    __device__ __forceinline__ void leave_sums(const Pair& top, Pair& total, Pair& rest, const Values& acc) const {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
 #pragma unroll
             for (int d = 4; d < 32; d *= 2) {
-                sums.total[c] += __shfl_xor_sync(0xffffffffu, sums.total[c], d);
-                if constexpr (KV == 4) sums.rest[c] += __shfl_xor_sync(0xffffffffu, sums.rest[c], d);
+                total[c] += __shfl_xor_sync(0xffffffffu, total[c], d);
+                if constexpr (KV == 4) rest[c] += __shfl_xor_sync(0xffffffffu, rest[c], d);
             }
             if (2 * t + c >= G) continue;
 #pragma unroll
             for (int m = 0; m < STEPS; m += 2) {
                 auto sum = [&](int m, int odd) {
                     const float v = acc[m][2 * odd + c];
-                    return KV ? v * (odd ? C::FACTOR * C::ODD : C::FACTOR) + sums.rest[c] : v;
+                    return KV ? v * (odd ? C::FACTOR * C::ODD : C::FACTOR) + rest[c] : v;
                 };
                 parts[((warp * G + 2 * t + c) * ROW + (KV ? D / 8 * g + 2 * m : 64 * (m / 4) + 8 * g + 2 * (m % 4))) / 4] =
                     make_float4(sum(m, 0), sum(m, 1), sum(m + 1, 0), sum(m + 1, 1));
             }
-            if (g == 0) tops[warp * G + 2 * t + c] = sums.top[c], totals[warp * G + 2 * t + c] = sums.total[c];
+            if (g == 0) tops[warp * G + 2 * t + c] = top[c], totals[warp * G + 2 * t + c] = total[c];
         }
     }
-    static __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float by) {
-        sum.x += v.x * by, sum.y += v.y * by, sum.z += v.z * by, sum.w += v.w * by;
-    }
-    __device__ __forceinline__ void sum_warps(int query, int place, float& most, float& whole, float4& sum) const {
-        most = tops[query], whole = 0.f;
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) most = tops[w * G + query] > most ? tops[w * G + query] : most;
-        sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float share = exp2_of(tops[w * G + query] - most);
-            const float4 one = parts[(w * G + query) * ROW / 4 + place];
-            whole += totals[w * G + query] * share;
-            add_scaled(sum, one, share);
-        }
-    }
-    __device__ __forceinline__ void store(int item, float4 sum, float whole) const {  // four dims of y
+    static __device__ __forceinline__ void store(u16* heads, int item, float4 sum, float whole, int lane) {  // four dims of y
         if constexpr (KV != 0) sum = turned<D>(sum, lane);
         if (item >= ITEMS) return;
         const float inverse = 1.f / whole;
-        u32* to = (u32*)(y + ((size_t)b * HKV + h) * G * D + 4 * item);
+        u32* to = (u32*)(heads + 4 * item);
         to[0] = from_floats<T>(sum.x * inverse, sum.y * inverse);
         to[1] = from_floats<T>(sum.z * inverse, sum.w * inverse);
     }
@@ -382,57 +345,30 @@ struct AttendThread : AttendArguments {
         __syncthreads();
         return turn[0] + 1 == blocks;
     }
-    __device__ __forceinline__ void sum_blocks() const {
-        const float4* first_part = partial + (size_t)blockIdx.y * gridDim.x * PARTIAL;
-        for (int item = threadIdx.x; item < ALL; item += WARPS * 32) {
-            const int there = smaller(item, ITEMS - 1);
-            const float2* of_query = (const float2*)(first_part + ITEMS) + there / (D / 4);
-            float most = NONE, whole = 0.f;
-            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-            for (int from = 0; from < blocks; from += AT_ONCE) {
-                float2 its[AT_ONCE];
-                float4 one[AT_ONCE];
+    static __device__ __forceinline__ void read_parts(const float4* first_part, const float2* of_query, int item, int from,
+                                                      int blocks, float2 (&its)[AT_ONCE], float4 (&one)[AT_ONCE]) {
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) {
-                    const int r = smaller(from + u, blocks - 1);
-                    its[u] = of_query[r * PARTIAL * 2], one[u] = first_part[r * PARTIAL + there];
-                }
-                float higher = most;
-#pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) higher = its[u].x > higher ? its[u].x : higher;
-                const float fade = exp2_of(most - higher);
-                most = higher, whole *= fade;
-                sum.x *= fade, sum.y *= fade, sum.z *= fade, sum.w *= fade;
-#pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) {
-                    const float share = from + u < blocks ? exp2_of(its[u].x - most) : 0.f;
-                    whole += its[u].y * share;
-                    add_scaled(sum, one[u], share);
-                }
-            }
-            store(item, sum, whole);
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int r = smaller(from + u, blocks - 1);
+            its[u] = of_query[r * PARTIAL * 2], one[u] = first_part[r * PARTIAL + item];
         }
-        if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
     }
 
-    // In a cluster: this block's slice of y, of the parts that all blocks have pushed here.
-    __device__ __forceinline__ void sum_inbox(const float4* inbox, const float2* inbox_sums) const {
-        constexpr int WHOLE = KV ? (MINE + 31) / 32 * 32 : MINE;
-        for (int wanted = threadIdx.x; wanted < WHOLE; wanted += WARPS * 32) {
-            const int item = smaller(wanted, MINE - 1);
-            float most = inbox_sums[item].x, whole = 0.f;
+    // In a cluster: an item of this block's slice of y, of the parts that all blocks have pushed here.
+    static __device__ __forceinline__ void sum_inbox(const float4* inbox, const float2* inbox_sums, int item, float& whole,
+                                                     float4& sum) {
+        float most = inbox_sums[item].x;
+        whole = 0.f;
 #pragma unroll
-            for (int r = 1; r < CLUSTER; r++)
-                most = inbox_sums[r * MINE + item].x > most ? inbox_sums[r * MINE + item].x : most;
-            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int r = 1; r < CLUSTER; r++)
+            most = inbox_sums[r * MINE + item].x > most ? inbox_sums[r * MINE + item].x : most;
+        sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-            for (int r = 0; r < CLUSTER; r++) {
-                const float share = exp2_of(inbox_sums[r * MINE + item].x - most);
-                const float4 one = inbox[r * MINE + item];
-                whole += inbox_sums[r * MINE + item].y * share;
-                add_scaled(sum, one, share);
-            }
-            if (wanted < MINE || KV) store(wanted < MINE ? rank * MINE + item : ITEMS, sum, whole);
+        for (int r = 0; r < CLUSTER; r++) {
+            const float share = exp2_of(inbox_sums[r * MINE + item].x - most);
+            const float4 one = inbox[r * MINE + item];
+            whole += inbox_sums[r * MINE + item].y * share;
+            sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
         }
     }
 };
@@ -446,7 +382,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV>;
     using C = typename Thread::C;
     constexpr int LANES = Thread::LANES, AHEAD = Thread::AHEAD, ROUNDS = Thread::ROUNDS;
-    constexpr int ITEMS = Thread::ITEMS, MINE = Thread::MINE;
+    constexpr int ITEMS = Thread::ITEMS, MINE = Thread::MINE, AT_ONCE = Thread::AT_ONCE;
     extern __shared__ float4 shared[];
     __shared__ float4 encoded[KV ? WARPS * 32 : 1];
     __shared__ float tops[WARPS * G];
@@ -472,6 +408,11 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     const int blocks = CLUSTER > 1 ? CLUSTER : tiles < 2 * least ? 1 : smaller(tiles / least, gridDim.x);
     if (CLUSTER == 1 && rank >= blocks) return;
 
+    auto page_of = [&](int tile) {  // of a tile's slots; block 0 after the last of them
+        if constexpr (PAGE == 0) return 0;
+        else return tile < tiles ? table[(size_t)b * S + (first + tile * 16) / PAGE] : 0;
+    };
+
     // ---- the first tiles
     const u32 ring = warp * STAGES * C::STAGE;
     const unsigned char *k_mine = k_cache + g * C::ROW + C::k_piece(t, 0);
@@ -483,15 +424,16 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
                          k_scales, v_scales, S, HKV, window, least, scale, eps, shorter},
                         shared, shared, encoded, tops, totals, queries, query_sums, newest, warp, lane, g, t, rank, b, h, pos,
                         seen_from, first, tiles, last, blocks, ring, k_mine, v_mine, its_scales, has_scales};
+    auto copy = [&](int stage, int tile, int page) { thread.copy(stage, tile, page); };
     const int ROUND = WARPS * blocks;
     const int mine = warp * blocks + rank;  // this warp's first tile
 #pragma unroll
-    for (int u = 0; u < STAGES; u++) thread.copy(u, mine + u * ROUND, thread.page_of(mine + u * ROUND));
-    int page = thread.page_of(mine + STAGES * ROUND);  // of the tile to be copied next
+    for (int u = 0; u < STAGES; u++) copy(u, mine + u * ROUND, page_of(mine + u * ROUND));
+    int page = page_of(mine + STAGES * ROUND);  // of the tile to be copied next
 
     // ---- the token's heads
     const bool owner = last % blocks == rank;  // some warp of this block has the newest tile
-    const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp, newest_page = thread.page_of(last);
+    const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp, newest_page = page_of(last);
     const size_t angle = (size_t)pos * R + smaller(4 * part, R - 4);
     const float4 cos = Thread::four(cos_table + angle), sin = Thread::four(sin_table + angle);
     float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
@@ -516,16 +458,29 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         const float4 raw = u == 0 ? head[0] : u == 1 ? head[1 % ROUNDS] : head[2 % ROUNDS];
         float4 x = prepared<D, R, NORM>(raw, row < G ? q_weight : k_weight, cos, sin, eps, part);
         if (row >= G + 1) x = raw;
-        thread.write_head(x, row, part, rows, owner, u * AHEAD + of_warp, newest_page);
+        u32 low = from_floats<T>(x.x, x.y), high = from_floats<T>(x.z, x.w), scales = 0;
+        if constexpr (KV != 0) {
+            const float2 a = to_floats<T>(low), c = to_floats<T>(high);
+            x = turned<D>(make_float4(a.x, a.y, c.x, c.y), part);
+            low = from_floats<FP16>(x.x, x.y * C::ODD), high = from_floats<FP16>(x.z, x.w * C::ODD);
+            const float2 d = to_floats<FP16>(low), e = to_floats<FP16>(high);
+            const float sum = all<LANES>(d.x + d.y / C::ODD + e.x + e.y / C::ODD, [](float a, float b) { return a + b; });
+            if (row < G && part == 0) query_sums[row] = sum * (1.f / C::FACTOR);
+        }
+        if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
+        if (!owner || u * AHEAD + of_warp + 32 / LANES <= G) continue;
+        if constexpr (KV != 0) encode<KV, D>(x, encoded + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
+        if (row < G || row >= rows) continue;
+        thread.write_newest(row, part, newest_page, low, high, scales);
     }
     __syncthreads();
 
     // ---- this warp's tiles
     typename Thread::Queries q;
     thread.read_queries(q);
+    typename Thread::Pair top = {Thread::NONE, Thread::NONE}, total = {}, rest = {}, q_sum = {};
     typename Thread::Values acc = {};
-    typename Thread::Sums sums = {{Thread::NONE, Thread::NONE}};
-    thread.start_sums(sums);
+    thread.start_sums(top, total, q_sum);
     const float by = scale * C::FACTOR;
     int stage = 0;
     for (int tile = mine; tile < tiles; tile += ROUND) {
@@ -534,28 +489,52 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         copy_wait<STAGES - 1>();
         if (tile == last) thread.insert_newest(at, start);
         if constexpr (KV != 0) __syncwarp();  // scales are fetched for other lanes, too
-        float score[4] = {}, v_step[2], v_low[2], p[4];
-        thread.score_tile(from, q, sums, score, v_step, v_low);
+        typename Thread::Keys k;
+        typename Thread::CachedValues v;
+        thread.read_keys(from, k);
+        typename Thread::Scores score = {}, other = {}, p;  // two sums, as one waits for the mma before
+#pragma unroll
+        for (int s = 0; s < D / 16; s++) {
+            u32 a[4];
+            C::key(k[0], s, a[0], a[2]), C::key(k[1], s, a[1], a[3]);
+            float (&d)[4] = s % 2 ? other : score;
+            mma<Thread::MT>(d, a, q[s][0], q[s][1], d[0], d[1], d[2], d[3]);
+        }
+        typename Thread::Pair v_step, v_low;
+        thread.scale_scores(from, q_sum, score, other, v_step, v_low);
         if (tile == last || tile == 0) thread.hide(start, score);
-        Thread::exponentials(score, by, v_step, v_low, sums, acc, p);
-        thread.add_values(from, p, acc);
-        thread.copy(stage, tile + STAGES * ROUND, page);
-        page = thread.page_of(tile + (STAGES + 1) * ROUND);
+        Thread::exponentials(score, by, v_step, v_low, top, total, rest, acc, p);
+        const u32 p0 = transposed(from_floats<Thread::MT>(p[0], p[1])), p1 = transposed(from_floats<Thread::MT>(p[2], p[3]));
+        thread.read_values(from, v);
+        Thread::multiply_values(v, p0, p1, acc);
+        copy(stage, tile + STAGES * ROUND, page);
+        page = page_of(tile + (STAGES + 1) * ROUND);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
     // ---- sums over warps, then over blocks
     __syncthreads();  // every warp has read its last tile
-    thread.leave_sums(sums, acc);
+    thread.leave_sums(top, total, rest, acc);
     __syncthreads();
+    auto store = [&](int item, float4 sum, float whole) {
+        Thread::store(y + ((size_t)b * HKV + h) * G * D, item, sum, whole, lane);
+    };
     for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {
         const int query = smaller(item, ITEMS - 1) / (D / 4), place = item % (D / 4);
-        float most, whole;
-        float4 sum;
-        thread.sum_warps(query, place, most, whole, sum);
+        float most = tops[query], whole = 0.f;
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) most = tops[w * G + query] > most ? tops[w * G + query] : most;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float share = exp2_of(tops[w * G + query] - most);
+            const float4 one = shared[(w * G + query) * Thread::ROW / 4 + place];
+            whole += totals[w * G + query] * share;
+            sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
+        }
         if constexpr (CLUSTER == 1) {
             if (blocks == 1) {
-                thread.store(item, sum, whole);
+                store(item, sum, whole);
             } else if (item < ITEMS) {
                 float4* to = partial + ((size_t)blockIdx.y * gridDim.x + rank) * Thread::PARTIAL;
                 to[item] = sum;
@@ -569,11 +548,44 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     }
     if constexpr (CLUSTER == 1) {
         if (blocks == 1) return;
-        if (thread.arrives_last(turn)) thread.sum_blocks();
+        if (!thread.arrives_last(turn)) return;
+        const float4* first_part = partial + (size_t)blockIdx.y * gridDim.x * Thread::PARTIAL;
+        for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {
+            const int there = smaller(item, ITEMS - 1);
+            const float2* of_query = (const float2*)(first_part + ITEMS) + there / (D / 4);
+            float most = Thread::NONE, whole = 0.f;
+            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int from = 0; from < blocks; from += AT_ONCE) {
+                float2 its[AT_ONCE];
+                float4 one[AT_ONCE];
+                Thread::read_parts(first_part, of_query, there, from, blocks, its, one);
+                float higher = most;
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++) higher = its[u].x > higher ? its[u].x : higher;
+                const float fade = exp2_of(most - higher);
+                most = higher, whole *= fade;
+                sum.x *= fade, sum.y *= fade, sum.z *= fade, sum.w *= fade;
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++) {
+                    const float share = from + u < blocks ? exp2_of(its[u].x - most) : 0.f;
+                    whole += its[u].y * share;
+                    sum.x += one[u].x * share, sum.y += one[u].y * share, sum.z += one[u].z * share, sum.w += one[u].w * share;
+                }
+            }
+            store(item, sum, whole);
+        }
+        if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
     }
     if constexpr (CLUSTER > 1) {
         if (rank * MINE >= ITEMS) return;
         barrier_wait(meeting, 0);
-        thread.sum_inbox(inbox, inbox_sums);
+        constexpr int WHOLE = KV ? (MINE + 31) / 32 * 32 : MINE;
+        for (int wanted = threadIdx.x; wanted < WHOLE; wanted += WARPS * 32) {
+            const int item = smaller(wanted, MINE - 1);
+            float whole;
+            float4 sum;
+            Thread::sum_inbox(inbox, inbox_sums, item, whole, sum);
+            if (wanted < MINE || KV) store(wanted < MINE ? rank * MINE + item : ITEMS, sum, whole);
+        }
     }
 }
