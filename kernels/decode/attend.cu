@@ -333,18 +333,7 @@ struct AttendThread : AttendArguments {
         to[1] = from_floats<T>(sum.z * inverse, sum.w * inverse);
     }
 
-    // Without a cluster: the last block to arrive adds up the parts of all blocks of its key head.
-    __device__ __forceinline__ bool arrives_last(u32* turn) const {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            u32 before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                         : "=r"(before) : "l"(arrived + blockIdx.y), "r"(1) : "memory");
-            turn[0] = before;
-        }
-        __syncthreads();
-        return turn[0] + 1 == blocks;
-    }
+    // Without a cluster: parts of blocks from `from` on.
     static __device__ __forceinline__ void read_parts(const float4* first_part, const float2* of_query, int item, int from,
                                                       int blocks, float2 (&its)[AT_ONCE], float4 (&one)[AT_ONCE]) {
 #pragma unroll
@@ -548,7 +537,15 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     }
     if constexpr (CLUSTER == 1) {
         if (blocks == 1) return;
-        if (!thread.arrives_last(turn)) return;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u32 before;
+            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                         : "=r"(before) : "l"(arrived + blockIdx.y), "r"(1) : "memory");
+            turn[0] = before;
+        }
+        __syncthreads();
+        if (turn[0] + 1 != blocks) return;  // the last block to arrive adds up the parts of all
         const float4* first_part = partial + (size_t)blockIdx.y * gridDim.x * Thread::PARTIAL;
         for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {
             const int there = smaller(item, ITEMS - 1);
