@@ -1,6 +1,8 @@
-"""Gemma: norms of 1 + w. Gemma 2: norms before and after each half, windows in every second layer, soft caps."""
+"""Gemma: norms of 1 + w. Gemma 2: norms before and after each half, windows in every second layer, soft caps. VaultGemma: Gemma
+2 without the norms after."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lowq_packers.arch import Family
@@ -48,6 +50,11 @@ def gemma2(c: Any) -> Model:
     return model(c, layer, one(c, "norm"), embed_scale=c.hidden_size**0.5, softcap=cap)
 
 
+def vaultgemma(c: Any) -> Model:
+    whole = gemma2(c)
+    return replace(whole, layers=tuple(tuple(replace(update, post=None) for update in layer) for layer in whole.layers))
+
+
 def layer_types(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer of Gemma 2, if config.json has no layer_types."""
     return [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
@@ -62,7 +69,9 @@ GEMMA2 = DEFAULTS | {
     "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
 }  # fmt: skip
+VAULTGEMMA = {name: value for name, value in GEMMA2.items() if name != "use_bidirectional_attention"}
 FAMILIES = (
     Family("gemma", gemma, GEMMA, sizes=(256000, 3072, 24576, 28, 16, 8192, 1e-6)),
     Family("gemma2", gemma2, GEMMA2, layer_types=layer_types, sizes=(256000, 2304, 9216, 26, 8, 8192, 1e-6)),
+    Family("vaultgemma", vaultgemma, VAULTGEMMA, layer_types=layer_types, sizes=(256000, 2304, 9216, 26, 8, 8192, 1e-6)),
 )

@@ -92,6 +92,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN_MOE | {"decoder_sparse_step": 2},
     "gemma": {},
     "gemma2": GEMMA,
+    "vaultgemma": GEMMA,
     "gemma3_text": GEMMA | {"layer_types": [SLIDING, FULL] * 2, "final_logit_softcapping": 3.0},
     "gemma4_text": GEMMA4 | A4B,
     "gemma4_text/31b": GEMMA4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},

@@ -290,7 +290,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": False},
 }  # fmt: skip
 # Families with no config here, whose published numbers are not certain
-CLASS_SIZES = ("afmoe", "granitemoeshared", "hy_v3", "hyperclovax", "jais2", "mellum", "youtu")
+CLASS_SIZES = ("afmoe", "granitemoeshared", "hy_v3", "hyperclovax", "jais2", "mellum", "vaultgemma", "youtu")
 BILLIONS = {
     "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "llava": 6.74,
     "internvl": 7.61, "mixtral": 46.7, "minimax_m2": 229,
