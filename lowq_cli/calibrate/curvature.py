@@ -27,20 +27,25 @@ Sides = dict[str, list[torch.Tensor]]  # checkpoint name -> H_O by blocks of row
 
 
 def output_moments(
-    blocks: DecoderLayers, ids: torch.Tensor, batch: int, names: Iterable[str]
+    blocks: DecoderLayers,
+    ids: torch.Tensor,
+    batch: int,
+    names: Iterable[str],
+    held_bytes: int = HELD_BYTES,
+    most_rows: int = ROWS,
 ) -> Generator[CurvatureDone, None, Sides]:
     """H_O of each named linear that its model calls as a whole, damped to be invertible; experts of mixtures have none.
 
     ids: (n, T) token ids, read `batch` windows at a time; an incomplete last batch is dropped. The same ids give the same bits
-    on one machine. Yields progress events.
+    on one machine. held_bytes: max. for hidden states of a forward pass; most_rows: max. per block. Yields progress events.
     """
     chosen = set(names)
     spots = [{n: s for n, s in blocks.linears(i).items() if n in chosen and s.cut.expert is None} for i in range(len(blocks))]
     batch = min(batch, len(ids))
     ids = ids[: max(1, min(len(ids), CURVED_TOKENS // ids.shape[1]) // batch) * batch]
-    generator, moments = torch.Generator().manual_seed(0), _Moments(blocks, spots)
+    generator, moments = torch.Generator().manual_seed(0), _Moments(blocks, spots, most_rows)
     hidden = _hidden_size(blocks)
-    windows = max(1, HELD_BYTES // (4 * ids.shape[1] * hidden * (len(blocks) + 1)) // batch) * batch
+    windows = max(1, held_bytes // (4 * ids.shape[1] * hidden * (len(blocks) + 1)) // batch) * batch
     rounds = ids.split(windows)
     with repeatable():
         for turn, part in enumerate(rounds):
@@ -95,7 +100,7 @@ class _Place:
 class _Moments:
     """The sums over all layers, in host memory."""
 
-    def __init__(self, blocks: DecoderLayers, spots: list[dict[str, Spot]]) -> None:
+    def __init__(self, blocks: DecoderLayers, spots: list[dict[str, Spot]], most_rows: int) -> None:
         rows = 0
         for number, layer in enumerate(spots):
             held = dict(blocks.layers[number].named_parameters())
@@ -103,7 +108,7 @@ class _Moments:
                 n, k = held[s.path].shape
                 first, last = s.cut.rows or (0, k if s.cut.transposed else n)
                 rows += last - first
-        self.rows = max(1, min(ROWS, STORED // (4 * max(rows, 1))))
+        self.rows = max(1, min(most_rows, STORED // (4 * max(rows, 1))))
         self.sums: Sides = {}
 
     def add(self, place: _Place) -> None:

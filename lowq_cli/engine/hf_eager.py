@@ -24,13 +24,13 @@ CHUNK = 2048  # max. prompt tokens per forward, over all sequences; bounds the m
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def piece(model: CausalModel, batch: int) -> int:
+def piece(model: CausalModel, batch: int, most: int) -> int:
     """Prompt tokens per forward for each of `batch` sequences; fewer on a CPU, so that a long prompt can be interrupted.
 
     All of them for a family that transformers calls stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or part
     of it, between two forwards of more than one token (FalconMamba: logits off by 18%).
     """
-    most = sys.maxsize if getattr(model, "_is_stateful", False) else CHUNK
+    most = sys.maxsize if getattr(model, "_is_stateful", False) else most
     return max(1, (most if model.device.type == "cuda" else most // 4) // batch)
 
 
@@ -40,12 +40,13 @@ class HfEagerDecoder:
     Args:
         model: a transformers causal model, on one device.
         reason: why no faster decoder was chosen, for `--explain`.
+        most: max. prompt tokens per forward, over all sequences; a quarter of it on a CPU.
     """
 
     name, kv = "hf_eager", PLAIN
 
-    def __init__(self, model: CausalModel, reason: str = "") -> None:
-        self.model, self.reason = model, reason
+    def __init__(self, model: CausalModel, reason: str = "", most: int = CHUNK) -> None:
+        self.model, self.reason, self.most = model, reason, most
         self.device = model.device
         self.ahead = self.device.type == "cuda"  # launches are asynchronous, so the host may run one step behind
         self.accepts = set(inspect.signature(model.forward).parameters)
@@ -67,7 +68,7 @@ class HfEagerDecoder:
         self.all_ids = ids = padded.to(self.device)
         self.cache: Any = None
         self.cache_name: str | None = None
-        step = piece(self.model, len(prompts))
+        step = piece(self.model, len(prompts), self.most)
         for i in range(0, longest, step):
             between()
             logits = self._forward(ids[:, i : i + step], i)

@@ -47,12 +47,13 @@ class NativeDecoder:
         model: the model, which keeps working: its layers become views into the joined weights.
         graphs: capture each step as a CUDA graph; only meaningful on a GPU.
         kv: the format of cached keys and values (`decode.kv.KINDS`).
+        most: max. prompt tokens per pass, over all sequences.
     """
 
     name = "native"
 
-    def __init__(self, model: Any, graphs: bool = True, kv: str = PLAIN) -> None:
-        self.device, self.dtype, self.kv = model.device, model.dtype, kv
+    def __init__(self, model: Any, graphs: bool = True, kv: str = PLAIN, most: int = CHUNK) -> None:
+        self.device, self.dtype, self.kv, self.most = model.device, model.dtype, kv, most
         self.plan = plan_of(model)
         self.steady = min((r.steady for r in self.plan.rotations.values()), default=math.inf)
         self.rereads = any(r.rereads for r in self.plan.rotations.values())
@@ -285,7 +286,7 @@ class NativeDecoder:
         B, T = ids.shape
         last = torch.empty(B, self.plan.model.hidden, dtype=self.dtype, device=self.device)
         ends = torch.tensor(lengths, device=self.device) - 1
-        for some, tokens in passes(B, known, T, self.chunk, self._uncut(rows)):
+        for some, tokens in passes(B, known, T, self.chunk, self._uncut(rows), self.most):
             between()
             piece = ids[some, tokens]
             b, t = piece.shape

@@ -83,7 +83,7 @@ def tokenizer(source: Source) -> LoadedTokenizer:
         return FastTokenizer(loaded.backend_tokenizer, loaded.special_tokens_map, loaded.chat_template, where)
 
 
-def threads() -> int:
+def threads(quota_file: Path = CGROUP_QUOTA) -> int:
     """The number of threads to compute with: torch's default, but at most the CPUs that this process may use at once.
 
     A container often sees more processors than its CPU quota allows; threads beyond the quota only wait for each other.
@@ -94,7 +94,7 @@ def threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         allowed = min(allowed, len(os.sched_getaffinity(0)))
     try:
-        quota, period = CGROUP_QUOTA.read_text().split()
+        quota, period = quota_file.read_text().split()
         return max(1, min(allowed, round(int(quota) / int(period))))
     except (OSError, ValueError):  # the file is missing or says "max": no quota
         return max(1, allowed)

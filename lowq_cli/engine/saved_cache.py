@@ -74,10 +74,10 @@ class SavedCache:
         return True
 
 
-def keep(path: Path, model: CausalModel, kv: str) -> None:
+def keep(path: Path, model: CausalModel, kv: str, most: int = MOST) -> None:
     """Save the cache of a model's decoder; the oldest files in the folder make room. Does nothing if nothing can be reused.
 
-    Raises DoesNotFitError above MOST, OSError.
+    Raises DoesNotFitError above `most` bytes of all of them together, OSError.
     """
     decoder: Any = decoder_of(model, kv)
     identity = _identity(model, kv)
@@ -86,9 +86,9 @@ def keep(path: Path, model: CausalModel, kv: str) -> None:
     with torch.inference_mode():
         saved = SavedCache.of(decoder)
         size = sum(t.nbytes for t in saved.tensors.values())
-        if size > MOST:
-            raise DoesNotFitError(f"it takes {console.size(size)}, and all saved caches take at most {console.size(MOST)}")
-        _make_room(path, MOST - size)
+        if size > most:
+            raise DoesNotFitError(f"it takes {console.size(size)}, and all saved caches take at most {console.size(most)}")
+        _make_room(path, most - size)
         tensors = {name: t.to("cpu").contiguous() for name, t in saved.tensors.items()}
     facts = {"held": saved.held, "read": saved.read, "written": saved.written, "drafter": saved.drafter}
     header = {"identity": identity, "facts": json.dumps(facts)}

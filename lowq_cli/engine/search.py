@@ -57,6 +57,7 @@ def search(
     now: Mapping[Call, Named],
     candidates: Mapping[Call, Sequence[Named]],
     left: Callable[[], bool] = lambda: True,
+    measure: Callable[[StepDecoder], float] = step_us,
 ) -> tuple[dict[Call, Named], float, float]:
     """(kernel and config for each call, microseconds of a step with `now`, and with the result); calls are tried in turn.
 
@@ -65,6 +66,7 @@ def search(
         now: the present kernel and config of each call.
         candidates: other kernels and configs for each call.
         left: returns whether there is time for another trial.
+        measure: returns the microseconds of a step.
 
     Raises an error after which the GPU is lost; after any other error in a trial, its kernels are not selected.
     """
@@ -73,7 +75,7 @@ def search(
         _trial.clear()
         _trial.update(trial)
         try:
-            return step_us(decoder)
+            return measure(decoder)
         except (RuntimeError, LowqError) as e:  # it cannot be launched or recorded, so it is never selected
             if device_lost(e):
                 raise  # otherwise each later trial would count as slow

@@ -51,6 +51,7 @@ def evaluate(
     max_tokens: int | None = None,
     progress: Progress | None = None,
     kv: str = PLAIN,
+    logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Report:
     """Perplexity of `model` on token ids (T,); with `reference` also its perplexity, the KL divergence and the agreement.
 
@@ -61,6 +62,7 @@ def evaluate(
         max_tokens: read only this many tokens.
         progress: called with (percent done, note).
         kv: the kind of `model`'s KV cache, from which attention reads (`decode.kv.KINDS`).
+        logits_at_once: max. fp32 logits in memory.
     Returns:
         kl: mean over predicted tokens of sum p_ref ln(p_ref / p_model); top1_agreement: share of predicted tokens
         for which both models have the same likeliest token.
@@ -72,7 +74,7 @@ def evaluate(
     device = device_of(model)
     vocabulary = _vocabulary(model)
     check_ids((int(cut.min()), int(cut.max())), vocabulary)
-    batch = max(1, LOGITS_AT_ONCE // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
+    batch = max(1, logits_at_once // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
     for m in (model, reference):
         if m is not None:
             warm_reading(m, min(batch, len(cut)) * cut.shape[1], kv if m is model else PLAIN)

@@ -437,7 +437,9 @@ def _hub_error(repo: str, e: Exception) -> LowqError:
         return NotFoundError(f"huggingface.co has no model {repo} that you may read (or it lacks the file); check the name")
     if kind == "NotASafetensorsRepoError":
         return UnsupportedError(f"{repo} has no safetensors weights; pickles can run any code, so lowq does not open them")
-    if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled") or isinstance(e, OSError) or "Connect" in kind:
+    answered = getattr(e, "response", None) is not None  # the client's errors of HTTP are OSErrors, too
+    offline = kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled") or "Connect" in kind
+    if offline or (isinstance(e, OSError) and not answered):
         return NotFoundError(
             f"cannot reach huggingface.co and {repo} is not in the local cache; go online, give a model folder, or use: demo"
         )

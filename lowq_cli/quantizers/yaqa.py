@@ -25,11 +25,13 @@ def quantize(
     moments: Moments | None = None,
     table: torch.Tensor | None = None,
     outputs: Sequence[torch.Tensor] | None = None,
+    fewest: int = FEWEST,
 ) -> QuantizedTensor:
     """Minimise tr(H_O E H_I E^T) greedily for the error E (N, K), row by row; within a row, columns have gptq's order.
 
     Args, besides those of `gptq.quantize`:
         outputs: H_O as blocks of rows (n, n), positive definite, N rows in total, on any device. None: the identity, i.e. gptq.
+        fewest: min. rows per step.
     Returns and errors are those of `gptq.quantize`; where H_O is diagonal, so are the codes.
     Source: YAQA (arXiv:2505.22988), in steps of rows. With H_O = U D U^T and U unit upper triangular, the cost of row i is D_i
     times the rounding cost of w_i + sum over earlier rows k of U_ki e_k; gptq rounds this sum instead of w_i.
@@ -40,7 +42,7 @@ def quantize(
     W = W.float()
     sides, at = [], 0
     for H in outputs:
-        sides.append(_Side(H.to(W.device), at))
+        sides.append(_Side(H.to(W.device), at, fewest))
         at += len(H)
     assert at == len(W), (at, len(W))
     errors, parts, order = torch.zeros_like(W), [], []
@@ -62,11 +64,11 @@ def quantize(
 class _Side:
     """A block of rows from row `first` on. order: row indices per step, those with the most costly errors first."""
 
-    def __init__(self, H: torch.Tensor, first: int) -> None:
+    def __init__(self, H: torch.Tensor, first: int, fewest: int) -> None:
         order = H.diagonal().argsort(descending=True, stable=True)
         upper = torch.linalg.cholesky(H[order][:, order].flip(0, 1)).flip(0, 1)  # H = upper upper^T
         self.factor = upper / upper.diagonal()
-        self.size = max(FEWEST, -(-len(H) // STEPS))
+        self.size = max(fewest, -(-len(H) // STEPS))
         self.order = (order + first).split(self.size)
 
     def rows(self, step: int) -> torch.Tensor:

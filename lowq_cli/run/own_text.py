@@ -176,9 +176,9 @@ def continued(plan: Outlook, make: Make | None) -> Generator[TextStep, None, tor
     return torch.cat(parts)[: plan.tokens]
 
 
-def whole(plan: Outlook, make: Make | None) -> texts.Text:
+def whole(plan: Outlook, make: Make | None, visits: Visits | None = None) -> texts.Text:
     """The return value of `write`, without its progress events."""
-    return _result(write(plan, make))
+    return _result(write(plan, make, visits))
 
 
 class _Author:

@@ -1,10 +1,10 @@
-"""Tiny random checkpoints of ten families, quantized copies of them written without the pipeline, and a tokenizer of bytes."""
+"""Tiny random checkpoints of ten families with a tokenizer of bytes, and quantized copies written without the pipeline."""
 
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lowq_packers.scheme import Scheme
 
@@ -24,7 +24,8 @@ SMALL = {
 }
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 160, "bos_token_id": 1, "eos_token_id": 2}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+Family = tuple[str, dict[str, Any]]  # a model's type and the fields of its config
+FAMILIES: dict[str, Family] = {
     "llama": ("llama", SMALL),
     "llama-tied": ("llama", SMALL | {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", SMALL),
@@ -36,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SMALL | MOE | {"num_local_experts": 4}),
     "qwen3-moe": ("qwen3_moe", SMALL | MOE | {"num_experts": 4, "moe_intermediate_size": 48, "decoder_sparse_step": 1}),
 }
+WORDS: Family = ("llama", SMALL | {"vocab_size": 2048})  # most of its weights are in the embedding and the head
+RARE: Family = ("mixtral", SMALL | MOE | {"num_local_experts": 11, "intermediate_size": 32})  # see `write_dense`
 SCHEMES = {
     "attention": Scheme(4, 32, "float"),
     "mlp": Scheme(3, 16, "none"),
@@ -43,28 +46,26 @@ SCHEMES = {
     "head": Scheme(8, 64, "float"),
 }
 MIXTURES = ("mixtral", "qwen3-moe")
+BYTES = [chr(b) if chr(b).isprintable() and b != 32 else chr(256 + b) for b in range(127)]  # as ByteLevel writes bytes
 LEAVES = (".weight", ".weight_scale", ".weight_zero")
 
 
-class Bytes:
-    """A tokenizer: a text's bytes, up to 160; three of them are special."""
+def write_byte_tokenizer(folder: Path, template: str | None = None) -> Path:
+    """Tokens 3 to 126 are the bytes of ASCII; 0, 1, 2 and 159 are special; no text has the rest."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    all_special_ids: ClassVar = [0, 1, 159]
-    bos_token_id = 1
-    chat_template = None
-
-    def __call__(self, text, **_):
-        return {"input_ids": [b % 160 for b in text.encode()]}
-
-    def get_vocab(self):
-        return {f"<{i}>": i for i in range(160)}
-
-    def decode(self, ids, skip_special_tokens=False):
-        return bytes(i for i in ids if i not in self.all_special_ids or not skip_special_tokens).decode("latin-1")
-
-    def apply_chat_template(self, messages, **_):
-        assert self.chat_template
-        return [3, *(ord(c) % 160 for c in messages[0]["content"]), 4]
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<last>": 159}
+    made = Tokenizer(models.BPE(special | {f"<{i}>": i for i in range(127, 159)} | {BYTES[i]: i for i in range(3, 127)}, []))
+    made.add_special_tokens([AddedToken(t, special=True) for t in special])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    facts |= {"chat_template": template} if template else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    return folder
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,24 @@ class Checkpoints:
     schemes: dict[str, Scheme]
 
 
-def write_dense(folder: Path, family: str, dtype: str = "float32") -> Path:
-    """A random model of a family, as transformers saves it."""
+def write_dense(folder: Path, family: str | Family, dtype: str = "float32", positions: int = 128) -> Path:
+    """A random model of a family, as transformers saves it; its context of `positions` tokens is a window of calibration.
+
+    Of RARE's last two experts, each gets about one token in 50.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(0)
-    model_type, fields = FAMILIES[family]
+    model_type, fields = FAMILIES[family] if isinstance(family, str) else family
+    fields = fields | {k: positions for k in ("max_position_embeddings", "n_positions") if k in fields}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields)).to(getattr(torch, dtype))
     for p in model.parameters():  # norms and biases too, so that one that is dropped shows
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 and p.mean() == 1 else 0.0, 0.2 if p.dim() == 1 else 0.05)
+    for name, p in model.named_parameters() if family == RARE else ():
+        if name.endswith("gate.weight"):  # of the router: others are larger than a number near 0
+            p.data[-2:] *= 0.05
     model.save_pretrained(folder)
     return folder
 

@@ -6,40 +6,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import SCHEMES, Bytes, Checkpoints, write_dense, write_dequantized, write_packed
+from checkpoints import SCHEMES, Checkpoints, Family, write_byte_tokenizer, write_dense, write_dequantized, write_packed
 
 from lowq_packers.scheme import Scheme
 
 
 @pytest.fixture
-def small_calibration(monkeypatch):
-    """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
-    from lowq_cli.calibrate import texts
-
-    monkeypatch.setattr(texts, "WINDOW", 32)
-    monkeypatch.setattr(texts, "BATCH", 2)
-    monkeypatch.setattr("lowq_cli.hf.tokenizer.load_tokenizer", lambda source: Bytes())
-    monkeypatch.setattr("lowq_cli.engine.open_model.tokenizer", lambda source: Bytes())
-
-
-@pytest.fixture
 def text(tmp_path):
-    """A file of about 950 bytes to calibrate on."""
+    """A file to calibrate on: 2,400 tokens of bytes, two batches of windows of 128."""
     path = tmp_path / "text.txt"
-    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 12)
+    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 30)
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def family_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoints]:
-    """(family, dtype, schemes) -> its three folders, made once. Tests must not write into them."""
-    made: dict[tuple[str, ...], Checkpoints] = {}
+    """(family, dtype, schemes, positions) -> its three folders, not to be written into; a tokenizer is in the dense one."""
+    made: dict[tuple[object, ...], Checkpoints] = {}
 
-    def make(family: str, dtype: str = "float32", schemes: dict[str, Scheme] = SCHEMES) -> Checkpoints:
-        key = (family, dtype, str(schemes))
+    def make(
+        family: str | Family, dtype: str = "float32", schemes: dict[str, Scheme] = SCHEMES, positions: int = 128
+    ) -> Checkpoints:
+        key = (str(family), dtype, str(schemes), positions)
         if key not in made:
-            root = tmp_path_factory.mktemp(family)
-            made[key] = write_packed(write_dense(root / "dense", family, dtype), root, schemes)
+            root = tmp_path_factory.mktemp(family if isinstance(family, str) else family[0])
+            made[key] = write_packed(write_dense(root / "dense", family, dtype, positions), root, schemes)
+            write_byte_tokenizer(made[key].dense)
         return made[key]
 
     return make
@@ -82,9 +74,17 @@ def bf16_checkpoints(
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of the test's own."""
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, which holds lowq's compiled CPU kernels alone: to compile them takes 14 s."""
+    from lowq_kernels.products.cpu.native import library
+    from lowq_packers.home import cache_dir
+
+    library()
+    compiled = cache_dir() / "cpu"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if compiled.is_dir():
+        shutil.copytree(compiled, cache_dir() / "cpu", ignore=shutil.ignore_patterns("building*", ".*"))
+    return cache_dir()
 
 
 @pytest.fixture(scope="session")

@@ -27,12 +27,11 @@ ASKED = {"max_kl": 0.05, "widths": (8, 4, 3, 2)}
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(own_cache, monkeypatch):
     """Bounds kept in a folder of the test; few tokens."""
-    monkeypatch.setattr(bound, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(bound, "TOKENS", TOKENS)
     monkeypatch.setattr(sensitivity, "TOKENS", 4096)
-    return tmp_path / "cache" / "bounds"
+    return own_cache / "bounds"
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +46,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def quantized(model, out, **asked):
+def quantized(model, out, make=None, **asked):
     """(bound, result) of a model quantized under a bound."""
     recipe = make_recipe(**{**ASKED, **asked})
-    with prepare(model, recipe, out, "cpu", make=pipeline.maker(str(model), "cpu")) as prepared:
+    with prepare(model, recipe, out, "cpu", make=make or pipeline.maker(str(model), "cpu")) as prepared:
         return prepared.bound, next(e.result for e in pipeline.execute(prepared) if isinstance(e, Finished))
 
 
@@ -72,27 +71,25 @@ def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, cache,
     assert second == found
 
 
-def test_killed_while_a_trial_is_measured_it_is_not_made_again(model, cache, tmp_path, monkeypatch):
-    measured = []
-    real = bound.measure
+def test_killed_when_a_trial_is_made_it_is_not_made_again(model, cache, tmp_path):
+    made = []
 
-    def dying(*args):
-        measured.append(1)
-        if len(measured) == 1:
+    def make(recipe, folder):
+        weights = folder / "model.safetensors"
+        before = weights.exists() and weights.stat().st_ino
+        pipeline.maker(str(model), "cpu")(recipe, folder)
+        made.append((folder.name, before, weights.stat().st_ino))
+        if len(made) == 1:
             raise KeyboardInterrupt
-        return real(*args)
 
-    monkeypatch.setattr(bound, "measure", dying)
     with pytest.raises(KeyboardInterrupt):
-        quantized(model, tmp_path / "a", max_kl=0.03)
+        quantized(model, tmp_path / "a", make, max_kl=0.03)
     assert not (tmp_path / "a").exists()
-    (trial,) = cache.glob("*/*/model.safetensors")
-    before = trial.stat().st_ino, trial.stat().st_mtime_ns
-    monkeypatch.setattr(bound.Search, "_drop", lambda *_, **__: None)
-    found, _ = quantized(model, tmp_path / "a", max_kl=0.03)
-    assert len(measured) == 1 + len(found.trials)
-    now = next(p for p in (trial, tmp_path / "a" / "model.safetensors") if p.exists()).stat()
-    assert (now.st_ino, now.st_mtime_ns) == before
+    found, _ = quantized(model, tmp_path / "a", make, max_kl=0.03)
+    assert len(made) == 1 + len(found.trials)
+    name, _, inode = made[0]
+    assert made[1] == (name, inode, inode)
+    assert not any(before for _, before, _ in made[2:])
     assert 0.9 * 0.03 <= found.measured <= 0.03
 
 
@@ -159,7 +156,7 @@ def test_a_speed_that_the_loss_does_not_leave(model, cache, tmp_path, monkeypatc
 def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, truth, flag, tmp_path, monkeypatch):
     """Within five rounds, whether the estimate is off by a factor or by a power."""
     curve = Curve()
-    monkeypatch.setattr(bound, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = {}
 
     def make(recipe, folder):

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 import torch
+from checkpoints import write_byte_tokenizer
+from tokenizers import Tokenizer
 
 from lowq_cli.calibrate import mixed, texts
 from lowq_cli.files.source import open_source
@@ -55,9 +57,17 @@ def dense(tmp_path_factory):
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-1, 1)
         model.save_pretrained(folder)
-        return folder
+        return write_byte_tokenizer(folder)
 
     return make
+
+
+@pytest.fixture
+def text(tmp_path):
+    """4,345 tokens of bytes, which are eight windows of 512."""
+    path = tmp_path / "text.txt"
+    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 55)
+    return str(path)
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj", "deepseek_v3"])
@@ -80,39 +90,38 @@ def test_layers_run_one_by_one_give_the_models_logits(family, dense):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, small_calibration, text, tmp_path):
+def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, text, tmp_path):
     found = pipeline.quantize(dense("deepseek_v3"), tmp_path / "o", bits=4, group=16, method=method, calib=text)
     assert found["quantized_fraction"] > 0.4
 
 
-def test_windows_are_no_longer_than_the_context(dense, small_calibration, text, tmp_path, monkeypatch):
-    """GPT-2 has no position behind its 24th: windows of 32 tokens were an IndexError."""
-    assert texts.WINDOW > 24
+def test_windows_are_no_longer_than_the_context(dense, text, tmp_path, own_cache):
+    """GPT-2 has no position behind its 24th: longer windows were an IndexError."""
     pipeline.quantize(dense("gpt2"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pipeline.quantize(dense("gpt2"), tmp_path / "p", bpw=7.5, group=16)
 
 
 @pytest.mark.parametrize("how", [{"bits": 4, "method": "gptq"}, {"bits": 2, "method": "learn"}, {"bpw": 7.5}], ids=str)
-def test_a_text_of_tokens_that_the_model_lacks_is_refused(how, dense, small_calibration, text, tmp_path, monkeypatch):
+def test_a_text_of_tokens_that_the_model_lacks_is_refused(how, dense, text, tmp_path, own_cache):
     """A tokenizer with tokens added was an IndexError within the embedding."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(texts, "tokenize", lambda tokenizer, words: torch.tensor([5, 160] * 500))
+    folder = dense("gptj")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["wisdom"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(UsageError, match="token id 160 is not one of the model's ids, 0 to 159"):
-        pipeline.quantize(dense("gptj"), tmp_path / "o", group=16, calib=text, **how)
+        pipeline.quantize(folder, tmp_path / "o", group=16, calib=text, **how)
     assert not (tmp_path / "o" / "config.json").exists()
 
 
-def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_calibration, text, tmp_path, monkeypatch):
+def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, tmp_path, own_cache):
     """OPT-350m's is narrower than its layers: its rows were multiplied with gradients of another width."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with open_source(dense("opt")) as source:
         _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), texts.Text.read(None), CPU)
     assert "is projected before the first layer" in found.why_not_nats
     assert found.bpw <= 7.5
 
 
-def test_a_linear_that_its_layer_does_not_call_is_quantized_without_the_text(dense, small_calibration, text, tmp_path):
+def test_a_linear_that_its_layer_does_not_call_is_quantized_without_the_text(dense, text, tmp_path):
     """FalconMamba multiplies by a dense dt_proj's weight in its own code; the run ended with "damaged file" before."""
     pipeline.quantize(dense("falcon_mamba"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
     report = json.loads((tmp_path / "o" / "lowq_report.json").read_text())
@@ -152,7 +161,7 @@ def test_a_quantized_mamba_generates(dense, tmp_path):
         assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_layers_that_need_their_model_are_unsupported_not_a_bug(dense, text, small_calibration, tmp_path, monkeypatch):
+def test_layers_that_need_their_model_are_unsupported_not_a_bug(dense, text, tmp_path, monkeypatch):
     from transformers.models.bloom.modeling_bloom import BloomBlock
 
     def broken(*_, **__):

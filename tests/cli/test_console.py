@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import pytest
 
@@ -24,15 +25,16 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch):
     """A function that makes stdout and stderr terminals of a width; it returns what is written to them."""
+    with ExitStack() as streams:
 
-    def make(columns):
-        screen = Terminal()
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr("sys.stdout", screen)
-        monkeypatch.setattr("sys.stderr", screen)
-        return screen
+        def make(columns):
+            screen = Terminal()
+            monkeypatch.setenv("COLUMNS", str(columns))
+            streams.enter_context(redirect_stdout(screen))
+            streams.enter_context(redirect_stderr(screen))
+            return screen
 
-    return make
+        yield make
 
 
 @pytest.mark.parametrize(("columns", "gone"), [(100, []), (57, []), (50, [">dense us"]), (44, [">dense us", ">GB/s"])])
@@ -46,15 +48,15 @@ def test_a_table_gives_up_its_spare_columns_before_a_number_breaks(terminal, col
             assert (whole in shown.split()) == (name not in gone), whole
 
 
-def test_a_line_breaks_between_words_on_a_terminal_and_nowhere_else(terminal, monkeypatch):
+def test_a_line_breaks_between_words_on_a_terminal_and_nowhere_else(terminal):
     path = "/a/folder/whose-name/is-longer/than-the/terminal-is/wide"
     line = f"wrote 8 entries to {path} in 1.4 s; 5 prompt tokens at 434/s"
     screen = terminal(44)
     console.say(line)
     assert screen.getvalue() == f"wrote 8 entries to\n  {path}\n  in 1.4 s; 5 prompt tokens at 434/s\n"
     log = io.StringIO()
-    monkeypatch.setattr("sys.stderr", log)
-    console.say(line)
+    with redirect_stderr(log):
+        console.say(line)
     assert log.getvalue() == line + "\n"
 
 

@@ -16,6 +16,7 @@ from lowq_cli.engine import explain
 from lowq_cli.files.source import DEMO
 from lowq_cli.generation import report
 from lowq_cli.main import app
+from lowq_cli.state import remember
 
 KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "seed"}
 SHORT = ["demo", "--device", "cpu", "--max-new-tokens", "8"]
@@ -187,21 +188,25 @@ def test_an_unanswerable_prompt_is_reported_before_any_answer(run, second, messa
     assert len(done.stderr.strip().splitlines()) == 1  # transformers' warning about long texts is not there
 
 
-def test_a_prompt_longer_than_the_context_is_one_line(run, monkeypatch):
+def test_a_prompt_longer_than_the_context_is_one_line(run, caplog):
     """transformers' own warning, which goes past capsys, would be a second."""
-    monkeypatch.setattr(logging.getLogger("transformers.tokenization_utils_base"), "warning", pytest.fail)
+    logging.getLogger("transformers.tokenization_utils_base").addHandler(caplog.handler)
     done = run(*SHORT, "--prompt", "word " * 2000)
     assert done.returncode == 2
     assert done.stderr == "lowq: the prompt has 2001 tokens and the model's context ends at 1024; shorten the prompt\n"
+    assert not caplog.records
 
 
-def test_an_unwritable_profile_is_reported_before_the_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
+def test_an_unwritable_profile_is_reported_before_the_work(run, tmp_path):
+    """A model without a tokenizer, which loading would find out."""
+    folder = shutil.copytree(DEMO, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    short = [str(folder), *SHORT[1:]]
+    assert run(*short, "--prompt", "x").returncode == 3
     (tmp_path / "file").write_text("")
-    done = run(*SHORT, "--prompt", "x", "--profile", str(tmp_path / "file" / "t.json"))
+    done = run(*short, "--prompt", "x", "--profile", str(tmp_path / "file" / "t.json"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "lowq cannot write to the folder" in done.stderr
-    done = run(*SHORT, "--prompts", "-", "--explain", stdin='"x"')
+    done = run(*short, "--prompts", "-", "--explain", stdin='"x"')
     assert (done.returncode, done.stdout) == (2, "")
     assert "--explain measures one prompt" in done.stderr
 
@@ -269,8 +274,9 @@ def test_every_run_draws_another_text_and_says_the_seed_that_repeats_it(run):
     assert "seed" not in run(*SHORT, "--prompt", "x").stderr
 
 
-def test_a_text_in_the_checkpoints_place_is_the_prompt(run, monkeypatch):
-    monkeypatch.setattr("lowq_cli.state.checkpoint_or_last", lambda given: given or "demo")
+def test_a_text_in_the_checkpoints_place_is_the_prompt(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    remember(DEMO)
     done = run("Once upon a time", *SHORT[1:])
     assert done.stdout == run(*SHORT, "--prompt", "Once upon a time").stdout
     one_word = run("Hello")

@@ -31,12 +31,11 @@ def model(**facts):
 
 @pytest.mark.parametrize("kind", [NativeDecoder, HfEagerDecoder])
 @pytest.mark.parametrize("most", [24, 11, 5], ids=["two prompts a pass", "one prompt", "parts of a prompt"])
-def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, monkeypatch):
+def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most):
     net = model()
     wanted = stream(net, TOKENIZER, PROMPTS, max_new_tokens=6, decoder=kind(net))
     list(wanted.pieces())
-    monkeypatch.setattr(f"{kind.__module__}.CHUNK", most)
-    decoder, rows = kind(net), []
+    decoder, rows = kind(net, most=most), []
     for layer in explain.called(net, decoder).modules():
         if isinstance(layer, torch.nn.Linear):
             layer.register_forward_pre_hook(lambda m, x: rows.append(x[0].numel() // m.in_features))
@@ -47,13 +46,13 @@ def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, m
 
 
 def test_kernels_compiled_first_are_those_of_the_passes(monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 24)
-    assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11)] == [(2, 11), (2, 11), (1, 11)]
-    assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
+    assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11, most=24)] == [(2, 11), (2, 11), (1, 11)]
+    pieces = [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40, most=24)]
+    assert pieces == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
     seen = set()
     monkeypatch.setattr(precompiling, "products", lambda model, decoder, rows: seen.update(rows) or ())
-    precompiling.launches(SimpleNamespace(dtype=torch.float32), None, 5, 11, Sampling())
-    assert seen == {5, 22, 11}
+    precompiling.launches(SimpleNamespace(dtype=torch.float32), None, 5, 1000, Sampling())
+    assert seen == {5, 2000, 1000}
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def build(name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = AutoConfig.for_model(name.split()[0].replace("llama3", "llama"), **SMALL, **FAMILIES[name])
+    config = AutoConfig.for_model(name.split()[0].replace("llama3", "llama"), **SMALL, **(FAMILIES | MIXTURES)[name])
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for path, p in model.named_parameters():  # larger than the initialisation, so that every path matters to the tokens
         if p.dim() == 1:
@@ -82,7 +82,7 @@ def transformers_tokens(model, n=14, **kw):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_give_the_tokens_of_transformers(name, monkeypatch):
+def test_families_give_the_tokens_of_transformers(name):
     model = build(name)
     lively = {"repetition_penalty": 1.5}  # random models repeat themselves, which would test little
     wanted = transformers_tokens(model, **lively)
@@ -90,8 +90,7 @@ def test_families_give_the_tokens_of_transformers(name, monkeypatch):
     assert plan.why_not(model) is None
     decoder = NativeDecoder(model)
     assert tokens(model, decoder, **lively) == wanted
-    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 4)
-    assert tokens(model, decoder, **lively) == wanted
+    assert tokens(model, NativeDecoder(model, most=4), **lively) == wanted
     assert transformers_tokens(model, **lively) == wanted  # the model still works through its views
 
 
@@ -205,8 +204,7 @@ def pack_experts(model):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_give_the_tokens_of_the_dequantized_model(name, monkeypatch):
-    monkeypatch.setitem(FAMILIES, name, MIXTURES[name])
+def test_mixtures_give_the_tokens_of_the_dequantized_model(name):
     model = build(name)
     dense = pack_experts(model)
     lively = {"repetition_penalty": 1.5}

@@ -1,5 +1,8 @@
 """`stream` with the eager decoder: the tokens of transformers' generate, text in pieces, and the right finish reason."""
 
+import copy
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +11,7 @@ from typer.testing import CliRunner
 
 from lowq_cli import demo, main
 from lowq_cli.engine import explain, stream
-from lowq_cli.engine.bandwidth import last_level_cache, measured
+from lowq_cli.engine.bandwidth import FILE, last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.open_model import threads
@@ -39,7 +42,15 @@ def greedy(story):
 
 def plain(story, prompt, **kw):
     model, tokenizer = story
-    return stream(model, tokenizer, prompt, decoder=HfEagerDecoder(model), **kw)
+    return stream(model, tokenizer, prompt, **{"decoder": HfEagerDecoder(model)} | kw)
+
+
+def altered(story, **parts):
+    """The same model with another `config` or `generation_config`, and its tokenizer."""
+    model = copy.copy(story[0])
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model, story[1]
 
 
 def test_greedy_tokens_are_those_of_transformers(story, greedy):
@@ -60,9 +71,8 @@ def test_prompts_of_different_lengths_do_not_disturb_each_other(story, greedy):
     assert g.tokens[1] == greedy
 
 
-def test_long_prompt_in_chunks_gives_the_same_tokens(story, greedy, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.hf_eager.CHUNK", 3)
-    g = plain(story, ["Hello", PROMPT], max_new_tokens=NEW)
+def test_long_prompt_in_chunks_gives_the_same_tokens(story, greedy):
+    g = plain(story, ["Hello", PROMPT], max_new_tokens=NEW, decoder=HfEagerDecoder(story[0], most=3))
     list(g.pieces())
     assert g.tokens[1] == greedy
 
@@ -76,23 +86,26 @@ def test_a_seed_draws_the_same_text_and_another_another(story):
     assert text(1, top_k=1) == text(2, top_k=1) == "".join(plain(story, PROMPT, max_new_tokens=NEW))
 
 
-def test_end_of_text_stops(story, greedy, monkeypatch):
-    monkeypatch.setattr(story[0].generation_config, "eos_token_id", [greedy[5], 8191])
-    g = plain(story, PROMPT, max_new_tokens=NEW)
+def test_end_of_text_stops(story, greedy):
+    config = copy.copy(story[0].generation_config)
+    config.eos_token_id = [greedy[5], 8191]
+    g = plain(altered(story, generation_config=config), PROMPT, max_new_tokens=NEW)
     list(g)
     assert g.finish_reason == "stop"
     assert g.tokens[0] == greedy[: greedy.index(greedy[5]) + 1]
 
 
-def test_context_limit_is_respected_and_a_longer_prompt_refused(story, monkeypatch):
+def test_context_limit_is_respected_and_a_longer_prompt_refused(story):
     n = len(story[1](PROMPT).input_ids)
-    monkeypatch.setattr(story[0].config, "max_position_embeddings", n + 4)
-    g = plain(story, PROMPT, max_new_tokens=NEW)
+    config = copy.copy(story[0].config)
+    config.max_position_embeddings = n + 4
+    short = altered(story, config=config)
+    g = plain(short, PROMPT, max_new_tokens=NEW)
     list(g)
     assert (len(g.tokens[0]), g.finish_reason) == (4, "context")
-    monkeypatch.setattr(story[0].config, "max_position_embeddings", n)
+    config.max_position_embeddings = n
     with pytest.raises(UsageError, match=f"the prompt has {n} tokens and the model's context ends at {n}"):
-        plain(story, PROMPT)
+        plain(short, PROMPT)
 
 
 @pytest.mark.parametrize("token", [-1, 4_000_000_000])
@@ -251,9 +264,12 @@ def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story, monkey
     assert "stays in" in why
 
 
-def test_roofline_is_bytes_over_measured_bandwidth(story, monkeypatch):
+def test_bandwidth_is_measured_once_and_the_roofline_is_bytes_over_it(story, own_cache, monkeypatch):
+    assert measured(torch.device("cpu")) > 0
+    known = json.loads((own_cache / FILE).read_text())
+    (own_cache / FILE).write_text(json.dumps(dict.fromkeys(known, 1e9)))
+    assert measured(torch.device("cpu")) == 1e9
     monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1)
-    monkeypatch.setattr("lowq_cli.engine.bandwidth.measured", lambda device: 1e9)
     percent, _ = explain.roofline(story[0], None, 20.0, 2)
     assert percent == pytest.approx(100 * explain.bytes_per_token(story[0], None, 2) * 10 / 1e9, abs=0.1)
 
@@ -267,43 +283,42 @@ def test_roofline_without_room_to_measure_is_none(story, monkeypatch):
     assert explain.roofline(story[0], None, 20.0, 2) == (None, "too little free memory to measure how fast it is")
 
 
-def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = measured(torch.device("cpu"))
-    monkeypatch.setattr("lowq_kernels.dispatch.timing.read_gbs", lambda device: 0.0)
-    assert measured(torch.device("cpu")) == first > 0
+def test_the_size_of_a_cache_is_known_or_not():
     assert last_level_cache(torch.device("cpu")) is None or last_level_cache(torch.device("cpu")) > 0
 
 
-@pytest.mark.parametrize(("quota", "wanted"), [("100000 100000", 1), ("max 100000", 3), ("250000 100000", 2), (None, 3)])
-def test_threads_are_those_the_container_grants(quota, wanted, tmp_path, monkeypatch):
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(("quota", "most"), [("100000 100000", 1), ("max 100000", 3), ("150000 100000", 2), (None, 3)])
+def test_threads_are_those_the_container_grants(quota, most, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
     file = tmp_path / "cpu.max"
     if quota:
         file.write_text(quota + "\n")
-    monkeypatch.setattr("lowq_cli.engine.open_model.CGROUP_QUOTA", file)
-    assert threads() == wanted
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 3
+    assert threads(file) == min(most, processors)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads() == 3
+    assert threads(file) == 3
 
 
+@pytest.mark.usefixtures("three_threads")
 def test_threads_that_are_asked_for_stand_over_the_containers_share(tmp_path, monkeypatch):
-    before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     quota = tmp_path / "cpu.max"
     quota.write_text("100000 100000\n")
-    monkeypatch.setattr("lowq_cli.engine.open_model.CGROUP_QUOTA", quota)
-    try:
-        result = CliRunner().invoke(main.app, ["bench", "--shape", "64x64", "--op", "none", "--threads", "3"])
-        assert "--op 'none' does not exist" in str(result.exception)
-        assert threads() == 3
-    finally:
-        torch.set_num_threads(before)
+    result = CliRunner().invoke(main.app, ["bench", "--shape", "64x64", "--op", "none", "--threads", "2"])
+    assert "--op 'none' does not exist" in str(result.exception)
+    assert threads(quota) == 2
 
 
-def test_families_with_a_state_read_their_prompts_whole(monkeypatch):
+def test_families_with_a_state_read_their_prompts_whole():
     """FalconMamba's forward in transformers drops a part of its state between two pieces of a prompt."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -311,7 +326,6 @@ def test_families_with_a_state_read_their_prompts_whole(monkeypatch):
     config = AutoConfig.for_model("falcon_mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     whole = model(input_ids=torch.arange(5, 42)[None]).logits[0, -1]
-    monkeypatch.setattr("lowq_cli.engine.hf_eager.CHUNK", 8)
-    decoder = HfEagerDecoder(model)
+    decoder = HfEagerDecoder(model, most=8)
     decoder.start([list(range(5, 42))], Sampling(), 2)
     torch.testing.assert_close(decoder.sampler.logits[0], whole)

@@ -1,5 +1,6 @@
 """lowq run, ls and rm: a model is quantized into the cache once, ls lists it, and rm removes nothing else."""
 
+import io
 import json
 import shutil
 import signal
@@ -18,10 +19,9 @@ SHORT = ("--max-new-tokens", "4", "--device", "cpu", "--temperature", "0")
 
 
 @pytest.fixture
-def lowq(tmp_path, monkeypatch, capsys):
+def lowq(tmp_path, monkeypatch, capsys, own_cache):
     """A function: run the command in a home of its own; (exit code, stdout, stderr)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
     def run(*args):
@@ -77,14 +77,17 @@ def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
     assert lowq("ls")[2] == "nothing yet; lowq quantize demo writes a checkpoint\n"
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_rm_asks_in_a_terminal(lowq, tmp_path, monkeypatch):
     mine = written(tmp_path / "mine")
     state.remember(mine)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda asked: "n")
+    monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))
     assert lowq("rm", "mine")[0] == 2
     assert mine.is_dir()
-    monkeypatch.setattr("builtins.input", lambda asked: "y")
     assert lowq("rm", "mine")[0] == 0
     assert not mine.exists()
 
@@ -141,7 +144,7 @@ def test_rm_leaves_what_a_person_has_put_into_a_checkpoint(lowq, tmp_path):
 def test_rm_of_the_cache_follows_no_link(lowq, tmp_path, at):
     cache, outside = tmp_path / "cache" / "lowq", tmp_path / "outside"
     written(outside / "sub")
-    (cache / at).parent.mkdir(parents=True)
+    (cache / at).parent.mkdir(parents=True, exist_ok=True)
     (cache / at).symlink_to(outside)
     assert lowq("rm", "--cached", "--yes")[0] == 0
     assert (outside / "sub" / "config.json").is_file()

@@ -7,24 +7,14 @@ import torch
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import calibration, learn, texts
-from lowq_cli.hf import tokenizer as hf_tokenizer
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.tokenizer import load_tokenizer
+from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
-
-
-@pytest.fixture(autouse=True)
-def small(small_calibration, monkeypatch):
-    monkeypatch.setattr(learn, "EPOCHS", 6)
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 4)
-    return str(path)
 
 
 @pytest.fixture
@@ -97,30 +87,24 @@ def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, 
     assert first == second
 
 
-def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path, monkeypatch):
+def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path):
     """One window of random tokens to eight of text, for this method alone."""
     text = tmp_path / "text.txt"
-    text.write_text("abcdefgh" * 32 * 4)  # 32 windows
+    text.write_text("abcdefgh" * 1024)  # 64 windows of 128
     seen = {}
-    made = calibration.Calibration.__init__
-
-    def spy(self, source, plan, *args):
-        made(self, source, plan, *args)
-        seen[plan.recipe.method] = self.ids
-
-    monkeypatch.setattr(calibration.Calibration, "__init__", spy)
-    dense = family_checkpoints("llama", schemes={}).dense
-    for method in ("gptq", "learn"):
-        recipe = make_recipe(bits=2, group=16, method=method, calib=str(text))
-        next(e for e in pipeline.run(dense, recipe, tmp_path / method) if isinstance(e, calibration.LayerDone))
-    assert len(seen["gptq"]) == 32
-    assert torch.equal(seen["learn"][:32], seen["gptq"])
-    more = seen["learn"][32:]
-    assert more.shape == (4, 32)
+    with open_source(family_checkpoints("llama", schemes={}).dense) as source:
+        for method in ("gptq", "learn"):
+            plan = make_plan(source, make_recipe(bits=2, group=16, method=method, calib=str(text)))
+            words, device = texts.Text.read(str(text)), torch.device("cpu")
+            seen[method] = calibration.Calibration(source, plan, words, tmp_path, "hash", device).ids
+        tokenizer = load_tokenizer(source)
+    assert len(seen["gptq"]) == 64
+    assert torch.equal(seen["learn"][:64], seen["gptq"])
+    more = seen["learn"][64:]
+    assert more.shape == (8, 128)
     assert len(more.unique()) > 60
-    tokenizer = hf_tokenizer.load_tokenizer(None)
     assert not set(more.unique().tolist()) & set(tokenizer.all_special_ids)
-    assert torch.equal(more, texts.random_token_windows(tokenizer, 4, 160, 32))
+    assert torch.equal(more, texts.random_token_windows(tokenizer, 8, 160, 128))
     assert texts.random_token_windows(tokenizer, 4, 100, 32).max() < 100
 
 

@@ -4,15 +4,18 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lowq_cli import console, main
+from lowq_cli.files.source import DEMO
 from lowq_packers.errors import UsageError
 
 LOWQ = Path(sys.executable).with_name("lowq")
@@ -113,9 +116,13 @@ def test_a_missing_model_is_reported_before_torch_is_imported(tmp_path, args):
     assert "nothing" in done.stderr
 
 
-@pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["chat", "demo"]], ids=lambda c: c[0])
-def test_sampling_out_of_range_is_reported_before_the_model_is_loaded(command, monkeypatch, capsys):
-    monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda *_: pytest.fail("loaded"))
+@pytest.mark.parametrize("command", ["generate {} --prompt x", "chat {}"])
+def test_sampling_out_of_range_is_reported_before_the_model_is_loaded(command, tmp_path, capsys):
+    """A model without a tokenizer, which loading would find out."""
+    folder = shutil.copytree(DEMO, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    command = [*command.format(folder).split(), "--device", "cpu"]
+    assert main.main(command) == 3
+    assert "has no tokenizer" in capsys.readouterr().err
     assert main.main([*command, "--top-p", "2"]) == 2
     assert "top_p=2.0 must be" in capsys.readouterr().err
 
@@ -269,17 +276,16 @@ def test_bytes_that_are_not_utf8_are_one_line():
         assert done.stderr.decode() == "lowq: the prompt is not UTF-8 text; convert it, or check the locale\n"
 
 
-def test_a_bare_lowq_in_a_terminal_keeps_the_lines_of_its_help(monkeypatch):
+def test_a_bare_lowq_in_a_terminal_keeps_the_lines_of_its_help():
     """It was filled into one paragraph."""
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    main.main([])
-    shown = (sys.stderr.getvalue() + sys.stdout.getvalue()).splitlines()
+    with redirect_stderr(Terminal()) as screen, redirect_stdout(screen):
+        main.main([])
+    shown = screen.getvalue().splitlines()
     assert "Commands:" in shown
     assert any(line.startswith("  quantize  ") for line in shown)
     assert len(shown) < 24, "a terminal's lines, with one for the prompt"

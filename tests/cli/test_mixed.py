@@ -1,6 +1,7 @@
 """A budget of bits: predicted and measured loss agree, the budget holds, weights that engines fuse stay together."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ FINE = {"group": 16, "dtype": "bfloat16"}  # 2 bits take 4 with their scales and
 
 
 @pytest.fixture
-def small(small_calibration, monkeypatch, tmp_path):
-    """Few tokens to measure on, too; nothing measured before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def small(own_cache, monkeypatch):
+    """The cache's folder of measurements, empty yet; they are on few tokens."""
     monkeypatch.setattr(sensitivity, "TOKENS", 1024)
+    return own_cache / "sensitivity"
 
 
 def resolve(model, recipe):
@@ -86,14 +87,16 @@ def test_the_forecast_is_what_one_group_costs(small, family_checkpoints):
             assert 0.5 < errors[name][scheme] / kl < 2, name
 
 
-def test_sensitivities_are_measured_once(family_checkpoints, small, tmp_path, monkeypatch):
+def test_sensitivities_are_measured_once(family_checkpoints, small, tmp_path):
     folder = family_checkpoints("llama").dense
     first = pipeline.quantize(folder, tmp_path / "out", bpw=4.7, **FINE)
     assert 0 < first["quantized_bpw"] <= 4.7
-    monkeypatch.setattr(sensitivity.Sensitivities, "measure", lambda *_: pytest.fail("measured again"))
+    (measured,) = small.iterdir()
+    written = measured.stat().st_mtime_ns
     assert pipeline.quantize(folder, tmp_path / "out", bpw=4.7, **FINE)["already_done"]
     wider = pipeline.quantize(folder, tmp_path / "wider", bpw=6, **FINE)  # another folder, the same model
     assert wider["bytes"] > first["bytes"]
+    assert measured.stat().st_mtime_ns == written
     report = json.loads((tmp_path / "wider" / "lowq_report.json").read_text())
     again = make_recipe(**report["recipe"])
     with open_source(folder) as source:
@@ -133,7 +136,8 @@ def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
 
 
 def test_without_a_tokenizer_weights_are_compared(family_checkpoints, tmp_path):
-    _, found = resolve(family_checkpoints("llama").dense, make_recipe(bpw=4.7, **FINE))
+    folder = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    _, found = resolve(folder, make_recipe(bpw=4.7, **FINE))
     assert not found.in_nats
     assert "tokenizer" in found.why_not_nats
     assert found.bpw <= 4.7
@@ -157,10 +161,10 @@ def test_refusals(family_checkpoints, small, tmp_path):
 
 
 @pytest.mark.parametrize("budget", [{"bpw": 2}, {"size": 2000}], ids=["bpw", "size"])
-def test_an_impossible_budget_is_reported_before_anything_is_measured(budget, family_checkpoints, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(mixed, "_measured", lambda *_: pytest.fail("measured"))
+def test_an_impossible_budget_is_reported_before_anything_is_measured(budget, family_checkpoints, small):
     with pytest.raises(UsageError, match="is too little: the smallest widths take"):
         resolve(family_checkpoints("llama").dense, make_recipe(**budget, **FINE))
+    assert not small.exists()
 
 
 def test_flags_that_nothing_would_read_are_refused(family_checkpoints):

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Bytes
+from checkpoints import write_byte_tokenizer
 from exported import HEAD, INT4, SYM, dense_tensors
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vocabularies import tokenizer
 
 from lowq_cli import main
 from lowq_cli.calibrate.requirements import LayerDone
-from lowq_cli.files.checkpoint import Checkpoint
-from lowq_cli.files.source import open_source
+from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.interop import gguf_bytes
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
@@ -33,9 +33,7 @@ from lowq_packers.scheme import Scheme
 AFFINE = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 32, "float")}
 
 
-@pytest.fixture(autouse=True)
-def small(small_calibration, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def recipe(text):
@@ -75,7 +73,10 @@ def test_codes_and_scales_change_and_nothing_else(to, schemes, bf16_checkpoints,
 
 
 def test_a_gguf_file_keeps_all_but_codes_and_scales(demo_gguf, text, tmp_path):
-    done = refined(demo_gguf, "demo", text, tmp_path / "refined.gguf")
+    model = shutil.copytree(DEMO, tmp_path / "demo")
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 32}  # windows of as many tokens
+    (model / "config.json").write_text(json.dumps(config))
+    done = refined(demo_gguf, model, text, tmp_path / "refined.gguf")
     assert_grids_stay(demo_gguf, tmp_path / "refined.gguf", done)
 
 
@@ -98,8 +99,9 @@ def assert_grids_stay(old, new, done):
 
 def errors_of(model, text, *files):
     """Mean squared errors of the logits with each file's weights."""
+    tokens = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    ids = torch.tensor([tokens.encode(Path(text).read_text()[:600], add_special_tokens=False).ids])
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor([Bytes()(Path(text).read_text()[:600])["input_ids"]])
     with torch.no_grad():
         wanted, errors = model(ids).logits, []
         for file in files:
@@ -136,12 +138,12 @@ def wide(tmp_path_factory):
     """A Llama of one layer whose rows are whole blocks of 256."""
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=402, max_position_embeddings=512)  # fmt: skip
+                         num_key_value_heads=2, vocab_size=402, max_position_embeddings=32)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.05)
     model.save_pretrained(folder := tmp_path_factory.mktemp("wide"))
-    return folder
+    return write_byte_tokenizer(folder)
 
 
 def write_blocks_of(folder, path, kind):
@@ -160,7 +162,7 @@ def write_blocks_of(folder, path, kind):
         W = permute_heads(W, 4 if theirs.endswith("q") else 2) if theirs in ("blk.0.attn_q", "blk.0.attn_k") else W
         rows.append(GgufTensor(f"{theirs}.weight", tuple(W.shape), kind if packed else "F32"))
         raw.append(gguf_bytes._encoded(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
-    facts = {"context_length": 512, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 402,
+    facts = {"context_length": 32, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 402,
              "attention.head_count": 4, "attention.head_count_kv": 2}  # fmt: skip
     metadata = [("general.architecture", text_value("llama")), ("general.name", text_value("kept as it is"))]
     metadata += [(f"llama.{k}", u32(v)) for k, v in facts.items()]
@@ -196,9 +198,11 @@ def test_gguf_blocks_get_better_codes_and_scales(kind, wide, text, tmp_path):
 def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
     """`quantize --type --calib`: the plain mixture's types and bytes, outputs nearer; the same call again finds the file."""
     plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
-    tokenizer("llama3", ("<|begin|>", "<|end|>")).save(str(wide / "tokenizer.json"))
-    export(wide, None, plain, kind="Q3_K_M")
-    line = ["quantize", str(wide), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
+    model = shutil.copytree(wide, tmp_path / "wide")
+    tokenizer("llama3", ("<|begin|>", "<|end|>")).save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    export(model, None, plain, kind="Q3_K_M")
+    line = ["quantize", str(model), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
     told = []
     for _ in range(2):
         assert main.main(line) == 0
@@ -209,7 +213,7 @@ def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
     with open_foreign(plain) as a, open_foreign(made) as b:
         assert a.config["gguf"] == b.config["gguf"]
         assert {f["type"] for f in a.config["gguf"].values()} == {"Q3_K", "Q4_K", "Q5_K", "Q6_K"}  # of a model in fp32, too
-    old, new = errors_of(wide, text, plain, made)
+    old, new = errors_of(model, text, plain, made)
     assert 0 < new < 0.9 * old
 
 
@@ -274,11 +278,12 @@ def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
         list(Refining(str(tmp_path / "file"), str(other.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
 
 
-def test_learnt_norms_are_refused(bf16_checkpoints, text, tmp_path, monkeypatch):
+def test_learnt_norms_are_refused(bf16_checkpoints, text, tmp_path):
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
-    plain = Checkpoint.read_plain
-    monkeypatch.setattr(Checkpoint, "read_plain", lambda self, t: plain(self, t) * (1.5 if "norm" in t.name else 1))
+    tensors = load_file(tmp_path / "file" / "model.safetensors")
+    tensors = {n: t * 1.5 if "norm" in n else t for n, t in tensors.items()}
+    save_file(tensors, tmp_path / "file" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedError, match="no AWQ scales explain"):
         list(Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
 

@@ -112,21 +112,21 @@ def fused(name, **how):
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_texts_that_grow_past_the_switch_are_those_of_transformers(name, monkeypatch):
+def test_texts_that_grow_past_the_switch_are_those_of_transformers(name):
     """Prompts of 11 and 5 tokens and one past the switch, side by side; each as if it were alone."""
     given = [*prompts(), list(range(30, 50))]
     wanted = [transformers_tokens(name, p, 16) for p in given]
     decoder = fused(name)
     assert tokens(decoder, given, 16) == wanted
     assert tokens(decoder, given, 16) == wanted  # nothing that is held of long texts misleads
-    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 4)
+    decoder = fused(name, most=4)
     assert tokens(decoder, given, 16) == wanted
     short = [p[:7] for p in given]
     assert tokens(decoder, short, 5) == [transformers_tokens(name, p, 5) for p in short]
     if name == "dynamic":
         assert tokens(fused("default"), given, 16) != wanted
     else:
-        monkeypatch.setattr(decoder, "steady", float("inf"))  # what would come of taking them for short
+        decoder.steady = float("inf")  # what would come of taking them for short
         assert tokens(decoder, given, 16) != wanted
 
 

@@ -158,19 +158,17 @@ def test_a_drafters_cache_goes_along(folder):
     assert say(decoder_of(plain), first + more, 1)[1] == len(first + more)
 
 
-def test_all_files_together_stay_below_the_bound(folder, saved, monkeypatch):
+def test_all_files_together_stay_below_the_bound(folder, saved):
     path, _ = saved
     size, model = path.stat().st_size, fresh(folder)
     say(decoder_of(model), prompts(100)[0], 12)
-    monkeypatch.setattr(saved_cache, "MOST", 5 * size // 2)
     os.utime(path, ns=(0, 0))
     for i in range(5):
-        keep(folder / f"s{i}.safetensors", model, "16")
+        keep(folder / f"s{i}.safetensors", model, "16", most=5 * size // 2)
         assert sum(p.stat().st_size for p in folder.glob("*.safetensors")) <= 5 * size // 2
     assert sorted(p.stem for p in folder.glob("*.safetensors")) == ["s3", "s4"]
-    monkeypatch.setattr(saved_cache, "MOST", size // 2)
     with pytest.raises(DoesNotFitError, match=r"takes .* kB, and all saved caches take at most"):
-        keep(folder / "s5.safetensors", model, "16")
+        keep(folder / "s5.safetensors", model, "16", most=size // 2)
     assert len(list(folder.glob("*.safetensors"))) == 2
 
 

@@ -38,9 +38,6 @@ FOLDS = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("small_calibration")
-
-
 class Walked:
     """The second layer of a random model of a family, with inputs."""
 

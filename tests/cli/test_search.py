@@ -25,7 +25,7 @@ def test_calls_are_those_of_the_layers_the_heaviest_first(decoder):
     assert [(c.M, c.N, c.K) for c in calls] == [(2, 96, 64), (2, 32, 64)]
 
 
-def test_search_keeps_what_helps_together(decoder, monkeypatch):
+def test_search_keeps_what_helps_together(decoder):
     now = dict.fromkeys(search.calls_of(decoder, 1, torch.bfloat16), ("a", {}))
     wide, narrow = now
     price = {("a", "a"): 10.0, ("b", "a"): 9.0, ("c", "a"): 8.0, ("c", "b"): 8.5, ("c", "c"): 7.0}
@@ -36,18 +36,17 @@ def test_search_keeps_what_helps_together(decoder, monkeypatch):
             raise UnsupportedError("does not fit")
         return price[names]
 
-    monkeypatch.setattr(search, "step_us", step_us)
     options = {wide: [("b", {}), ("c", {}), ("d", {})], narrow: [("b", {}), ("c", {})]}
     tables = list(registry.TABLES)
-    chosen, before, after = search.search(decoder, now, options)
+    chosen, before, after = search.search(decoder, now, options, measure=step_us)
     assert (chosen, before, after) == ({wide: ("c", {}), narrow: ("c", {})}, 10.0, 7.0)
     assert tables == registry.TABLES
     trials = iter([True, False, False, False, False])
-    assert search.search(decoder, now, options, lambda: next(trials))[2] == 9.0
+    assert search.search(decoder, now, options, lambda: next(trials), step_us)[2] == 9.0
 
 
 @pytest.mark.parametrize("trials", [0, 2])
-def test_a_gpu_that_is_lost_ends_the_search_and_leaves_dispatch_as_it_was(decoder, monkeypatch, trials):
+def test_a_gpu_that_is_lost_ends_the_search_and_leaves_dispatch_as_it_was(decoder, trials):
     """Counted as a slow config, a lost GPU would make all later trials slow and keep the configs chosen so far."""
     now = dict.fromkeys(search.calls_of(decoder, 1, torch.bfloat16), ("a", {}))
     timed = []
@@ -58,9 +57,8 @@ def test_a_gpu_that_is_lost_ends_the_search_and_leaves_dispatch_as_it_was(decode
         timed.append(1)
         return 10.0 - len(timed)
 
-    monkeypatch.setattr(search, "step_us", step_us)
     tables = list(registry.TABLES)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        search.search(decoder, now, {call: [("b", {}), ("c", {})] for call in now})
+        search.search(decoder, now, {call: [("b", {}), ("c", {})] for call in now}, measure=step_us)
     assert len(timed) == trials
     assert tables == registry.TABLES

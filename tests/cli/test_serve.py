@@ -107,10 +107,10 @@ def test_an_export_killed_when_it_had_its_name_is_swept(demo4, monkeypatch):
             raise KeyboardInterrupt
         real(path, *args, **how)
 
-    monkeypatch.setattr(os, "unlink", killed)
-    with pytest.raises(KeyboardInterrupt):
-        serving.prepare(demo4, native=False)
-    monkeypatch.setattr(os, "unlink", real)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            serving.prepare(demo4, native=False)
     target, _ = serving.prepare(demo4, native=False, write=False)
     assert (target / "lowq-run").is_file()
     serving.prepare(demo4, native=False)

@@ -49,8 +49,15 @@ def test_two_kinds_of_device_are_refused():
         pick_devices("cuda:0,cpu")
 
 
-def test_the_same_bytes_and_as_many_tensors_at_once_as_devices(tmp_path, monkeypatch):
-    pipeline.quantize("demo", tmp_path / "one", device="cpu", **RECIPE)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What one worker writes."""
+    out = tmp_path_factory.mktemp("one") / "one"
+    pipeline.quantize("demo", out, device="cpu", **RECIPE)
+    return out
+
+
+def test_the_same_bytes_and_as_many_tensors_at_once_as_devices(one, tmp_path, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     real, calls, three_at_once = transform.quantize_matrix, itertools.count(), threading.Barrier(3, timeout=60)
@@ -66,39 +73,34 @@ def test_the_same_bytes_and_as_many_tensors_at_once_as_devices(tmp_path, monkeyp
     finally:
         torch.set_num_threads(before)
     assert not result["already_done"]
-    assert files(tmp_path / "three") == files(tmp_path / "one")
+    assert files(tmp_path / "three") == files(one)
     assert pipeline.quantize("demo", tmp_path / "three", device="cpu", **RECIPE)["already_done"], "one run, whatever the number"
 
 
-def test_several_files_at_once_hold_the_same_bytes_and_are_finished_in_order(tmp_path, monkeypatch):
-    pipeline.quantize("demo", tmp_path / "one", device="cpu", **RECIPE)
-    monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 3)
-    monkeypatch.setattr(pipeline, "LARGE", 1 << 20)  # the embedding
+def test_several_files_at_once_hold_the_same_bytes_and_are_finished_in_order(one, tmp_path):
     recipe = make_recipe(bits=4, group=32, method="rtn")
     with pipeline.prepare("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20) as prepared:
-        events = list(pipeline.execute(prepared))
+        events = list(pipeline.execute(prepared, files_at_once=3))
     done = [e for e in events if isinstance(e, pipeline.TensorDone)]
-    shards = {i.name: s.name for s in prepared.plan.shards for i in s.items}
-    assert done[0].name == "model.embed_tokens.weight"
-    assert len({shards[e.name] for e in done[1:3]}) == 2, "by turns, but for the file of the embedding alone"
+    shards = prepared.plan.shards
+    assert len({s.name for s, _ in itertools.islice(pipeline.in_turn(shards, 3), 3)}) == 3, "by turns"
+    assert next(pipeline.in_turn(shards[::-1], 3, large=1 << 20))[1].name == "model.embed_tokens.weight"
     assert sorted(e.name for e in done) == sorted(i.name for i in prepared.plan.items)
     assert [e.name for e in events if isinstance(e, pipeline.ShardDone)] == [s.name for s in prepared.plan.shards]
-    assert files(tmp_path / "three") == files(tmp_path / "one")
+    assert files(tmp_path / "three") == files(one)
 
 
 @pytest.mark.parametrize("stop", [5, 20, 50])
-def test_several_files_at_once_are_continued(tmp_path, monkeypatch, stop):
-    pipeline.quantize("demo", tmp_path / "one", device="cpu", **RECIPE)
-    monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 3)
+def test_several_files_at_once_are_continued(one, tmp_path, stop):
     recipe = make_recipe(bits=4, group=32, method="rtn")
-    events = pipeline.run("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20)
-    for _ in itertools.islice(events, stop):
-        pass
-    events.close()
-    monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 1)
+    with pipeline.prepare("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20) as prepared:
+        events = pipeline.execute(prepared, files_at_once=3)
+        for _ in itertools.islice(events, stop):
+            pass
+        events.close()
     resumed = list(pipeline.run("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20))
     assert any(e.resumed for e in resumed if isinstance(e, pipeline.TensorDone))
-    assert files(tmp_path / "three") == files(tmp_path / "one")
+    assert files(tmp_path / "three") == files(one)
 
 
 def test_what_goes_one_tensor_after_another_wants_one_device(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from lowq_cli.files import source as source_module
 from lowq_cli.files.safetensors_io import TensorHeader, build_header, parse_header, read_header
 from lowq_cli.files.source import open_source
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -193,55 +193,9 @@ def test_a_weight_file_stands_for_its_folder(folder):
         assert source.folder == folder
 
 
-def test_a_hub_id_without_a_network_says_what_to_do(monkeypatch):
-    import huggingface_hub
-
-    def unreachable(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    for headers_only in (False, True):
-        with pytest.raises(NotFoundError, match="not in the local cache; go online, give a model folder, or use: demo"):
-            open_source("org/name", headers_only)
-
-
-def test_a_dry_run_on_a_hub_id_fetches_config_and_headers_only(monkeypatch, folder):
-    import huggingface_hub
-    from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
-
-    def not_cached(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("not cached")
-
-    info = TensorInfo(dtype="BF16", shape=[4, 8], data_offsets=(0, 64))
-    file = SafetensorsFileMetadata(metadata={}, tensors={"a.weight": info})
-    repo = SafetensorsRepoMetadata(
-        metadata={}, sharded=False, weight_map={"a.weight": "model.safetensors"}, files_metadata={"model.safetensors": file}
-    )
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", not_cached)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(folder / "config.json"))
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_: repo)
-    source = open_source("org/name", headers_only=True)
-    assert source.headers == {"a.weight": TensorHeader((4, 8), "BF16")}
-    with pytest.raises(UsageError, match="only the headers"):
-        source.read("a.weight")
-
-
-def test_hub_refusals_have_different_messages():
-    def named(name):
-        return source_module._hub_error("org/x", type(name, (Exception,), {})("first line\nsecond"))
-
-    assert "hf auth login" in str(named("GatedRepoError"))
-    assert "has no model org/x" in str(named("RepositoryNotFoundError"))
-    assert named("NotASafetensorsRepoError").exit_code == 5
-    assert str(named("Strange")) == "cannot fetch org/x: Strange: first line"
-
-
 @pytest.mark.parametrize("name", ["demo-lowq-4b-g46", "./demo-lowq-4b-g46", "models/demo-lowq-4b-g46"])
 def test_a_mistyped_folder_suggests_its_neighbour_without_network(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(source_module, "_download", lambda repo: pytest.fail("asked the hub"))
     there = (tmp_path / name).parent / "demo-lowq-4b-g64"
     there.mkdir(parents=True)
     (there / "config.json").write_text("{}")
@@ -255,43 +209,6 @@ def test_a_mistyped_demo_is_answered_without_the_network():
     """It waited for the hub, then blamed the network."""
     with pytest.raises(NotFoundError, match="did you mean demo\\?"):
         source_module.check_there("dmo")
-
-
-def _hub(monkeypatch, folder):
-    """A hub's cache that holds `folder` and a network that is not there; the names of the calls made of it."""
-    import huggingface_hub
-
-    called = []
-
-    def unreachable(*_, **__):
-        called.append("model_info")
-        raise huggingface_hub.errors.OfflineModeIsEnabled("offline")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    return called
-
-
-def test_a_damaged_snapshot_of_the_hub_is_said_and_not_fetched_by_headers(monkeypatch, folder):
-    called = _hub(monkeypatch, folder)
-    assert open_source("org/name", headers_only=True).headers.keys() == TENSORS.keys()
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:60])
-    with pytest.raises(DamagedError, match=r"shorter|truncated|header"):
-        open_source("org/name", headers_only=True)
-    assert called == []
-
-
-@pytest.mark.parametrize("lacks", ["config.json", "model.safetensors"])
-def test_of_a_snapshot_that_holds_a_part_the_hub_is_asked(monkeypatch, folder, lacks):
-    called = _hub(monkeypatch, folder)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")})
-    )
-    (folder / lacks).unlink()
-    with pytest.raises(NotFoundError, match="cannot reach huggingface"):
-        open_source("org/name", headers_only=True)
-    assert called == ["model_info"]
 
 
 @pytest.mark.parametrize("headers_only", [False, True])

@@ -128,17 +128,11 @@ def test_the_same_bytes_whatever_the_slabs_and_after_an_interruption(made, form,
 
     whole = files(made(form))
     monkeypatch.setattr(transform, "slab_rows", lambda K, device: 24)
-    dense, calls, before = family_checkpoints("llama").dense, [], transform.quantize_matrix
-
-    def stops(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return before(*args, **kwargs)
-
-    monkeypatch.setattr(pipeline.transform, "quantize_matrix", stops)
-    with pytest.raises(KeyboardInterrupt):
-        quantize(dense, tmp_path / "out", format=form)
+    dense = family_checkpoints("llama").dense
+    events = pipeline.run(dense, make_recipe(format=form), tmp_path / "out")
+    for _ in range(4):
+        next(events)
+    events.close()
     assert quantize(dense, tmp_path / "out", format=form)["resumed"]
     again = files(tmp_path / "out")
     assert {n: again[n] for n in whole if n != "lowq_report.json"} == {n: whole[n] for n in whole if n != "lowq_report.json"}

@@ -1,8 +1,9 @@
 """Thoughts of a model: dim on a terminal, on stderr, in a separate field of --json; and a model told not to think."""
 
+import io
 import json
 import shutil
-import sys
+from contextlib import redirect_stdout
 
 import forking
 import pytest
@@ -34,15 +35,20 @@ def test_marks_go_to_another_process_as_data(mark):
     assert marks(ways_of("plain", {}), "x") is None
 
 
-def test_a_terminal_shows_thoughts_pale_and_a_pipe_on_stderr(capsys, monkeypatch):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_thoughts_pale_and_a_pipe_on_stderr(capsys):
     pieces = ["<thi", "nk>\nhm\n</th", "ink>\n\nYes."]
     found = {"by": "<think>", "inside": False}
     thinking.write(pieces, found)
     out, err = capsys.readouterr()
     assert (out, err.strip()) == ("Yes.", "hm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    thinking.write(pieces, found)
-    out, err = capsys.readouterr()
+    with redirect_stdout(Terminal()) as terminal:
+        thinking.write(pieces, found)
+    out, err = terminal.getvalue(), capsys.readouterr().err
     assert (out.replace("\x1b[2m", "").replace("\x1b[22m", ""), err) == ("hm\n\nYes.", "")
     assert "\x1b[2mhm" in out
     assert thinking.split("".join(pieces), found) == ("hm", "Yes.")

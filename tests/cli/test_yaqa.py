@@ -55,25 +55,23 @@ def test_with_independent_rows_it_is_gptq_bit_for_bit(scheme):
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 16), Scheme(3, 32), Scheme(2, 16)], ids=str)
 @pytest.mark.parametrize("sizes", [(70,), (33, 5, 60)])
-def test_it_costs_less_by_the_whole_measure_and_a_wrong_sign_costs_more(scheme, sizes, monkeypatch):
+def test_it_costs_less_by_the_whole_measure_and_a_wrong_sign_costs_more(scheme, sizes):
     N = sum(sizes)
     W, m, outputs = torch.randn(N, 64, generator=torch.Generator().manual_seed(5)), moments(64), sides(*sizes)
     H_O, H_I = torch.block_diag(*outputs), gptq.damp(m)
-    monkeypatch.setattr(yaqa, "FEWEST", 1)
-    one, both = (yaqa.quantize(W, scheme, None, m, outputs=o).dequantize() for o in (None, outputs))
+    others = [2 * torch.diag(H.diagonal()) - H for H in outputs]  # of the wrong sign between rows
+    others = [H + max(0.0, 1e-3 - float(torch.linalg.eigvalsh(H)[0])) * torch.eye(len(H)) for H in others]
+    one, both, wrong = (yaqa.quantize(W, scheme, None, m, outputs=o, fewest=1).dequantize() for o in (None, outputs, others))
     assert cost(W - both, H_O, H_I) < 0.8 * cost(W - one, H_O, H_I)
-    wanted = yaqa._Side.wanted
-    monkeypatch.setattr(yaqa._Side, "wanted", lambda s, W, errors, step: wanted(s, W, -errors, step))
-    assert cost(W - yaqa.quantize(W, scheme, None, m, outputs=outputs).dequantize(), H_O, H_I) > cost(W - one, H_O, H_I)
+    assert cost(W - wrong, H_O, H_I) > cost(W - one, H_O, H_I)
 
 
-def test_a_row_of_two_is_the_best_given_the_other(monkeypatch):
+def test_a_row_of_two_is_the_best_given_the_other():
     """Two weights, one in each row: the second row's code is the best of all, given the first's."""
-    monkeypatch.setattr(yaqa, "FEWEST", 1)
     scheme, m = Scheme(4, 1, "none"), Moments(torch.ones(1, 1))
     outputs = [torch.tensor([[2.0, 1.5], [1.5, 3.0]])]
     W = torch.tensor([[0.37], [-0.81]])
-    q = yaqa.quantize(W, scheme, None, m, outputs=outputs)
+    q = yaqa.quantize(W, scheme, None, m, outputs=outputs, fewest=1)
     E = W - q.dequantize()
     for code in range(16):
         other = E.clone()
@@ -91,9 +89,9 @@ def note(seen, name, module, args, output):
     seen[name] = output
 
 
-def collected(blocks, ids, names, batch=2):
+def collected(blocks, ids, names, **limits):
     """The moments, and the progress events."""
-    told, work = [], output_moments(blocks, ids, batch, names)
+    told, work = [], output_moments(blocks, ids, 2, names, **limits)
     while True:
         try:
             told.append(next(work))
@@ -102,16 +100,14 @@ def collected(blocks, ids, names, batch=2):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
-def test_the_moments_are_those_of_the_whole_models_gradients(family, family_checkpoints, monkeypatch):
+def test_the_moments_are_those_of_the_whole_models_gradients(family, family_checkpoints):
     """Against autograd through transformers' model, token by token drawn as they are drawn here."""
     dense = family_checkpoints(family, schemes={}).dense
-    monkeypatch.setattr(curvature, "DAMP", 0.0)
     ids = torch.randint(0, 60, (4, 24), generator=torch.Generator().manual_seed(2))
     with open_source(dense) as source:
         blocks = DecoderLayers(source, torch.device("cpu"))
         names = {n for i in range(len(blocks)) for n in blocks.linears(i)}
-        monkeypatch.setattr(curvature, "HELD_BYTES", 1)  # a batch at a time, whatever its size
-        found, told = collected(blocks, ids, names)
+        found, told = collected(blocks, ids, names, held_bytes=1)  # a batch at a time, whatever its size
         spots = {n: (i, s) for i in range(len(blocks)) for n, s in blocks.linears(i).items()}
         assert set(found) == names
         assert told[-1] == CurvatureDone(2 * len(blocks), 2 * len(blocks))
@@ -136,19 +132,18 @@ def test_the_moments_are_those_of_the_whole_models_gradients(family, family_chec
             sums[n] = sums[n] + g.T @ g
     for n, (H,) in found.items():
         wanted = sums[n] / ids.numel()
-        wanted.diagonal().add_(len(wanted) / ids.numel() * wanted.diagonal().mean())
+        wanted.diagonal().add_((curvature.DAMP + len(wanted) / ids.numel()) * wanted.diagonal().mean())
         torch.testing.assert_close(H, wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
 
 
-def test_blocks_of_rows_keep_to_the_memory(family_checkpoints, monkeypatch):
+def test_blocks_of_rows_keep_to_the_memory(family_checkpoints):
     dense = family_checkpoints("llama", schemes={}).dense
     ids = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(2))
     with open_source(dense) as source:
         blocks = DecoderLayers(source, torch.device("cpu"))
         names = {n for i in range(len(blocks)) for n in blocks.linears(i)}
         whole, _ = collected(blocks, ids, names)
-        monkeypatch.setattr(curvature, "ROWS", 24)
-        cut, _ = collected(blocks, ids, names)
+        cut, _ = collected(blocks, ids, names, most_rows=24)
     for n, (H,) in whole.items():
         assert sum(map(len, cut[n])) == len(H)
         assert max(map(len, cut[n])) <= 24
@@ -161,7 +156,7 @@ def test_blocks_of_rows_keep_to_the_memory(family_checkpoints, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_run_and_a_rerun_give_the_same_bytes(family, family_checkpoints, text, tmp_path, small_calibration):
+def test_a_run_and_a_rerun_give_the_same_bytes(family, family_checkpoints, text, tmp_path):
     dense = family_checkpoints(family, schemes={}).dense
     recipe = make_recipe(bits=3, group=16, method="yaqa", calib=text)
     events = list(pipeline.run(dense, recipe, tmp_path / "whole"))

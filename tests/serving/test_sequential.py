@@ -233,8 +233,8 @@ def test_a_family_without_fused_layers_is_served_one_after_another(room):
 
 
 def test_a_cancelled_prompt_is_not_read_to_its_end(demo, engine, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 16)
     decoder, read = demo[0]._lowq.decoder, []
+    monkeypatch.setattr(decoder, "most", 16)
     embed = decoder.plan.embed
 
     def reading(ids):
