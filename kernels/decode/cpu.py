@@ -4,7 +4,6 @@ In torch they took 8 of the 45 ms per token of a 1B model in 4 bits. Calls that 
 no compiler) run in `reference`, which defines each operation.
 """
 
-import ctypes
 from typing import Any
 
 import torch
@@ -13,24 +12,16 @@ from lowq_kernels.decode import activation, reference
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.products.cpu import native
-from lowq_kernels.products.cpu.native import DTYPES
+from lowq_kernels.products.cpu.native import ADD_NORM, ATTEND, DTYPES, GATED, struct
 
 ACTS = ("silu", "gelu_tanh")  # the activations of step.h
 LANES = 16  # head dims must be a multiple: whole vector registers in every instruction set
 
 
-def _struct(name: str, **fields: str) -> type[ctypes.Structure]:
-    """A struct of args.h from the names of its fields, by type."""
-    kinds = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-    members = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": members})
-
-
-ADD_NORM, GATED, ATTEND = range(3)
 ARGS = (
-    _struct("Norm", p="x delta post weight y", i="M H dtype meta threads", f="eps"),
-    _struct("Gated", p="x y", i="M I dtype gelu threads"),
-    _struct(
+    struct("Norm", p="x delta post weight y", i="M H dtype meta threads", f="eps"),
+    struct("Gated", p="x y", i="M I dtype gelu threads"),
+    struct(
         "Attend",
         p="qkv k v cos sin pos table q_norm k_norm sinks y",
         q="block head",

@@ -52,7 +52,44 @@ struct Attend {
     float scale, eps;
 };
 
-enum { ADD_NORM, GATED, ATTEND, PRODUCT };
+// Steps of mixers with a state of fixed size (recurrent.h); decode/recurrent/steps_cpu.py fills these.
+struct Conv {
+    const void *weight, *bias;  // (C, W) and (C,) `meta`; bias may be null
+    void* state;                // (slots, C, W - 1) `kind`: the last inputs, in order
+    int32_t C, W, meta, kind;
+};
+
+struct Delta {
+    Conv conv;
+    const void* x;         // (B, 2 k_heads k_dim + 2 v_heads v_dim + 2 v_heads) `dtype`
+    const int64_t* slots;  // (B,)
+    float* S;              // (slots, v_heads, k_dim, v_dim)
+    const void *a_log, *dt_bias, *norm;  // (v_heads,) `log_kind` and `bias_kind`, (v_dim,) `norm_kind`
+    void* y;               // (B, v_heads v_dim) `dtype`
+    int32_t B, k_heads, v_heads, k_dim, v_dim, grouped, log_kind, bias_kind, norm_kind, dtype, threads;
+    float eps, norm_eps;
+};
+
+struct Mamba2 {
+    Conv conv;
+    const void* x;         // (B, 2 heads dim + 2 groups N + heads) `dtype`
+    const int64_t* slots;  // (B,)
+    float* S;              // (slots, heads, dim, N)
+    const void *a_log, *dt_bias, *d, *norm;  // (heads,) of `log_kind`, `bias_kind`, `d_kind`; (heads dim,) `norm_kind`, or null
+    void* y;               // (B, heads dim) `dtype`
+    int32_t B, heads, dim, groups, N, norm_groups, gate_last, log_kind, bias_kind, d_kind, norm_kind, dtype, threads;
+    float norm_eps, least, most, scales[5];  // dt is from least to most; constants of z, x, B, C, dt
+};
+
+struct ShortConv {
+    Conv conv;
+    const void* x;         // (B, 3 C) `dtype`
+    const int64_t* slots;  // (B,)
+    void* y;               // (B, C) `dtype`
+    int32_t B, dtype, threads;
+};
+
+enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV };
 
 struct Call {
     int32_t what, dtype;

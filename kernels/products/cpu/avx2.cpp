@@ -93,7 +93,8 @@ struct Isa {
 
 #include "product.h"
 #include "step.h"
+#include "recurrent.h"
 
 void product_avx2(const Args& a) { product(a); }
-void step_avx2(int what, int dtype, const void* a) { step(what, dtype, a); }
+void step_avx2(int what, int dtype, const void* a) { what < PRODUCT ? step(what, dtype, a) : recurrent(what, dtype, a); }
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }

@@ -16,6 +16,7 @@ import threading
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -29,8 +30,8 @@ from lowq_packers.regular import open_bounded, read_regular, read_text
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbers of dtypes in args.h
 SCALES = {"e4m3": 3, "e8m0": 4}
-NAMES = ("add_norm", "gated", "attend", "product")  # names of args.h's calls in a profile
-PRODUCT = 3  # index of NAMES; decode/cpu.py has the others
+NAMES = ("add_norm", "gated", "attend", "product", "delta", "mamba2", "short_conv")  # names of args.h's calls in a profile
+ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV = range(len(NAMES))  # as args.h numbers them
 MOST_BYTES = 1 << 26  # max. size of a library file that is read; it has 0.7 MB
 NONE = "none is there"
 SWITCHED_OFF = "LOWQ_CPU_ISA=off"
@@ -39,24 +40,20 @@ _watch: Advance | None = None  # receives the progress of a build
 noting = threading.local()  # .calls: a list of this thread's calls, which `repeated` records
 
 
-class Call(ctypes.Structure):
-    """args.h's struct."""
+def struct(name: str, *first: tuple[str, Any], **fields: str) -> type[ctypes.Structure]:
+    """A struct of args.h: fields with their ctypes, then names of further fields by type, as `KINDS` has them."""
+    members = [*first, *((field, KINDS[kind]) for kind, names in fields.items() for field in names.split())]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
 
-    _fields_ = (("what", ctypes.c_int32), ("dtype", ctypes.c_int32), ("args", ctypes.c_void_p))
 
-
-class Args(ctypes.Structure):
-    """args.h's struct."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "most", "y", "table", "factor")]
-        + [(name, ctypes.c_int32) for name in ("M", "N", "K", "bits", "group", "groups", "chunks")]
-        + [
-            (name, ctypes.c_int32)
-            for name in ("block", "blocks", "dtype", "meta", "digits", "threads", "scale", "tables", "apart")
-        ]
-        + [("mid", ctypes.c_float)]
-    )
+KINDS = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+Call = struct("Call", i="what dtype", p="args")
+Args = struct(
+    "Args",
+    p="x words scales zeros bias most y table factor",
+    i="M N K bits group groups chunks block blocks dtype meta digits threads scale tables apart",
+    f="mid",
+)
 
 
 def why_built() -> str:

@@ -77,6 +77,7 @@ struct Isa {
 
 #include "product.h"
 #include "step.h"
+#include "recurrent.h"
 
 void product_neon(const Args& a) { product(a); }
-void step_neon(int what, int dtype, const void* a) { step(what, dtype, a); }
+void step_neon(int what, int dtype, const void* a) { what < PRODUCT ? step(what, dtype, a) : recurrent(what, dtype, a); }
