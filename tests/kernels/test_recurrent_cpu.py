@@ -15,13 +15,17 @@ from lowq_kernels.products.cpu import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"lowq's CPU kernels are not in use: {native.why_not()}")
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative Frobenius error
-SETS = [i for i, (_, here) in enumerate(native.sets()) if here]
+SETS = [name for name, here in native.sets() if here]
 T, SLOTS = 12, torch.tensor([4, 1])
 
 
-@pytest.fixture(params=SETS, ids=lambda i: native.sets()[i][0])
+@pytest.fixture(params=SETS)
 def isa(request, monkeypatch):
-    monkeypatch.setattr(native, "isa", lambda: (request.param, ""))
+    """One instruction set after the other."""
+    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
+    native.forget()
+    yield
+    native.forget()
 
 
 def in_dtype(f, dtype):
