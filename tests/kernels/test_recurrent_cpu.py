@@ -7,15 +7,16 @@ import torch
 from mixer_truth import CASES, kind, states, truth
 from mixers import features
 
+from cpu_sets import SETS, pytestmark
 from emulation import error
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.recurrent import Rows, Run, Runs, dispatched
 from lowq_kernels.dispatch.registry import select
 from lowq_kernels.products.cpu import native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"lowq's CPU kernels are not in use: {native.why_not()}")
+__all__ = ["pytestmark"]
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative Frobenius error
-SETS = [name for name, here in native.sets() if here]
+
 T, SLOTS = 12, torch.tensor([4, 1])
 
 

@@ -194,7 +194,11 @@ def product(tensors: dict[str, torch.Tensor | None], meta: torch.dtype, **number
 
 
 def run(
-    what: int, kind: type[ctypes.Structure], dtype: torch.dtype, tensors: dict[str, torch.Tensor | None], **numbers: float
+    what: int,
+    kind: type[ctypes.Structure],
+    dtype: torch.dtype,
+    tensors: dict[str, torch.Tensor | None],
+    **numbers: float | ctypes.Structure,
 ) -> None:
     """Fill a struct of args.h and run it; recorded if `repeated` is recording in this thread."""
     pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
