@@ -2,6 +2,7 @@
 
     python benchmarks/published.py measure MODEL --text wiki.test.raw [--schemes 8:64,4:64,3:64,2:64] [--method learn]
     python benchmarks/published.py measure MODEL --text wiki.test.raw --types Q4_K_M,Q2_K        # GGUF as lowq writes it
+    python benchmarks/published.py measure MODEL --text wiki.test.raw --types Q4_K_M --calib self    # on its own text
     python benchmarks/published.py measure MODEL --text wiki.test.raw --checkpoint FILE ...  # others': GGUF, GPTQ, AWQ
     python benchmarks/published.py plot NAME ... [--out F.svg] | plot NAME --beside FILE.json    # docs/img/
 
@@ -22,6 +23,7 @@ import hashlib
 import json
 import math
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +40,7 @@ from lowq_cli.interop.exporter import export
 from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
+from lowq_cli.run.mixture import CalibratedMixture
 
 RESULTS = Path(__file__).parent / "results" / "published"
 LENGTH, APART, WINDOWS, COMPARED = 2048, 4, 20, 10  # tokens; windows a length; windows; of these for the KL divergence
@@ -88,7 +91,15 @@ def checkpoints(args: argparse.Namespace, device: str) -> Iterator[tuple[str, st
         return
     for kind in filter(None, args.types.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            yield f"lowq GGUF {kind}", export(args.model, "gguf", Path(folder) / "q.gguf", kind=kind).out
+            if not args.calib:
+                yield f"lowq GGUF {kind}", export(args.model, "gguf", Path(folder) / "q.gguf", kind=kind).out
+                continue
+            text = make_recipe(method="gptq", group="channel", dtype="float32", lm_head="keep", calib=args.calib)
+            mixture = CalibratedMixture(args.model, kind, text, str(Path(folder) / "q.gguf"), device)
+            deque(mixture.text(), maxlen=0)
+            mixture.start()
+            deque(mixture.improve(), maxlen=0)
+            yield f"lowq GGUF {kind}, calibrated", mixture.export().exported.out
     for spelled in () if args.types else args.schemes.split(","):
         bits, _, group = spelled.partition(":")
         with tempfile.TemporaryDirectory() as folder:
@@ -178,6 +189,7 @@ def main() -> None:
     one.add_argument("--text", type=Path, required=True)
     one.add_argument("--schemes", default="8:64,4:64,3:64,2:64", help="BITS:GROUP, quantized here one after the other")
     one.add_argument("--types", default="", help="instead of schemes: llama.cpp's mixtures, such as Q4_K_M,Q2_K")
+    one.add_argument("--calib", help="with --types: calibrated on this text, self or a file")
     one.add_argument("--method", help="of `lowq quantize`; left out: what it takes without a text")
     one.add_argument("--checkpoint", nargs="*", help="folders to measure instead, any format that lowq reads")
     one.add_argument("--windows", type=int, default=WINDOWS)

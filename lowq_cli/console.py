@@ -229,16 +229,17 @@ def age(seconds: float) -> str:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
+def progress(label: str, total: int, began: float | None = None) -> Iterator[Callable[[int, str], None]]:
     """Show a progress bar with ETA; yields `advance(done, note)`, where `done` counts from 0 to `total` in any unit.
 
+    began: when the work began, by `time.monotonic`, if that was earlier.
     On a terminal it is one live row. Elsewhere it is a plain line at the first call and then at every tenth of the total.
     """
     if quiet:
         yield lambda done, note: None
         return
     if not stderr().is_terminal:
-        yield _plain_progress(label, total)
+        yield _plain_progress(label, total, time.monotonic() if began is None else began)
         return
     from rich.progress import (
         BarColumn,
@@ -260,6 +261,8 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
     columns += [TextColumn("{task.fields[note]}", markup=False, table_column=rest)]
     with Progress(*columns, console=stderr(), transient=True, expand=True) as bar:
         task = bar.add_task(label, total=total, note="")
+        if began is not None:
+            bar.tasks[task].start_time = began
         yield lambda done, note: bar.update(task, completed=done, note=visible(note))
 
 
@@ -285,8 +288,8 @@ def live() -> Iterator[Callable[[str], None] | None]:
         yield shown.update
 
 
-def _plain_progress(label: str, total: int) -> Callable[[int, str], None]:
-    start, shown = time.monotonic(), -1
+def _plain_progress(label: str, total: int, start: float) -> Callable[[int, str], None]:
+    shown = -1
 
     def advance(done: int, note: str) -> None:
         nonlocal shown

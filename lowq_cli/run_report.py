@@ -1,5 +1,6 @@
 """The output of a run for the user: the plan, then progress and a line per layer."""
 
+import time
 from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from lowq_cli.calibrate.mixed import Mixed
     from lowq_cli.plan.plan import Plan
+    from lowq_cli.run.budget import Budget
     from lowq_cli.run.events import Event, LayerDone, Result
     from lowq_cli.run.prepare import Prepared
 
@@ -39,16 +41,10 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
         f"{plan.coverage:.1%} of {plan.params / 1e6:,.1f} M parameters quantized; {console.size(plan.source_bytes)} -> "
         f"{console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight ({plan.quantized_bpw:.2f} where quantized)"
     )
-    time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
-    time += f" (within {budget.within}x)" if time and budget.within > 1 else ""
-    available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
     methods = Counter(i.method for i in plan.items if i.method)
     by = ", ".join(f"{method} ({n})" if len(methods) > 1 else str(method) for method, n in methods.most_common())
     where = ", ".join(map(str, prepared.devices))
-    by = f"by {by}, " if by else ""
-    busy = others_at_work() if time else ""
-    time += f" on a quiet machine; this one is not ({busy})" if busy else ""
-    say(f"{by}on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
+    say(f"{f'by {by}, ' if by else ''}{budget_line(where, budget)}")
     if prepared.mixed:
         _show_mixed(prepared.mixed, on_stdout)
     if prepared.bound:
@@ -65,6 +61,16 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
     few = (i for i in plan.items if i.scheme and i.scheme.bits <= FEW_BITS and i.kind not in NOT_CALIBRATED)
     if any(i.method and not quantizers.needs_text(i.method) for i in few):
         say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
+
+
+def budget_line(where: str, budget: "Budget") -> str:
+    """On which devices a run works, how long it takes, and how much memory it needs."""
+    time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
+    time += f" (within {budget.within}x)" if time and budget.within > 1 else ""
+    busy = others_at_work() if time else ""
+    time += f" on a quiet machine; this one is not ({busy})" if busy else ""
+    available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
+    return f"on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}"
 
 
 def _kept_embedding(plan: "Plan") -> "Iterator[str]":
@@ -121,8 +127,8 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
     from lowq_cli.run.events import LayerDone, MatrixDone, PassDone
 
     shown: set[str] = set()
-    events = _follow_curvature(_follow_text(events))
-    with console.progress("calibrate", STEPS) as advance:
+    began, events = _follow_curvature(*_follow_text(time.monotonic(), events))
+    with console.progress("calibrate", STEPS, began) as advance:
         for event in events:
             if isinstance(event, MatrixDone):
                 advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
@@ -136,42 +142,45 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
     return iter(())
 
 
-def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
-    """Show the model's generation of its calibration text; yields the events that follow."""
+Begun = tuple[float, "Iterator[Event]"]  # when the work on the next event began, by the monotonic clock; the events
+
+
+def _follow_text(began: float, events: "Iterator[Event]") -> Begun:
+    """Show the model's generation of its calibration text; returns the events that follow."""
     from lowq_cli.run.events import TextStep
 
-    return _follow_first(events, TextStep, "write", lambda e: (e.tokens, f"{e.tokens:,} of {e.total:,} tokens of its own text"))
+    what = "tokens of its own text"
+    return _follow_first(began, events, TextStep, "write", lambda e: (e.tokens, f"{e.tokens:,} of {e.total:,} {what}"))
 
 
-def _follow_curvature(events: "Iterator[Event]") -> "Iterator[Event]":
-    """Show the measurement of the curvature (the loss per error of the outputs); yields the events that follow."""
+def _follow_curvature(began: float, events: "Iterator[Event]") -> Begun:
+    """Show the measurement of the curvature (the loss per error of the outputs); returns the events that follow."""
     from lowq_cli.run.events import CurvatureDone
 
     what = "what errors of each layer's outputs cost"
-    return _follow_first(events, CurvatureDone, "measure", lambda e: (e.index, f"{e.index:,} of {e.total:,}: {what}"))
+    return _follow_first(began, events, CurvatureDone, "measure", lambda e: (e.index, f"{e.index:,} of {e.total:,}: {what}"))
 
 
 def _follow_first(
-    events: "Iterator[Event]", kind: type[Any], title: str, shown: "Callable[[Any], tuple[int, str]]"
-) -> "Iterator[Event]":
-    """Show the leading events of one kind on a progress bar; yields the rest. shown: event -> (progress, its line)."""
+    began: float, events: "Iterator[Event]", kind: type[Any], title: str, shown: "Callable[[Any], tuple[int, str]]"
+) -> Begun:
+    """Show the leading events of one kind on a progress bar; returns the rest. shown: event -> (progress, its line)."""
     first: Any = next(events, None)
     if isinstance(first, kind):
-        with console.progress(title, first.total) as advance:
+        with console.progress(title, first.total, began) as advance:
             while isinstance(first, kind):
                 advance(*shown(first))
-                first = next(events, None)
-    return events if first is None else chain([first], events)
+                began, first = time.monotonic(), next(events, None)
+    return began, events if first is None else chain([first], events)
 
 
 def _show_layer(layer: "LayerDone", told: set[str]) -> None:
     """Print a calibrated layer's error and its problems, except those in `told`, which another layer has reported."""
-    left = layer.total - layer.index
     if layer.resumed:
         console.say(f"layer {layer.index} of {layer.total} was calibrated before")
     else:
-        eta = f", eta {console.duration(layer.seconds * left)}" if left else ""
-        console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}{eta}")
+        before = "" if layer.before is None else f"{layer.before:.4f} -> "
+        console.say(f"calibrated layer {layer.index} of {layer.total}: output error {before}{layer.error:.4f}")
     for name, note in layer.notes.items():
         console.say(f"note: {name}: {note}")
     for place in layer.unscaled:

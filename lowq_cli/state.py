@@ -173,16 +173,22 @@ def checkpoint_or_last(given: str | None) -> str:
 
 def was_exported(out: Path, run: str) -> bool:
     """Whether `out` is the unchanged output of the export `run`, by the size and time of its files."""
-    return _exports().get(str(out.absolute())) == [run, _stamp(out)]
+    return export_of(out)[0] == run
 
 
-def remember_export(out: Path, run: str, made: Path) -> None:
+def export_of(out: Path) -> tuple[str, dict[str, Any]]:
+    """The run that wrote `out` and the facts recorded with it; ("", {}) if it is unknown or `out` has changed since."""
+    run, stamp, *facts = _exports().get(str(out.absolute()), ["", None])
+    return (run, facts[0] if facts else {}) if stamp == _stamp(out) else ("", {})
+
+
+def remember_export(out: Path, run: str, made: Path, facts: Mapping[str, Any] | None = None) -> None:
     """Record an export's output `made`, which will be renamed to `out`, so that repeating the command does no work.
 
-    Without a home, nothing is recorded.
+    facts: plain values about it, for `export_of`. Without a home, nothing is recorded.
     """
     with suppress(OSError, NotFoundError), alone(state_dir()):
-        rows = {**_exports(), str(out.absolute()): [run, _stamp(made)]}
+        rows = {**_exports(), str(out.absolute()): [run, _stamp(made), *([facts] if facts else [])]}
         write_whole(state_dir() / EXPORTS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
 
 

@@ -21,7 +21,7 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate import curvature, scaling, texts
 from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
 from lowq_cli.calibrate.file_matrix import Given, GivenCodes, GivenFile, better
-from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
+from lowq_cli.calibrate.layer_file import load_errors, load_item, load_notes, load_tensor, save_item
 from lowq_cli.calibrate.layer_walk import Hidden, Layer
 from lowq_cli.calibrate.learn import EPOCHS, learn
 from lowq_cli.calibrate.requirements import (
@@ -148,6 +148,7 @@ class Calibration:
         self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds its codes and scales
         self.rounded = 0  # number of matrices rounded so far
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
+        self.errors: list[tuple[float, float]] = []  # output error of each matrix of `file`, before and after
 
     def run(self) -> Iterator[CurvatureDone | MatrixDone | LayerDone | PassDone]:
         """Quantize every layer that is not done yet, in order."""
@@ -185,7 +186,10 @@ class Calibration:
                     layer.advance(x_ref, x_quant)
             notes, unscaled = load_notes(path)
             self.notes |= notes
-            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
+            errors = load_errors(path) if self.file else []
+            self.errors += errors
+            before = sum(e for e, _ in errors) / max(len(errors), 1) if self.file else None
+            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled, before)
         if self.distills:
             del x_quant
             yield from self._together(x_ref, others, tables)
@@ -237,7 +241,8 @@ class Calibration:
         results: dict[str, torch.Tensor] = {}
         notes: dict[str, str] = {}
         unscaled: list[str] = []
-        errors = []
+        errors: list[float] = []
+        before: list[float] = []
         learning: dict[str, QuantizedTensor] = {}
         if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
             schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
@@ -268,6 +273,7 @@ class Calibration:
                 parts = [layer.matrix(n, layer.original) for n in names]
                 if self.file:
                     (name,), given = names, self.file.given(names[0]).to(self.device)
+                    before.append(_output_error(parts[0], given.dequantize(), stage.moments.second))
                     if stage.moments.tokens >= FEW_TOKENS or item.kind != "expert":
                         given = better(parts[0], given, stage.moments)
                     errors.append(_output_error(parts[0], given.dequantize(), stage.moments.second))
@@ -303,7 +309,8 @@ class Calibration:
             results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
         with writing(path):
-            write_whole(path, save(results, {"notes": json.dumps([notes, unscaled])}))
+            facts = {"notes": [notes, unscaled], "errors": [*zip(before, errors, strict=False)]}
+            write_whole(path, save(results, {name: json.dumps(fact) for name, fact in facts.items()}))
         return sum(errors) / max(len(errors), 1)
 
     def _kept(self, layer: Layer, name: str, given: Given) -> dict[str, torch.Tensor]:

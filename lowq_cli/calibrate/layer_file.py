@@ -45,6 +45,12 @@ def load_notes(path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
         return notes, tuple(unscaled)
 
 
+def load_errors(path: Path) -> list[tuple[float, float]]:
+    """The output error of each matrix of a finished layer before and after, where a file of another tool was improved."""
+    with _reading(path) as saved:
+        return [(float(before), float(after)) for before, after in json.loads(saved.metadata()["errors"])]
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:

@@ -37,6 +37,7 @@ MOST_TOKENS, COST = 524288, 5e14  # limits where all layers are trained together
 class LayerDone:
     """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
 
+    before: the same mean with the matrices of another tool's file as they were, None without such a file.
     notes: checkpoint name -> why it was not quantized as the recipe says. unscaled: modules whose inputs take no scale.
     """
 
@@ -47,6 +48,7 @@ class LayerDone:
     resumed: bool
     notes: dict[str, str] = field(default_factory=dict)
     unscaled: tuple[str, ...] = ()
+    before: float | None = None
 
 
 @dataclass(frozen=True)

@@ -79,25 +79,32 @@ def write(
         raise KeyboardInterrupt("run the same command again to continue") from None
 
 
-def show_mixture(model: str, kind: str, on_stdout: bool = False, calibrated: bool = False) -> list[tuple[str, int, int, int]]:
-    """The plan of a GGUF file of `kind`: a line for each type; the totals. Reads no weight."""
+def show_mixture(
+    model: str, kind: str, out: str | None, on_stdout: bool = False, calibrated: bool = False
+) -> dict[str, list[tuple[str, int, int, int]]]:
+    """The plan of a GGUF file of `kind`: a line for each type; the totals by file. Reads no weight."""
     from math import fsum
+    from pathlib import Path
 
-    from lowq_cli.interop.exporter import with_weights
-    from lowq_cli.interop.gguf_export import totals
+    from lowq_cli.interop.exporter import mixture_path, with_weights
+    from lowq_cli.interop.gguf_export import rows_of, totals, tower_path
     from lowq_cli.plan.gguf_types import get
 
     with (opened := with_weights(model)).source:
-        rows = totals(opened, get(kind))
-    weights, size = fsum(r[2] for r in rows), sum(r[3] for r in rows)
-    shown = [(t, n, f"{w / 1e6:,.1f} M", f"{8 * b / w:.2f}", console.size(b)) for t, n, w, b in rows]
-    console.table(
-        f"{model} as {kind.upper()}", ("type", ">tensors", ">weights", ">bits each", ">size"), shown, on_stdout=on_stdout
-    )
+        text, tower = map(totals, rows_of(opened, get(kind)))
+    path = Path(out or mixture_path(model, kind))
+    files = {str(path): text} | ({str(tower_path(path)): tower} if tower else {})
     say = console.out_line if on_stdout else console.say
+    for rows, title in ((text, f"{model} as {kind.upper()}"), (tower, "its tower and projector, kept as they are")):
+        shown = [(t, n, f"{w / 1e6:,.1f} M", f"{8 * b / w:.2f}", console.size(b)) for t, n, w, b in rows]
+        if shown:
+            console.table(title, ("type", ">tensors", ">weights", ">bits each", ">size"), shown, on_stdout=on_stdout)
+    weights, size = fsum(r[2] for r in text), sum(r[3] for r in text)
     how = "then better codes and scales on the text" if calibrated else "without a text; --calib self chooses better ones"
-    say(f"{console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, {how}")
-    return rows
+    say(f"{path}: {console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, {how}")
+    if tower:
+        say(f"{tower_path(path)}: {console.size(sum(r[3] for r in tower))} (llama.cpp: --mmproj)")
+    return files
 
 
 def show(found: "Exported") -> None:

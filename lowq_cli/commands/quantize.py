@@ -249,16 +249,22 @@ def _mixture(
         raise UsageError(f"--type {kind} sets the type of every weight; leave --{name} or --type out")
     check_there(model)
     with console.status(f"reading {model}"):
-        rows = export.show_mixture(model, kind, dry_run and not as_json, calibrated=bool(text))
-    if not dry_run:
-        done = refine.calibrated(model, kind, out, device, text) if text else export.write(model, "gguf", out, kind=kind)
-        return console.out_json(vars(done)) if as_json else export.show(done)
+        files = export.show_mixture(model, kind, out, dry_run and not as_json, calibrated=bool(text))
+    refined = refine.calibrated(model, kind, out, device, text, dry_run, as_json) if text else None
+    if dry_run and as_json:
+        names = ("type", "tensors", "weights", "bytes")
+        types = [[dict(zip(names, r, strict=True)) for r in rows] for rows in files.values()]
+        return console.out_json({"type": kind.upper(), "types": types[0], "files": dict(zip(files, types, strict=True))})
+    if dry_run:
+        return console.say("dry run: nothing was read of the weights, nothing was written")
+    done = refined.exported if refined else export.write(model, "gguf", out, kind=kind)
     if as_json:
-        console.out_json(
-            {"type": kind.upper(), "types": [dict(zip(("type", "tensors", "weights", "bytes"), r, strict=True)) for r in rows]}
-        )
-    else:
-        console.say("dry run: nothing was read of the weights, nothing was written")
+        numbers = {name: getattr(refined, name) for name in ("better", "before", "after")} if refined else {}
+        return console.out_json({**vars(done), **numbers})
+    export.show(done)
+    if refined:
+        refine.show_numbers(refined)
+    return None
 
 
 @contextmanager

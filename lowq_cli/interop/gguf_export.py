@@ -8,7 +8,7 @@ With `mixture` (`--type Q4_K_M`) the weights are quantized here, in blocks that 
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -98,12 +98,20 @@ def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
     return [(replace(row, kind=kind), members) for (row, members), kind in zip(entries, kinds, strict=True)]
 
 
-def totals(found: Checkpoint, mixture: Mixture) -> list[tuple[str, int, int, int]]:
-    """(type, tensors, weights, bytes) of the file that `export_gguf` would write, largest first. Raises as `prepared`."""
-    rows: dict[str, list[GgufTensor]] = {}
-    for row, _ in prepared(found, "", mixture)[2]:
-        rows.setdefault(row.kind, []).append(row)
-    sums = [(kind, len(of), sum(prod(r.shape) for r in of), sum(r.nbytes for r in of)) for kind, of in rows.items()]
+def rows_of(found: Checkpoint, mixture: Mixture) -> tuple[list[GgufTensor], list[GgufTensor]]:
+    """The tensors that `export_gguf` would write: of the text's file, and of the tower's beside it. Raises as `prepared`."""
+    rows = [row for row, _ in prepared(found, "", mixture)[2]]
+    text, beside = parts_of(found, _described(found.config)[1])
+    tower = mmproj(found, beside, _embedding(text)).pieces if beside else []
+    return rows, list(dict.fromkeys(piece.row for piece in tower))
+
+
+def totals(rows: Iterable[GgufTensor]) -> list[tuple[str, int, int, int]]:
+    """(type, tensors, weights, bytes) of some tensors, largest first."""
+    kinds: dict[str, list[GgufTensor]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    sums = [(kind, len(of), sum(prod(r.shape) for r in of), sum(r.nbytes for r in of)) for kind, of in kinds.items()]
     return sorted(sums, key=lambda line: -line[3])
 
 
@@ -114,6 +122,11 @@ def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
     except NotPlain as e:
         raise UnsupportedError(f"lowq writes only described families as GGUF, and this model is not: {e}") from None
     return read.get_text_config(), model
+
+
+def tower_path(out: Path) -> Path:
+    """The file of a vision tower, next to the text's file `out`."""
+    return out.with_name(f"mmproj-{out.name}")
 
 
 def export_gguf(
@@ -134,7 +147,7 @@ def export_gguf(
     files = [File(out, metadata, pieces, mixture is not None, factors)]
     if beside:
         tower = mmproj(found, beside, _embedding(text))
-        files.insert(0, File(out.with_name(f"mmproj-{out.name}"), tower.metadata, tower.pieces))
+        files.insert(0, File(tower_path(out), tower.metadata, tower.pieces))
     run = run_name(found, f"gguf {mixture.number}" if mixture else "gguf", rounding)
     there = [_write(found, file, f"{run} {file.path.name}", rounding, progress) for file in files]
     notes = tuple(f"its tower and projector: {file.path} (llama.cpp: --mmproj)" for file in files[:-1])

@@ -49,6 +49,10 @@ class Budget:
         """Plain values."""
         return asdict(self)
 
+    def longer(self, seconds: float) -> Budget:
+        """The same with more time, if it was estimated."""
+        return self if self.seconds is None else replace(self, seconds=self.seconds + seconds)
+
     def check(self, out: Path) -> None:
         """Raise DoesNotFitError if memory or disk are too small."""
         if self.available_bytes is not None and self.peak_bytes - current_rss() > self.available_bytes:
@@ -95,8 +99,7 @@ def with_text(budget: Budget, own: Outlook | None) -> Budget:
     if own is None:
         return budget
     held = current_rss() + WORKING + own.held if own.seconds and own.device.type == "cpu" else 0
-    seconds = None if budget.seconds is None else budget.seconds + own.seconds
-    return replace(budget, peak_bytes=max(budget.peak_bytes, held), seconds=seconds)
+    return replace(budget, peak_bytes=max(budget.peak_bytes, held)).longer(own.seconds)
 
 
 def slab_bytes(item: Item, device: str = "cpu") -> int:

@@ -2,13 +2,16 @@
 
 The original runs layer by layer on a text, as for gptq. Each matrix gets the codes that gptq chooses on the file's existing
 grid, and the best scales for them, if they lower the error of its output (calibrate/file_matrix.py). Everything else is copied
-unchanged. Results are kept in the cache: the same call resumes after the last finished layer, and finds a finished result
-there.
+unchanged. Finished layers are in the cache until the result is exported: the same call resumes after the last one, and finds
+an exported result by what is recorded about it.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,31 +19,38 @@ import torch
 
 from lowq_cli.calibrate.calibration import Calibration
 from lowq_cli.files.folder import check_free, new_folder
+from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import Source
-from lowq_cli.interop import exporter
 from lowq_cli.interop.exported import Exported, Progress
-from lowq_cli.interop.importer import cached
 from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.recipe import NOT_CALIBRATED, Recipe
 from lowq_cli.run import refined_file
 from lowq_cli.run.events import Event
 from lowq_cli.run.pipeline import maker, run_hash, text_of
-from lowq_cli.run.prepare import prepare
+from lowq_cli.run.prepare import Prepared, prepare
+from lowq_cli.run.refine_plan import RefinePlan, refine_plan
 from lowq_cli.run.refined_file import RefinedFile
 from lowq_cli.run.scaled_original import scaled_original
-from lowq_cli.state import user_path
+from lowq_cli.state import export_of, remember_export, user_path
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError
 
+NUMBERS = "numbers.json"  # the numbers of a `Refined`, next to a result that is not exported yet
 SAME = 2.0**-6  # max. relative difference of norm weights that rounding to another dtype explains
 
 
 @dataclass(frozen=True)
 class Refined:
-    """The result. matrices: the number examined; better: the number of them with new codes or scales."""
+    """The result. matrices: the number examined; better: the number of them with new codes or scales.
+
+    before, after: mean over the examined matrices of the relative squared error of their outputs on the calibration text.
+    """
 
     exported: Exported
     matrices: int
     better: int
+    before: float
+    after: float
 
 
 class Refining:
@@ -60,53 +70,71 @@ class Refining:
         self.file: RefinedFile = refined_file.opened(checkpoint, path)
         self.out = Path(out or (f"{path.stem}-refined.gguf" if path.is_file() else f"{path.name}-refined"))
         self.kept = self.file.kept  # its name identifies the file and the version of lowq
-        if not any(self.kept.parent.glob(f"{self.kept.name}-*")):
+        exported = export_of(self.out)[0].startswith(f"refined {self.kept.name}-")
+        if not exported and not any(self.kept.parent.glob(f"{self.kept.name}-*")):
             check_free(self.out)  # before a text is generated; if results exist, `export` checks whether `out` is one of them
         self.work = self.kept  # holds the result until its export
 
-    def run(self) -> Iterator[Event]:
+    @contextmanager
+    def prepared(self) -> Iterator[tuple[Prepared, Plan]]:
+        """The original opened for the run, and the plan of the file's matrices. Raises as `prepare`, and UnsupportedError."""
+        make = maker(self.model, self.device)
+        with prepare(self.model, self.recipe, self.out, self.device, make=make) as prepared:
+            yield prepared, _plan(prepared.plan, self.file)
+
+    def run(self, show: Callable[[RefinePlan], object] | None = None) -> Iterator[Event]:
         """Choose codes; yields events of generating the text and of the layers, none if an earlier call has finished.
 
-        Raises UnsupportedError for another model or learnt norms; and as `prepare`.
+        show: called with the plan before anything is computed. Raises UnsupportedError for another model or learnt norms; and
+        as `prepare`.
         """
-        make, file = maker(self.model, self.device), self.file
-        with prepare(self.model, self.recipe, self.out, self.device, make=make) as prepared:
-            plan = _plan(prepared.plan, file)
+        file = self.file
+        with self.prepared() as (prepared, plan):
             source = _target(file, prepared.source)
+            if show:
+                show(refine_plan(prepared, plan, file, self.out))
             text, plan = yield from text_of(prepared, plan)
             assert text
             on = torch.device(str(prepared.workers[0]))
             facts = f"{run_hash(source, plan, on, text)} {self.kept.name} scales"
             run = hashlib.sha256(facts.encode()).hexdigest()[:16]
             self.work = self.kept.with_name(f"{self.kept.name}-{run}")
-            if file.is_done(self.work):
+            if file.is_done(self.work) or self.done:
                 return
             check_free(self.out)
             with new_folder(self.work, run) as new:
                 calibration = Calibration(source, plan, text, new, run, on, file)
                 yield from calibration.run()
                 loaders = {i.name: partial(file.load, calibration.layer_of[i.name], i) for i in calibration.items.values()}
-                file.write(loaders, new)
+                better = file.write(loaders, new)
+                errors, count = calibration.errors, max(len(calibration.errors), 1)
+                means = {"before": sum(e for e, _ in errors) / count, "after": sum(e for _, e in errors) / count}
+                result = {"matrices": len(calibration.items), "better": better, **means}
+                write_whole(new / NUMBERS, json.dumps(result).encode())
                 calibration.close()
 
+    @property
+    def done(self) -> bool:
+        """Whether an earlier run exported the same result to `out`, and it has not changed."""
+        run, facts = export_of(self.out)
+        return run == f"refined {self.work.name}" and bool(facts) and not self.file.is_done(self.work)
+
     def export(self, progress: Progress | None = None) -> Refined:
-        """Write the result in the file's format. It stays in the cache (until `lowq rm`), where the same call finds it."""
-        done, better = self.file.export(self.work, self.out, progress)
-        return Refined(done, len(self.file.matrices), better)
+        """Write the result in the file's format, record it for the same call, and remove it from the cache."""
+        if self.done:
+            return recorded(self.out)
+        done = Refined(self.file.export(self.work, self.out, progress), **read_json(self.work / NUMBERS))
+        remember_export(self.out, f"refined {self.work.name}", self.out, asdict(done))
+        shutil.rmtree(self.work, ignore_errors=True)
+        return done
 
 
-def least_squares(model: str, kind: str, progress: Progress | None = None) -> Exported:
-    """Write a model to the cache as a GGUF file in a mixture of types such as Q4_K_M, without a text, for `Refining`.
-
-    Raises UnsupportedError for a model with a tower, whose second file `Refining` does not write; else as `exporter.export`.
-    """
-    with exporter.with_weights(model).source as source:
-        path = cached(source, "exports") / kind.upper() / exporter.mixture_path(model, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    exported = exporter.export(model, "gguf", path, progress=progress, kind=kind)
-    if list(path.parent.glob("mmproj-*")):
-        raise UnsupportedError(f"{model} has a vision tower, and such models are not calibrated for GGUF; leave --calib out")
-    return exported
+def recorded(out: Path) -> Refined:
+    """The result that was recorded when `out` was exported."""
+    facts = export_of(out)[1]
+    exported = facts["exported"] | {"out": str(out), "already_done": True}
+    exported |= {name: tuple(exported[name]) for name in ("engines", "notes")}
+    return Refined(**{**facts, "exported": Exported(**exported)})
 
 
 def _plan(plan: Plan, file: RefinedFile) -> Plan:

@@ -16,7 +16,6 @@ from lowq_cli.calibrate.file_matrix import Given, GivenBlocks, GivenCodes, Given
 from lowq_cli.calibrate.layer_file import load_item, load_tensor, save_item
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, sweep, unfinished
-from lowq_cli.files.safetensors_io import read_bytes
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.interop import export_checks, exporter
 from lowq_cli.interop.exported import Exported, Progress
@@ -24,7 +23,7 @@ from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.gguf_export import ENGINES
 from lowq_cli.interop.importer import cached, runnable
 from lowq_cli.plan.plan import Item
-from lowq_cli.state import remember_export, was_exported, writing
+from lowq_cli.state import remember_export, user_path, was_exported, writing
 from lowq_packers.atomic import publish
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.formats import gguf
@@ -44,18 +43,22 @@ class RefinedFile(GivenFile, Protocol):
 
     matrices: dict[str, tuple[tuple[int, int], Scheme]]
     kept: Path  # prefix of the folders that hold results until export, without the run's name
+    nbytes: int
+
+    def kind(self, name: str) -> str:
+        """The type of a matrix, in the format's words."""
 
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The one-dimensional weights that the file holds unquantized."""
 
-    def write(self, made: Mapping[str, Load], folder: Path) -> None:
-        """Write a copy of the file into a folder, with the matrices of `made` replaced."""
+    def write(self, made: Mapping[str, Load], folder: Path) -> int:
+        """Write a copy of the file into a folder, with the matrices of `made` replaced; returns how many of these changed."""
 
     def is_done(self, work: Path) -> bool:
         """Whether a folder holds a complete result."""
 
-    def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
-        """Write the result in the file's format; returns it and the number of matrices that changed."""
+    def export(self, work: Path, out: Path, progress: Progress | None) -> Exported:
+        """Write the result in the file's format."""
 
 
 def opened(checkpoint: str, path: Path) -> RefinedFile:
@@ -85,6 +88,11 @@ class FolderFile:
         export_checks.check(self.found, export_checks.formats.get(form))
         self.packed = {t.name: t for t in self.found.tensors if t.scheme}
         self.matrices = {n: (self.found.shapes[n], s) for n, s in self.found.schemes.items()}
+        self.nbytes = sum(p.stat().st_size for p in user_path(checkpoint).iterdir() if p.suffix in (".safetensors", ".pt"))
+
+    def kind(self, name: str) -> str:
+        """As `RefinedFile` says."""
+        return str(self.matrices[name][1])
 
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `RefinedFile` says."""
@@ -103,8 +111,9 @@ class FolderFile:
         """As `GivenFile` says."""
         return GivenCodes(load_item(path, item))
 
-    def write(self, made: Mapping[str, Load], folder: Path) -> None:
+    def write(self, made: Mapping[str, Load], folder: Path) -> int:
         """As `RefinedFile` says."""
+        changed = 0
         with SafetensorsWriter(folder) as shards:
             for t in self.found.tensors:
                 if t.scheme is None:
@@ -114,7 +123,8 @@ class FolderFile:
                 if t.name in made:
                     given = made[t.name]()
                     assert isinstance(given, GivenCodes)
-                    p = replace(pack(given.q), scales=given.q.scales.to(p.scales.dtype), zeros=p.zeros, table=p.table)
+                    old, p = p, replace(pack(given.q), scales=given.q.scales.to(p.scales.dtype), zeros=p.zeros, table=p.table)
+                    changed += not (torch.equal(old.words, p.words) and torch.equal(old.scales, p.scales))
                 companions = {"scale": p.scales, "zero": p.zeros, "table": p.table}
                 leaves = {f"{t.name}.weight_{leaf}": x for leaf, x in companions.items() if x is not None}
                 shards.add({f"{t.name}.weight": p.words, **leaves})
@@ -123,18 +133,15 @@ class FolderFile:
             for name, raw in self.found.source.companion_files().items():
                 (folder / name).write_bytes(raw)
             (folder / "config.json").write_bytes(to_json(self.found.config))
+        return changed
 
     def is_done(self, work: Path) -> bool:
         """As `RefinedFile` says."""
         return is_checkpoint(work)
 
-    def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
+    def export(self, work: Path, out: Path, progress: Progress | None) -> Exported:
         """As `RefinedFile` says."""
-        done = exporter.export(work, self.form, out, progress=progress)
-        with open_checkpoint(self.found.folder).source as old, open_checkpoint(work).source as new:
-            names = [(f"{n}.weight", f"{n}.weight_scale") for n in self.matrices]
-            better = sum(any(not torch.equal(old.read(n), new.read(n)) for n in both) for both in names)
-        return done, better
+        return exporter.export(work, self.form, out, progress=progress)
 
 
 class GgufFile:
@@ -143,11 +150,15 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.raw = path, open_foreign(path)
-        self.kept = cached(self.raw, "refined")
+        self.kept, self.nbytes = cached(self.raw, "refined"), path.stat().st_size
         written = [k for k, s in gguf.SCHEMES.items() if gguf.type_for(s) == k]
         stored = {n.removesuffix(".weight"): facts for n, facts in self.raw.config["gguf"].items() if self._has(n)}
         self.facts = {n: f for n, f in stored.items() if f["type"] in BLOCK_KINDS or f["type"] in written}
         self.matrices = {n: ((f["shape"][0], f["shape"][1]), _scheme(f["type"])) for n, f in self.facts.items()}
+
+    def kind(self, name: str) -> str:
+        """As `RefinedFile` says."""
+        return str(self.facts[name]["type"])
 
     def _has(self, name: str) -> bool:
         """Whether a tensor of the model is in this file."""
@@ -193,33 +204,31 @@ class GgufFile:
             return lambda t: t
         return lambda t: gguf.permute_heads(t, heads, inverse).contiguous()
 
-    def write(self, made: Mapping[str, Load], folder: Path) -> None:
+    def write(self, made: Mapping[str, Load], folder: Path) -> int:
         """As `RefinedFile` says."""
+        changed = 0
         with writing(folder), open(folder / f"{RESULT}.part", "wb") as file:
             _copy(self.path, file.write)
             for name, load in made.items():
-                file.seek(self.raw.headers[f"{name}.weight"].offset)
-                file.write(self.saved(name, load())[f"{name}.raw"].numpy().data)
+                header, raw = self.raw.headers[f"{name}.weight"], self.saved(name, load())[f"{name}.raw"].numpy().data
+                changed += raw != self.raw.read_raw(f"{name}.weight", 0, header.nbytes)
+                file.seek(header.offset)
+                file.write(raw)
             file.flush()
             os.fsync(file.fileno())
         os.rename(folder / f"{RESULT}.part", folder / RESULT)
+        return changed
 
     def is_done(self, work: Path) -> bool:
         """As `RefinedFile` says."""
         return (work / RESULT).is_file()
 
-    def export(self, work: Path, out: Path, progress: Progress | None) -> tuple[Exported, int]:
+    def export(self, work: Path, out: Path, progress: Progress | None) -> Exported:
         """As `RefinedFile` says."""
-        run, better = f"refined {work.name}", 0
-        with open(open_regular(work / RESULT), "rb") as result:
-            for name in self.matrices:
-                h = self.raw.headers[f"{name}.weight"]
-                written = read_bytes(result.fileno(), h.offset, h.nbytes, RESULT)
-                better += written != self.raw.read_raw(f"{name}.weight", 0, h.nbytes)
-        facts = Exported(str(out), "gguf", self.path.stat().st_size, len(self.matrices), ENGINES, ())
+        run, done = f"refined {work.name}", Exported(str(out), "gguf", self.nbytes, len(self.matrices), ENGINES, ())
         if was_exported(out, run):
             sweep(out)
-            return replace(facts, already_done=True), better
+            return replace(done, already_done=True)
         check_free(out)
         with unfinished(out, run) as folder, writing(out), open(folder / "file", "wb") as file:
             _copy(work / RESULT, file.write)
@@ -227,7 +236,7 @@ class GgufFile:
             os.fsync(file.fileno())
             remember_export(out, run, folder / "file")
             publish(folder / "file", out)
-        return facts, better
+        return done
 
 
 def _scheme(kind: str) -> Scheme:

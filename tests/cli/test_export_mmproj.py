@@ -12,6 +12,7 @@ import torch
 
 import lowq
 from lowq_cli.interop.exporter import export
+from lowq_cli.main import main
 from lowq_cli.run.pipeline import quantize
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats.gguf import permute_heads
@@ -301,3 +302,26 @@ def test_a_tower_is_not_offered_as_a_model(tmp_path):
     assert [n for n, offer in gather(Config(), [str(tmp_path)]).items() if offer.path.startswith(str(tmp_path))] == ["z"]
     with pytest.raises(NotFoundError, match=r"GGUF, which is named by its file: .*/z.gguf"):
         open_source(tmp_path)
+
+
+def test_the_plan_of_a_mixture_lists_the_towers_file(tmp_path, capsys):
+    """Both files, with the types and bytes that are then written; --calib, which such a model does not take, is refused."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf (extra test)")
+    dense = written("qwen3_vl", tmp_path / "dense")
+    line = ["quantize", str(dense), "--type", "Q8_0", "--out", str(tmp_path / "m.gguf")]
+    assert main([*line, "--dry-run"]) == 0
+    assert f"{tmp_path / 'mmproj-m.gguf'}: " in capsys.readouterr().out
+    assert main([*line, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["files"]
+    assert main([*line, "--calib", "bundled"]) == 5
+    assert "leave --calib out" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.gguf"))
+    assert main(line) == 0
+    assert {Path(p).name for p in plan} == {p.name for p in tmp_path.glob("*.gguf")} == {"m.gguf", "mmproj-m.gguf"}
+    for file, types in plan.items():
+        tensors = gguf.GGUFReader(file).tensors
+        assert {t["type"]: (t["tensors"], t["bytes"]) for t in types} == {
+            kind: (len(of), sum(t.n_bytes for t in of))
+            for kind in {t.tensor_type.name for t in tensors}
+            for of in [[t for t in tensors if t.tensor_type.name == kind]]
+        }

@@ -1,6 +1,7 @@
 """Better codes and scales inside another tool's file: its format and zeros stay, outputs come closer, refusals are shown."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from vocabularies import tokenizer
 
 from lowq_cli import main
-from lowq_cli.calibrate.requirements import LayerDone
+from lowq_cli.calibrate.requirements import LayerDone, MatrixDone
 from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.interop import gguf_bytes
 from lowq_cli.interop.exporter import export
@@ -23,6 +24,7 @@ from lowq_cli.interop.gguf_file import GgufTensor, f32, head, padded, u32
 from lowq_cli.interop.gguf_file import text as text_value
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
+from lowq_cli.run.mixture import CalibratedMixture
 from lowq_cli.run.refine import Refining
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.formats._gguf_blocks import BLOCK_KINDS
@@ -195,18 +197,31 @@ def test_gguf_blocks_get_better_codes_and_scales(kind, wide, text, tmp_path):
     assert torch.equal(permute_heads(theirs, 4, inverse=True).to(ours.dtype), ours)
 
 
-def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
-    """`quantize --type --calib`: the plain mixture's types and bytes, outputs nearer; the same call again finds the file."""
-    plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
+def llama3_model(wide, tmp_path):
+    """A copy of the model with a tokenizer that a GGUF file can hold."""
     model = shutil.copytree(wide, tmp_path / "wide")
     tokenizer("llama3", ("<|begin|>", "<|end|>")).save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return model
+
+
+def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
+    """`quantize --type --calib`: the plain mixture's types and bytes, outputs nearer; the same call again finds the file."""
+    plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
+    model = llama3_model(wide, tmp_path)
     export(model, None, plain, kind="Q3_K_M")
     line = ["quantize", str(model), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
     told = []
     for _ in range(2):
         assert main.main(line) == 0
-        told.append(json.loads(capsys.readouterr().out))
+        result, plan = capsys.readouterr()
+        told.append(json.loads(result))
+        assert f"calibrated on {text}, 65,536 tokens" in plan
+        assert re.search(r"on cpu, about [\d:. s]+ \(within 2x\)", plan)
+        assert f"lies in {cache_dir()} twice" in plan
+        assert copies_in_the_cache() == []
+    assert told[0]["after"] < told[0]["before"]
+    assert told[1] == {**told[0], "already_done": True}
     assert [t["already_done"] for t in told] == [False, True]
     assert [t["out"] for t in told] == [str(made)] * 2
     assert made.stat().st_size == plain.stat().st_size
@@ -215,6 +230,71 @@ def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
         assert {f["type"] for f in a.config["gguf"].values()} == {"Q3_K", "Q4_K", "Q5_K", "Q6_K"}  # of a model in fp32, too
     old, new = errors_of(model, text, plain, made)
     assert 0 < new < 0.9 * old
+
+
+def copies_in_the_cache():
+    """What a run leaves there, but for the calibration text."""
+    return [p for kind in ("exports", "refined", "tokenizers") for p in (cache_dir() / kind).glob("*")]
+
+
+@pytest.mark.parametrize("killed", ["in a layer", "before it was recorded"])
+def test_a_killed_mixture_goes_on_with_the_same_bytes_and_leaves_nothing(killed, wide, text, tmp_path):
+    model = str(llama3_model(wide, tmp_path))
+
+    def mixture(name):
+        return CalibratedMixture(model, "q2_k", recipe(text), str(tmp_path / name), "cpu")
+
+    def steps(run, stop=None):
+        list(run.text())
+        assert not run.done
+        run.start()
+        for event in run.improve():
+            if isinstance(event, stop or ()):
+                return None
+        return run.export()
+
+    once = steps(mixture("once.gguf"))
+    assert not once.exported.already_done
+    run = mixture("again.gguf")
+    if killed == "in a layer":
+        assert steps(run, MatrixDone) is None
+    else:
+        list(run.text())
+        run.start()
+        list(run.improve())
+        run.refining.export()
+    again = steps(mixture("again.gguf"))
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "once.gguf").read_bytes()
+    assert (again.before, again.after) == (once.before, once.after)
+    assert copies_in_the_cache() == []
+    with pytest.raises(UsageError, match="there already"):  # another kind into the same file
+        list(CalibratedMixture(model, "q4_k_m", recipe(text), str(tmp_path / "again.gguf"), "cpu").text())
+
+
+def test_a_plan_comes_first_and_the_error_before_and_after_last(wide, text, tmp_path, capsys):
+    write_blocks_of(wide, tmp_path / "m.gguf", "Q4_K")
+    line = ["refine", str(tmp_path / "m.gguf"), "--model", str(wide), "--calib", text, "--device", "cpu"]
+    line += ["--out", str(tmp_path / "n.gguf")]
+    assert main.main([*line, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["rows"] == [["Q4_K", 7, 4 * 256 * 256 + 2 * 128 * 256 + 256 * 256]]
+    assert plan["budget"]["seconds"] > 0
+    assert not (tmp_path / "n.gguf").exists()
+    assert main.main(line) == 0
+    out, told = capsys.readouterr()
+    assert out == f"{tmp_path / 'n.gguf'}\n"
+    order = ["Q4_K  ", "65,536 tokens", "(within 2x)", "calibrate ", "matrices have a smaller error now", "next: lowq compare"]
+    assert [told.index(what) for what in order] == sorted(told.index(what) for what in order)
+    before, after = map(float, re.search(r"mean of all: (\S+) -> (\S+)", told).groups())
+    assert 0 < after < before
+    layer = re.search(r"calibrated layer 1 of 1: output error (\S+) -> (\S+)", told)
+    assert [float(x) for x in layer.groups()] == pytest.approx([before, after], abs=1e-3)
+    assert all(row.startswith(("calibrate ", "export ")) for row in told.splitlines() if "eta" in row)  # one for each bar
+    assert main.main([*line, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["already_done"]
+    assert (again["before"], again["after"]) == pytest.approx((before, after), rel=0.01)
+    assert copies_in_the_cache() == []
 
 
 def test_a_killed_run_of_blocks_goes_on_with_the_same_bytes(wide, text, tmp_path):
