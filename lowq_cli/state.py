@@ -63,9 +63,9 @@ def as_argument(model: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """A checkpoint that `quantize` wrote: its folder, the working folder of that command ("" if unknown), the time, and the id
-    of the run, which is also in its report ("" from an older lowq). source: the model it was made from, as a command argument
-    ("" if unknown).
+    """A checkpoint that `quantize` wrote: its folder or GGUF file, the working folder of that command ("" if unknown), the
+    time, and the id of the run, which is also in its report ("" of a file, or from an older lowq). source: the model it was
+    made from, as a command argument ("" if unknown).
     """
 
     checkpoint: Path
@@ -99,7 +99,7 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
     except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # invalid JSON, or another structure
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
-    return [k for k in entries if k.checkpoint.is_dir()]
+    return [k for k in entries if k.checkpoint.is_dir() or (k.checkpoint.suffix == ".gguf" and k.checkpoint.is_file())]
 
 
 def source_of(checkpoint: Path, report: Mapping[str, Any]) -> str | None:

@@ -52,6 +52,13 @@ Inside:
 """ + "\n".join(f"  {line}" for line in INSIDE.splitlines())
 
 
+CUT = {  # finish reason -> why an answer was cut
+    "length": "the longest answer that --max-new-tokens or /set max-new-tokens allows",
+    "context": "the model's context is full; /new starts over",
+}
+LONGEST = 1024  # default max. tokens of an answer; at most a quarter of the context, so that several turns fit
+
+
 @dataclass
 class Settings:
     """The sampling settings of answers, which /set changes."""
@@ -60,7 +67,7 @@ class Settings:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
-    max_new_tokens: int = 1024
+    max_new_tokens: int = LONGEST
     seed: int = 0
     stop: list[str] = field(default_factory=list)
 
@@ -96,7 +103,10 @@ class Settings:
 def chat(
     checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
     system: Annotated[str, typer.Option(help="System message before the conversation.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Longest answer, in tokens.  [default: {LONGEST}, or a quarter of a small context]"),
+    ] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -117,7 +127,7 @@ def chat(
 
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     others: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": LONGEST if max_new_tokens is None else max_new_tokens,
         "seed": seed_or_random(seed),
         "stop": [unescaped(s) for s in stop or ()],
     }
@@ -134,6 +144,8 @@ def chat(
     may_ask = threads is None and draft == "auto"
     speaker: _Own | _Server = (may_ask and _server(folder, given, device, kv, keep_alive, think)) or load()
     settings = Settings(**speaker.drawn, **others)
+    if max_new_tokens is None and speaker.context:
+        settings.max_new_tokens = max(1, min(LONGEST, speaker.context // 4))
     line_input.prepare()
     talk = speaker.begin(system, before)
     _greet(speaker, settings, session, len(before))
@@ -192,6 +204,7 @@ class _Own:
             from lowq_cli.engine.drafts.drafter_choice import check as check_draft
             from lowq_cli.engine.generation_config import CONVERSATION, settle
             from lowq_cli.engine.open_model import ready
+            from lowq_cli.engine.prompts import context_limit
             from lowq_kernels.decode.kv import check
 
             check(kv)
@@ -203,7 +216,7 @@ class _Own:
             console.say(f"the saved cache of session {session} is not used: {why}; the conversation is read again")
         self.how = {"kv": kv, "draft": draft}
         self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said, think)
-        self.where = ""
+        self.where, self.context = "", context_limit(self.model)
 
     def _recall(self, session: str, kv: str) -> tuple[bool, str]:
         """Restore a session's cache if there is one; returns whether it was restored, or why it cannot be used."""
@@ -258,7 +271,7 @@ class _Server:
         self.body, self.ask = body, running.ask
         reply = running.ask_or_leave(body(" ", {**given, "max_new_tokens": 0}), keep_alive, device)
         self.drawn, self.origins = reply.told["sampling"], reply.told["sampling_from"]
-        self.begin = partial(Turns, reply.told["template"])
+        self.begin, self.context = partial(Turns, reply.told["template"]), reply.told.get("context")
         self.where = f"answered by the running server (process {reply.told['process']}); "
         for _ in reply:
             pass
@@ -371,7 +384,13 @@ def _write(answer: "Generation | Reply") -> None:
     if thinking.write(answer, answer.told.get("marks") if hasattr(answer, "told") else answer.marks):
         console.say(" (stopped)")
     console.out("")
+    if why := CUT.get(answer.finish_reason):
+        console.say(f"[cut after {len(answer.tokens[0])} tokens: {why}]")
     if sys.stderr.isatty():
         drafting = getattr(answer, "drafting", None)
+        pictures_s = getattr(answer, "pictures_s", 0.0)
+        seen = f" (with {pictures_s:.2f} s for the pictures)" if pictures_s else ""
         several = f", {drafting.accepted} drafted" if drafting and drafting.accepted else ""
-        console.say(f"[{len(answer.tokens[0])} tokens{several}, {answer.decode_tps:.1f}/s, first after {answer.ttft_s:.2f} s]")
+        console.say(
+            f"[{len(answer.tokens[0])} tokens{several}, {answer.decode_tps:.1f}/s, first after {answer.ttft_s:.2f} s{seen}]"
+        )

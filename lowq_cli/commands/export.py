@@ -1,5 +1,6 @@
 """lowq export: a lowq checkpoint in the format of another engine."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,7 +53,10 @@ def export(
     """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: the same weights bit for bit, or an error."""
     from lowq_cli import state
 
-    exported = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding, kind)
+    source = state.checkpoint_or_last(ckpt)
+    exported = write(source, to, out, check_tp, rounding, kind)
+    if kind:  # other weights than the checkpoint's: commands without a checkpoint take the newest ones
+        state.remember(Path(exported.out), source=source)
     if as_json:
         console.out_json(vars(exported))
     else:
@@ -84,15 +88,14 @@ def show_mixture(
 ) -> dict[str, list[tuple[str, int, int, int]]]:
     """The plan of a GGUF file of `kind`: a line for each type; the totals by file. Reads no weight."""
     from math import fsum
-    from pathlib import Path
 
-    from lowq_cli.interop.exporter import mixture_path, with_weights
+    from lowq_cli.interop.exporter import export_path, mixture_path, with_weights
     from lowq_cli.interop.gguf_export import rows_of, totals, tower_path
     from lowq_cli.plan.gguf_types import get
 
     with (opened := with_weights(model)).source:
         text, tower = map(totals, rows_of(opened, get(kind)))
-    path = Path(out or mixture_path(model, kind))
+    path = export_path(model, "gguf", out or mixture_path(model, kind))
     files = {str(path): text} | ({str(tower_path(path)): tower} if tower else {})
     say = console.out_line if on_stdout else console.say
     for rows, title in ((text, f"{model} as {kind.upper()}"), (tower, "its tower and projector, kept as they are")):

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -173,8 +174,8 @@ def answer(
 
     given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
     Sampling(**given)  # report values out of range before anything is loaded
-    _check_pictures(settings.get("images", ()))
     check_there(folder)
+    check_pictures(folder, settings.get("images", ()))
     adapter = None
     if (lora := settings.pop("lora", None)) is not None:
         from lowq_cli.files.adapter import read_adapter
@@ -211,11 +212,15 @@ def answer(
         console.say(f"all {batch} texts will be the same; --temperature 1 samples different ones")
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
     _compile(model, generation)
+    explain_s = 0.0
     if explain:
+        began = time.perf_counter()
         console.say(f"sampling: {sampling_text(drawn, origins)}")
         show_kernels(model, generation)
+        explain_s = time.perf_counter() - began
     interrupted = _write_text(generation, live=not as_json, batch=batch)
     numbers = numbers_of(model, generation, explain) | {"sampling": drawn, "sampling_from": origins}
+    numbers |= {"explain_s": round(explain_s, 4)} if explain else {}
     if as_json:
         console.out_json(numbers)
     else:
@@ -226,13 +231,15 @@ def answer(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _check_pictures(files: Sequence[str]) -> None:
-    """Raise NotFoundError or UsageError for a picture that cannot be read, before a model is loaded."""
+def check_pictures(model: str, files: Sequence[str]) -> None:
+    """Raise an error, before a model is loaded, for a picture that cannot be read, and for a model that takes none."""
     if files:
         from lowq_cli.files.picture_file import read_picture
+        from lowq_cli.interop.sight import check_sight
 
         for file in files:
             read_picture(file)
+        check_sight(model)
 
 
 def _compile(model: "CausalModel", generation: "Generation") -> None:

@@ -132,7 +132,9 @@ def quantize(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", "-o", help="Folder to write (--type: file).  [default: ./MODEL-lowq-4b-g64, and what is not default]"
+            "--out",
+            "-o",
+            help="Folder to write; with --export or --type, what is exported.  [default: ./MODEL-lowq-4b-g64, ...]",
         ),
     ] = None,
     device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
@@ -152,6 +154,9 @@ def quantize(
         others = {"for": engine, "recipe": recipe, "plot": plot, **flags}
         return _mixture(model, kind, to, out, {n: v for n, v in others.items() if v is not None}, device, dry_run, as_json)
     engine = targets.of_export(to, engine) if to else engine
+    exported_to, out = (out, None) if to else (None, out)
+    if out and out.endswith(".gguf"):
+        raise UsageError(f"--out {out} would be a folder; for a GGUF file add --export gguf")
     recipes = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.budgeted for one in recipes)
@@ -195,7 +200,11 @@ def quantize(
             from lowq_cli.interop.export_checks import check_plan
 
             check_plan(prepared.plan, prepared.source, targets.get(engine).export)
+        target = _export_target(prepared.out, to, exported_to) if to else None
         show_plan(prepared, on_stdout=dry_run and not as_json)
+        if target:
+            say = console.out_line if dry_run and not as_json else console.say
+            say(f"then exported: {target}; the checkpoint {prepared.out} stays, for lowq itself")
         if plot and prepared.mixed:
             from lowq_cli.calibrate import mixed
 
@@ -203,7 +212,7 @@ def quantize(
             console.say(f"drew {plot}")
         if dry_run and as_json:
             more = {"mixed": prepared.mixed.to_json()} if prepared.mixed else {}
-            more |= _bound(prepared)
+            more |= _bound(prepared) | ({"export": {"format": to, "out": str(target)}} if target else {})
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
             console.say(f"dry run: nothing was {'' if prepared.mixed else 'read of the weights, nothing was '}written")
@@ -224,7 +233,7 @@ def quantize(
         from lowq_cli.plan.planner import wordless
 
         _show_result(result, prepared.plan.recipe, engine, to, model, not wordless(prepared.source), head)
-    exported = export.write(result.out, to) if to else None
+    exported = export.write(result.out, to, str(target)) if to else None
     if as_json:
         more = {"export": vars(exported)} if exported else {}
         console.out_json({**result.to_json(), "parameters": prepared.plan.params, **_bound(prepared), **more})
@@ -232,10 +241,25 @@ def quantize(
         export.show(exported)
 
 
+def _export_target(checkpoint: Path, to: str, out: str | None) -> Path:
+    """Where the checkpoint's export is written. Raises UsageError where there is something that lowq did not export."""
+    from lowq_cli import state
+    from lowq_cli.files.folder import check_free
+    from lowq_cli.interop.exporter import export_path
+
+    target = export_path(checkpoint, to, out)
+    if not state.export_of(target)[0]:
+        check_free(target)
+    if target.resolve() == checkpoint.resolve():
+        raise UsageError(f"--out {target} is where the checkpoint is written; name another place for its export")
+    return target
+
+
 def _mixture(
     model: str, kind: str, to: str | None, out: str | None, others: dict[str, Any], device: str, dry_run: bool, as_json: bool
 ) -> None:
     """A GGUF file in one of llama.cpp's mixtures of types, straight from a model; with a text, calibrated on it."""
+    from lowq_cli import state
     from lowq_cli.commands import export, refine
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.gguf_types import get
@@ -258,6 +282,7 @@ def _mixture(
     if dry_run:
         return console.say("dry run: nothing was read of the weights, nothing was written")
     done = refined.exported if refined else export.write(model, "gguf", out, kind=kind)
+    state.remember(Path(done.out), source=model)
     if as_json:
         numbers = {name: getattr(refined, name) for name in ("better", "before", "after")} if refined else {}
         return console.out_json({**vars(done), **numbers})

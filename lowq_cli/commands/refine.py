@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,6 +51,7 @@ def refine(
     done = improved(ckpt, model, out, device, dry_run, as_json, calib=calib, calib_tokens=calib_tokens)
     if done is None:
         return
+    state.remember(Path(done.exported.out), source=model)
     if as_json:
         numbers = {name: getattr(done, name) for name in ("better", "before", "after")}
         console.out_json({**vars(done.exported), **numbers})
@@ -58,8 +60,10 @@ def refine(
         show_numbers(done)
         there = " (was already there)" if done.exported.already_done else ""
         console.say(f"{console.size(done.exported.bytes)}, {done.exported.format} as before{there}")
-        three = " ".join(map(state.as_argument, (model, ckpt, done.exported.out)))
-        console.say(f"next: lowq compare {three}   (KL divergence of the file before and after)")
+        console.say("the KL divergence before and after, on another text:")
+        console.say(
+            f"next: lowq compare {state.as_argument(model)} {state.as_argument(ckpt)} {state.as_argument(done.exported.out)}"
+        )
 
 
 def improved(

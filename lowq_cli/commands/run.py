@@ -46,8 +46,9 @@ def run(
     """Answer a prompt with a model; the first run quantizes it into the cache. Without a prompt: a conversation."""
     from lowq_cli import state
     from lowq_cli.commands.chat import chat
-    from lowq_cli.commands.generate import answer
+    from lowq_cli.commands.generate import answer, check_pictures
 
+    check_pictures(model, pictures or [])
     folder = state.run_of(model, recipe) or _quantized(model, recipe, device)
     state.remember_run(model, recipe, folder)
     if text is None and sys.stdin.isatty() and not as_json:

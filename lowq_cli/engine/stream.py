@@ -74,8 +74,9 @@ class Generation:
     """Iterate over it for pieces of the first sequence's text as they are generated; afterwards read the attributes.
 
     texts, tokens, finish_reasons: one per sequence; a reason is "stop" (an end token or stop text), "length", "context" or
-    "interrupted". ttft_s: seconds from the call to the first token. prefill_tps: prompt tokens per second. decode_tps: tokens
-    per second over all sequences, without each one's first token; 0 if no step was made.
+    "interrupted". ttft_s: seconds from the call to the first token. pictures_s: the part of them that the vision tower
+    took. prefill_tps: prompt tokens per second. decode_tps: tokens per second over all sequences, without each one's first
+    token; 0 if no step was made.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class Generation:
         shown = self.marks["shown"] if self.marks else {}
         self._text = [Detokenizer(tokenizer, p, shown) for p in prompts]
         self._stoppers = [Stopper(how["stop"]) for _ in prompts]
-        self.ttft_s = self.prefill_s = self.decode_s = 0.0
+        self._pictures_s: Callable[[], float] = how.get("pictures_s", float)
+        self.ttft_s = self.prefill_s = self.decode_s = self.pictures_s = 0.0
         self.steps = 0
 
     @property
@@ -172,7 +174,7 @@ class Generation:
         waiting = _Fetch(device)
         tokens = waiting.get()
         first = time.perf_counter()
-        self.prefill_s, self.ttft_s = first - start, first - self.began
+        self.prefill_s, self.ttft_s, self.pictures_s = first - start, first - self.began, self._pictures_s()
         if self.drafting is not None:
             drafted = self._checked if self.drafting.ahead else self._drafted
             yield from drafted(self.drafting, tokens, first)  # type: ignore[arg-type]

@@ -72,6 +72,7 @@ def numbers_of(model: "CausalModel", generation: "Generation", kernels: bool) ->
         "prefill_tps": round(g.prefill_tps, 2),
         "decode_tps": round(g.decode_tps, 2),
         "ttft_s": round(g.ttft_s, 4),
+        **({"pictures_s": round(g.pictures_s, 4)} if g.pictures_s else {}),
         "peak_memory_bytes": peak,
         "roofline_pct": percent,
         "roofline": how,
@@ -92,7 +93,10 @@ def show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
     new_tokens = sum(map(len, generation.tokens))
     speed = f" at {n['prefill_tps']:.0f}/s" if n["prompt_tokens"] >= TIMED else ""
-    read = f"{speed}, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # there may be no first token
+    parts = {"the pictures": n.get("pictures_s"), "--explain": n.get("explain_s")}
+    within = " and ".join(f"{seconds:.2f} s for {what}" for what, seconds in parts.items() if seconds)
+    first = f", first token after {n['ttft_s']:.2f} s{within and f' (with {within})'}"
+    read = f"{speed}{first}" if n["ttft_s"] else ""  # there may be no first token
     line = f"{count(n['prompt_tokens'], 'prompt token')}{read}; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
     line += f"{count(new_tokens, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"

@@ -29,7 +29,7 @@ def answered_by_a_server(
     except running.Declined as e:
         return str(e), False
     facts = reply.told
-    marks = facts.pop("marks", None)
+    marks, _ = facts.pop("marks", None), facts.pop("context", None)
     interrupted = exhausted(reply) if as_json else thinking.write(reply, marks)
     if as_json:
         unknown = dict.fromkeys(("peak_memory_bytes", "roofline_pct", "roofline", "drafts"))

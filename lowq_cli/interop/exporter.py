@@ -78,13 +78,13 @@ def export(
             fmt, whole = formats.get(to), opened
             opened = as_held(whole, fmt)
             check_all(opened, fmt, rounding)
-            name = Path(checkpoint).resolve().name
+            target = export_path(checkpoint, to, out)
             if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
-                written = export_gguf(opened, Path(out or f"{name}.{to}"), rounding, progress)
+                written = export_gguf(opened, target, rounding, progress)
                 return replace(written, notes=(*written.notes, *_left_out(whole, opened, fmt)))
-            target, run = Path(out or f"{name}-{to}"), run_name(opened, to, rounding)
+            run = run_name(opened, to, rounding)
             check_apart(target, opened.folder)
             if done := was_exported(target, run):
                 sweep(target)
@@ -101,6 +101,15 @@ def export(
         notes += _left_out(whole, opened, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
         return Exported(str(target), to, size, len(opened.schemes), tuple(engines), tuple(notes), done)
+
+
+def export_path(source: str | os.PathLike[str], to: str, out: str | os.PathLike[str] | None = None) -> Path:
+    """Where an export of `source` is written. Raises UsageError for a GGUF file whose name does not end in .gguf."""
+    one_file, name = WRITTEN[to].one_file, Path(source).resolve().name
+    path = Path(out or (f"{name}.{to}" if one_file else f"{name}-{to}"))
+    if one_file and path.suffix != f".{to}":
+        raise UsageError(f"--out {path}: the name of a GGUF file ends in .gguf; use --out {as_argument(f'{path}.gguf')}")
+    return path
 
 
 def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
@@ -127,7 +136,7 @@ def _quantized_gguf(
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
     with whole.source:
         held = as_held(whole, fmt)
-        written = export_gguf(held, Path(out or mixture_path(model, kind)), False, progress, mixture)
+        written = export_gguf(held, export_path(model, "gguf", out or mixture_path(model, kind)), False, progress, mixture)
         notes = _left_out(whole, held, fmt)
         if held.schemes or isinstance(held.source, DecodedSource):
             source = source_of(held.folder, held.report)

@@ -55,7 +55,7 @@ class CalibratedMixture:
 
     def __init__(self, model: str, kind: str, recipe: Recipe, out: str | None, device: str) -> None:
         self.model, self.kind, self.recipe, self.device = model, kind.upper(), recipe, device
-        self.out = Path(out or exporter.mixture_path(model, kind))
+        self.out = exporter.export_path(model, "gguf", out or exporter.mixture_path(model, kind))
         self.run = ""
         with (opened := exporter.with_weights(model)).source as source:
             self.rows, tower = gguf_export.rows_of(opened, gguf_types.get(kind))

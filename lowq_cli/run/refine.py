@@ -22,6 +22,7 @@ from lowq_cli.files.folder import check_free, new_folder
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.exported import Exported, Progress
+from lowq_cli.interop.exporter import export_path
 from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.recipe import NOT_CALIBRATED, Recipe
 from lowq_cli.run import refined_file
@@ -69,6 +70,8 @@ class Refining:
         path = user_path(checkpoint).resolve()
         self.file: RefinedFile = refined_file.opened(checkpoint, path)
         self.out = Path(out or (f"{path.stem}-refined.gguf" if path.is_file() else f"{path.name}-refined"))
+        if path.is_file():
+            export_path(path, "gguf", self.out)  # refuses another suffix
         self.kept = self.file.kept  # its name identifies the file and the version of lowq
         exported = export_of(self.out)[0].startswith(f"refined {self.kept.name}-")
         if not exported and not any(self.kept.parent.glob(f"{self.kept.name}-*")):

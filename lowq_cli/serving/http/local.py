@@ -121,6 +121,7 @@ class Local:
         writer = TextWriter(model.tokenizer, ids, stops, model.stop_ids, "length" if room == new_tokens else "context", shown)
         live = model.hub.submit([Request(tuple(ids), room, model.stop_ids, draw)] if room else [])
         facts = {"process": os.getpid(), "prompt_tokens": len(ids), "sampling": drawn, "sampling_from": origins}
+        facts["context"] = limit
         return Lines(
             live, writer, facts | {"decoder": model.engine.name, "template": template, "seed": body["seed"], "marks": marks}
         )
