@@ -9,7 +9,7 @@ from lowq_packers.errors import UnsupportedError
 def check_sight(model: str) -> None:
     """Raise UnsupportedError for a local model without a tower, and as `open_foreign`; other models are not examined."""
     path = user_path(model)
-    if not path.exists():
+    if model != "demo" and not path.exists():
         return
     with open_foreign(model, headers_only=True) as source:
         try:

@@ -235,6 +235,23 @@ def test_a_text_without_its_tower_is_opened_alone_and_says_so(exported, tmp_path
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
 
 
+@pytest.mark.parametrize("exported", ["mistral3", "qwen3_vl"], indirect=True)
+def test_a_picture_for_a_text_without_its_tower_is_refused_before_the_import(exported, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    alone = pair(exported[2], tmp_path / "alone")
+    (tmp_path / "alone" / "mmproj-m.gguf").unlink()
+    sighted.drawing(3).save(tmp_path / "a.png")
+    for line in (["generate", alone, "--prompt", "x", "--image", tmp_path / "a.png"], ["run", alone, "x", tmp_path / "a.png"]):
+        assert main([str(a) for a in line]) == 5
+        err = capsys.readouterr().err
+        assert "takes no pictures" in err
+        assert "mmproj*.gguf" in err
+        assert err.count("\n") == 1
+    assert not [name for name in ("imports", "runs", "tokenizers") if (tmp_path / "cache" / "lowq" / name).exists()]
+    assert main(["generate", "demo", "--prompt", "x", "--image", str(tmp_path / "a.png")]) == 5
+    assert "demo takes no pictures (llama has no tower); leave them out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("exported", ["qwen2_vl"], indirect=True)
 def test_another_models_tower_is_refused_or_passed_over_in_one_line(exported, tmp_path, capsys):
     from lowq_cli.interop.foreign import open_decoded

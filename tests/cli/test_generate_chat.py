@@ -58,13 +58,15 @@ def test_the_command_answers_each_line_and_ends_with_its_input():
 
 def test_chat_commands_run_and_are_not_sent_to_the_model(tmp_path):
     file = tmp_path / "talk.json"
-    said = "/help\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
+    said = "/help\n/set\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
     said += f"/system Be kind.\nOnce\n/save {file}\n"
     done = forking.lowq("chat", "demo", "--device", "cpu", given=said)
     assert done.returncode == 0, done.stderr
     for told in (
         "/save FILE writes",
+        "max-new-tokens 256,",  # a quarter of the demo's context
         "temperature 0.0",
+        "[cut after 3 tokens: the longest answer that --max-new-tokens or /set max-new-tokens allows]",
         "top_p=7.0 must be",
         "there is no setting 'nose'",
         "there is no command /nose",

@@ -73,6 +73,29 @@ def test_json_is_one_object_with_the_promised_keys(run):
     assert "kernels" not in found
     found = json.loads(run(*SHORT, "--prompt", "x", "--json", "--explain").stdout)
     assert sum(k["count"] for k in found["kernels"]) == 6 * 4 + 1
+    assert 0 < found["explain_s"] < found["ttft_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "first token after 1.25 s; "),
+        ({"pictures_s": 0.5}, "first token after 1.25 s (with 0.50 s for the pictures); "),
+        ({"pictures_s": 0.5, "explain_s": 0.25}, "1.25 s (with 0.50 s for the pictures and 0.25 s for --explain); "),
+        ({"pictures_s": 0.5, "ttft_s": 0.0}, "3 prompt tokens; "),
+    ],
+)
+def test_what_else_delayed_the_first_token_is_told(more, told, capsys):
+    numbers = {"ttft_s": 1.25, "prompt_tokens": 3, "prefill_tps": 9.0, "decode_tps": 7.0, "finish_reason": "stop", "seed": 0}
+    numbers |= {
+        "roofline_pct": None,
+        "drafts": None,
+        "peak_memory_bytes": 1,
+        "decoder": "native",
+        "sampling": {"temperature": 0},
+    }
+    report.show_numbers({**numbers, "sampling_from": {}, **more}, SimpleNamespace(tokens=[[1]]))
+    assert told in capsys.readouterr().err
 
 
 def test_many_prompts_come_out_in_order(tmp_path, run):

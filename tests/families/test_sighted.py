@@ -161,6 +161,8 @@ def test_generate_and_run_take_files_of_pictures(folders, run, tmp_path):
     assert one["prompt_tokens"] == two["prompt_tokens"] > 35
     without = json.loads(run("generate", folder, "--prompt", QUESTION, "--chat", *how).stdout)
     assert without["prompt_tokens"] < one["prompt_tokens"] - 30
+    assert 0 < one["pictures_s"] < one["ttft_s"]
+    assert "pictures_s" not in without
 
 
 @pytest.mark.parametrize(
