@@ -75,7 +75,10 @@ def write(
 ) -> "Exported":
     """Export a checkpoint behind a progress bar."""
     from lowq_cli.interop.exporter import export as run
+    from lowq_cli.interop.exporter import export_path
 
+    if out and (kind or to == "gguf"):
+        export_path(source, "gguf", out)  # refuses another suffix
     try:
         with console.progress("export", 100) as advance:
             return run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name), kind)

@@ -78,7 +78,7 @@ def export(
             fmt, whole = formats.get(to), opened
             opened = as_held(whole, fmt)
             check_all(opened, fmt, rounding)
-            target = export_path(checkpoint, to, out)
+            target = Path(out) if out else export_path(checkpoint, to)
             if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
@@ -136,7 +136,7 @@ def _quantized_gguf(
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
     with whole.source:
         held = as_held(whole, fmt)
-        written = export_gguf(held, export_path(model, "gguf", out or mixture_path(model, kind)), False, progress, mixture)
+        written = export_gguf(held, Path(out or mixture_path(model, kind)), False, progress, mixture)
         notes = _left_out(whole, held, fmt)
         if held.schemes or isinstance(held.source, DecodedSource):
             source = source_of(held.folder, held.report)

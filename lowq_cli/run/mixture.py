@@ -61,7 +61,7 @@ class CalibratedMixture:
             self.rows, tower = gguf_export.rows_of(opened, gguf_types.get(kind))
             if tower:
                 raise UnsupportedError(
-                    f"{model} has a tower, next to which no layers are calibrated for GGUF; leave --calib out"
+                    f"{model} has a vision tower, and such models are not calibrated for GGUF; leave --calib out"
                 )
             self.base = cached(source, "exports") / self.kind / exporter.mixture_path(model, kind)
 
