@@ -2,8 +2,9 @@
 
 Two streams of hidden states go through the model: x through the original layers, x' through the quantized ones. The inputs
 of a stage (linears that share an input: q/k/v, o, gate/up, down; see layer_walk.py) are measured with everything before it
-quantized. One decoder layer is in memory at a time, with both streams. Each finished layer is saved in a folder next to the
-checkpoint, so that a rerun continues after it; the pipeline then reads the rows from there and writes the checkpoint as usual.
+quantized. One decoder layer is in memory at a time, with both streams. Each finished layer is saved in the folder
+`lowq-calibrated-<run>` inside the output folder, so that a rerun continues after it; the pipeline then reads the rows from
+there and writes the checkpoint as usual.
 """
 
 import json

@@ -21,7 +21,7 @@ CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 def ready(
     folder: str | os.PathLike[str], device: str = "auto", notice: Callable[[str], None] = console.warn
 ) -> tuple[CausalModel, LoadedTokenizer]:
-    """(model, tokenizer) of a folder, hub id or "demo", loaded by `light.read` if it can, otherwise by transformers.
+    """(model, tokenizer) of a folder, hub id or "demo", loaded by `native_loader.read` if it can, otherwise by transformers.
 
     Raises as `lowq_cli.loading.load`.
     """

@@ -1,4 +1,7 @@
-"""The role of a checkpoint's tensor: its matrices that can be quantized, or the reason why it cannot be."""
+"""The types `Role` and `Part`: a tensor's matrices that can be quantized, or the reason why it cannot be.
+
+`plan/planner.roles` gives tensors their roles: `family_tensors.known_roles` of described families, else `hf/structure.roles`.
+"""
 
 from dataclasses import dataclass
 

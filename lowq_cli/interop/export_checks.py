@@ -184,7 +184,9 @@ def exportable(found: Checkpoint) -> list[str]:
 
 def reachable(found: Checkpoint, to: str) -> bool:
     """Whether the same model could be exported to `to` after quantizing with the defaults of `quantize --export`."""
-    target, fmt = next(t for t in targets.ENGINES.values() if t.export == to), formats.get(to)
+    target, fmt = next((t for t in targets.ENGINES.values() if t.export == to), None), formats.get(to)
+    if target is None:
+        return False
 
     def wanted(t: CheckpointTensor) -> CheckpointTensor:
         if t.scheme is None or t.name.endswith((*GATHERED, "lm_head")):

@@ -3,6 +3,7 @@
     lowq-journal.jsonl          what the run is, then one line per finished item: {"item", "rel_error", "crc": [per tensor]}
     model-....safetensors.partial   has its full size from the start; each tensor is written at its final position
     model-....safetensors       gets this name once all its items are on disk
+    lowq-calibrated-<run>/      finished layers of a calibrated method (calibrate/calibration.py); removed at the end
     config.json                 written last; without it no loader accepts the folder as a model
 
 A rerun checks the bytes of every journalled item in a partial file against its checksum and continues after them, so even

@@ -2,7 +2,8 @@
 
 transform.py processes one tensor; `ShardFile.write` (output_folder.py) writes its bytes at positions that the plan gives.
 
-No model is built: one slab of one tensor is in memory at a time. After a kill, the same call continues and writes the same
+Without a calibrated method no model is built: one slab of one tensor is in memory at a time. A calibrated method first runs
+calibrate/calibration.py, layer by layer. After a kill, the same call continues and writes the same
 bytes as an uninterrupted run (see output_folder.py). The same input, recipe and kind of device give the same bytes; calibrated
 methods also need the same number of threads, because torch splits the sums of their matmuls over threads.
 """

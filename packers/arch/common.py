@@ -100,7 +100,8 @@ def attention(
     turned: Rope | str | None = "own",
     **more: Any,
 ) -> Attention:
-    """Llama's attention. names: its projections q, k and v, or one for all. more: further fields of `Attention`."""
+    """Llama's attention. names: its projections q, k and v, or one for all. turned: the rotation; "own": the
+    config's; None: none. more: further fields of `Attention`."""
     D, kv = more.pop("dim", 0) or head_dim(c), more.pop("kv_heads", 0) or kv_heads(c)
     parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
     rows = (sum(parts),) if len(names) == 1 and more.get("shares") is None else parts[: len(names)]

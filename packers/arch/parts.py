@@ -104,7 +104,8 @@ class Attention:
     """softmax(scale * q k^T) v over the sequence so far.
 
     qkv: q, k and v concatenated; gated: each head of q is followed by a gate of its output, sigmoid(gate) * y.
-    gate: the layer whose sigmoid multiplies the output of all heads, where it is a module of its own.
+    gate: the layer whose sigmoid multiplies the output of all heads, where it is a module of its own (afmoe.py); `gated` is
+    for a q_proj with twice the rows (qwen3_next.py). A family has one of the two at most.
     order "heads": rows are (q, k, v) of head 0, then of head 1, ... (GPT-NeoX).
     clip: values of q, k and v are clamped to -clip .. clip; 0: not.
     window: a token sees itself and the window - 1 tokens before it; 0: all. chunk: it sees only its own chunk of this size.
