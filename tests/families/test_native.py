@@ -143,12 +143,12 @@ def test_served_eight_at_once_they_are_as_alone(name):
     _, decoder = pair(name)
     asked = texts(VOCAB, 37, 70, 5, 90, 64, 65, 20)
     asked += [[*asked[3], 7, 8], [*asked[1][:64], 9, 9, 9]]
-    wanted = [alone(decoder, ids, 12) for ids in asked]
+    wanted = [alone(decoder, ids, 6) for ids in asked]
     model = planned(random_model(name))
-    found, stats = served(model, asked, 12, running=8)
+    found, stats = served(model, asked, 6, running=8)
     assert found == wanted
     assert stats.prefix_hits >= 64
-    assert served(model, asked, 12, running=4, cache_tokens=320)[0] == wanted
+    assert served(model, asked, 6, running=4, cache_tokens=320)[0] == wanted
 
 
 def idle(described, fact):
