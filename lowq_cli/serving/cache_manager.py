@@ -256,8 +256,12 @@ class CacheManager:
         return slots
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Rewind a running sequence to `length` computed tokens: give back its blocks after them, and copy its recurrent state
-        from the draft's slot. Raises ValueError, with nothing changed, where its blocks or its state are no longer there."""
+        """Rewind a running sequence to `length` computed tokens.
+
+        Gives back its blocks after them, and puts into `copies` the copy of its recurrent state from the draft's slot, which
+        runs before the next pass. Keys and values after `length` in the last block stay there and are overwritten. Raises
+        ValueError, with nothing changed, where its blocks or its state are no longer there.
+        """
         restored = [slot for tokens, slot in seq.drafts if tokens == length]
         behind = [g for g, t in zip(self.pages, seq.tables, strict=True) if g.first(length) < t.first]
         if behind or (length < seq.computed and self.states is not None and not restored):

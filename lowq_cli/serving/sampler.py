@@ -1,6 +1,7 @@
 """Sampling for requests that need more than a temperature: their rows are sampled separately, at no cost for other rows.
 
-The definition is in sampler_reference.py; here a few rows are computed together, without waiting for the device.
+Those other rows are sampled inside the pass, by `choose_rows` at the end of `ModelRunner.forward`. The definition is in
+sampler_reference.py; here a few rows are computed together, without waiting for the device.
 """
 
 from collections.abc import Callable

@@ -161,7 +161,7 @@ def _reordered(e: Entry, winner: Named) -> Entry:
 
 
 def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """The entries of each shape's fastest layout, and a line for each layout that lost."""
+    """The entries of each shape's fastest layout, and a line for each layout that lost: on a CPU, as a GPU times one layout."""
     table, present, behind = tuning.Table(entries), list[Entry](), dict[str, list[float]]()
     us = {(*e.place, e.M): e.us for e in entries}
     layouts = list(dict.fromkeys(e.layout for e in entries))
@@ -181,7 +181,7 @@ def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
 
 
 def crossovers(entries: Sequence[Entry]) -> list[str]:
-    """A line for each change of a shape's fastest layout as M grows, with the kernels below and above that M."""
+    """A line for each change of a shape's fastest layout as M grows (on a CPU), with the kernels below and above that M."""
     places: dict[tuple[object, ...], dict[int, list[Entry]]] = {}
     for e in entries:
         key = (e.bits, e.group, e.zero, e.dtype, e.N, e.K, e.act)

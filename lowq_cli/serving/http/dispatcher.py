@@ -1,4 +1,4 @@
-"""Passes requests from the event loop to the engine's thread, and the engine's events back to their HTTP requests."""
+"""Passes requests from the event loop to the engine (in `lowq serve` a process, `engine_process`), and its events back."""
 
 import asyncio
 import time
