@@ -106,10 +106,20 @@ TORCH = Ops("torch", **{f.name: getattr(reference, f.name) for f in fields(Ops)[
 def ops(device_type: str) -> Ops:
     """The set for a kind of device; torch's where Triton is not installed."""
     if device_type == "cpu":
-        from lowq_kernels.decode import cpu
+        from lowq_kernels.decode import cpu, rows_cpu
 
         return replace(
-            TORCH, name="cpu", add_norm=cpu.add_norm, attend=cpu.attend, attend_rows=cpu.attend_rows, gated=cpu.gated
+            TORCH,
+            name="cpu",
+            add_norm=cpu.add_norm,
+            attend=cpu.attend,
+            attend_rows=cpu.attend_rows,
+            gated=cpu.gated,
+            normed=rows_cpu.normed,
+            add=rows_cpu.add,
+            update_norm=rows_cpu.update_norm,
+            prepare=rows_cpu.prepare,
+            opened=rows_cpu.opened,
         )
     if device_type != "cuda":
         return TORCH

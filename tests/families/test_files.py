@@ -15,8 +15,10 @@ import lowq
 from lowq_cli.engine import native_loader
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import why_not
+from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
+from lowq_kernels.products.cpu import native
 
 CPU = torch.device("cpu")
 
@@ -29,6 +31,26 @@ def test_a_folder_is_read_natively_before_and_after_it_is_quantized(name, tmp_pa
         with open_source(str(tmp_path / folder)) as source:
             model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
         compare(name, model, heavy)
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not built: {native.why_not()}")
+@pytest.mark.parametrize("name", ["llama", "cohere2", "gemma3_text", "lfm2", "mamba2", "qwen3_5_text"])
+def test_a_step_on_a_cpu_is_replayed_as_one_call(name, tmp_path):
+    """Biases, layer and sandwich norms, convolutions, Mamba2, gated delta, gates: C++ has all that such a step computes."""
+    random_model(name).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    lowq.quantize(tmp_path / "dense", out=tmp_path / "packed", bits=8, group="channel", method="rtn")
+    with open_source(str(tmp_path / "packed")) as source:
+        decoder = NativeDecoder(native_loader.read(source, CPU))
+
+    def tokens(length):
+        ids = texts(VOCAB, length)[0]
+        return [int(decoder.start([ids], Sampling(), 6)[0])] + [int(decoder.step()[0]) for _ in range(4)]
+
+    first, longer = tokens(9), tokens(90)
+    assert list(decoder.repeated.made.values()) != [None]
+    assert tokens(9) == first
+    decoder.repeated = None
+    assert (tokens(9), tokens(90)) == (first, longer)
 
 
 def compare(name, model, heavy):

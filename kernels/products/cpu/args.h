@@ -89,7 +89,40 @@ struct ShortConv {
     int32_t B, dtype, threads;
 };
 
-enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV };
+// What layers of other families do between products (rows.h); decode/rows_cpu.py fills these.
+struct AnyNorm {
+    const void *weight, *bias;  // of `weight_kind` and `bias_kind`, or null
+    int32_t layer, weight_kind, bias_kind, groups;
+    float eps;
+};
+
+struct Update {
+    AnyNorm norm, post;  // post: of what is added, if `posts`
+    void* x;             // (M, H) `dtype`: the residual stream, in place
+    const void *delta, *second, *after;  // (M, H) `dtype`, or null; one value `after_kind`, or null
+    void* y;             // (M, H) `dtype`, or null
+    int32_t M, H, posts, after_kind, dtype, threads;
+    float scale;
+};
+
+struct Open {
+    const void *x, *gate;  // (M, N) and (M, wide) `dtype`
+    void* y;
+    int32_t M, N, wide, dtype, threads;
+};
+
+struct Prepare {
+    AnyNorm q_norm, k_norm, v_norm;  // each if `q_normed`, `k_normed`, `v_normed`
+    const void* x;                   // rows of q, k, v as `Prepared` of decode/prepare.py says
+    const void *cos, *sin;           // (slots, R) `angle_kind`, or null
+    const int32_t* pos;              // (B,)
+    void *y, *gate;                  // (B, (HQ + 2 HKV) D) and (B, HQ D) `dtype`
+    int32_t B, HQ, HKV, D, R, values, by_head, gated, v_is_k, writes, all, norm_last, neighbours;  // values: of k and v in a row
+    int32_t q_normed, k_normed, v_normed, angle_kind, offset, dtype, threads;
+    float key_scale, beta, period;  // period 0: queries are not scaled by position
+};
+
+enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE };
 
 struct Call {
     int32_t what, dtype;

@@ -92,9 +92,8 @@ struct Isa {
 }  // namespace
 
 #include "product.h"
-#include "step.h"
-#include "recurrent.h"
+#include "rows.h"
 
 void product_avx2(const Args& a) { product(a); }
-void step_avx2(int what, int dtype, const void* a) { what < PRODUCT ? step(what, dtype, a) : recurrent(what, dtype, a); }
+void step_avx2(int what, int dtype, const void* a) { between(what, dtype, a); }
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }

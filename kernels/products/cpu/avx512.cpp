@@ -97,11 +97,10 @@ struct Isa {
 }  // namespace
 
 #include "product.h"
-#include "step.h"
-#include "recurrent.h"
+#include "rows.h"
 
 void product_avx512(const Args& a) { product(a); }
-void step_avx512(int what, int dtype, const void* a) { what < PRODUCT ? step(what, dtype, a) : recurrent(what, dtype, a); }
+void step_avx512(int what, int dtype, const void* a) { between(what, dtype, a); }
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");

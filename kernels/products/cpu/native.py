@@ -30,8 +30,9 @@ from lowq_packers.regular import open_bounded, read_regular, read_text
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbers of dtypes in args.h
 SCALES = {"e4m3": 3, "e8m0": 4}
-NAMES = ("add_norm", "gated", "attend", "product", "delta", "mamba2", "short_conv")  # names of args.h's calls in a profile
-ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV = range(len(NAMES))  # as args.h numbers them
+BETWEEN = ("delta", "mamba2", "short_conv", "update", "open", "prepare")
+NAMES = ("add_norm", "gated", "attend", "product", *BETWEEN)  # names of args.h's calls in a profile
+ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE = range(len(NAMES))  # as args.h numbers them
 MOST_BYTES = 1 << 26  # max. size of a library file that is read; it has 0.7 MB
 NONE = "none is there"
 SWITCHED_OFF = "LOWQ_CPU_ISA=off"

@@ -76,8 +76,7 @@ struct Isa {
 }  // namespace
 
 #include "product.h"
-#include "step.h"
-#include "recurrent.h"
+#include "rows.h"
 
 void product_neon(const Args& a) { product(a); }
-void step_neon(int what, int dtype, const void* a) { what < PRODUCT ? step(what, dtype, a) : recurrent(what, dtype, a); }
+void step_neon(int what, int dtype, const void* a) { between(what, dtype, a); }

@@ -1,0 +1,183 @@
+"""update_norm, add, normed, prepare and opened in C++ (products/cpu/rows.h), for families whose layers differ from Llama's.
+
+In torch each is 5 to 25 small operations, which also keep a step from being replayed as one call (`Repeated`). What rows.h does
+not take (other strides, no compiler) runs in the definitions.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from lowq_kernels.decode import activation, norms
+from lowq_kernels.decode import prepare as definition
+from lowq_kernels.decode.norms import Kind, Norm
+from lowq_kernels.decode.prepare import Prepared
+from lowq_kernels.products.cpu import native
+from lowq_kernels.products.cpu.native import DTYPES, struct
+
+NORM = struct("AnyNorm", p="weight bias", i="layer weight_kind bias_kind groups", f="eps")
+ARGS: dict[int, Any] = {
+    native.UPDATE: struct(
+        "Update",
+        ("norm", NORM),
+        ("post", NORM),
+        p="x delta second after y",
+        i="M H posts after_kind dtype threads",
+        f="scale",
+    ),
+    native.OPEN: struct("Open", p="x gate y", i="M N wide dtype threads"),
+    native.PREPARE: struct(
+        "Prepare",
+        ("q_norm", NORM),
+        ("k_norm", NORM),
+        ("v_norm", NORM),
+        p="x cos sin pos y gate",
+        i="B HQ HKV D R values by_head gated v_is_k writes all norm_last neighbours "
+        "q_normed k_normed v_normed angle_kind offset dtype threads",
+        f="key_scale beta period",
+    ),
+}
+
+
+def update_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: Norm,
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `norms.update_norm`."""
+    if not _updates(x, delta, norm, post, after, second):
+        return norms.update_norm(x, delta, norm, post, scale, after, second)
+    y = torch.empty_like(x)
+    _update(x, delta, norm, post, scale, after, second, y)
+    return y
+
+
+def add(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> None:
+    """As `norms.add`."""
+    if _updates(x, delta, None, post, after, second):
+        _update(x, delta, None, post, scale, after, second, None)
+    else:
+        norms.add(x, delta, post, scale, after, second)
+
+
+def normed(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: Kind = "rms",
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+) -> torch.Tensor:
+    """As `norms.normed`."""
+    norm = Norm(weight, eps, kind, bias, groups)
+    if x.dim() != 2 or not _updates(x, None, norm, None, None, None):
+        return norms.normed(x, *norm)
+    y = torch.empty_like(x)
+    _update(x, None, norm, None, 1.0, None, None, y)
+    return y
+
+
+def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `activation.opened`."""
+    wide = gate.shape[1] in (1, y.shape[1]) and gate.dtype == y.dtype
+    if y.dim() != 2 or not wide or not _taken(y, gate):
+        return activation.opened(y, gate)
+    z, (M, N) = torch.empty_like(y), y.shape
+    native.run(native.OPEN, ARGS[native.OPEN], y.dtype, {"x": y, "gate": gate, "y": z}, M=M, N=N, wide=gate.shape[1])
+    return z
+
+
+def prepare(
+    qkv: torch.Tensor, p: Prepared, pos: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `prepare.prepare`."""
+    fits = (
+        _norms(p.q_norm, p.HQ * p.D if p.over == "all" else p.D)
+        and _norms(p.k_norm, p.HKV * p.D if p.over == "all" else p.D)
+        and _norms(p.v_norm, p.D)
+    )
+    tables = (cos is None) == (sin is None) and (cos is None or sin is None or cos.dtype == sin.dtype)
+    if not (fits and tables and pos.dtype == torch.int32 and pos.is_contiguous() and _taken(qkv, cos, sin)):
+        return definition.prepare(qkv, p, pos, cos, sin)
+    B, width = qkv.shape[0], p.HQ + 2 * p.HKV * p.writes
+    y = torch.empty(B, width * p.D, dtype=qkv.dtype)
+    gate = torch.empty(B, p.HQ * p.D, dtype=qkv.dtype) if p.gated else None
+    scale = p.position_scale
+    numbers: dict[str, Any] = {"B": B, "HQ": p.HQ, "HKV": p.HKV, "D": p.D, "R": 0 if cos is None else cos.shape[1]}
+    numbers |= {"values": p.HKV * p.D * (1 if p.v_is_k else 2), "by_head": p.order == "heads", "all": p.over == "all"}
+    numbers |= {n: getattr(p, n) for n in ("gated", "v_is_k", "writes", "norm_last", "key_scale")}
+    numbers |= {"neighbours": p.pairing == "neighbours", "angle_kind": 0 if cos is None else DTYPES[cos.dtype]}
+    numbers |= {} if scale is None else {"beta": scale.beta, "period": scale.period, "offset": scale.offset}
+    for name, norm in (("q", p.q_norm), ("k", p.k_norm), ("v", p.v_norm)):
+        numbers |= {f"{name}_norm": _norm(norm), f"{name}_normed": norm is not None}
+    tensors = {"x": qkv, "cos": cos, "sin": sin, "pos": pos, "y": y, "gate": gate}
+    native.run(native.PREPARE, ARGS[native.PREPARE], qkv.dtype, tensors, **numbers)
+    return y, gate
+
+
+def _update(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: Norm | None,
+    post: Norm | None,
+    scale: float,
+    after: torch.Tensor | None,
+    second: torch.Tensor | None,
+    y: torch.Tensor | None,
+) -> None:
+    tensors = {"x": x, "delta": delta, "second": second, "after": after, "y": y}
+    sizes = {"M": x.shape[0], "H": x.shape[1], "posts": post is not None, "scale": scale}
+    kind = 0 if after is None else DTYPES[after.dtype]
+    native.run(
+        native.UPDATE, ARGS[native.UPDATE], x.dtype, tensors, norm=_norm(norm), post=_norm(post), after_kind=kind, **sizes
+    )
+
+
+def _norm(norm: Norm | None) -> ctypes.Structure:
+    if norm is None:
+        return NORM(groups=1)
+    weights: dict[str, Any] = {}
+    for name, t in (("weight", norm.weight), ("bias", norm.bias)):
+        weights |= {} if t is None else {name: t.data_ptr(), f"{name}_kind": DTYPES[t.dtype]}
+    return NORM(layer=norm.kind == "layer", groups=norm.groups, eps=norm.eps, **weights)
+
+
+def _updates(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: Norm | None,
+    post: Norm | None,
+    after: torch.Tensor | None,
+    second: torch.Tensor | None,
+) -> bool:
+    alike = all(t is None or (t.dtype == x.dtype and t.shape == x.shape) for t in (delta, second))
+    one = after is None or after.numel() == 1
+    return (
+        alike and one and x.dim() == 2 and all(_norms(n, x.shape[1]) for n in (norm, post)) and _taken(x, delta, second, after)
+    )
+
+
+def _norms(norm: Norm | None, n: int) -> bool:
+    """Whether a norm's weights are one for each of n values."""
+    return norm is None or (n % norm.groups == 0 and all(t is None or (t.numel() == n and _one(t)) for t in norm[::3]))
+
+
+def _one(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.dtype in DTYPES and not (t.requires_grad and torch.is_grad_enabled())
+
+
+def _taken(*tensors: torch.Tensor | None) -> bool:
+    """Whether the library is built and takes these tensors: contiguous, in its dtypes."""
+    return native.library() is not None and all(t is None or _one(t) for t in tensors)
