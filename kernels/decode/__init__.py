@@ -19,8 +19,8 @@
     fold       the module that fuses add_norm and gated into the products of cuda/tile_mma; None where the device cannot
 
 On CUDA they are the kernels of this package (dispatch chooses those of `attend`, prompts and routers; the rest are Triton).
-On a CPU, C++ runs what a step needs (`cpu`). Everything else runs the torch functions that define each operation
-(`reference`). `experts` computes a mixture's layer from packed experts.
+On a CPU, C++ runs what a step needs (`cpu`, `rows_cpu`, `recurrent/steps_cpu`). Everything else runs the
+torch functions that define each operation (`reference`). `experts` computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
