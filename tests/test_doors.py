@@ -29,7 +29,7 @@ ROUND = {  # (file, call) -> why it need not go through the door
     ("lowq_cli/running.py", "log.read_text"): "what a process of ours has just written",
     ("lowq_cli/devices.py", "ctypes.CDLL"): "the GPU's driver, by its bare name",
     ("lowq_cli/engine/saved_cache.py", "safe_open"): "the name of the open file",
-    ("lowq_cli/engine/open_model.py", "CGROUP_QUOTA.read_text"): "a file of the kernel's",
+    ("lowq_cli/engine/open_model.py", "quota_file.read_text"): "a file of the kernel's",
     ("lowq_cli/engine/timeline.py", "timeline.read_text"): "what torch's profiler has just written",
     ("lowq_cli/files/picture_file.py", "Image.open"): "bytes in memory",
     ("lowq_cli/files/source.py", "mmap.mmap"): "an open file",

@@ -62,7 +62,7 @@ FACTS = {
 OF_MIXTURES = ("not normed", "a dense layer")
 CASES = [(family, fact) for family in FAMILIES for fact in FACTS if family == "qwen3_moe" or fact not in OF_MIXTURES]
 LLAMA_CPP = {  # what its graphs of these families compute otherwise -> the reason
-    "linear": "rotary embedding 'linear'", "yarn": "rotary embedding 'yarn'", "part of a head": "turns 8 of the 16 values",
+    "linear": "rotary embedding 'linear'", "yarn": "rotary embedding 'yarn'", "part of a head": "rotates 8 of the 16 values",
     "gelu": "activation is gelu", "not normed": "router does not normalise", "a dense layer": "have no experts",
 }  # fmt: skip
 NOT_READ_BACK = (

@@ -98,14 +98,14 @@ def test_every_command_that_a_refusal_prints_runs(family, model, tmp_path, monke
         printed |= {(line, str(tmp_path)) for line in re.findall(r"other engines: (lowq export .*--to \S+)", err)}
         monkeypatch.chdir(tmp_path / "here")
         for to in EXPORTED:
-            code, err = run(f"lowq export q{i} --to {to} --out {i}-{to}", capsys)
+            code, err = run(f"lowq export q{i} --to {to} --out {i}.{to}", capsys)
             assert code in (0, 3, 5), err
             printed |= {(line, str(tmp_path / "here")) for line in re.findall(r"from the original: (lowq quantize .*)", err)}
     assert printed or family == "gpt2"
     for n, (line, where) in enumerate(sorted(printed)):
         monkeypatch.chdir(where)
-        extra = f" --method rtn --out {tmp_path}/again{n}" if "quantize" in line else f" --out {tmp_path}/again{n}"
-        code, err = run(line + extra, capsys)
+        out = tmp_path / f"again{n}.{line.split()[-1]}"
+        code, err = run(f"{line} {'--method rtn' if 'quantize' in line else ''} --out {out}", capsys)
         assert code == 0, (line, err)
 
 

@@ -47,15 +47,16 @@ def test_an_export_leaves_everything_else_alone(demo4, tmp_path, to, what):
 
 @pytest.mark.parametrize("to", ["compressed-tensors", "gguf", "mlx"])
 def test_an_export_that_is_there_is_not_made_again(demo4, tmp_path, to, capsys):
-    line = ("export", demo4, "--to", to, "--out", tmp_path / "out")
+    out = tmp_path / f"out.{to}"
+    line = ("export", demo4, "--to", to, "--out", out)
     assert cli(*line) == 0
-    before = (tmp_path / "out").stat().st_mtime_ns
+    before = out.stat().st_mtime_ns
     capsys.readouterr()
     assert cli(*line) == 0
     assert "already there" in capsys.readouterr().err
-    assert (tmp_path / "out").stat().st_mtime_ns == before
+    assert out.stat().st_mtime_ns == before
     other = "hqq" if to == "mlx" else "mlx"
-    assert cli("export", demo4, "--to", other, "--out", tmp_path / "out") == 2
+    assert cli("export", demo4, "--to", other, "--out", out) == 2
     assert "is there already" in capsys.readouterr().err
 
 
@@ -182,7 +183,7 @@ def test_earlier_internal_errors_are_one_line(demo4, tmp_path, capsys):
     found[name] = torch.full_like(found[name], torch.nan)
     save_file(found, spoilt / "model.safetensors", metadata={"format": "pt"})
     for to in ("compressed-tensors", "gguf", "mlx", "gptq"):
-        assert cli("export", spoilt, "--to", to, "--out", tmp_path / "out") == 3
+        assert cli("export", spoilt, "--to", to, "--out", tmp_path / f"out.{to}") == 3
         assert "NaN" in capsys.readouterr().err
     from types import SimpleNamespace
 

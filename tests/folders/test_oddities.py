@@ -176,11 +176,11 @@ def test_experts_of_a_derivative_under_other_names_are_read_or_refused(tmp_path,
     code, _, err = _command("generate", folder, "--prompt", PROMPT, "--device", "cpu")
     assert code == DamagedError.exit_code
     assert "model.language_model.embed_tokens.weight is missing; the files have it as model.embed_tokens.weight" in err
-    assert "take out the tensors of images" in err
+    assert "remove the tensors of images" in err
     assert "fetch" not in err
     code, _, err = _command("quantize", folder, "--bits", 8, "--group", 16, "--out", tmp_path / "q", "--quiet")
     assert code == DamagedError.exit_code
-    assert "take out the tensors of images" in err
+    assert "remove the tensors of images" in err
     weights(folder, lambda w: [w.pop(n) for n in [*w] if "visual" in n])  # the way out
     assert said(folder) == before
 
