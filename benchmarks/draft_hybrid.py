@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 BATCH, LENGTH, RATE = 4, 128, 3e-3  # sequences of a step, their tokens, the largest learning rate
 LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -24,7 +24,8 @@ def train(ids: torch.Tensor, vocab: int, steps: int) -> torch.nn.Module:
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
     sizes = {"vocab_size": vocab, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": len(LAYERS)}
     dense = {"num_experts": 0, "mlp_only_layers": list(range(len(LAYERS))), "layer_types": LAYERS}
-    config = Qwen3NextConfig(**sizes, **heads, **linear, **dense, max_position_embeddings=1024, tie_word_embeddings=True)
+    more = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
+    config = AutoConfig.for_model("qwen3_next", **sizes, **heads, **linear, **dense, **more)
     model = AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
