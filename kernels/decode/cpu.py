@@ -35,17 +35,12 @@ def _run(what: int, dtype: torch.dtype, tensors: dict[str, torch.Tensor | None],
     native.run(what, ARGS[what], dtype, tensors, **numbers)
 
 
-def _taken(*tensors: torch.Tensor | None) -> bool:
-    """Whether the library is built and takes these tensors: contiguous, in its dtypes."""
-    return native.library() is not None and all(t is None or (t.is_contiguous() and t.dtype in DTYPES) for t in tensors)
-
-
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, post: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `reference.add_norm`."""
     odd = (delta is not None and delta.dtype != x.dtype) or (post is not None and post.dtype != weight.dtype)
-    if odd or not _taken(x, delta, weight, post):
+    if odd or not native.takes(x, delta, weight, post):
         return reference.add_norm(x, delta, weight, eps, post)
     y = torch.empty_like(x)
     tensors = {"x": x, "delta": delta, "post": post, "weight": weight, "y": y}
@@ -55,7 +50,7 @@ def add_norm(
 
 def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
     """As `activation.gated`."""
-    if act not in ACTS or gate_scale != 1.0 or not _taken(gate_up):
+    if act not in ACTS or gate_scale != 1.0 or not native.takes(gate_up):
         return activation.gated(gate_up, act, gate_scale)
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, inner, dtype=gate_up.dtype)
@@ -82,7 +77,7 @@ def attend(
     closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()
     paged = table is None or (table.dtype == torch.int32 and table.stride(1) == 1)
     one = (norms[0] is None) == (norms[1] is None) and (norms[0] is None or norms[0].dtype == norms[1].dtype)  # type: ignore[union-attr]
-    if not (alike and closed and paged and one) or h.D % LANES or not _taken(qkv, cos, sin, *norms):
+    if not (alike and closed and paged and one) or h.D % LANES or not native.takes(qkv, cos, sin, *norms):
         return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
     B = qkv.shape[0]
     y = torch.empty(B, h.HQ * h.D, dtype=dtype)

@@ -92,7 +92,7 @@ def normed(
 def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """As `activation.opened`."""
     wide = gate.shape[1] in (1, y.shape[1]) and gate.dtype == y.dtype
-    if y.dim() != 2 or not wide or not _taken(y, gate):
+    if y.dim() != 2 or not wide or not native.takes(y, gate):
         return activation.opened(y, gate)
     z, (M, N) = torch.empty_like(y), y.shape
     native.run(native.OPEN, ARGS[native.OPEN], y.dtype, {"x": y, "gate": gate, "y": z}, M=M, N=N, wide=gate.shape[1])
@@ -109,7 +109,7 @@ def prepare(
         and _norms(p.v_norm, p.D)
     )
     tables = (cos is None) == (sin is None) and (cos is None or sin is None or cos.dtype == sin.dtype)
-    if not (fits and tables and pos.dtype == torch.int32 and pos.is_contiguous() and _taken(qkv, cos, sin)):
+    if not (fits and tables and pos.dtype == torch.int32 and pos.is_contiguous() and native.takes(qkv, cos, sin)):
         return definition.prepare(qkv, p, pos, cos, sin)
     B, width = qkv.shape[0], p.HQ + 2 * p.HKV * p.writes
     y = torch.empty(B, width * p.D, dtype=qkv.dtype)
@@ -163,21 +163,14 @@ def _updates(
     second: torch.Tensor | None,
 ) -> bool:
     alike = all(t is None or (t.dtype == x.dtype and t.shape == x.shape) for t in (delta, second))
-    one = after is None or after.numel() == 1
-    return (
-        alike and one and x.dim() == 2 and all(_norms(n, x.shape[1]) for n in (norm, post)) and _taken(x, delta, second, after)
-    )
+    if not alike or x.dim() != 2 or (after is not None and after.numel() != 1):
+        return False
+    return _norms(norm, x.shape[1]) and _norms(post, x.shape[1]) and native.takes(x, delta, second, after)
 
 
 def _norms(norm: Norm | None, n: int) -> bool:
     """Whether a norm's weights are one for each of n values."""
-    return norm is None or (n % norm.groups == 0 and all(t is None or (t.numel() == n and _one(t)) for t in norm[::3]))
-
-
-def _one(t: torch.Tensor) -> bool:
-    return t.is_contiguous() and t.dtype in DTYPES and not (t.requires_grad and torch.is_grad_enabled())
-
-
-def _taken(*tensors: torch.Tensor | None) -> bool:
-    """Whether the library is built and takes these tensors: contiguous, in its dtypes."""
-    return native.library() is not None and all(t is None or _one(t) for t in tensors)
+    if norm is None:
+        return True
+    sized = all(t is None or t.numel() == n for t in (norm.weight, norm.bias))
+    return sized and n % norm.groups == 0 and native.takes(norm.weight, norm.bias)

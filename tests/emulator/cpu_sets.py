@@ -1,5 +1,7 @@
 """What tests of own C++ on the CPU share: each instruction set that is here, and rows of x."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -17,15 +19,29 @@ def rows(M, K, dtype=torch.bfloat16, seed=0):
     return torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@contextmanager
+def only(name, monkeypatch):
+    """One instruction set."""
+    monkeypatch.setenv("LOWQ_CPU_ISA", name)
+    native.forget()
+    yield name
+    native.forget()
+
+
+@pytest.fixture(params=SETS)
+def plain_isa(request, monkeypatch):
+    """One instruction set after the other."""
+    with only(request.param, monkeypatch) as name:
+        yield name
+
+
 @pytest.fixture(params=SETS)
 def isa(request, monkeypatch):
     """One instruction set after the other, and outputs that hold NaN until they are written."""
-    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
-    native.forget()
 
     def poisoned(*size, **kind):
         return torch.full(size if isinstance(size[0], int) else size[0], float("nan"), **kind)
 
-    monkeypatch.setattr(torch, "empty", poisoned)
-    yield request.param
-    native.forget()
+    with only(request.param, monkeypatch) as name:
+        monkeypatch.setattr(torch, "empty", poisoned)
+        yield name

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from cpu_sets import SETS, pytestmark
+from cpu_sets import plain_isa as isa
+from cpu_sets import pytestmark
 from emulation import weight
 from lowq_kernels.decode import cpu, reference
 from lowq_kernels.decode.reference import Heads
@@ -14,19 +15,10 @@ from lowq_kernels.products.cpu import native, packed
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.layouts import pack
 
-__all__ = ["pytestmark"]
+__all__ = ["isa", "pytestmark"]
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}  # relative Frobenius error
 HEADS = [(8, 2, 64, 64, 0, False), (6, 6, 80, 40, 0, True), (10, 2, 128, 128, 20, False), (4, 4, 16, 16, 7, True)]
 HEADS += [(4, 2, 32, 32, 0, False), (6, 2, 96, 96, 37, False)]  # two and three queries share a key
-
-
-@pytest.fixture(params=SETS)
-def isa(request, monkeypatch):
-    """One instruction set after the other."""
-    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
-    native.forget()
-    yield
-    native.forget()
 
 
 @pytest.fixture

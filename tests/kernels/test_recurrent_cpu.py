@@ -7,26 +7,16 @@ import torch
 from mixer_truth import CASES, kind, states, truth
 from mixers import features
 
-from cpu_sets import SETS, pytestmark
+from cpu_sets import isa, pytestmark
 from emulation import error
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.recurrent import Rows, Run, Runs, dispatched
 from lowq_kernels.dispatch.registry import select
-from lowq_kernels.products.cpu import native
 
-__all__ = ["pytestmark"]
+__all__ = ["isa", "pytestmark"]
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative Frobenius error
 
 T, SLOTS = 12, torch.tensor([4, 1])
-
-
-@pytest.fixture(params=SETS)
-def isa(request, monkeypatch):
-    """One instruction set after the other."""
-    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
-    native.forget()
-    yield
-    native.forget()
 
 
 def in_dtype(f, dtype):

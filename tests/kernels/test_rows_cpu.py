@@ -5,24 +5,15 @@ from itertools import product
 import pytest
 import torch
 
-from cpu_sets import SETS, pytestmark
+from cpu_sets import isa, pytestmark
 from lowq_kernels.decode import activation, norms, prepare, rows_cpu
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.products.cpu import native
 
-__all__ = ["pytestmark"]
+__all__ = ["isa", "pytestmark"]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}  # relative Frobenius error
 D = 16
-
-
-@pytest.fixture(params=SETS)
-def isa(request, monkeypatch):
-    """One instruction set after the other."""
-    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
-    native.forget()
-    yield
-    native.forget()
 
 
 @pytest.fixture

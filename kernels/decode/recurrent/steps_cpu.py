@@ -76,7 +76,7 @@ def refuse(call: delta.DeltaCall | mamba2.Mamba2Call | short_conv.ShortConvCall)
     """Why these kernels do not take a call, or None."""
     if call.run:
         return "takes one token of each sequence, not runs"
-    return f"lowq's CPU kernels are not in use: {why}" if (why := native.why_not()) else None
+    return native.refuse(call)
 
 
 for _definition, _step in ((delta, delta_step), (mamba2, mamba2_step), (short_conv, short_conv_step)):
@@ -98,11 +98,10 @@ def _taken(
     x: torch.Tensor, f: Delta | Mamba2 | ShortConv, states: States, slots: torch.Tensor, *weights: torch.Tensor | None
 ) -> bool:
     """Whether the library is built and takes these tensors: contiguous, in its dtypes, the state S in fp32."""
-    tensors = [t for t in (x, f.weight, f.bias, *states.values(), *weights) if t is not None]
     alike = f.bias is None or f.bias.dtype == f.weight.dtype
     exact = "S" not in states or states["S"].dtype == torch.float32
-    closed = all(t.is_contiguous() and t.dtype in DTYPES for t in tensors) and slots.is_contiguous()
-    return native.library() is not None and alike and exact and closed and slots.dtype == torch.int64
+    placed = slots.is_contiguous() and slots.dtype == torch.int64
+    return alike and exact and placed and native.takes(x, f.weight, f.bias, *states.values(), *weights)
 
 
 def _run(

@@ -184,6 +184,20 @@ def why_not() -> str | None:
     return None if _found()[0] else _found()[2]
 
 
+def refuse(call: object) -> str | None:
+    """Why no kernel of the library takes any call, or None."""
+    return f"lowq's CPU kernels are not in use: {why}" if (why := why_not()) else None
+
+
+def takes(*tensors: torch.Tensor | None) -> bool:
+    """Whether the library is built and takes these tensors: contiguous, in its dtypes, without a gradient to record."""
+    return library() is not None and all(t is None or _plain(t) for t in tensors)
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.dtype in DTYPES and not (t.requires_grad and torch.is_grad_enabled())
+
+
 def is_watched() -> bool:
     """Whether torch's profiler is running; it does not see the library's work."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ then of integers, so y does not depend on M, on the number of threads, or on the
 
 import torch
 
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.products.cpu import native
 from lowq_packers import fp8
 from lowq_packers.layouts import PackedWeight
@@ -16,18 +16,13 @@ from lowq_packers.layouts.cpu import chunks
 BLOCKS = (128, 64, 32)  # k that share a scale of x: the first that divides the group
 
 
-def refuse(call: Call) -> str | None:
-    """Why no kernel of this folder takes any call, or None."""
-    return f"lowq's CPU kernels are not in use: {why}" if (why := native.why_not()) else None
-
-
-@register("cpu/packed", layouts=("cpu",), devices=("cpu",), refuse=refuse, rank=5)
+@register("cpu/packed", layouts=("cpu",), devices=("cpu",), refuse=native.refuse, rank=5)
 def packed(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) bf16 or fp16 -> (M, N)."""
     return _product(x, p, bias)
 
 
-@register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=refuse, acts=("int8",), rank=5)
+@register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=native.refuse, acts=("int8",), rank=5)
 def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """As `packed`, with each row of x (M, K) rounded to 8 bits (`--act int8`): half the dot products."""
     return _product(x, p, bias, x.abs().amax(1).float().clamp(min=fp8.LEAST))

@@ -8,7 +8,6 @@ import torch
 
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.products.cpu import native
-from lowq_kernels.products.cpu.packed import refuse
 from lowq_kernels.products.reference import reference
 from lowq_packers import tables
 from lowq_packers.layouts import PackedWeight
@@ -23,7 +22,7 @@ from lowq_packers.scheme import TABLES
     tables=tuple(TABLES),
     bits=(4, 3, 2),
     zeros=("none",),
-    refuse=refuse,
+    refuse=native.refuse,
     rank=5,
 )
 def table(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
