@@ -16,7 +16,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from emulation import error
 from lowq_kernels.decode import activation, elementwise, norms, ops, router
@@ -185,10 +185,10 @@ def test_norms(groups):
         cohere = CohereLayerNorm((3, 40), eps=1e-5)  # a weight of its own for each head
         cohere.weight.data = torch.randn(3, 40)
         assert error(norms.normed(x, cohere.weight, 1e-5, "layer"), cohere(x)) < 1e-6
-    nemotron = NemotronHRMSNormGated(40, 40 // groups, 1e-5)
+    zamba = Zamba2RMSNormGated(40, 40 // groups, 1e-5)
     falcon = FalconH1RMSNormGated(40, 1e-5, groups)
-    nemotron.weight.data = falcon.weight.data = weight
-    for module in (nemotron, falcon):
+    zamba.weight.data = falcon.weight.data = weight
+    for module in (zamba, falcon):
         assert error(norms.normed(x, weight, 1e-5, groups=groups), module(x)) < 1e-6
 
 
