@@ -69,12 +69,14 @@ def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None,
     return len(distinct)
 
 
-def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], None], workers: int = WORKERS) -> int:
+def launch_all(
+    work: Sequence[Callable[[], object]], done: Callable[[int, int], None], workers: int = WORKERS, quiet_s: float = SLOW
+) -> int:
     """Make every launch once, in threads: what NVRTC compiles, and few kernels of Triton's. Returns how many there were.
 
     For a process that will run these kernels itself: nothing is found again on disk, and no worker has to start. `done(n, of)`
-    is told of each once SLOW seconds have passed. A launch that fails is left for its real caller to report, but
-    an error that loses the GPU is raised.
+    is called after each launch once `quiet_s` seconds have passed. A launch that fails is left for its real caller to report,
+    but an error that loses the GPU is raised.
     """
     started = monotonic()
 
@@ -90,7 +92,7 @@ def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], 
     with ThreadPoolExecutor(workers) as pool:
         for i, launched in enumerate(as_completed([pool.submit(launch, item) for item in work])):
             launched.result()
-            if monotonic() - started > SLOW:
+            if monotonic() - started > quiet_s:
                 done(i + 1, len(work))
     workspaces.release()  # scratch memory of ended threads: 0.27 GB for eight of them
     return len(work)

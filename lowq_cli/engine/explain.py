@@ -166,9 +166,12 @@ def _read(m: nn.Module) -> dict[str, list[torch.Tensor]]:
     return tensors_of
 
 
-def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:
-    """(bytes per second of memory for a step that reads n bytes, or None; the reason for None)."""
-    cache = bandwidth.last_level_cache(device)
+def memory_speed(device: torch.device, n: int, cache: int | None = None) -> tuple[float | None, str]:
+    """(bytes per second of memory for a step that reads n bytes, or None; the reason for None).
+
+    cache: bytes of the last-level cache; None asks the system.
+    """
+    cache = cache or bandwidth.last_level_cache(device)
     if cache is None:
         return None, "the size of this processor's last cache is not known"
     if n < 2 * cache:
@@ -179,12 +182,17 @@ def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:
         return None, "too little free memory to measure how fast it is"
 
 
-def roofline(model: CausalModel, decoder: Decoder, decode_tps: float, batch: int) -> tuple[float | None, str]:
-    """(percent of the speed at which this machine's memory could deliver the weights, or None; the basis, or the reason)."""
+def roofline(
+    model: CausalModel, decoder: Decoder, decode_tps: float, batch: int, cache: int | None = None
+) -> tuple[float | None, str]:
+    """(percent of the speed at which this machine's memory could deliver the weights, or None; the basis, or the reason).
+
+    cache: bytes of the last-level cache; None asks the system.
+    """
     if not decode_tps:
         return None, "no token was decoded after the first"
     n = bytes_per_token(model, decoder, batch)
-    speed, why_not = memory_speed(model.device, n)
+    speed, why_not = memory_speed(model.device, n, cache)
     if speed is None:
         return None, why_not
     percent = 100 * n * decode_tps / batch / speed

@@ -25,14 +25,14 @@ def name_of(t: torch.Tensor) -> str:
 
 
 class SafetensorsWriter:
-    """Safetensors files of at most SHARD bytes, written as they fill and numbered at the end.
+    """Safetensors files of at most `file_bytes`, written as they fill and numbered at the end.
 
     Files of an interrupted run in the folder are reused: `done` are the tensors in them. Leaving the block waits for
     all files that are still being written.
     """
 
-    def __init__(self, folder: Path, kind: str = "pt") -> None:
-        self.folder, self.kind = folder, kind
+    def __init__(self, folder: Path, kind: str = "pt", file_bytes: int = SHARD) -> None:
+        self.folder, self.kind, self.file_bytes = folder, kind, file_bytes
         self.waiting: dict[str, torch.Tensor] = {}
         self.files: list[tuple[Path, list[str]]] = []
         self.size = self.total = 0
@@ -55,7 +55,7 @@ class SafetensorsWriter:
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
         """Add the tensors of one matrix; they go into one file."""
         nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        if self.waiting and self.size + nbytes > SHARD:
+        if self.waiting and self.size + nbytes > self.file_bytes:
             self._flush()
         self.waiting |= tensors
         self.size += nbytes

@@ -17,7 +17,7 @@ from typing import Any
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
-from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
+from lowq_cli.files.safetensors_writer import SHARD, SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
 from lowq_cli.interop.export_checks import WRITTEN, as_held, check_all, described, first_that_holds, way_out
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
@@ -48,6 +48,7 @@ def export(
     rounding: bool = False,
     progress: Progress | None = None,
     kind: str | None = None,
+    file_bytes: int = SHARD,
 ) -> Exported:
     """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
 
@@ -58,6 +59,7 @@ def export(
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
         progress: called with (percent done, name).
         kind: quantize to this mixture of GGUF's types, such as Q4_K_M; already quantized weights are rounded again.
+        file_bytes: max. bytes of a safetensors file; a GGUF file is flushed to disk each time that this many were written.
     Raises:
         UsageError: unknown format, or `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
         nearest scheme that it holds. NotFoundError, DamagedError: as `open_checkpoint`.
@@ -67,7 +69,7 @@ def export(
     if kind:
         if to not in (None, "gguf"):
             raise UsageError(f"--type {kind} is a mixture of GGUF's types; leave --to {to} out")
-        return _quantized_gguf(checkpoint, kind, out, progress)
+        return _quantized_gguf(checkpoint, kind, out, progress, file_bytes)
     there = user_path(checkpoint).exists()
     opened = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with opened.source:
@@ -82,7 +84,7 @@ def export(
             if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
-                written = export_gguf(opened, target, rounding, progress)
+                written = export_gguf(opened, target, rounding, progress, file_bytes=file_bytes)
                 return replace(written, notes=(*written.notes, *_left_out(whole, opened, fmt)))
             run = run_name(opened, to, rounding)
             check_apart(target, opened.folder)
@@ -91,7 +93,7 @@ def export(
                 config, read = _as_read(target)
             else:
                 with new_folder(target, run) as folder:
-                    _write(opened, fmt, folder, rounding, progress)
+                    _write(opened, fmt, folder, rounding, progress, file_bytes)
                     config, read = _as_read(folder)
                     remember_export(target, run, folder)  # before the rename, so that a kill in between is harmless
         engines, notes = fmt.engines(config, read), fmt.notes(config, {})
@@ -128,7 +130,11 @@ def mixture_path(model: str | os.PathLike[str], kind: str) -> Path:
 
 
 def _quantized_gguf(
-    model: str | os.PathLike[str], kind: str, out: str | os.PathLike[str] | None, progress: Progress | None
+    model: str | os.PathLike[str],
+    kind: str,
+    out: str | os.PathLike[str] | None,
+    progress: Progress | None,
+    file_bytes: int,
 ) -> Exported:
     """Export any model as a GGUF file with a mixture of types."""
     from lowq_cli.interop.gguf_export import export_gguf
@@ -136,7 +142,7 @@ def _quantized_gguf(
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
     with whole.source:
         held = as_held(whole, fmt)
-        written = export_gguf(held, Path(out or mixture_path(model, kind)), False, progress, mixture)
+        written = export_gguf(held, Path(out or mixture_path(model, kind)), False, progress, mixture, file_bytes)
         notes = _left_out(whole, held, fmt)
         if held.schemes or isinstance(held.source, DecodedSource):
             source = source_of(held.folder, held.report)
@@ -184,7 +190,7 @@ def _as_read(folder: Path) -> tuple[dict[str, Any], list[formats.Matrix]]:
         return source.config, [] if read is None else read[1]
 
 
-def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None) -> None:
+def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None, file_bytes: int) -> None:
     """Write weights, index, companions and config of one export."""
     (modules, section), export = described(found, fmt), WRITTEN[fmt.name]
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
@@ -199,7 +205,7 @@ def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progres
         return t, {} if t.scheme or t.name in shards.done else {t.name: found.read_plain(t)}
 
     with (
-        SafetensorsWriter(folder, export.library) as shards,
+        SafetensorsWriter(folder, export.library, file_bytes) as shards,
         in_order(found.tensors, made, _workers(found), ahead=1) as results,
     ):
         plain = {t.name for t in found.tensors if not t.scheme}  # a finished bias does not mean that its matrix is finished

@@ -19,6 +19,7 @@ import torch
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.family_tensors import Named
 from lowq_cli.files.folder import sweep
+from lowq_cli.files.safetensors_writer import SHARD
 from lowq_cli.interop.exported import Exported, Progress, run_name
 from lowq_cli.interop.gguf_bytes import File, Piece, chosen, stored
 from lowq_cli.interop.gguf_file import INT32, GgufTensor, Value, array, f32, head, text, u32
@@ -130,11 +131,17 @@ def tower_path(out: Path) -> Path:
 
 
 def export_gguf(
-    found: Checkpoint, out: Path, rounding: bool, progress: Progress | None, mixture: Mixture | None = None
+    found: Checkpoint,
+    out: Path,
+    rounding: bool,
+    progress: Progress | None,
+    mixture: Mixture | None = None,
+    file_bytes: int = SHARD,
 ) -> Exported:
     """Write `found` to the file `out`, and its vision tower, if any, to mmproj-NAME next to it.
 
     rounding: accept scales and offsets rounded to fp16 if they do not fit. mixture: quantize the text model to its types.
+    file_bytes: as in `export`.
     Raises UnsupportedError for a family, tokenizer or scheme that lowq cannot write as GGUF, UsageError if `out`
     exists.
     """
@@ -149,14 +156,14 @@ def export_gguf(
         tower = mmproj(found, beside, _embedding(text))
         files.insert(0, File(tower_path(out), tower.metadata, tower.pieces))
     run = run_name(found, f"gguf {mixture.number}" if mixture else "gguf", rounding)
-    there = [_write(found, file, f"{run} {file.path.name}", rounding, progress) for file in files]
+    there = [_write(found, file, f"{run} {file.path.name}", rounding, progress, file_bytes) for file in files]
     notes = tuple(f"its tower and projector: {file.path} (llama.cpp: --mmproj)" for file in files[:-1])
     matrices = sum(map(chosen, (row for row, _ in entries))) if mixture else len(found.schemes)
     size = sum(file.path.stat().st_size for file in files)
     return Exported(str(out), "gguf", size, matrices, ENGINES, notes, all(there))
 
 
-def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Progress | None) -> bool:
+def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Progress | None, file_bytes: int) -> bool:
     """Write one file; returns whether it already existed, from the same run."""
     members: dict[GgufTensor, list[Piece]] = {}
     for piece in file.pieces:
@@ -176,7 +183,7 @@ def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Pr
     if was_exported(file.path, run):
         sweep(file.path)
         return True
-    with new_gguf(file.path, run, head(file.metadata, [*rows, *extra])) as writer:
+    with new_gguf(file.path, run, head(file.metadata, [*rows, *extra]), file_bytes) as writer:
         done = sum(prod(row.shape) for row in rows[: writer.finished])
         for row in rows[writer.finished :]:
             writer.write(row, contents(row))

@@ -1,7 +1,7 @@
 """Write a GGUF file in a temporary folder until it is complete; after a kill, writing resumes.
 
 NAME.id.partial/file       the file's first bytes, in order
-NAME.id.partial/note.json  the number of complete tensors on disk, updated every SHARD bytes
+NAME.id.partial/note.json  the number of complete tensors on disk, updated every `note_bytes`
 """
 
 import json
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from lowq_cli.files import safetensors_writer
 from lowq_cli.files.folder import unfinished
 from lowq_cli.interop.gguf_file import GgufTensor, padded
 from lowq_cli.state import remember_export, writing
@@ -21,7 +20,7 @@ from lowq_packers.regular import read_text
 
 
 @contextmanager
-def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
+def new_gguf(out: Path, run: str, head: bytes, note_bytes: int) -> Iterator["GgufWriter"]:
     """A writer of the file `out`, which exists once the block has ended without an error.
 
     After a kill, Ctrl-C, or a lack of memory or disk space, the partial file is kept for the next call of the same `run`.
@@ -31,7 +30,7 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
         path = folder / "file"
         path.touch()
         with open(path, "r+b") as file:
-            yield GgufWriter(path, file, head)
+            yield GgufWriter(path, file, head, note_bytes)
             with writing(out):
                 file.flush()
                 os.fsync(file.fileno())
@@ -45,8 +44,8 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
 class GgufWriter:
     """Appends to `file`; `finished` is the number of tensors in it from an earlier run."""
 
-    def __init__(self, path: Path, file: BinaryIO, head: bytes) -> None:
-        self.path, self.note, self.file = path, path.with_name("note.json"), file
+    def __init__(self, path: Path, file: BinaryIO, head: bytes, note_bytes: int) -> None:
+        self.note_bytes, self.path, self.note, self.file = note_bytes, path, path.with_name("note.json"), file
         with writing(path):
             self.finished, at = self._left(head)
             file.truncate(at)
@@ -74,7 +73,7 @@ class GgufWriter:
             assert self.file.tell() - start == row.nbytes, row.name
             self.file.write(bytes(padded(row.nbytes) - row.nbytes))
             self.finished += 1
-            if self.file.tell() - self.synced >= safetensors_writer.SHARD:
+            if self.file.tell() - self.synced >= self.note_bytes:
                 self.file.flush()
                 os.fsync(self.file.fileno())
                 self.synced = self.file.tell()

@@ -21,7 +21,7 @@ from lowq_cli.calibrate.mixed import Mixed, Spread
 from lowq_cli.console import size
 from lowq_cli.devices import pick_device
 from lowq_cli.engine import bandwidth
-from lowq_cli.evaluate.perplexity import measure
+from lowq_cli.evaluate.perplexity import Report, measure
 from lowq_cli.files import memo
 from lowq_cli.files.folder import held
 from lowq_cli.plan.planner import make_plan
@@ -106,11 +106,21 @@ class Search:
     Args:
         model: the model as named by the user. spread: the possible allocations of bits. asked: the recipe with the bound.
         texts: the hash of the calibration text, and the evaluation text. make: quantizes the model by a recipe.
+        measure: evaluates a folder: (folder, text, original, device, max. tokens) -> report.
     """
 
     def __init__(
-        self, model: str, spread: Spread, asked: Recipe, texts: tuple[str, str], device: str, make: Make, watch: Watch
+        self,
+        model: str,
+        spread: Spread,
+        asked: Recipe,
+        texts: tuple[str, str],
+        device: str,
+        make: Make,
+        watch: Watch,
+        measure: Callable[..., Report] = measure,
     ) -> None:
+        self.measure = measure
         self.model, self.spread, self.asked, self.device, self.make, self.watch = model, spread, asked, device, make, watch
         self.flag = "max_kl" if asked.max_kl is not None else "max_ppl"
         self.limit = asked.max_kl if asked.max_kl is not None else float(asked.max_ppl or 0)
@@ -244,7 +254,7 @@ class Search:
         folder = self._folder(recipe)
         if folder.name not in self.known:
             self.make(recipe, folder)
-            report = measure(folder, self.judge, self.model, self.device, TOKENS)
+            report = self.measure(folder, self.judge, self.model, self.device, TOKENS)
             self.known[folder.name] = {"kl": float(report.kl or 0.0), "ppl": float(report.ppl_increase_pct or 0.0)}
             if self.asked.tokens_per_s:
                 self.known[folder.name]["tps"] = speed(folder, self.judge, self.device)

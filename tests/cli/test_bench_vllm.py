@@ -1,6 +1,7 @@
 """lowq bench --vllm: both engines' numbers side by side; what vLLM cannot serve, or its absence, is one line."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -28,7 +29,8 @@ def engine(tmp_path, monkeypatch):
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
     real = vllm_speed.subprocess.run
-    monkeypatch.setattr(vllm_speed, "find_spec", lambda name: object())
+    (tmp_path / "vllm.py").touch()  # importable, so it counts as installed
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
         vllm_speed.subprocess, "run", lambda line, **how: real([line[0], str(script), *line[3:]], **how)
     )  # line: python -m module folder out ...
@@ -52,12 +54,16 @@ def test_schemes_that_vllm_has_no_kernels_for(family_checkpoints, engine, capsys
     assert "it has none for these schemes" in got.err
 
 
-def test_a_failed_engine_and_no_engine_are_one_line(family_checkpoints, engine, monkeypatch, capsys):
+def test_a_failed_engine_is_one_line(family_checkpoints, engine):
     folder = family_checkpoints("llama", "bfloat16", SYM).packed
     engine.write_text("raise SystemExit('no GPU here')")
     with pytest.raises(UnsupportedError, match=r"vLLM did not serve .*: no GPU here"):
         vllm_speed.run(folder)
-    monkeypatch.setattr(vllm_speed, "find_spec", lambda name: None)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_is_one_line(family_checkpoints, capsys):
+    folder = family_checkpoints("llama", "bfloat16", SYM).packed
     assert cli(folder) == 5
     assert "pip install vllm" in capsys.readouterr().err
     assert cli(folder, "--bits", 4) == 2

@@ -6,13 +6,16 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from folders import files
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from lowq_cli.calibrate import sensitivity
 from lowq_cli.calibrate.mixed import Mixed, Share
+from lowq_cli.calibrate.texts import read_text
+from lowq_cli.engine import bandwidth
 from lowq_cli.evaluate import perplexity
+from lowq_cli.files import memo
 from lowq_cli.files.source import DEMO
 from lowq_cli.main import app
 from lowq_cli.plan.recipe import make_recipe
@@ -22,16 +25,22 @@ from lowq_cli.run.prepare import prepare
 from lowq_packers.errors import QualityError, UsageError
 from lowq_packers.scheme import Scheme
 
-TOKENS = 1024
 ASKED = {"max_kl": 0.05, "widths": (8, 4, 3, 2)}
 
 
 @pytest.fixture
-def cache(own_cache, monkeypatch):
-    """Bounds kept in a folder of the test; few tokens."""
-    monkeypatch.setattr(bound, "TOKENS", TOKENS)
-    monkeypatch.setattr(sensitivity, "TOKENS", 4096)
+def cache(own_cache):
+    """The folder of measurements, empty."""
     return own_cache / "bounds"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Short texts: one batch of windows to calibrate on, and one to judge by."""
+    folder, whole = tmp_path_factory.mktemp("texts"), read_text(None)
+    for name, letters in (("calib", 24_000), ("judge", 4_000)):
+        (folder / name).write_text(whole[:letters])
+    return {name: str(folder / name) for name in ("calib", "judge")}
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +62,12 @@ def quantized(model, out, make=None, **asked):
         return prepared.bound, next(e.result for e in pipeline.execute(prepared) if isinstance(e, Finished))
 
 
-def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, cache, tmp_path):
-    found, result = quantized(model, tmp_path / "a")
+def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, texts, cache, tmp_path):
+    found, result = quantized(model, tmp_path / "a", **texts)
     assert 0.9 * 0.05 <= found.measured <= 0.05
     assert found.binding == "max_kl"
     assert not result.already_done
-    again = perplexity.measure(tmp_path / "a", perplexity.read_text(None), model, "cpu", TOKENS)
+    again = perplexity.measure(tmp_path / "a", perplexity.read_text(texts["judge"]), model, "cpu")
     assert again.kl == pytest.approx(found.measured, rel=1e-6)
     assert found.more < found.measured < found.less
     report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
@@ -66,12 +75,12 @@ def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, cache,
     list(pipeline.run(model, plain, tmp_path / "b", "cpu"))
     assert files(tmp_path / "a") == files(tmp_path / "b")
     assert [p.name for p in next(cache.iterdir()).iterdir()] == ["measured.json"]  # no trial is left
-    second, result = quantized(model, tmp_path / "a")
+    second, result = quantized(model, tmp_path / "a", **texts)
     assert result.already_done
     assert second == found
 
 
-def test_killed_when_a_trial_is_made_it_is_not_made_again(model, cache, tmp_path):
+def test_killed_when_a_trial_is_made_it_is_not_made_again(model, texts, cache, tmp_path):
     made = []
 
     def make(recipe, folder):
@@ -83,9 +92,9 @@ def test_killed_when_a_trial_is_made_it_is_not_made_again(model, cache, tmp_path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantized(model, tmp_path / "a", make, max_kl=0.03)
+        quantized(model, tmp_path / "a", make, max_kl=0.03, **texts)
     assert not (tmp_path / "a").exists()
-    found, _ = quantized(model, tmp_path / "a", make, max_kl=0.03)
+    found, _ = quantized(model, tmp_path / "a", make, max_kl=0.03, **texts)
     assert len(made) == 1 + len(found.trials)
     name, _, inode = made[0]
     assert made[1] == (name, inode, inode)
@@ -93,11 +102,11 @@ def test_killed_when_a_trial_is_made_it_is_not_made_again(model, cache, tmp_path
     assert 0.9 * 0.03 <= found.measured <= 0.03
 
 
-def test_bounds_that_cannot_be_met(model, cache, tmp_path):
+def test_bounds_that_cannot_be_met(model, texts, cache, tmp_path):
     with pytest.raises(QualityError, match=r"--max-kl 0.001 is not met: .* --widths 3,2 allow"):
-        quantized(model, tmp_path / "a", max_kl=0.001, widths=(3, 2), lm_head="keep")
+        quantized(model, tmp_path / "a", max_kl=0.001, widths=(3, 2), lm_head="keep", **texts)
     with pytest.raises(UsageError, match=r"--fit 100.0 kB is too little: the smallest widths take"):
-        quantized(model, tmp_path / "a", fit=100_000)
+        quantized(model, tmp_path / "a", fit=100_000, **texts)
     assert not (tmp_path / "a").exists()
 
 
@@ -127,12 +136,13 @@ def timed(model, out, monkeypatch, seconds, **asked):
         return 1 / seconds(nbytes)
 
     monkeypatch.setattr(bound, "speed", speed)
-    monkeypatch.setattr(bound.bandwidth, "measured", lambda device: 1e9)
+    bandwidth.measured(torch.device("cpu"))
+    memo.keep(bandwidth.FILE, dict.fromkeys(memo.recall(bandwidth.FILE), 1e9))
     return quantized(model, out, **asked)[0], sizes
 
 
-def test_a_speed_is_a_further_bound(model, cache, tmp_path, monkeypatch):
-    found, sizes = timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e9 / 4e6)
+def test_a_speed_is_a_further_bound(model, texts, cache, tmp_path, monkeypatch):
+    found, sizes = timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e9 / 4e6, **texts)
     assert found.binding == "max_kl"
     here, slower, faster = found.tps
     assert here == pytest.approx(1e9 / sizes[-1]) or here in [t.tps for t in found.trials]
@@ -144,9 +154,9 @@ def test_a_speed_is_a_further_bound(model, cache, tmp_path, monkeypatch):
     assert report["recipe"]["tokens_per_s"] is None  # the recipe that makes the checkpoint names no bound
 
 
-def test_a_speed_that_the_loss_does_not_leave(model, cache, tmp_path, monkeypatch):
+def test_a_speed_that_the_loss_does_not_leave(model, texts, cache, tmp_path, monkeypatch):
     with pytest.raises(QualityError, match=r"--tokens-per-s 1e\+06 is not met: --max-kl 0.05 leaves .* allow more loss"):
-        timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e6)
+        timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e6, **texts)
     assert not (tmp_path / "a").exists()
 
 
@@ -166,9 +176,8 @@ def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, tr
     def measure(folder, *_):
         return SimpleNamespace(kl=made[folder], ppl_increase_pct=100 * math.expm1(made[folder]))
 
-    monkeypatch.setattr(bound, "measure", measure)
     asked = make_recipe(**{flag: limit if flag == "max_kl" else 100 * math.expm1(limit)})
-    _, _, found = bound.Search("m", curve, asked, ("", ""), "cpu", make, lambda *_: None).run()
+    _, _, found = bound.Search("m", curve, asked, ("", ""), "cpu", make, lambda *_: None, measure).run()
     if found.binding == flag:
         assert 0.9 * found.limit < found.measured <= found.limit
         assert len(found.trials) <= 5

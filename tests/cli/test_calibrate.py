@@ -15,7 +15,7 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.layers import DecoderLayers, run
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.quantizers import _table_fit, gptq, lsq
+from lowq_cli.quantizers import gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.run import pipeline
 from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UsageError
@@ -158,9 +158,8 @@ def test_families_are_calibrated_whole(family, family_checkpoints, text, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "table"])
-def test_tables_are_calibrated_from_run_to_rerun(form, family_checkpoints, text, tmp_path, monkeypatch):
+def test_tables_are_calibrated_from_run_to_rerun(form, family_checkpoints, text, tmp_path):
     """The files hold gptq's results: codes, scales of 8 bits, each matrix's own table or factor."""
-    monkeypatch.setattr(_table_fit, "ITERATIONS", 3)
     dense, recipe = family_checkpoints("llama").dense, make_recipe(format=form, group=16, method="gptq", calib=text)
     list(pipeline.run(dense, recipe, tmp_path / "whole"))
     whole = open_checkpoint(tmp_path / "whole")

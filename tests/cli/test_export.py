@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from lowq_cli import main
 from lowq_cli.commands.export import READERS
-from lowq_cli.files import safetensors_writer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.export_checks import exportable
@@ -54,10 +53,9 @@ def test_an_export_opens_as_the_weights_that_the_checkpoint_stands_for(bf16_chec
     assert "lowq" in shown.engines
 
 
-def test_several_files_and_an_index(bf16_checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_writer, "SHARD", 20_000)
+def test_several_files_and_an_index(bf16_checkpoints, tmp_path):
     made = bf16_checkpoints("llama", SYM)
-    export(made.packed, "compressed-tensors", tmp_path / "out")
+    export(made.packed, "compressed-tensors", tmp_path / "out", file_bytes=20_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     with open_decoded(tmp_path / "out") as found, open_source(made.dequantized) as wanted:
         assert found.headers.keys() == wanted.headers.keys()  # open_source checks the index

@@ -1,6 +1,7 @@
 """lowq export, interrupted: the next call goes on behind the last whole file and leaves the bytes of an uninterrupted one."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from lowq_cli import main
-from lowq_cli.files import safetensors_writer
-from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_foreign
 from lowq_cli.plan.recipe import make_recipe
@@ -23,15 +22,13 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 KILLED = """
 import os, signal, sys
 from lowq_cli import main
-from lowq_cli.files import safetensors_writer
 from lowq_cli.interop.exporter import export
-safetensors_writer.SHARD = int(sys.argv[4])
 def progress(percent, name):
     progress.count += 1
     if progress.count == int(sys.argv[5]):
         os.kill(os.getpid(), signal.SIGKILL)
 progress.count = 0
-export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress)
+export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress, file_bytes=int(sys.argv[4]))
 """
 
 
@@ -39,36 +36,31 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, tmp_path, monkeypatch):
-    made = family_checkpoints("llama", "bfloat16", SCHEMES)
-    monkeypatch.setattr(safetensors_writer, "SHARD", SMALL_FILES)
-    export(made.packed, "compressed-tensors", tmp_path / "whole")
+def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, tmp_path):
+    made, out = family_checkpoints("llama", "bfloat16", SCHEMES), tmp_path / "out"
+    export(made.packed, "compressed-tensors", tmp_path / "whole", file_bytes=SMALL_FILES)
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
-    out, read = tmp_path / "out", []
     for at in (2, 6, 9):
         line = [sys.executable, "-c", KILLED, made.packed, "compressed-tensors", out, SMALL_FILES, at]
         assert subprocess.run(list(map(str, line)), check=False).returncode == -9
         assert not out.exists()
-    parts = len(list(tmp_path.glob("out.*.partial/part-*.safetensors")))
-    assert parts > 1
-    real = Checkpoint.read_packed
-    monkeypatch.setattr(Checkpoint, "read_packed", lambda found, t: read.append(t.name) or real(found, t))
-    export(made.packed, "compressed-tensors", out)
-    assert 0 < len(read) < len(made.schemes), "what was written is not made again"
+    parts = {p.stat().st_ino for p in tmp_path.glob("out.*.partial/part-*.safetensors")}
+    assert len(parts) > 1
+    export(made.packed, "compressed-tensors", out, file_bytes=SMALL_FILES)
+    assert parts < {p.stat().st_ino for p in out.iterdir()}, "files that were written are renamed, not written again"
     assert contents(out) == contents(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_another_exports_files_are_not_continued(family_checkpoints, tmp_path, monkeypatch):
+def test_another_exports_files_are_not_continued(family_checkpoints, tmp_path):
     made = family_checkpoints("llama", "bfloat16", SCHEMES)
-    monkeypatch.setattr(safetensors_writer, "SHARD", SMALL_FILES)
 
     def stop(percent, name):
         if percent > 50:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export(made.packed, "compressed-tensors", tmp_path / "out", progress=stop)
+        export(made.packed, "compressed-tensors", tmp_path / "out", progress=stop, file_bytes=SMALL_FILES)
     (left,) = tmp_path.glob("out.*.partial")
     assert list(left.glob("part-*"))
     export(made.packed, "gptq", tmp_path / "out")
@@ -89,10 +81,10 @@ def test_one_process_at_a_time(family_checkpoints, tmp_path):
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
+def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path):
     pipeline.quantize("demo", tmp_path / "m", bits=4, group=32, method="rtn", zero="none", dtype="float16", device="cpu")
     export(tmp_path / "m", "gguf", tmp_path / "all" / "out.gguf")
-    out, small, read = tmp_path / "out.gguf", 1 << 20, []
+    out, small = tmp_path / "out.gguf", 1 << 20
     for at in (5, 20, 40):
         line = [sys.executable, "-c", KILLED, tmp_path / "m", "gguf", out, small, at]
         assert subprocess.run(list(map(str, line)), check=False).returncode == -9
@@ -100,13 +92,15 @@ def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
     (partial,) = tmp_path.glob("out.gguf.*.partial")
     left = json.loads((partial / "note.json").read_text())
     assert 5 < left["tensors"] < 60
-    real = Checkpoint.read_packed
-    monkeypatch.setattr(Checkpoint, "read_packed", lambda found, t: read.append(t.name) or real(found, t))
-    with open(partial / "file", "ab") as f:
+    changed, whole = left["bytes"] - 1, bytearray((tmp_path / "all" / "out.gguf").read_bytes())
+    whole[changed] ^= 1
+    with open(partial / "file", "r+b") as f:
+        f.seek(changed)
+        f.write(whole[changed : changed + 1])
+        f.seek(0, os.SEEK_END)
         f.write(b"what was written after the note does not count")
     export(tmp_path / "m", "gguf", out)
-    assert len(read) < 42, "what was written is not made again"
-    assert out.read_bytes() == (tmp_path / "all" / "out.gguf").read_bytes()
+    assert out.read_bytes() == whole, "a byte that was changed stays: what was written is not written again"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all", "m", "out.gguf"]
 
 
@@ -132,12 +126,11 @@ def test_fp8_is_read_as_it_is(tmp_path, capsys):
     assert "read --format fp8 as it is; leave --for and --export out" in capsys.readouterr().err
 
 
-def test_a_bias_that_was_written_does_not_stand_for_its_matrix(family_checkpoints, tmp_path, monkeypatch):
+def test_a_bias_that_was_written_does_not_stand_for_its_matrix(family_checkpoints, tmp_path):
     """In fp32 a checkpoint's biases come before their matrices."""
     recipe = make_recipe(bits=4, method="rtn", group=32, zero="none")
     list(pipeline.run(family_checkpoints("qwen2").dense, recipe, tmp_path / "q"))
-    monkeypatch.setattr(safetensors_writer, "SHARD", 1)  # a file each
-    export(tmp_path / "q", "compressed-tensors", tmp_path / "whole")
+    export(tmp_path / "q", "compressed-tensors", tmp_path / "whole", file_bytes=1)  # a file each
 
     def stop(percent, name, seen=[]):  # noqa: B006 (kept between the calls)
         if seen and seen[-1].endswith(".bias"):
@@ -145,7 +138,7 @@ def test_a_bias_that_was_written_does_not_stand_for_its_matrix(family_checkpoint
         seen.append(name)
 
     with pytest.raises(KeyboardInterrupt):
-        export(tmp_path / "q", "compressed-tensors", tmp_path / "out", progress=stop)
-    export(tmp_path / "q", "compressed-tensors", tmp_path / "out")
+        export(tmp_path / "q", "compressed-tensors", tmp_path / "out", progress=stop, file_bytes=1)
+    export(tmp_path / "q", "compressed-tensors", tmp_path / "out", file_bytes=1)
     assert contents(tmp_path / "out").keys() == contents(tmp_path / "whole").keys()
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -1,11 +1,9 @@
 """lowq generate as a person meets it: text on stdout, numbers on stderr, one JSON object, one line per mistake."""
 
-import io
 import json
 import logging
 import os
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,14 +21,13 @@ SHORT = ["demo", "--device", "cpu", "--max-new-tokens", "8"]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run():
     """Run lowq generate with these arguments in this process: its exit code and its output."""
 
     def generate(*args, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = main.main(["generate", *args])
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+        with CliRunner().isolation(stdin) as (out, err, _):
+            code = main.main(["generate", *args])
+            return SimpleNamespace(returncode=code, stdout=out.getvalue().decode(), stderr=err.getvalue().decode())
 
     return generate
 

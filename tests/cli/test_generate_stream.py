@@ -257,20 +257,18 @@ def test_bytes_per_token_of_the_layers_own_embeddings_are_one_row():
     assert read(64) == read(4096)
 
 
-def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1 << 30)
-    percent, why = explain.roofline(story[0], None, 100.0, 1)
+def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story):
+    percent, why = explain.roofline(story[0], None, 100.0, 1, cache=1 << 30)
     assert percent is None
     assert "stays in" in why
 
 
-def test_bandwidth_is_measured_once_and_the_roofline_is_bytes_over_it(story, own_cache, monkeypatch):
+def test_bandwidth_is_measured_once_and_the_roofline_is_bytes_over_it(story, own_cache):
     assert measured(torch.device("cpu")) > 0
     known = json.loads((own_cache / FILE).read_text())
     (own_cache / FILE).write_text(json.dumps(dict.fromkeys(known, 1e9)))
     assert measured(torch.device("cpu")) == 1e9
-    monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1)
-    percent, _ = explain.roofline(story[0], None, 20.0, 2)
+    percent, _ = explain.roofline(story[0], None, 20.0, 2, cache=1)
     assert percent == pytest.approx(100 * explain.bytes_per_token(story[0], None, 2) * 10 / 1e9, abs=0.1)
 
 
@@ -278,9 +276,8 @@ def test_roofline_without_room_to_measure_is_none(story, monkeypatch):
     def full(device):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1)
     monkeypatch.setattr("lowq_cli.engine.bandwidth.measured", full)
-    assert explain.roofline(story[0], None, 20.0, 2) == (None, "too little free memory to measure how fast it is")
+    assert explain.roofline(story[0], None, 20.0, 2, cache=1) == (None, "too little free memory to measure how fast it is")
 
 
 def test_the_size_of_a_cache_is_known_or_not():

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from folders import write_tokenizer
+from typer.testing import CliRunner
 
 import lowq
 from lowq_cli import console
@@ -135,14 +136,14 @@ def test_a_gpu_that_is_not_there(packed):
         lowq.load(packed, device="cuda")
 
 
-def test_a_tokenizer_that_is_code_is_refused_without_a_question(packed, monkeypatch):
+def test_a_tokenizer_that_is_code_is_refused_without_a_question(packed):
     """transformers would ask on stdin for 15 s, and run the code where the answer, perhaps a line of piped text, is y."""
     (packed / "own.py").write_text(f"open({str(packed / 'ran')!r}, 'w')")
     config = json.loads((packed / "tokenizer_config.json").read_text())
     config |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     (packed / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("builtins.input", lambda question: "y")
-    with pytest.raises(UnsupportedError, match="is code of its own, which lowq does not run"):
+    refused = pytest.raises(UnsupportedError, match="is code of its own, which lowq does not run")
+    with CliRunner().isolation("y\n"), refused:
         lowq.load(packed, device="cpu")
     assert not (packed / "ran").exists()
 

@@ -23,9 +23,8 @@ FINE = {"group": 16, "dtype": "bfloat16"}  # 2 bits take 4 with their scales and
 
 
 @pytest.fixture
-def small(own_cache, monkeypatch):
-    """The cache's folder of measurements, empty yet; they are on few tokens."""
-    monkeypatch.setattr(sensitivity, "TOKENS", 1024)
+def small(own_cache):
+    """The cache's folder of measurements, empty yet."""
     return own_cache / "sensitivity"
 
 

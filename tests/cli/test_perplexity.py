@@ -1,13 +1,16 @@
 """Perplexity, KL and agreement against values worked out by hand; the text and gate errors of `lowq eval`."""
 
+import json
 import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import lowq
+from lowq_cli import main
 from lowq_cli.evaluate import perplexity
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 
@@ -111,55 +114,46 @@ def test_text_errors(tmp_path):
         perplexity.read_text(tmp_path / "empty")
 
 
+@pytest.fixture(scope="module")
+def two_models(family_checkpoints, tmp_path_factory):
+    """Folders: "uniform" finds all 160 tokens equally likely; "worse" is sure of tokens that do not come."""
+    folders = {}
+    for name, factor in (("uniform", 0.0), ("worse", 100.0)):
+        folders[name] = shutil.copytree(family_checkpoints("llama").dense, tmp_path_factory.mktemp(name) / name)
+        tensors = load_file(folders[name] / "model.safetensors")
+        save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] * factor}, folders[name] / "model.safetensors")
+    return folders
+
+
 @pytest.fixture
-def two_models(monkeypatch):
-    """`lowq eval` with models that need no disk: "sure" and "uniform", a tokenizer that yields 0 1 2 3 0 1 ..."""
-    from lowq_cli import state
-
-    tokenizer = lambda text, **_: {"input_ids": [i % 4 for i in range(64)]}  # noqa: E731
-    models = {"sure": SURE, "uniform": UNIFORM}
-    monkeypatch.setattr("lowq_cli.engine.open_model.ready", lambda name, device="auto": (models[name], tokenizer))
-    monkeypatch.setattr(state, "checkpoint_or_last", lambda given: given or "uniform")
+def run(two_models, tmp_path):
+    """Run `lowq eval` on a text of 400 tokens; the words "uniform" and "worse" stand for those folders."""
+    (tmp_path / "text").write_text("It was the best of times. " * 16)
+    where = ["--text", str(tmp_path / "text"), "--device", "cpu"]
+    return lambda *words: main.main(["eval", *(str(two_models.get(w, w)) for w in words), *where])
 
 
-def run(*args):
-    from typer.testing import CliRunner
-
-    from lowq_cli.main import app
-
-    return CliRunner().invoke(app, ["eval", *args])
-
-
-def test_eval_prints_the_documented_keys(two_models):
-    import json
-
-    result = run("--against", "sure", "--json")
-    assert result.exit_code == 0, result.output
-    keys = json.loads(result.stdout)
+def test_eval_prints_the_documented_keys(run, capsys):
+    assert run("uniform", "--against", "worse", "--json") == 0
+    keys = json.loads(capsys.readouterr().out)
     assert {"ppl", "tokens", "base_ppl", "kl", "top1_agreement"} <= set(keys)
-    assert keys["ppl"] == pytest.approx(4, rel=1e-5)
-    assert "4.000" in run().stdout
+    assert keys["ppl"] == pytest.approx(160, rel=1e-5)
+    assert run("uniform") == 0
+    assert "160.000" in capsys.readouterr().out
 
 
-def test_eval_gate(two_models):
-    from lowq_packers.errors import QualityError
-
-    assert run("sure", "--against", "sure", "--max-ppl-increase", "0").exit_code == 0
-    failed = run("uniform", "--against", "sure", "--max-ppl-increase", "5")
-    assert isinstance(failed.exception, QualityError)
-    assert failed.exception.exit_code == 6
-    assert "limit is 5%" in str(failed.exception)
-    assert isinstance(run("--max-ppl-increase", "5").exception, UsageError)
+def test_eval_gate(run, capsys):
+    assert run("worse", "--against", "worse", "--max-ppl-increase", "0") == 0
+    assert run("uniform", "--against", "worse", "--max-ppl-increase", "0") == 0
+    assert run("worse", "--against", "uniform", "--max-ppl-increase", "5") == 6
+    assert "limit is 5%" in capsys.readouterr().err
+    assert run("worse", "--max-ppl-increase", "5") == 2
 
 
-def test_a_missed_gate_with_json_is_one_object(two_models, capsys):
+def test_a_missed_gate_with_json_is_one_object(run, capsys):
     """The numbers and the error together: two objects would be no JSON."""
-    import json
-
-    from lowq_cli import main
-
-    assert main.main(["eval", "uniform", "--against", "sure", "--max-ppl-increase", "5", "--json"]) == 6
-    found = json.loads(capsys.readouterr().out)
-    assert found["ppl"] > found["base_ppl"]
-    assert "limit is 5%" in found["error"]
-    assert found["exit_code"] == 6
+    assert run("worse", "--against", "uniform", "--max-ppl-increase", "5", "--json") == 6
+    result = json.loads(capsys.readouterr().out)
+    assert result["ppl"] > result["base_ppl"]
+    assert "limit is 5%" in result["error"]
+    assert result["exit_code"] == 6

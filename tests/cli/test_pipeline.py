@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from lowq_cli import quantizers
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.source import open_source
+from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline
 from lowq_cli.run.pipeline import Finished, ShardDone, TensorDone, execute, prepare, run
 from lowq_packers.errors import DamagedError
@@ -95,14 +94,21 @@ def test_the_error_on_record_is_that_of_the_bytes_written(tmp_path):
     assert not {"time", "seconds", "date"} & report.keys()
 
 
-def test_two_runs_write_the_same_bytes_and_slabs_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(_slabs.SLAB, "cpu", 1 << 14)
-    recipe = make_recipe(skip=["layers.[1-5]"])
-    for folder, slab in (("one", 1 << 23), ("two", 1 << 23), ("three", 1 << 15)):
-        monkeypatch.setitem(budget.SLAB, "cpu", slab)
-        list(run("demo", recipe, tmp_path / folder))
-    assert budget.slab_rows(256) == 128  # 768 rows were cut in six
-    assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")
+def test_two_runs_write_the_same_bytes(tmp_path):
+    for folder in ("one", "two"):
+        list(run("demo", make_recipe(skip=["layers.[1-5]"]), tmp_path / folder))
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_a_matrix_of_several_slabs_has_the_bytes_of_one(tmp_path):
+    folder, rows = shutil.copytree(DEMO, tmp_path / "wide"), budget.slab_rows(256) + 100
+    W = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    save_file(load_file(folder / "model.safetensors") | {"model.embed_tokens.weight": W}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    list(run(folder, make_recipe(method="rtn", embedding=8, skip=["layers"]), tmp_path / "out"))
+    whole = pack(quantizers.get("rtn")(W, Scheme(8, 64), torch.bfloat16))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"], whole.words)
 
 
 def test_the_number_of_threads_changes_no_byte(tmp_path):

@@ -232,13 +232,11 @@ def test_the_command_exits_with_130_on_ctrl_c_and_survives_kill_9(tmp_path, undi
     assert files(tmp_path / "out") == undisturbed
 
 
-def test_an_interrupt_inside_the_run_is_logged_and_passed_on(tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lowq_cli.run.transform.quantize_matrix", interrupted)
+def test_an_interrupt_inside_the_run_is_logged_and_passed_on(tmp_path):
+    events = run("demo", RECIPE, tmp_path / "out")
+    next(events)
     with pytest.raises(KeyboardInterrupt):
-        list(run("demo", RECIPE, tmp_path / "out"))
+        events.throw(KeyboardInterrupt)
     assert "stopped by KeyboardInterrupt" in (tmp_path / "out" / "lowq.log").read_text()
 
 

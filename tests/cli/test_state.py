@@ -40,20 +40,21 @@ def test_a_run_without_a_home_folder_only_warns(homeless, tmp_path, capsys):
     assert "could not remember" in capsys.readouterr().err
 
 
-def test_bandwidth_is_measured_without_a_home(homeless, monkeypatch):
-    monkeypatch.setattr(bandwidth.timing, "read_gbs", lambda device: 5.0)
-    assert bandwidth.measured(torch.device("cpu")) == 5e9
+def test_bandwidth_is_measured_without_a_home(homeless):
+    assert bandwidth.measured(torch.device("cpu")) > 0
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "0", "fast", "-1", "NaN"])
 def test_a_spoilt_bandwidth_is_measured_again(content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bandwidth.timing, "read_gbs", lambda device: 5.0)
-    assert bandwidth.measured(torch.device("cpu")) == 5e9
+    first = bandwidth.measured(torch.device("cpu"))
     file = home.cache_dir() / bandwidth.FILE
+    assert bandwidth.measured(torch.device("cpu")) == first, "it is measured once"
     (name,) = json.loads(file.read_text())
     file.write_text(content if content in ("{", "[]") else f'{{"{name}": {content}}}')
-    assert bandwidth.measured(torch.device("cpu")) == 5e9
+    again = bandwidth.measured(torch.device("cpu"))
+    assert again > 0
+    assert json.loads(file.read_text()) == {name: again}
 
 
 def test_a_refused_write_names_out_where_there_is_no_home(homeless, tmp_path):

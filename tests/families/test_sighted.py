@@ -1,7 +1,6 @@
 """Folders with processor and tower, from a picture to the answer, compared with transformers' processors and `generate`."""
 
 import importlib
-import io
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pictured
@@ -58,14 +58,13 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run():
     """Run lowq with these arguments in this process: its exit code and its output."""
 
     def lowq_(*args, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = main.main([*map(str, args)])
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+        with CliRunner().isolation(stdin) as (out, err, _):
+            code = main.main([*map(str, args)])
+            return SimpleNamespace(returncode=code, stdout=out.getvalue().decode(), stderr=err.getvalue().decode())
 
     return lowq_
 
