@@ -1,4 +1,4 @@
-"""The folders on this disk that lowq wrote and remembers: checkpoints, unfinished output, and the cache."""
+"""The folders and files on this disk that lowq wrote and remembers: checkpoints, exports, unfinished output, and the cache."""
 
 import re
 import shutil
@@ -15,14 +15,14 @@ from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
 CACHED = {"runs": "*", "imports": "*", "refined": "*", "exports": "*/*"}  # folder of the cache -> glob of the checkpoints in it
-UNFINISHED = "unfinished"
+UNFINISHED, EXPORT = "unfinished", "export"
 PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of an unfinished folder; the group is its final name
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A folder that lowq wrote. kind: checkpoint, unfinished or, in the cache, one of CACHED. time: its last change, in seconds
-    since 1970. target: the final name of an unfinished folder.
+    """A folder or file that lowq wrote. kind: checkpoint, export, unfinished or, in the cache, one of CACHED. time: its last
+    change, in seconds since 1970. target: the final name of an unfinished folder.
     """
 
     path: Path
@@ -60,7 +60,7 @@ def holdings() -> list[Holding]:
 
 
 def _remembered() -> Iterator[Holding]:
-    """Folders outside of the cache that still have lowq's mark: the run's id in their report or journal."""
+    """Holdings outside of the cache: folders with the run's id in their report or journal, and unchanged exports."""
     folders = {k.checkpoint: k.run for k in state.known()}
     for folder, run in folders.items():
         mark = "" if folder.is_symlink() else output_folder.run_in(folder)
@@ -72,6 +72,8 @@ def _remembered() -> Iterator[Holding]:
         if target.parent.is_dir():
             for folder, _ in left(target):
                 yield _holding(folder, UNFINISHED, target.name)
+    for out in state.exported():
+        yield _holding(out, EXPORT)
 
 
 def _cached() -> Iterator[Holding]:
@@ -126,6 +128,16 @@ def _remove_head(folder: Path) -> None:
         folder.rmdir()
 
 
+def _remove_export(out: Path) -> None:
+    """Delete an export, all of whose files are as they were written, or raise UsageError if one has changed by now."""
+    if not state.export_of(out)[0]:
+        raise UsageError(f"{out} has changed since it was listed; remove it yourself")
+    for file in [out] if out.is_file() else out.iterdir():
+        file.unlink()
+    if out.is_dir():
+        out.rmdir()
+
+
 def remove(holding: Holding) -> list[str]:
     """Delete the files that lowq wrote in it. Returns the names of other files, which stay.
 
@@ -135,6 +147,8 @@ def remove(holding: Holding) -> list[str]:
         if PARTIAL.fullmatch(holding.path.name):
             with held(holding.path):
                 discard(holding.path)
+        elif not holding.cached and holding.kind == EXPORT:
+            _remove_export(holding.path)
         elif not holding.cached:
             _remove_head(holding.path / HEAD)
             return output_folder.remove(holding.path)

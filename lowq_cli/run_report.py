@@ -65,12 +65,16 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
 
 def budget_line(where: str, budget: "Budget") -> str:
     """On which devices a run works, how long it takes, and how much memory it needs."""
-    time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
-    time += f" (within {budget.within}x)" if time and budget.within > 1 else ""
-    busy = others_at_work() if time else ""
-    time += f" on a quiet machine; this one is not ({busy})" if busy else ""
+    time = "" if budget.seconds is None else f", {time_line(budget.seconds, budget.within)}"
     available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
     return f"on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}"
+
+
+def time_line(seconds: float, within: int = 1) -> str:
+    """How long a run takes, and whether other programs disturb it. within: it may take this factor longer or shorter."""
+    busy = others_at_work()
+    line = f"about {console.duration(seconds)}{f' (within {within}x)' if within > 1 else ''}"
+    return f"{line} on a quiet machine; this one is not ({busy})" if busy else line
 
 
 def _kept_embedding(plan: "Plan") -> "Iterator[str]":

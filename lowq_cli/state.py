@@ -182,6 +182,11 @@ def export_of(out: Path) -> tuple[str, dict[str, Any]]:
     return (run, facts[0] if facts else {}) if stamp == _stamp(out) else ("", {})
 
 
+def exported() -> list[Path]:
+    """The unchanged exports outside of the cache, the newest last."""
+    return [out for out in map(Path, _exports()) if not is_cached(out) and not out.is_symlink() and export_of(out)[0]]
+
+
 def remember_export(out: Path, run: str, made: Path, facts: Mapping[str, Any] | None = None) -> None:
     """Record an export's output `made`, which will be renamed to `out`, so that repeating the command does no work.
 

@@ -87,9 +87,12 @@ def write(
 
 
 def show_mixture(
-    model: str, kind: str, out: str | None, on_stdout: bool = False, calibrated: bool = False
+    model: str, kind: str, out: str | None, on_stdout: bool = False, calibrated: bool = False, timed: bool = False
 ) -> dict[str, list[tuple[str, int, int, int]]]:
-    """The plan of a GGUF file of `kind`: a line for each type; the totals by file. Reads no weight."""
+    """The plan of a GGUF file of `kind`: a line for each type; the totals by file. Reads no weight.
+
+    timed: whether to add the time that the work takes, from a sample.
+    """
     from math import fsum
 
     from lowq_cli.interop.exporter import export_path, mixture_path, with_weights
@@ -97,7 +100,8 @@ def show_mixture(
     from lowq_cli.plan.gguf_types import get
 
     with (opened := with_weights(model)).source:
-        text, tower = map(totals, rows_of(opened, get(kind)))
+        rows_of_text, rows_of_tower = rows_of(opened, get(kind))
+    text, tower = totals(rows_of_text), totals(rows_of_tower)
     path = export_path(model, "gguf", out or mixture_path(model, kind))
     files = {str(path): text} | ({str(tower_path(path)): tower} if tower else {})
     say = console.out_line if on_stdout else console.say
@@ -108,6 +112,11 @@ def show_mixture(
     weights, size = fsum(r[2] for r in text), sum(r[3] for r in text)
     how = "then better codes and scales on the text" if calibrated else "without a text; --calib self chooses better ones"
     say(f"{path}: {console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, {how}")
+    if timed:
+        from lowq_cli.run.mixture import writing_s
+        from lowq_cli.run_report import time_line
+
+        say(f"on cpu, {time_line(writing_s(rows_of_text))}")
     if tower:
         say(f"{tower_path(path)}: {console.size(sum(r[3] for r in tower))} (llama.cpp: --mmproj)")
     return files

@@ -1,4 +1,4 @@
-"""lowq ls: list the folders that lowq has written on this disk."""
+"""lowq ls: list the folders and files that lowq has written on this disk."""
 
 from lowq_cli import console
 from lowq_cli.commands import AsJson
@@ -9,7 +9,7 @@ EXAMPLES = """Examples:
 
 
 def ls(as_json: AsJson = False) -> None:
-    """List what lowq wrote on this disk: checkpoints, and the imports, exports and runs in its cache."""
+    """List what lowq wrote on this disk: checkpoints, exports, and the imports, exports and runs in its cache."""
     from lowq_cli import inventory
 
     holdings = inventory.holdings()
@@ -22,6 +22,6 @@ def ls(as_json: AsJson = False) -> None:
         console.say("nothing yet; lowq quantize demo writes a checkpoint")
         return
     cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in holdings]
-    console.table("", ("folder", "kind", ">size", ">age"), cells, on_stdout=True)
-    folders = "1 folder" if len(holdings) == 1 else f"{len(holdings)} folders"
-    console.say(f"{console.size(total)} in {folders}; lowq rm FOLDER removes one, lowq rm --cached all of the cache")
+    console.table("", ("name", "kind", ">size", ">age"), cells, on_stdout=True)
+    count = "1 place" if len(holdings) == 1 else f"{len(holdings)} places"
+    console.say(f"{console.size(total)} in {count}; lowq rm NAME removes one, lowq rm --cached all of the cache")

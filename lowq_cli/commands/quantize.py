@@ -273,7 +273,7 @@ def _mixture(
         raise UsageError(f"--type {kind} sets the type of every weight; leave --{name} or --type out")
     check_there(model)
     with console.status(f"reading {model}"):
-        files = export.show_mixture(model, kind, out, dry_run and not as_json, calibrated=bool(text))
+        files = export.show_mixture(model, kind, out, dry_run and not as_json, bool(text), timed=not (text or dry_run))
     refined = refine.calibrated(model, kind, out, device, text, dry_run, as_json) if text else None
     if dry_run and as_json:
         names = ("type", "tensors", "weights", "bytes")

@@ -16,13 +16,13 @@ EXAMPLES = """Examples:
 def rm(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Folders that lowq ls lists.", autocompletion=completion.checkpoints),
+        typer.Argument(metavar="[NAME]...", help="Names or paths that lowq ls lists.", autocompletion=completion.checkpoints),
     ] = None,
     cached: Annotated[bool, typer.Option("--cached", help="All imports, exports and runs in the cache.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; with --yes.")] = False,
 ) -> None:
-    """Remove what lowq wrote: checkpoints, or all of its cache; asks first."""
+    """Remove what lowq wrote: checkpoints, exports, or all of its cache; asks first."""
     from lowq_cli import inventory
 
     if not names and not cached:
@@ -44,7 +44,7 @@ def rm(
 def _ask(what: list[str], as_json: bool) -> None:
     """Raise UsageError unless the person says yes, in a terminal."""
     if as_json or not sys.stdin.isatty():
-        raise UsageError(f"removing {'1 folder' if len(what) == 1 else f'{len(what)} folders'} needs a confirmation; add --yes")
+        raise UsageError(f"removing {what[0] if len(what) == 1 else f'{len(what)} of them'} needs a confirmation; add --yes")
     for line in what:
         console.page(line)
     if what and input("remove? [y/N] ").strip().lower() not in ("y", "yes"):

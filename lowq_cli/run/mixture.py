@@ -17,6 +17,7 @@ from lowq_cli.files.folder import check_free
 from lowq_cli.interop import exporter, gguf_export
 from lowq_cli.interop.exported import Progress
 from lowq_cli.interop.gguf_bytes import chosen
+from lowq_cli.interop.gguf_file import GgufTensor
 from lowq_cli.interop.importer import cached
 from lowq_cli.plan import gguf_types
 from lowq_cli.plan.recipe import Recipe
@@ -25,7 +26,7 @@ from lowq_cli.run.events import Event
 from lowq_cli.run.pipeline import maker, run_hash, text_of
 from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.refine import Refined, Refining, recorded
-from lowq_cli.run.refine_plan import improving_s, made_as, text_line
+from lowq_cli.run.refine_plan import improving_s, made_as, making_s, text_line
 from lowq_cli.run.refined_file import GgufFile
 from lowq_cli.state import export_of, is_cached, remember_export, was_exported
 from lowq_packers.errors import UnsupportedError
@@ -42,6 +43,20 @@ class MixturePlan:
     out: Path
     copies: Path
     nbytes: int
+
+
+def _by_kind(rows: list[GgufTensor]) -> dict[str, list[tuple[int, int]]]:
+    """Type -> the shapes of the quantized matrices of that type."""
+    shapes: dict[str, list[tuple[int, int]]] = {}
+    for row in rows:
+        if chosen(row) and row.kind not in PLAIN:
+            shapes.setdefault(row.kind, []).append((prod(row.shape[:-1]), row.shape[-1]))
+    return shapes
+
+
+def writing_s(rows: list[GgufTensor]) -> float:
+    """Estimated seconds of rounding a file's matrices by least squares, from timing a sample of each type."""
+    return sum(making_s(kind, shapes) for kind, shapes in _by_kind(rows).items())
 
 
 class CalibratedMixture:
@@ -74,10 +89,7 @@ class CalibratedMixture:
     def plan(self, prepared: Prepared) -> MixturePlan:
         """The plan; the time of the types is measured on samples, which takes half a second for each."""
         on, budget = torch.device(str(prepared.workers[0])), prepared.budget
-        shapes: dict[str, list[tuple[int, int]]] = {}
-        for row in self.rows:
-            if row.name.startswith("blk.") and chosen(row) and row.kind not in PLAIN:
-                shapes.setdefault(row.kind, []).append((prod(row.shape[:-1]), row.shape[-1]))
+        shapes = _by_kind([row for row in self.rows if row.name.startswith("blk.")])
         for kind, some in shapes.items() if budget.seconds is not None else ():
             budget = budget.longer(sum(improving_s(*made_as(kind), some, on)))
         nbytes = sum(row.nbytes for row in self.rows)

@@ -105,6 +105,7 @@ class Refining:
             if file.is_done(self.work) or self.done:
                 return
             check_free(self.out)
+            file.start()
             with new_folder(self.work, run) as new:
                 calibration = Calibration(source, plan, text, new, run, on, file)
                 yield from calibration.run()

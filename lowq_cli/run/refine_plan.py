@@ -86,6 +86,16 @@ def improving_s(make: Make, group: int, shapes: Sequence[tuple[int, int]], devic
     return made_s * sum(N * K for N, K in shapes) / (many * K), sum(K * (column + N * weight) for N, K in shapes)
 
 
+def making_s(kind: str, shapes: Sequence[tuple[int, int]]) -> float:
+    """Estimated seconds of rounding matrices to a type of GGUF on the CPU, from timing a sample."""
+    make, group = made_as(kind)
+    W = torch.randn(SAMPLE // COLUMNS, group * -(-COLUMNS // group), generator=torch.Generator().manual_seed(0))
+    make(W[:FEW])  # warm-up
+    began = time.perf_counter()
+    make(W)
+    return (time.perf_counter() - began) * sum(N * K for N, K in shapes) / W.numel()
+
+
 def _timed(make: Make, N: int, K: int, device: torch.device) -> tuple[float, float]:
     """Seconds of making and of improving a random matrix (N, K)."""
     g = torch.Generator().manual_seed(0)

@@ -14,12 +14,12 @@ import torch
 
 from lowq_cli.calibrate.file_matrix import Given, GivenBlocks, GivenCodes, GivenFile
 from lowq_cli.calibrate.layer_file import load_item, load_tensor, save_item
-from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, sweep, unfinished
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.interop import export_checks, exporter
 from lowq_cli.interop.exported import Exported, Progress
-from lowq_cli.interop.foreign import foreign_matrices, open_foreign
+from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.interop.gguf_export import ENGINES
 from lowq_cli.interop.importer import cached, runnable
 from lowq_cli.plan.plan import Item
@@ -47,6 +47,9 @@ class RefinedFile(GivenFile, Protocol):
 
     def kind(self, name: str) -> str:
         """The type of a matrix, in the format's words."""
+
+    def start(self) -> None:
+        """Write what the run needs of the file besides its matrices into the cache; called before the first layer."""
 
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The one-dimensional weights that the file holds unquantized."""
@@ -80,27 +83,36 @@ def opened(checkpoint: str, path: Path) -> RefinedFile:
 
 
 class FolderFile:
-    """A folder; it is imported into the cache as a lowq checkpoint and exported from there."""
+    """A folder. `start` imports it into the cache as a lowq checkpoint, whose improved copy is exported."""
 
     def __init__(self, checkpoint: str, form: str) -> None:
-        self.form, self.found = form, open_checkpoint(runnable(checkpoint))
-        self.kept = self.found.folder.parents[1] / "refined" / self.found.folder.name
-        export_checks.check(self.found, export_checks.formats.get(form))
-        self.packed = {t.name: t for t in self.found.tensors if t.scheme}
-        self.matrices = {n: (self.found.shapes[n], s) for n, s in self.found.schemes.items()}
+        self.checkpoint, self.form, self.raw = checkpoint, form, open_foreign(checkpoint)
+        self.kept, self.fetch = cached(self.raw, "refined"), fetcher(self.raw)
+        _, matrices = foreign_matrices(self.raw) or (None, [])
+        tensors = tuple(CheckpointTensor(m.name, m.shape, m.scheme, m.dtype, 0) for m in matrices)
+        export_checks.check(Checkpoint(self.raw, tensors, {}), export_checks.formats.get(form))
+        self.read = {m.name: m.read for m in matrices}
+        self.parts = {part for m in matrices for part in m.parts}
+        self.matrices = {m.name: (m.shape, m.scheme) for m in matrices if m.scheme}
         self.nbytes = sum(p.stat().st_size for p in user_path(checkpoint).iterdir() if p.suffix in (".safetensors", ".pt"))
 
     def kind(self, name: str) -> str:
         """As `RefinedFile` says."""
         return str(self.matrices[name][1])
 
+    def start(self) -> None:
+        """As `RefinedFile` says."""
+        self.imported = open_checkpoint(runnable(self.checkpoint))
+
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `RefinedFile` says."""
-        return ((t.name, self.found.read_plain(t)) for t in self.found.tensors if t.scheme is None and len(t.shape) == 1)
+        return ((n, self.fetch(n)) for n, h in self.raw.headers.items() if n not in self.parts and len(h.shape) == 1)
 
     def given(self, name: str) -> Given:
         """A matrix as the file stores it."""
-        return GivenCodes(self.found.read_matrix(self.packed[name]))
+        q = self.read[name](self.fetch)
+        assert isinstance(q, QuantizedTensor)
+        return GivenCodes(q)
 
     def saved(self, name: str, given: Given) -> dict[str, torch.Tensor]:
         """As `GivenFile` says."""
@@ -115,11 +127,11 @@ class FolderFile:
         """As `RefinedFile` says."""
         changed = 0
         with SafetensorsWriter(folder) as shards:
-            for t in self.found.tensors:
+            for t in self.imported.tensors:
                 if t.scheme is None:
-                    shards.add({t.name: self.found.read_plain(t)})
+                    shards.add({t.name: self.imported.read_plain(t)})
                     continue
-                p = self.found.read_packed(t)
+                p = self.imported.read_packed(t)
                 if t.name in made:
                     given = made[t.name]()
                     assert isinstance(given, GivenCodes)
@@ -130,9 +142,9 @@ class FolderFile:
                 shards.add({f"{t.name}.weight": p.words, **leaves})
             shards.finish()
         with writing(folder):
-            for name, raw in self.found.source.companion_files().items():
+            for name, raw in self.imported.source.companion_files().items():
                 (folder / name).write_bytes(raw)
-            (folder / "config.json").write_bytes(to_json(self.found.config))
+            (folder / "config.json").write_bytes(to_json(self.imported.config))
         return changed
 
     def is_done(self, work: Path) -> bool:
@@ -159,6 +171,9 @@ class GgufFile:
     def kind(self, name: str) -> str:
         """As `RefinedFile` says."""
         return str(self.facts[name]["type"])
+
+    def start(self) -> None:
+        """As `RefinedFile` says: nothing."""
 
     def _has(self, name: str) -> bool:
         """Whether a tensor of the model is in this file."""

@@ -1,6 +1,7 @@
 """`--type Q4_K_M`: which tensor gets which type, the codes that are chosen, and files that the gguf package reads."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -128,7 +129,9 @@ def test_the_gguf_package_reads_the_file(name, tmp_path, capsys):
     package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
     flags = "--type", name.lower(), "--out", tmp_path / "m.gguf", "--json"
     assert cli("quantize", "demo", "--export", "gguf", *flags) == 0
-    told = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert re.search(r"^on cpu, about [\d.:]+", err, re.M), "the plan names the time"
     reader = package.GGUFReader(tmp_path / "m.gguf")
     assert reader.fields["general.file_type"].contents() == MIXTURES[name].number
     found = {t.name: t for t in reader.tensors}

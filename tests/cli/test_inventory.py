@@ -77,6 +77,24 @@ def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
     assert lowq("ls")[2] == "nothing yet; lowq quantize demo writes a checkpoint\n"
 
 
+@pytest.mark.parametrize("to", ["gguf", "compressed-tensors"])
+def test_exports_outside_of_the_cache_are_listed_and_removed_while_unchanged(to, demo4, lowq, tmp_path):
+    out = tmp_path / "my.gguf" if to == "gguf" else tmp_path / "mine"
+    for _ in range(2):
+        assert lowq("export", demo4, "--to", to, "--out", out)[0] == 0
+        (row,) = json.loads(lowq("ls", "--json")[1])["holdings"]
+        assert (row["path"], row["kind"], row["bytes"] > 1e6) == (str(out), "export", True)
+        code, _, err = lowq("rm", out.name)
+        assert (code, f"removing {out} (export, " in err) == (2, True)
+        assert lowq("rm", out.name, "--yes")[0] == 0
+        assert not out.exists()
+    assert lowq("export", demo4, "--to", to, "--out", out)[0] == 0
+    (out / "notes.txt" if out.is_dir() else out).write_text("somebody's own words")
+    assert json.loads(lowq("ls", "--json")[1])["holdings"] == []
+    code, _, err = lowq("rm", out.name, "--yes")
+    assert (code, "not in the list of what lowq wrote" in err, out.exists()) == (3, True, True)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -92,7 +92,7 @@ PROVOKED = {  # the message -> what provokes it, and how its command begins
     "exports": (("export", "its zeros", "--to", "compressed-tensors"), "from the original: lowq quantize"),
     "other engines": ((*RTN, "--zero", "none", "--out", "once more"), "other engines: lowq export"),
     "for one engine": ((*RTN, "--zero", "float", "--out", "and more"), "lowq quantize"),
-    "what comes next": (("tune", "its 4 bits", "--device", "cpu", "--budget", "1"), "next: lowq generate"),
+    "what comes next": (("tune", "its 4 bits", "--device", "cpu", "--batch", "1"), "next: lowq generate"),
 }  # fmt: skip
 
 

@@ -297,6 +297,18 @@ def test_a_plan_comes_first_and_the_error_before_and_after_last(wide, text, tmp_
     assert copies_in_the_cache() == []
 
 
+def test_a_dry_run_of_a_folder_writes_nothing(bf16_checkpoints, text, tmp_path, capsys):
+    """The run itself imports the folder into the cache."""
+    made = bf16_checkpoints("llama", INT4)
+    export(made.packed, "gptq", tmp_path / "file")
+    line = ["refine", str(tmp_path / "file"), "--model", str(made.dense), "--calib", text, "--device", "cpu", "--dry-run"]
+    assert main.main([*line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["rows"] == [["4-bit g32 int zero", 14, plan["rows"][0][2]]]
+    assert plan["budget"]["seconds"] > 0
+    assert not [p for p in cache_dir().rglob("*") if p.suffix == ".safetensors" or p.parent.name in ("imports", "refined")]
+
+
 def test_a_killed_run_of_blocks_goes_on_with_the_same_bytes(wide, text, tmp_path):
     write_blocks_of(wide, tmp_path / "m.gguf", "Q2_K")
     refined(tmp_path / "m.gguf", wide, text, tmp_path / "once.gguf")
