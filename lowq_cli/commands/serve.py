@@ -233,7 +233,7 @@ def _run(
     if not plan["local"] and not served.api_key:
         console.warn("other machines can use this server; --api-key KEY admits only clients that send it")
     shown = ExitStack()  # a terminal shows one live line at a time: a progress bar, then the speed
-    speed = Speed(served.models.stats)
+    speed = Speed(served.models.reports.stats)
     bars: list[Callable[[int, str], None]] = []
     lives: list[Callable[[str], None]] = []
 
@@ -260,9 +260,10 @@ def _run(
         except LowqError as e:
             printer.say(f"nothing has changed: {e}")
             return
-        served.models.replace_all(new.models, new.default)
-        served.models.memory, served.models.keep_alive = new.memory or served.models.memory, new.keep_alive
-        host = served.models.host
+        models = served.models
+        models.replace_all(new.models, new.default)
+        models.loads.memory, models.keep_alive = new.memory or models.loads.memory, new.keep_alive
+        host = models.reports.host
         if (new.kv_host or 0) != (0 if host is None else host.bytes):
             printer.say("kv_host is unchanged: it is read only at the start")
         printer.say(f"read again: {len(new.models)} models")
@@ -270,7 +271,7 @@ def _run(
     served.recording = recording
     with shown:
         run.serve(served, bound, grace, ready, lambda: printer.do(look), reload)
-    s = served.models.stats()
+    s = served.models.reports.stats()
     printer.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
     if not printer.close(LAST_LINE_S):
         os._exit(0)  # the log is blocked, so Python's flush at exit would block too
@@ -292,7 +293,7 @@ def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, An
         "cache_tokens": limits.cache_tokens,
         "cache_bytes": limits.cache_bytes,
         "kv": kv,
-        "kv_host_bytes": 0 if served.models.host is None else served.models.host.bytes,
+        "kv_host_bytes": 0 if served.models.reports.host is None else served.models.reports.host.bytes,
         "drafts": loaded.facts.drafts,
         "url": url,
         "local": bool(served.hosts),

@@ -45,6 +45,14 @@ class Made(NamedTuple):
     told: Any
 
 
+class ProcessEnded(LowqError):
+    """The engine's process ended without reporting an error."""
+
+
+class DiedIdle(ProcessEnded):
+    """The engine's process ended before it read what to make."""
+
+
 class Standby:
     """A process that waits for its `make` function, with `modules` imported already: importing torch alone takes seconds."""
 
@@ -94,7 +102,11 @@ class ApartEngine:
         self._listener: threading.Thread | None = None
 
     def made(self) -> Any:
-        """Wait for `make` and return its `Made.told`. Raises the error that `make` raised."""
+        """Wait for `make` and return its `Made.told`. Raises what `make` raised, or DiedIdle if it was never called."""
+        try:
+            self._wait("began")
+        except ProcessEnded as e:
+            raise DiedIdle(str(e)) from None
         self.told, self.name, self.reason, self.limits, self.vocabulary = self._wait("made")
         return self.told
 
@@ -183,7 +195,7 @@ class ApartEngine:
             try:
                 what, *rest = self._pipe.recv()
             except (EOFError, OSError):
-                raise LowqError(self._why_it_ended()) from None
+                raise ProcessEnded(self._why_it_ended()) from None
             if what == "failed":
                 raise rest[0]
             if what == wanted:
@@ -253,7 +265,9 @@ def _compute(pipe: Connection, modules: tuple[str, ...]) -> None:
     try:
         for name in modules:
             import_module(name)
-        here.run(*pipe.recv())
+        make, given = pipe.recv()
+        here.send("began")
+        here.run(make, given)
     except EOFError:  # a standby process that was not needed
         pass
     except Exception as e:  # any error: the main process raises it

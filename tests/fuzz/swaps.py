@@ -35,7 +35,7 @@ from server_process import serving
 
 from lowq_cli.files.source import DEMO
 from lowq_cli.serving.catalog import size
-from lowq_cli.serving.http.model_pool import PROCESS
+from lowq_cli.serving.http.place import PROCESS
 
 NAMES = ("ash", "birch", "cedar", "doum")
 PROMPTS = ("Once upon a time", "The king", "In the morning she", "It was", "A letter came", "Nobody knew", "At sea", "My dear")

@@ -22,7 +22,7 @@ from lowq_cli.files.adapter import read_adapter
 from lowq_cli.serving.host_blocks import HostBlocks
 from lowq_cli.serving.host_memory import HostMemory, Kept
 from lowq_cli.serving.http.loading import _known
-from lowq_cli.serving.http.model_pool import PROCESS
+from lowq_cli.serving.http.place import PROCESS
 from lowq_cli.serving.request import Request
 
 KINDS = {

@@ -111,7 +111,7 @@ def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked
     assert [a["model"] for _, a in found[:3]] == ["a2", "a2", "base"]
     assert [status for status, _ in found] == [200, 200, 200, 404, 404, 200, 200]
     assert found[5][1]["data"] != found[6][1]["data"]
-    listed = {m["id"]: m.get("parent") for m in pool.all_shown()}
+    listed = {m["id"]: m.get("parent") for m in pool.entries()}
     assert listed == {"base": None, **dict.fromkeys(names, "base")}
     model.engine.stop(0)
 

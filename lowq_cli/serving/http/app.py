@@ -86,7 +86,7 @@ class Served:
     @property
     def metrics(self) -> Metrics:
         """The server's numbers."""
-        return self.models.metrics
+        return self.models.reports.metrics
 
 
 def make_app(served: Served) -> ASGIApp:
@@ -172,7 +172,7 @@ class Endpoints:
 
     async def health(self, _: HttpRequest) -> Response:
         """/health: the process is up; how many requests run and wait."""
-        s = self.served.models.stats()
+        s = self.served.models.reports.stats()
         return answer_json({"status": "ok", "running": s.running, "waiting": s.waiting})
 
     async def ready(self, _: HttpRequest) -> Response:
@@ -186,11 +186,11 @@ class Endpoints:
 
     async def models(self, _: HttpRequest) -> Response:
         """/v1/models: all models."""
-        return answer_json({"object": "list", "data": self.served.models.all_shown()})
+        return answer_json({"object": "list", "data": self.served.models.entries()})
 
     async def model(self, request: HttpRequest) -> Response:
         """/v1/models/NAME: one model."""
-        return answer_json(await self.served.models.shown(request.path_params["name"]))
+        return answer_json(await self.served.models.entry(request.path_params["name"]))
 
     def answers(self, dialect: str) -> Callable[[HttpRequest], Awaitable[Response]]:
         """The handler of a path at which a model answers in this dialect."""
@@ -202,11 +202,11 @@ class Endpoints:
 
     async def tags(self, _: HttpRequest) -> Response:
         """/api/tags: all models, for ollama's clients."""
-        return answer_json({"models": [ollama.described(m) for m in self.served.models.all_shown()]})
+        return answer_json({"models": [ollama.described(m) for m in self.served.models.entries()]})
 
     async def loaded(self, _: HttpRequest) -> Response:
         """/api/ps: the loaded models, for ollama's clients."""
-        return answer_json({"models": [ollama.described(m) for m in self.served.models.all_shown() if m["loaded"]]})
+        return answer_json({"models": [ollama.described(m) for m in self.served.models.entries() if m["loaded"]]})
 
     async def version(self, _: HttpRequest) -> Response:
         """/api/version."""
@@ -217,7 +217,7 @@ class Endpoints:
 
         async def found(body: dict[str, Any]) -> dict[str, Any]:
             name = fields.text("model", body.get("model", body.get("name"))).removesuffix(ollama.LATEST)
-            return ollama.shown_model(await self.served.models.shown(name))
+            return ollama.shown_model(await self.served.models.entry(name))
 
         return await self._reply(request, self.of["api/chat"], found)
 

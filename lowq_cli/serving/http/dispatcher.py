@@ -67,6 +67,7 @@ class Hub:
     Attributes:
         to_first, between: called with the seconds to a request's first token, and between two of its tokens.
         idle: called when the last open request has ended.
+        answered: whether the engine has answered a request since its start, at least with one token.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -74,6 +75,7 @@ class Hub:
         self.to_first: Callable[[float], object] = nothing
         self.between: Callable[[float], object] = nothing
         self.idle: Callable[[], object] = nothing
+        self.answered = False
         self.lives: dict[int, tuple[Live, int]] = {}
         self.latest: dict[int, float] = {}
 
@@ -122,6 +124,7 @@ class Hub:
             live, index = subscriber
             live.came.setdefault(index, []).append(event)
             live.wake()
+            self.answered = self.answered or event.token is not None or event.read is not None
             if event.token is not None:
                 before = self.latest.get(number)
                 if before is None:

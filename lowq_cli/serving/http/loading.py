@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
 from lowq_cli.serving.catalog import Offer
-from lowq_cli.serving.engine_process import ApartEngine, Made, Standby
+from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Made, Standby
 from lowq_cli.serving.host_memory import HostMemory, Lent
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.request import Done
@@ -166,23 +167,30 @@ class Loader:
     def __init__(self, device: str, how: Mapping[str, Any], host: HostMemory | None = None) -> None:
         self.device, self.how, self.host = device, how, host
         self.standby: Standby | None = None
+        self.latest: LoadingModel | None = None
 
     def begin(self, offer: Offer) -> "LoadingModel":
         """Begin to load a model."""
-        standby, self.standby = self.standby, None
-        if standby is not None and not standby.process.is_alive():
-            standby.stop()
-            standby = None
-        return LoadingModel(offer, self.device, self.how, True, standby, self.host)
+        standby, self.standby = self._alive(), None
+        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host)
+        return self.latest
 
     def prepare(self) -> None:
         """Start the standby process if there is none."""
-        self.standby = self.standby or Standby(MODULES)
+        self.standby = self._alive() or Standby(MODULES)
+
+    def _alive(self) -> Standby | None:
+        """The standby process; None if there is none, or it has died."""
+        if self.standby is not None and not self.standby.process.is_alive():
+            self.standby.stop()
+            self.standby = None
+        return self.standby
 
     def stop(self) -> None:
-        """End the standby process."""
-        if self.standby is not None:
-            self.standby.stop()
+        """End the standby process, and that of the model that was loaded last: the server may have ended before it knew it."""
+        for one in (self.standby, self.latest):
+            if one is not None:
+                one.stop()
 
 
 class LoadingModel:
@@ -205,8 +213,10 @@ class LoadingModel:
         self.offer, self.host, how = offer, host, {**how, **offer.how}
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
-        self.engine = ApartEngine(load, offer.path, device, how, quiet, standby=standby)
+        self.given = load, offer.path, device, how, quiet
+        self.engine = ApartEngine(*self.given, standby=standby)
         self.loaded: Loaded | None = None
+        self.stopped, self.lock = False, threading.Lock()
 
     def made(self) -> "ServedModel":
         """The model with its engine not started yet. Raises what loading raises."""
@@ -214,7 +224,7 @@ class LoadingModel:
         from lowq_cli.serving.http.served_model import ServedModel
 
         try:
-            self.loaded = loaded = self.engine.made()
+            self.loaded = loaded = self._made()
             draw = {**loaded.facts.published, **self.offer.draw}
             given = (self.engine, loaded.tokenizer, self.offer.name, loaded.stop_ids, draw, loaded.roofline)
             pictures = PictureReader(loaded.folder, loaded.images, self.urls) if loaded.images else None
@@ -222,6 +232,19 @@ class LoadingModel:
         except BaseException:
             self.stop()
             raise
+
+    def _made(self) -> Loaded:
+        """What the process reports. If it ended before it knew of the model, the model is loaded in a new one."""
+        try:
+            made: Loaded = self.engine.made()
+        except DiedIdle:
+            with self.lock:
+                self.engine.stop(0)
+                if self.stopped:
+                    raise
+                self.engine = ApartEngine(*self.given)
+            made = self.engine.made()
+        return made
 
     def finish(self, loop: asyncio.AbstractEventLoop, done: Done) -> "ServedModel":
         """Start the engine and return the model. Raises what loading raises."""
@@ -235,6 +258,8 @@ class LoadingModel:
 
     def stop(self, keep: bool = False) -> None:
         """End the process. keep: keep the cache's blocks in host memory, as far as there is room."""
+        with self.lock:
+            self.stopped = True
         self.engine.stop(0, keep and self.lent is not None)
         if self.host is not None and self.lent is not None:
             self.host.take_back(self.offer.name, self.lent, self.engine.kept)

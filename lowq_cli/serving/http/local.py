@@ -24,7 +24,8 @@ from lowq_cli.running import model_path
 from lowq_cli.serving.http.answers import encoded
 from lowq_cli.serving.http.dispatcher import Live
 from lowq_cli.serving.http.fields import parsed
-from lowq_cli.serving.http.model_pool import ModelPool, Place, State
+from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.place import Place, State
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json, following
 from lowq_cli.serving.http.served_model import ServedModel
@@ -61,8 +62,8 @@ class Local:
 
     async def info(self, request: HttpRequest) -> Response:
         """The facts of this server."""
-        models = [{"name": m["id"], "state": m["state"], "bytes": m["bytes"]} for m in self.models.all_shown()]
-        facts = {"process": os.getpid(), **self.about, "models": models, "idle_s": round(self.models.idle_s(), 1)}
+        models = [{"name": m["id"], "state": m["state"], "bytes": m["bytes"]} for m in self.models.entries()]
+        facts = {"process": os.getpid(), **self.about, "models": models, "idle_s": round(self.models.reports.idle_s(), 1)}
         return Response(encoded(facts) + b"\n", media_type="application/x-ndjson")
 
     async def end(self, request: HttpRequest) -> Response:

@@ -102,9 +102,9 @@ class Opening:
         offers, model = self.found, self.first.made()
         bound = None if self.asked.one else offers.memory or _room(self.loaded, offers.kv_host or 0)
         pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.asked.one)
-        pool.host = self.host
+        pool.reports.host = self.host
         pool.adopt(model)
-        pool.say, pool.prepare = say, self.loader.prepare
+        pool.loads.say, pool.loads.prepare = say, self.loader.prepare
         pool.refresh = dict if self.asked.one else lambda: self.asked.read().models
         return pool
 

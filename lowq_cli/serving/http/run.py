@@ -165,6 +165,6 @@ class _Server(uvicorn.Server):
             self.look()
             sweep(self.server_state.connections)  # type: ignore[arg-type]  # all are `Connection`s
             self.ended = self.served.models.look()
-            if self.ended or self.served.models.idle_s() > self.served.idle_s:
+            if self.ended or self.served.models.reports.idle_s() > self.served.idle_s:
                 self.should_exit = True
             await asyncio.sleep(LIVE_S)

@@ -1,0 +1,143 @@
+"""A model that a server offers: its state, the requests that wait for it, and the pause after a failure."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from lowq_cli.serving.catalog import Offer
+from lowq_cli.serving.http.fields import shown
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.served_model import ServedModel
+from lowq_cli.serving.request import Done
+
+PAUSES = (1.0, 60.0)  # seconds from a failure to the next attempt: after the first failure, and the max. of the doubled ones
+PROCESS = 512 << 20  # estimated bytes of an engine's process besides weights and cache: torch, recorded passes, libraries
+
+
+class State(StrEnum):
+    """The state of a model."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Loading(Protocol):
+    """A model that is being loaded in a separate process."""
+
+    def finish(self, loop: asyncio.AbstractEventLoop, done: Done) -> ServedModel:
+        """Block until the engine has started and return the model. Raises what loading raises."""
+        ...
+
+    def stop(self) -> None:
+        """End the process, whatever its state."""
+        ...
+
+
+@dataclass(eq=False)
+class Place:
+    """An offered model and its state. All attributes belong to the event loop.
+
+    used: time (time.monotonic) at which a request last began or ended. beginning: requests that lease it and are not queued
+    yet. waiters: requests that wait for it, the first since `asked`. failures: failures in a row. again: time of the next
+    attempt. cost: bytes that it takes, 0 if unknown. gone: whether it is not offered any more.
+    """
+
+    offer: Offer
+    state: State = State.ABSENT
+    model: ServedModel | None = None
+    loading: Loading | None = None
+    why: str = ""
+    used: float = 0.0
+    beginning: int = 0
+    failures: int = 0
+    again: float = 0.0
+    cost: int = 0
+    gone: bool = False
+    known: dict[str, Any] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None  # the task that drains it
+    waiters: dict[asyncio.Future[ServedModel], None] = field(default_factory=dict)
+    asked: float = 0.0
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has running or queued requests."""
+        return self.beginning > 0 or (self.model is not None and bool(self.model.hub.lives))
+
+    @property
+    def closed(self) -> str:
+        """Why its engine takes no more requests; "" while it does."""
+        return self.model.engine.closed if self.state is State.READY and self.model is not None else ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is to be loaded: requests wait for it, or it is pinned, and no pause after a failure is left."""
+        idle = self.state is State.ABSENT or (self.state is State.FAILED and time.monotonic() >= self.again)
+        return bool(self.waiters) or (self.offer.pin and idle and not self.gone)
+
+    @property
+    def need(self) -> int:
+        """Bytes that it takes; before its first load, an estimate from the size of its files."""
+        return self.cost or self.offer.weight_bytes() + PROCESS
+
+    def wait(self) -> asyncio.Future[ServedModel]:
+        """A place in the queue: a future that gets the model, counted in `beginning`, or an error."""
+        if not self.waiters:
+            self.asked = time.monotonic()
+        ready: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
+        self.waiters[ready] = None
+        return ready
+
+    def ready(self, model: ServedModel) -> None:
+        """Hand the model, which is loaded, to the requests that wait for it."""
+        self.model, self.loading, self.cost = model, None, model.facts.weight_bytes + model.engine.limits.cache_bytes + PROCESS
+        self.state, self.why, self.known = State.READY, "", model.shown()
+        self.used = time.monotonic()
+        for ready in list(self.waiters):
+            if not ready.done():
+                ready.set_result(model)
+                self.beginning += 1
+        self.waiters.clear()
+
+    def refuse(self, why: Refusal) -> None:
+        """Refuse the requests that wait for it."""
+        for ready in list(self.waiters):
+            if not ready.done():
+                ready.set_exception(why)
+        self.waiters.clear()
+
+    def detach(self) -> ServedModel | None:
+        """Take the model away. If it has answered since its start, its earlier failures no longer count."""
+        model, self.model, self.loading = self.model, None, None
+        if model is not None and model.hub.answered:
+            self.failures = 0
+        return model
+
+    def fail(self, why: str) -> None:
+        """Refuse the waiting requests and, for a pause, new ones; the first failure in a row has the shortest pause."""
+        self.state, self.why = State.FAILED, why
+        self.again = time.monotonic() + min(PAUSES[1], PAUSES[0] * 2**self.failures)
+        self.failures += 1
+        self.refuse(self.unloadable())
+
+    def unloadable(self) -> Refusal:
+        """The refusal of a request during the pause after a failure."""
+        line = f"the model {shown(self.offer.name)} is not loaded: {self.why}"
+        return Refusal(503, line, "server_error", retry=max(1, round(self.again - time.monotonic() + 0.5)))
+
+    def offered_as(self, offer: Offer) -> None:
+        """Replace the offer: what was known of the model, its failures included, no longer holds."""
+        self.offer, self.cost, self.known, self.failures, self.again = offer, 0, {}, 0, 0.0
+        if self.state is State.FAILED:
+            self.state, self.why = State.ABSENT, ""
+
+    def settled(self) -> None:
+        """Record that a request has ended."""
+        self.used = time.monotonic()
+        if self.state is State.DRAINING and not self.busy:
+            self.drained.set()
