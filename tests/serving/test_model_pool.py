@@ -197,6 +197,158 @@ def test_an_engine_that_died_is_loaded_again_by_the_next_request():
     run(go())
 
 
+def test_only_failures_in_a_row_make_the_pause_longer():
+    """An engine that has answered was sound: after its end the next request loads the model at once."""
+
+    async def go():
+        pool, _ = pool_of("ab", fails={"b": "its file is damaged"})
+        await pool.start(lambda n, of: None)
+        place, pauses = pool.places["a"], []
+
+        async def die(answers):
+            await use(pool, "a")
+            place.model.hub.answered = answers
+            place.model.engine.closed = "killed by signal 9"
+            began = time.monotonic()
+            pool.look()
+            pauses.append(round(place.again - began) if place.state is State.FAILED else 0)
+            place.again = 0.0
+
+        for answers in (False, False, False, True, False, True):
+            await die(answers)
+        assert pauses == [1, 2, 4, 0, 1, 0]
+        assert await use(pool, "a") == "a"
+        for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+            with pytest.raises(Refusal) as refused:
+                await use(pool, "b")
+            assert refused.value.headers["Retry-After"] in (str(pause), str(pause + 1))
+            pool.places["b"].again = 0.0
+
+    run(go())
+
+
+def test_failures_before_a_good_answer_are_forgotten_when_the_model_is_unloaded():
+    async def go():
+        pool, _ = pool_of("ab", room=1)
+        await pool.start(lambda n, of: None)
+        await use(pool, "a")
+        place = pool.places["a"]
+        place.failures, place.model.hub.answered = 3, True
+        await use(pool, "b")
+        assert (place.state, place.failures) == (State.ABSENT, 0)
+
+    run(go())
+
+
+@pytest.mark.parametrize("how", ["changed", "changed and failing", "gone", "gone and failing"])
+def test_offers_that_are_read_again_while_their_model_is_loaded(how):
+    """The model that is loaded is not the one that is offered now: its requests get that one, or learn that there is none."""
+
+    async def go():
+        made = {}
+
+        def load(offer):
+            made[offer.path] = one = Scripted(
+                offer, log, "its file is damaged" if offer.path == "/old" and "failing" in how else None
+            )
+            if offer.path == "/old":
+                one.go.clear()
+            return one
+
+        log = []
+        pool = ModelPool({"a": Offer("a", "/old"), "b": Offer("b", "/b")}, "b", load, PROCESS + 1)
+        await pool.start(lambda n, of: None)
+        asking = asyncio.create_task(use(pool, "a"))
+        while pool.places["a"].loading is None:
+            await asyncio.sleep(0)
+        new = {"b": Offer("b", "/b")} | ({"a": Offer("a", "/new")} if "changed" in how else {})
+        pool.replace_all(new, "b")
+        made["/old"].go.set()
+        if "changed" in how:
+            assert await asking == "a"
+            assert list(made) == ["/old", "/new"]
+        else:
+            with pytest.raises(Refusal) as refused:
+                await asking
+            assert refused.value.status == 404
+        assert await use(pool, "b") == "b"
+        assert set(pool.places) == set(new)
+        loaded = ["a"] * (how == "changed" or how == "gone") + ["a"] * ("changed" in how)
+        assert [n for what, n in log if what == "stop"] == loaded  # b took the room of the last one
+
+    run(go())
+
+
+def test_an_offer_that_was_mended_is_loaded_without_a_pause():
+    async def go():
+        pool, _ = pool_of("ab", fails={"b": "its file is damaged"})
+        await pool.start(lambda n, of: None)
+        with pytest.raises(Refusal):
+            await use(pool, "b")
+        pool.loads.load = lambda offer: Scripted(offer, [])
+        pool.update({"b": Offer("b", "/elsewhere/b")})
+        assert await use(pool, "b") == "b"
+
+    run(go())
+
+
+def test_a_pinned_model_is_loaded_again_without_a_request():
+    """After it died, after it could not be loaded, when it changed, and when the file newly pins it."""
+
+    async def go():
+        pool, log = pool_of("ab", pinned="b")
+        await pool.start(lambda n, of: None)
+        place = pool.places["b"]
+
+        async def ready(times):
+            while (log.count(("begin", "b")), place.state) != (times, State.READY):
+                await asyncio.sleep(0)
+
+        await ready(1)
+        place.model.engine.closed = "killed by signal 9"
+        pool.look()
+        assert "killed by signal 9" in pool.not_ready()
+        place.again = 0.0
+        pool.look()
+        await ready(2)
+        pool.update({"b": Offer("b", "/nowhere/b", {"running": 2}, pin=True)})
+        await ready(3)
+        pool.update({"a": Offer("a", "/nowhere/a", pin=True)})
+        while pool.places["a"].state is not State.READY:
+            await asyncio.sleep(0)
+        assert not pool.not_ready()
+
+    run(go())
+
+
+def test_errors_around_a_model_do_not_reach_its_requests():
+    """One where the next process is prepared, one where a model is unloaded; an error of ours in the task ends the server."""
+
+    async def go():
+        pool, _ = pool_of("ab", room=1)
+
+        def broken(*_):
+            raise OSError("no more processes")
+
+        pool.loads.prepare = broken
+        await pool.start(lambda n, of: None)
+        assert await use(pool, "a") == "a"
+        pool.places["a"].model.end = broken
+        assert await use(pool, "b") == "b"
+        assert await use(pool, "a") == "a"
+        assert pool.look() == ""
+        pool.loads.say = pool.loads.failed = broken
+        waiting = asyncio.create_task(use(pool, "b"))
+        while not (why := pool.look()):
+            await asyncio.sleep(0)
+        assert why == "models are not loaded any more: no more processes"
+        pool.close()
+        with pytest.raises(Refusal):
+            await waiting
+
+    run(go())
+
+
 @pytest.mark.parametrize("how", ["unloaded", "died"])
 def test_a_model_that_has_left_is_freed(how):
     """At once, and not whenever Python collects the next time: tokenizers take up to hundreds of megabytes."""

@@ -43,7 +43,8 @@ class ModelLoads:
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to load wanted models."""
+        """Begin to load wanted models, the pinned ones first."""
+        self.work.set()
         self.task = asyncio.create_task(self._run())
 
     @property
@@ -84,8 +85,8 @@ class ModelLoads:
 
     async def _bring(self, place: Place) -> None:
         """Make room for a model and load it."""
-        if place.task is not None:
-            await place.task
+        ending = [p.task for p in self.places.values() if p.task and (p is place or p.state is not State.DRAINING)]
+        await asyncio.gather(*ending)  # processes of engines that failed hold memory until they have ended
         await self._make_room(place)
         if not place.wanted or self.stopping:  # its requests have left meanwhile
             return
@@ -152,30 +153,42 @@ class ModelLoads:
             with suppress(TimeoutError):  # an engine that died reports no end of its requests
                 async with asyncio.timeout(1.0):
                     await place.drained.wait()
-        model = place.detach()
-        assert model is not None
-        self.metrics.leave(place.offer.name)
-        try:
-            await asyncio.to_thread(model.end, not place.gone)
-        except Exception as e:  # the model is unloaded all the same: what waits for it must not wait forever
-            log_error(f"{place.offer.name} was unloaded with an error", e)
-        del model
-        await asyncio.to_thread(gc.collect)  # its objects refer to each other; with them a tokenizer and descriptors would stay
+        await self._end(place, not place.gone)
         place.state, place.task = State.ABSENT, None
         self.work.set()
         self.drop_if_gone(place)
 
-    def failed(self, place: Place, why: str) -> None:
-        """Mark a model as failed: it cannot be loaded, or its engine ended by itself."""
+    async def _end(self, place: Place, keep: bool) -> None:
+        """End the process of a model. keep: keep its cache in host memory."""
         model = place.detach()
-        if model is not None:
-            self.metrics.leave(place.offer.name)
-            loop = asyncio.get_running_loop()
-            ended = loop.run_in_executor(None, model.end, False)
-            ended.add_done_callback(lambda _: loop.run_in_executor(None, gc.collect))  # as in `_drained`
-        place.fail(why)
+        assert model is not None
+        self.metrics.leave(place.offer.name)
+        try:
+            await asyncio.to_thread(model.end, keep)
+        except Exception as e:  # the model is unloaded all the same: what waits for it must not wait forever
+            log_error(f"{place.offer.name} was unloaded with an error", e)
+        del model
+        await asyncio.to_thread(gc.collect)  # its objects refer to each other; with them a tokenizer and descriptors would stay
+
+    def failed(self, place: Place, why: str) -> None:
+        """Mark a model as failed: it cannot be loaded, or its engine ended by itself.
+
+        An engine that had answered was sound: the next request loads its model at once.
+        """
+        if place.model is not None and place.model.hub.answered:
+            place.state, place.why = State.ABSENT, why
+        else:
+            place.fail(why)
+        if place.model is not None:
+            place.task = asyncio.create_task(self._ended(place))
+        place.loading = None
         self.say(f"{place.offer.name} failed: {why}")
+        self.work.set()
         self.drop_if_gone(place)
+
+    async def _ended(self, place: Place) -> None:
+        await self._end(place, False)
+        place.task = None
 
     def drop_if_gone(self, place: Place) -> None:
         """Forget a model that is not offered any more, once it is unloaded."""

@@ -59,7 +59,7 @@ class Place:
     cost: int = 0
     gone: bool = False
     known: dict[str, Any] = field(default_factory=dict)
-    task: asyncio.Task[None] | None = None  # the task that drains it
+    task: asyncio.Task[None] | None = None  # the task that unloads it, or ends the process of a model that failed
     waiters: dict[asyncio.Future[ServedModel], None] = field(default_factory=dict)
     asked: float = 0.0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -119,7 +119,7 @@ class Place:
         return model
 
     def fail(self, why: str) -> None:
-        """Refuse the waiting requests and, for a pause, new ones; the first failure in a row has the shortest pause."""
+        """Refuse the waiting requests and, for a pause, new ones. The pause doubles with each failure in a row."""
         self.state, self.why = State.FAILED, why
         self.again = time.monotonic() + min(PAUSES[1], PAUSES[0] * 2**self.failures)
         self.failures += 1

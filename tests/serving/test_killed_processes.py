@@ -1,0 +1,193 @@
+"""Engine processes killed in each phase of a model, alone and two at once: no request is forgotten, the next is answered."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from multiprocessing import active_children
+
+import phases
+import pytest
+from phases import Gate
+from starlette.requests import ClientDisconnect
+
+from lowq_cli.serving.host_memory import HostMemory
+from lowq_cli.serving.http import loading
+from lowq_cli.serving.http.loading import Loader
+from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.place import PROCESS, State
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.request import Request
+
+
+class Server:
+    """A pool of the models a and b with real processes, and room for `room` of them."""
+
+    def __init__(self, folder, room):
+        self.gates = {name: Gate(folder / name) for name in "ab"}
+        self.host = HostMemory(1 << 20, 2)
+        self.loader = Loader("cpu", {}, self.host)
+        offers = {name: gate.offer() for name, gate in self.gates.items()}
+        self.pool = ModelPool(offers, "a", self.loader.begin, room * PROCESS + 1)
+        self.pool.reports.host, self.pool.loads.prepare = self.host, self.loader.prepare
+
+    async def ask(self, name, receive=None):
+        """How a request ends: "answered", with a status and the time to come back, "left", or "broken off" in its answer."""
+        try:
+            async with self.pool.lease(name, receive) as model:
+                live = model.hub.submit([Request((1, 2), 3)])
+            events = []
+            while not (events and events[-1].finish_reason):
+                events += (await live.take()).get(0, [])
+        except Refusal as e:
+            return f"{e.status}, again after {e.headers.get('Retry-After')} s"
+        except ClientDisconnect:
+            return "left"
+        return "answered" if events[-1].finish_reason == "length" else "broken off"
+
+    async def standby(self):
+        """The process that waits for the next model."""
+        await until(lambda: self.loader.standby)
+        return self.loader.standby.process
+
+    async def again(self, name):
+        """A request after the pause that a refusal names."""
+        self.pool.places[name].again = 0.0
+        return await self.ask(name)
+
+    def check(self):
+        """Nothing waits, nothing is counted that has ended, and models are still loaded."""
+        assert not self.pool.loads.ended
+        for place in self.pool.places.values():
+            assert (len(place.waiters), place.beginning, place.busy) == (0, 0, False)
+            assert place.state in (State.READY, State.ABSENT, State.FAILED)
+
+
+async def until(true):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def serving(folder, room):
+    s = Server(folder, room)
+    await s.pool.start(lambda n, of: None)
+    try:
+        yield s
+        s.check()
+        assert await s.again("a") == "answered"
+        s.check()
+    finally:
+        s.pool.close()
+        await asyncio.to_thread(s.pool.stop)
+        s.pool.loads.task.cancel()
+        await asyncio.to_thread(s.loader.stop)
+        s.host.close()
+    assert not active_children()
+
+
+def run(what):
+    asyncio.run(asyncio.wait_for(what, 120))
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch):
+    """The engines' processes count instead of loading a model; a process that stands by imports nothing."""
+    monkeypatch.setattr(loading, "load", phases.load)
+    monkeypatch.setattr(loading, "MODULES", ())
+
+
+async def brought(s, name, phase):
+    """Bring a model to a phase: its process, and a function that waits for the ends of its requests after that was killed."""
+    if phase in ("ready", "answering"):
+        assert await s.ask(name) == "answered"
+    if phase == "ready":
+        engine = s.pool.places[name].model.engine
+
+        async def after():
+            await until(lambda: engine.closed)
+            return [await s.ask(name)]
+
+        return engine._process.pid, after
+    if phase == "standby":
+        pid = (await s.standby()).pid
+        os.kill(pid, signal.SIGSTOP)  # it has not read what to load when it is killed
+    else:
+        s.gates[name].stand(phase)
+    asking = [asyncio.create_task(s.ask(name)) for _ in range(2)]
+    await until(lambda: s.pool.places[name].loading if phase == "standby" else s.gates[name].standing)
+    return pid if phase == "standby" else s.gates[name].standing, lambda: asyncio.gather(*asking)
+
+
+async def killed_in(s, **phases):
+    """Bring models to phases, one after another, kill their processes at once, and return how their requests ended."""
+    each = [await brought(s, name, phase) for name, phase in phases.items()]
+    for pid, _ in each:
+        os.kill(pid, signal.SIGKILL)
+    return [await after() for _, after in each]
+
+
+ENDS = {
+    "standby": ["answered"] * 2,  # by another process
+    "making": ["503, again after 1 s"] * 2,
+    "starting": ["503, again after 1 s"] * 2,
+    "ready": ["answered"],
+    "answering": ["broken off"] * 2,
+}
+
+
+@pytest.mark.parametrize("phase", ENDS)
+def test_a_process_killed_in_a_phase_ends_its_requests(phase, tmp_path):
+    async def go():
+        async with serving(tmp_path, 1) as s:
+            assert await killed_in(s, a=phase) == [ENDS[phase]]
+
+    run(go())
+
+
+@pytest.mark.parametrize("phase", ["stopping", "keeping"])
+def test_a_process_killed_while_it_is_unloaded_delays_no_other(phase, tmp_path):
+    async def go():
+        async with serving(tmp_path, 1) as s:
+            assert await s.ask("a") == "answered"
+            s.gates["a"].stand(phase)
+            asking = [asyncio.create_task(s.ask(name)) for name in "bba"]
+            await until(lambda: s.gates["a"].standing)
+            os.kill(s.gates["a"].standing, signal.SIGKILL)
+            assert await asyncio.gather(*asking) == ["answered"] * 3
+
+    run(go())
+
+
+@pytest.mark.parametrize(("first", "second"), [("ready", "standby"), ("answering", "starting")])
+def test_two_processes_killed_at_once(first, second, tmp_path):
+    async def go():
+        async with serving(tmp_path, 2) as s:
+            assert await killed_in(s, a=first, b=second) == [ENDS[first], ENDS[second]]
+            assert await s.again("b") == "answered"
+
+    run(go())
+
+
+def test_a_client_that_leaves_before_the_process_is_killed(tmp_path):
+    async def go():
+        async with serving(tmp_path, 1) as s:
+            s.gates["a"].stand("making")
+            gone = asyncio.Event()
+
+            async def receive():
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            asking = asyncio.create_task(s.ask("a", receive))
+            await until(lambda: s.gates["a"].standing)
+            gone.set()
+            assert await asking == "left"
+            other = asyncio.create_task(s.ask("b"))
+            os.kill(s.gates["a"].standing, signal.SIGKILL)
+            assert await other == "answered"
+
+    run(go())
