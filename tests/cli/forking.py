@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,19 @@ def _console_script(*words: str) -> None:
 
     sys.argv = ["lowq", *words]
     main.run()
+
+
+def export_until(checkpoint: Path, to: str, out: Path, file_bytes: int, calls: int) -> None:
+    """Export, and be killed at the call of `progress` with this number."""
+    from lowq_cli.interop.exporter import export
+
+    count = iter(range(1, calls + 1))
+
+    def progress(percent: int, name: str) -> None:
+        if next(count) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    export(checkpoint, to, out, progress=progress, file_bytes=file_bytes)
 
 
 def ask_for_library(umask: int = 0o022) -> None:

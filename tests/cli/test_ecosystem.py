@@ -109,26 +109,30 @@ def installed(tmp_path):
     return info.parent
 
 
-FIRST = {  # what such a process imports first
-    "transformers": "from transformers import AutoModelForCausalLM",
-    "torch": "import torch",
-    "the table of quantizers": "import transformers.quantizers.auto",
-    "configs": "from transformers import AutoConfig",
-    "models": "import transformers.modeling_utils",
-}
-
-
-@pytest.mark.parametrize("first", FIRST)
-def test_a_process_that_never_imports_lowq_reads_checkpoints(first, installed, family_checkpoints):
-    code = f"""
-import sys
-sys.path.insert(0, {str(installed)!r})
-{FIRST[first]}
-assert "lowq" not in sys.modules
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(type(model.model.layers[0].self_attn.q_proj).__name__)
+FIRST = [  # what such a process imports first of transformers, which imports torch before anything else
+    "from transformers import AutoModelForCausalLM",
+    "import transformers.quantizers.auto",
+    "from transformers import AutoConfig",
+    "import transformers.modeling_utils",
+]
+FORKS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+for first in sys.argv[3:]:  # a fork for each: torch takes most of the time
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0, first
+        continue
+    exec(first)
+    assert "lowq" not in sys.modules
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+    print(type(model.model.layers[0].self_attn.q_proj).__name__, flush=True)
+    os._exit(0)
 """
-    line = [sys.executable, "-P", "-c", code, str(family_checkpoints("llama").packed)]
+
+
+def test_a_process_that_never_imports_lowq_reads_checkpoints(installed, family_checkpoints):
+    line = [sys.executable, "-P", "-c", FORKS, str(installed), str(family_checkpoints("llama").packed), *FIRST]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, ["QuantLinear"]), done.stderr[-2000:]
+    assert (done.returncode, done.stdout.split()) == (0, ["QuantLinear"] * len(FIRST)), done.stderr[-2000:]

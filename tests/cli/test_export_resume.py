@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forking
 import pytest
 
 from lowq_cli import main
@@ -19,17 +18,12 @@ from lowq_packers.scheme import Scheme
 SCHEMES = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none")}
 SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 
-KILLED = """
-import os, signal, sys
-from lowq_cli import main
-from lowq_cli.interop.exporter import export
-def progress(percent, name):
-    progress.count += 1
-    if progress.count == int(sys.argv[5]):
-        os.kill(os.getpid(), signal.SIGKILL)
-progress.count = 0
-export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress, file_bytes=int(sys.argv[4]))
-"""
+
+def killed(*words):
+    """The exit code of a process that exports and is killed: see `forking.export_until`."""
+    process = forking.begin(forking.export_until, *words)
+    process.join(forking.SECONDS)
+    return process.exitcode
 
 
 def contents(folder):
@@ -41,8 +35,7 @@ def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, t
     export(made.packed, "compressed-tensors", tmp_path / "whole", file_bytes=SMALL_FILES)
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
     for at in (2, 6, 9):
-        line = [sys.executable, "-c", KILLED, made.packed, "compressed-tensors", out, SMALL_FILES, at]
-        assert subprocess.run(list(map(str, line)), check=False).returncode == -9
+        assert killed(made.packed, "compressed-tensors", out, SMALL_FILES, at) == -9
         assert not out.exists()
     parts = {p.stat().st_ino for p in tmp_path.glob("out.*.partial/part-*.safetensors")}
     assert len(parts) > 1
@@ -86,8 +79,7 @@ def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path):
     export(tmp_path / "m", "gguf", tmp_path / "all" / "out.gguf")
     out, small = tmp_path / "out.gguf", 1 << 20
     for at in (5, 20, 40):
-        line = [sys.executable, "-c", KILLED, tmp_path / "m", "gguf", out, small, at]
-        assert subprocess.run(list(map(str, line)), check=False).returncode == -9
+        assert killed(tmp_path / "m", "gguf", out, small, at) == -9
         assert not out.exists()
     (partial,) = tmp_path.glob("out.gguf.*.partial")
     left = json.loads((partial / "note.json").read_text())

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = typer.main.get_command(main.app).commands
 PART = r"(?: (?:--?[a-z][\w-]*|'[^']*'|\"[^\"]*\"|[A-Z]{2,}\b|demo\b|\x00\d+\x00|[\w.-]+/[\w./-]+|\d+))*"
 LINE = re.compile(rf"\blowq ({'|'.join(COMMANDS)})\b({PART})")
+VERB, ADJACENT = re.compile(rf"\blowq (?:{'|'.join(COMMANDS)})\b"), re.compile(r"[\"']\s*f?[\"']")  # literals joined by Python
 QUOTED = ("as_argument", "shlex.quote", "shlex.join")
 # Put in unquoted: options or names of formats that lowq itself spells; a repository's name, which the hub checked.
 OWN = {"first", "held[0]", "targets.get(engine).export", "command", "repo", "name"}
@@ -27,7 +28,10 @@ def messages():
     """(file, line, text) of every string in the sources but docstrings; what is put in stands as its number between two \\0."""
     for folder in ("lowq_cli", "kernels", "packers"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text())
+            text = path.read_text()
+            if not VERB.search(ADJACENT.sub("", text)):  # to parse all files takes two seconds
+                continue
+            tree = ast.parse(text)
             inside = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in ast.walk(n) if v is not n}
             inside |= {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
             for node in ast.walk(tree):
