@@ -35,6 +35,7 @@ REFUSED = (  # the system's errors about a given file name
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
+TWICE = "more than once per process"  # numpy's error where Ctrl-C ended its first import and a library went on without it
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
     *("draft", "export", "refine", "serve", "batch", "ps", "stop", "push", "ls", "rm", "doctor"),
@@ -81,6 +82,9 @@ def _add_commands() -> None:
         app.command(name, short_help=summary, epilog=examples)(_with_quiet(_guarded(function)))
 
 
+_entered = False  # whether this run has reached its command: before that, Typer ends at Ctrl-C without a message
+
+
 class _Stopped(Exception):
     """Ctrl-C, with the command's message about it: Typer would end the process without a message."""
 
@@ -90,6 +94,8 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
+        global _entered
+        _entered = True
         try:
             function(*args, **kwargs)
         except KeyboardInterrupt as e:
@@ -131,6 +137,11 @@ VALUES = {
     r"Input should be less than (\S+)": r"less than \1 is needed",
     r"Input should be a finite number": "a finite number is needed",
     r"Input should be (.*)": r"\1 is needed",
+}
+MEANT = {  # words that people try, from other tools -> the command
+    **{"info": "lowq inspect", "show": "lowq inspect", "demo": "lowq run demo", "pull": "lowq run", "ask": "lowq run"},
+    **{"convert": "lowq export", "server": "lowq serve", "benchmark": "lowq bench", "perplexity": "lowq eval"},
+    **{"list": "lowq ls", "remove": "lowq rm", "delete": "lowq rm", "version": "lowq --version", "help": "lowq --help"},
 }
 EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", re.I)
 
@@ -200,9 +211,11 @@ def _leave_group() -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run one command, given as the words after `lowq`, and print what it says or the error; returns the exit code."""
-    console.json_wanted, console.json_is_out, console.quiet = "--json" in words, False, False
+    global _entered
+    console.json_wanted, console.json_is_out, console.quiet, _entered = "--json" in words, False, False, False
     try:
-        return int(app(list(words), prog_name="lowq", standalone_mode=False) or 0)
+        code = int(app(list(words), prog_name="lowq", standalone_mode=False) or 0)
+        return code if _entered or code != EXIT_INTERRUPTED else _fail("interrupted", code)
     except LowqError as e:
         return _fail(" ".join(str(e).split()), e.exit_code)
     except (KeyboardInterrupt, _Stopped) as e:
@@ -216,6 +229,8 @@ def main(words: Sequence[str]) -> int:
             return _fail(str(full), full.exit_code)
         if isinstance(e, OSError) and e.filename and e.errno in REFUSED:
             return _fail(f"{e.filename}: {e.strerror}", EXIT_USAGE)
+        if isinstance(e, ImportError) and TWICE in str(e):
+            return _fail("interrupted", EXIT_INTERRUPTED)
         if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith("lowq"):  # pip install --no-deps
             return _fail(f"{e.name.partition('.')[0]} is not installed, which lowq needs here; install it with pip", EXIT_USAGE)
         if hasattr(e, "format_message"):  # errors of Typer, or of click in older releases
@@ -259,6 +274,9 @@ def _mistyped(e: Any) -> int:
     text = " ".join(e.format_message().split()).rstrip(".")
     if near := getattr(e, "possibilities", None):  # the most similar one, as for a command
         text = f"no such option: {e.option_name}. Did you mean {near[0]}?"
+    if match := re.match(r"No such command '([^']*)'", text):
+        meant = MEANT.get(match[1].lower())
+        text = f"no such command '{match[1]}'. Did you mean '{meant}'?" if meant else text
     path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"
     text = _in_plain_words(text, path)
     way_out = f" See: {path} --help" if text.endswith("?") else f"; see: {path} --help"

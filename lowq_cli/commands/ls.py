@@ -22,6 +22,6 @@ def ls(as_json: AsJson = False) -> None:
         console.say("nothing yet; lowq quantize demo writes a checkpoint")
         return
     cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in holdings]
-    console.table("", ("name", "kind", ">size", ">age"), cells, on_stdout=True)
+    console.table("", ("name", "kind", ">size", ">age"), cells, on_stdout=True, spare=(">age", "kind"))
     count = "1 place" if len(holdings) == 1 else f"{len(holdings)} places"
     console.say(f"{console.size(total)} in {count}; lowq rm NAME removes one, lowq rm --cached all of the cache")

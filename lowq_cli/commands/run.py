@@ -34,6 +34,7 @@ def run(
             autocompletion=completion.words(*recipes.names()),
         ),
     ] = None,
+    prompt: Annotated[str | None, typer.Option(help="As [TEXT].")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
     temperature: Temperature = None,
     seed: Seed = None,
@@ -48,6 +49,8 @@ def run(
     from lowq_cli.commands.chat import chat
     from lowq_cli.commands.generate import answer, check_pictures
 
+    if prompt is not None:  # what stands behind the model are pictures then
+        text, pictures = prompt, [*([] if text is None else [text]), *(pictures or [])]
     check_pictures(model, pictures or [])
     folder = state.run_of(model, recipe) or _quantized(model, recipe, device)
     state.remember_run(model, recipe, folder)
@@ -58,10 +61,8 @@ def run(
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": None}
     settings |= {"images": pictures or [], "draft": draft, "think": False if no_think else None}
     here = "--draft and pictures do not go to a running server" if draft != "auto" or pictures else ""
-    prompt = "-" if text is None else text
-    answer(
-        folder, prompt, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here
-    )
+    text = "-" if text is None else text
+    answer(folder, text, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here)
 
 
 def _quantized(model: str, recipe: str | None, device: str) -> str:

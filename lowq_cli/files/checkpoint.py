@@ -191,9 +191,10 @@ def _crc(source: Source, name: str) -> int:
     return crc
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], more: str = "") -> Checkpoint:
     """Open a lowq folder and check it without reading weights.
 
+    more: further options of the `quantize` command that is suggested for a model that is not quantized.
     Raises NotFoundError (no folder, or an unfinished run), UsageError (a model that is not quantized),
     UnsupportedError (another format or version), DamagedError (inconsistent files).
     """
@@ -205,7 +206,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     source = open_source(str(folder.absolute()))
     q = source.config.get("quantization_config")
     if q is None:
-        raise UsageError(f"{os.fspath(path)} is a model that is not quantized; run: lowq quantize {as_argument(path)}")
+        raise UsageError(f"{os.fspath(path)} is a model that is not quantized; run: lowq quantize {as_argument(path)}{more}")
     if not isinstance(q, dict):
         raise DamagedError(f"{folder}/config.json: quantization_config must be a table")
     names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]

@@ -24,7 +24,7 @@ from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, 
 from lowq_cli.interop.foreign import DecodedSource, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
-from lowq_cli.plan import gguf_types
+from lowq_cli.plan import gguf_types, targets
 from lowq_cli.state import as_argument, remember_export, source_of, user_path, was_exported, writing
 from lowq_cli.workers import in_order, threads
 from lowq_packers import formats
@@ -65,13 +65,13 @@ def export(
         nearest scheme that it holds. NotFoundError, DamagedError: as `open_checkpoint`.
     """
     if to is not None and to not in EXPORTED:
-        raise UsageError(f"--to {to} does not exist; use one of {', '.join(EXPORTED)}")
+        raise targets.no_such("--to", to, EXPORTED)
     if kind:
         if to not in (None, "gguf"):
             raise UsageError(f"--type {kind} is a mixture of GGUF's types; leave --to {to} out")
         return _quantized_gguf(checkpoint, kind, out, progress, file_bytes)
     there = user_path(checkpoint).exists()
-    opened = open_checkpoint(runnable(checkpoint) if there else checkpoint)
+    opened = open_checkpoint(runnable(checkpoint) if there else checkpoint, f" --export {to}" if to else "")
     with opened.source:
         if check_tp is not None:
             _check_tp(opened, check_tp)

@@ -5,7 +5,7 @@ Zeros: no engine holds a float zero exactly (vLLM's kernels accept integer zeros
 are formats that several engines may read; Humming and HQQ hold float zeros.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +60,18 @@ ENGINES = {
 }
 
 
+def no_such(flag: str, given: str, known: Sequence[str]) -> UsageError:
+    """The error for an engine or format that does not exist, with the one that was probably meant: --to llama.cpp is gguf."""
+    pairs = [(t.engine, t.export) for t in ENGINES.values()]
+    names = [given.lower(), *(b for pair in pairs for a, b in (pair, pair[::-1]) if a == given.lower())]
+    meant = next((f"; did you mean {flag} {name}?" for name in names if name in known), f"; use one of {', '.join(known)}")
+    return UsageError(f"{flag} {given} does not exist{meant}")
+
+
 def get(engine: str) -> Target:
     """The target of that name. Raises UsageError with the list of the existing ones."""
     if engine not in ENGINES:
-        raise UsageError(f"--for {engine} does not exist; use one of {', '.join(ENGINES)}")
+        raise no_such("--for", engine, tuple(ENGINES))
     return ENGINES[engine]
 
 
@@ -71,7 +79,7 @@ def of_export(form: str, engine: str | None) -> str:
     """The engine for an export format: the named one, if it reads the format. Raises UsageError."""
     known = {t.export: name for name, t in ENGINES.items()}
     if form not in known:
-        raise UsageError(f"--export {form} does not exist; use one of {', '.join(known)}")
+        raise no_such("--export", form, tuple(known))
     if engine is not None and get(engine).export != form:
         raise UsageError(f"--for {engine} reads {get(engine).export}, not {form}; leave --for out, or --export")
     return engine or known[form]

@@ -69,6 +69,22 @@ def test_the_same_bytes_twice(bf16_checkpoints, tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("export", "demo", "--to", "llama.cpp"), "--to llama.cpp does not exist; did you mean --to gguf?"),
+        (("export", "demo", "--to", "AWQ"), "--to AWQ does not exist; did you mean --to awq?"),
+        (("export", "demo", "--to", "onnx"), "--to onnx does not exist; use one of compressed-tensors, "),
+        (("quantize", "demo", "--export", "vLLM"), "--export vLLM does not exist; did you mean --export compressed-tensors?"),
+        (("quantize", "demo", "--for", "GGUF"), "--for GGUF does not exist; did you mean --for llama.cpp?"),
+        (("export", "demo", "--to", "mlx"), "demo is a model that is not quantized; run: lowq quantize demo --export mlx"),
+    ],
+)
+def test_a_name_that_is_not_a_format_leads_to_the_one_that_was_meant(words, line, capsys):
+    assert main.main(list(words)) == 2
+    assert line in capsys.readouterr().err
+
+
 REFUSED = [
     ("gptq", FLOAT, "nearest: quantize with --zero int"),
     ("awq", SYM, "nearest"),

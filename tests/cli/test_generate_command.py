@@ -57,6 +57,12 @@ def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
     assert told == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 
 
+def test_a_piped_text_leads_to_the_option_that_reads_it(run):
+    done = run("demo", stdin="Once upon a time")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--prompt - reads the text from stdin" in done.stderr
+
+
 def test_json_is_one_object_with_the_promised_keys(run):
     done = run(*SHORT, "--prompt", "-", "--json", "--batch", "2", stdin="Once upon a time")
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ def test_run_quantizes_once_and_the_last_checkpoint_stays_what_it_was(lowq, tmp_
     assert (run.kind, run.path.parent) == ("run", tmp_path / "cache" / "lowq" / "runs")
     assert run.nbytes > 6e6
     assert lowq("run", run.path, "Once upon a time", *SHORT)[:2] == (0, out)
+    assert lowq("run", "demo", "--prompt", "Once upon a time", *SHORT)[:2] == (0, out)
 
 
 def written(folder, run="0123456789abcdef"):

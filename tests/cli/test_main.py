@@ -11,8 +11,10 @@ import threading
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
+import typer
 
 from lowq_cli import console, main
 from lowq_cli.files.source import DEMO
@@ -64,6 +66,7 @@ def test_help_and_typos_import_nothing_heavy(args):
     ("args", "said"),
     [
         (["quantise"], "no such command 'quantise'. Did you mean 'quantize'? See: lowq --help"),
+        (["info"], "no such command 'info'. Did you mean 'lowq inspect'? See: lowq --help"),
         (["quantize"], "missing argument"),
         (["quantize", "demo", "--bits", "four"], "invalid value for '--bits'"),
         (["eval", "--nope"], "no such option: --nope"),
@@ -86,6 +89,31 @@ def test_a_bare_lowq_is_its_help():
     done = run()
     assert done.returncode in (0, 2)  # by Typer's release
     assert "Commands:" in done.stdout + done.stderr
+
+
+def test_words_of_other_tools_lead_to_commands_that_exist():
+    names = {c.name for c in main.app.registered_commands}
+    assert not names & main.MEANT.keys()
+    for line in main.MEANT.values():
+        assert line.startswith("lowq --") or line.split()[1] in names
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ImportError("cannot load module more than once per process")])
+def test_ctrl_c_before_a_command_begins_and_during_imports_is_one_line(error, capsys):
+    """Typer ends without a message before a command begins; numpy refuses a second import after one that was interrupted."""
+
+    def stop(value: str):
+        raise error
+
+    def early(option: Annotated[str, typer.Option(callback=stop)] = "") -> None:
+        pass
+
+    main.app.command("early")(early)
+    try:
+        assert main.main(["early"]) == 130
+    finally:
+        main.app.registered_commands.pop()
+    assert capsys.readouterr().err == "lowq: interrupted\n"
 
 
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
