@@ -1,6 +1,6 @@
 """docs/fp8.md: quantizer, products, 8-bit activations, accuracy.
 
-Results: h100/fp8.json (fp8.py), h100/act_products.json (act_products.py), cpu/act_quality.json (act_quality.py).
+Results: h100/fp8.json (fp8.py), h200/act_products.json (act_products.py), cpu/act_quality.json (act_quality.py).
 """
 
 from statistics import geometric_mean
@@ -105,7 +105,7 @@ def fp8_perplexity() -> str:
 @part
 def act_products() -> str:
     """Products at prompts' rows compared with cuBLAS."""
-    run = read("h100/act_products.json")
+    run = read("h200/act_products.json")
     names = {"none": "16-bit x", "int8": "int8 x", "fp8": "fp8 x", "rounding fp8": "rounding alone"}
     names |= {"cublas fp16": "cuBLAS fp16", "cublas fp8": "cuBLAS fp8"}
     lines = []

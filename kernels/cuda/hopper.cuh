@@ -23,6 +23,17 @@ __device__ __forceinline__ void tensor_load_once(u32 shared, const TensorMap* ma
         "[%4], %5;"
         ::"r"(shared), "l"(map), "r"(inner), "r"(row), "r"(barrier), "n"(0x12f0000000000000) : "memory");
 }
+// A box of shared memory, written by ordinary stores and fenced by each writer (shared_fence), goes to global memory; what is
+// outside of the tensor does not. The thread that stores waits until all but PENDING of its groups have been read, or written.
+__device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void tensor_store(const TensorMap* map, int inner, int row, u32 shared) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+                 ::"l"(map), "r"(inner), "r"(row), "r"(shared) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void stores_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ u32 in_block(u32 shared, int rank) {  // an address of ours in another block of the cluster
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));

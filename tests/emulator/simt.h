@@ -51,6 +51,7 @@ constexpr int STATIC = 41984, RANK = 24;  // bytes for __shared__ variables; the
 struct Copy { u32 to; const char* from; int bytes, take; };
 struct Named { int arrived = 0, round = 0; };  // a barrier of bar.sync
 struct Wgmma { void (*run)(void*, const u32*, uint64_t, int); void* d; const u32* a; uint64_t b; int add; };
+struct Store { const void* map; int inner, row; u32 from; };  // a tensor store
 struct Barrier { int expected, missing, bytes = 0; u32 phase = 0; std::vector<Copy> copies; };  // an mbarrier
 struct Fiber;
 struct Warp { int arrived = 0; const char* what = nullptr; void* mine[32]; Fiber* lanes[32]; };
@@ -74,6 +75,8 @@ struct Fiber {
     std::vector<Copy> open;
     std::vector<std::vector<Wgmma>> products;
     std::vector<Wgmma> issued;
+    std::vector<std::vector<Store>> stored;
+    std::vector<Store> stores;
     jmp_buf at;
     ucontext_t context;
 };
@@ -127,6 +130,7 @@ __attribute__((noinline)) inline void wait() {
 }
 inline void start() {
     entry(arguments);
+    if (!self->stores.empty() || !self->stored.empty()) fail("a thread ends before its tensor stores");
     self->done = true;
     alive--, self->block->alive--;
     check_barriers(self->block);
@@ -290,6 +294,38 @@ inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2
                                                                                              int bytes, u32 at, uint64_t) {
     cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, at);
 }
+// Tensor stores read shared memory as early as they may (order 1: at their issue) or as late (-1: at the wait_group that covers
+// them), and write global memory then: nothing outside of the tensor.
+inline void run_store(const Store& s) {
+    TensorMap t;
+    memcpy(&t, s.map, sizeof t);
+    if (t.mark >> 8 != 0x51317) fail("not a tensor map");
+    if (s.from % (t.swizzle ? 1024 : 128)) fail("misaligned tensor copy");
+    const uint64_t first = (uint64_t)s.inner * (t.mark & 255);
+    if (first % 16) fail("a tensor copy to an address that is no multiple of 16");
+    for (u32 r = 0; r < t.box_rows; r++)
+        for (u32 c = 0; c < t.box_width; c += 16) {
+            u32 place = s.from + r * t.box_width + c;
+            if (t.swizzle) place ^= (place >> 7 & 7) << 4;
+            const uint64_t y = (uint64_t)s.row + r, x = first + c;
+            const char* from = shared(place, 16);
+            if (y < t.rows && x < t.width)
+                memcpy((char*)t.address + y * t.pitch + x, from, std::min<uint64_t>(16, t.width - x));
+        }
+}
+inline void cp_async_bulk_tensor_2d_global_shared__cta_tile_bulk_group(const void* map, int inner, int row, u32 from) {
+    if (order == 1) run_store({map, inner, row, from});
+    else self->stores.push_back({map, inner, row, from});
+}
+inline void cp_async_bulk_commit_group() { self->stored.push_back(std::move(self->stores)), self->stores.clear(); }
+inline void cp_async_bulk_wait_group(int pending) {
+    auto& groups = self->stored;
+    while ((int)groups.size() > pending) {
+        for (const Store& s : groups.front()) run_store(s);
+        groups.erase(groups.begin());
+    }
+}
+inline void cp_async_bulk_wait_group_read(int pending) { cp_async_bulk_wait_group(pending); }
 inline void cp_async_bulk_prefetch_L2_global(const void* from, int bytes) {
     if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) fail("misaligned prefetch");
 }

@@ -47,6 +47,8 @@ CASES = [
     Case((2, 64, 2), 2, torch.float16, 128, "float", 100, 320, 1024, bias=True, act="fp8"),
     Case((1, 128, 1), 2, torch.bfloat16, 272, "float", 34, 136, 272, act="int8"),
     Case((1, 64, 4), 3, torch.float16, 256, "float", 64, 130, 1280, bias=True, act="fp8"),
+    Case((1, 64, 4), 4, torch.float16, 128, "float", 64, 136, 1152, act="int8"),  # the fourth block has no share of K
+    Case((2, 128, 1), 4, torch.bfloat16, 64, "float", 140, 520, 2176, sms=2, act="fp8"),  # several steps of sums a tile
     Case((1, 128, 2), 3, torch.float16, 128, "none", 35, 190, 384, act="int8"),
     Case((1, 64, 2), 4, torch.float16, 8320, "float", 33, 65, 8320, act="fp8"),  # a row is a group; more sums than a step takes
 ]

@@ -7,15 +7,16 @@
 //         registers.
 // Order   a lane's word holds, bytewise, codes of two fragments of 16 k: x lies in that order (act_rows.cu has it), B in shared
 //         memory.
-// Zeros   the second sum is a product of its own, (s z)[N, K/SG] by sums of x[M, K/SG] in 16 bits, added at the end of a tile:
-//         K/64 of the work, and exact sums of groups where each code would cost an FMA.
+// Zeros   the second sum is a product of its own, -(s z)[N, K/SG] by sums of x[M, K/SG] in 16 bits, 32 columns after every 32
+//         sums: K/64 of the work, and exact sums of groups where each code would cost an FMA. Three warps beside the producer
+//         read scales and zeros ahead, and lay -(s z) in shared memory as consumers read it.
 // Sums    of SG = 128 k (64 where groups are) in the tensor core, scaled and added in fp32: e4m3 products keep fewer than 23
 //         bits.
 // Tile    128*ROW_TILES_64 rows of W by BLOCK_M rows of x, a warpgroup owns half of the rows. Persistent, bands of BAND tiles
 //         of W; SPLIT_K blocks of a cluster split K of one tile. A producer thread feeds a ring of STAGES stages of 128 k by
-//         TMA.
+//         TMA; y goes through two stagings of PIECE rows, by TMA too, so that it leaves while the next tile is computed.
 // Limits  groups of 64 (8 and 4 bits) or a multiple of 128, or one group; 8 bits with int8 only.
-// Edges   TMA reads zeros outside; stores are masked.
+// Edges   TMA reads zeros outside, and stores nothing there; where rows of y are no multiple of 16 bytes, masked stores.
 // Source  own.
 #include "tile.cuh"
 #include "hopper.cuh"
@@ -74,15 +75,23 @@ struct Phases8 {
                          META_BYTES = TILES * PARTS * 32;
     static constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
     static_assert(SG / 32 % BATCH == 0, "one wgmma batch, one sum");
-    static constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
+    static constexpr int EVERY = 32 / PARTS;  // steps of x whose sums are a step of sums: 32 columns
+    static constexpr u32 ZEROS_BYTES = TILES * 1024;  // of -s z for a step of sums
     static constexpr int COLUMNS = BLOCK_M / SPLIT_K;  // of x that a block writes
+    static constexpr int PIECE = COLUMNS < 64 ? COLUMNS : 64;  // rows of y that are stored at a time, 64 columns each
+    static constexpr u32 PIECE_BYTES = PIECE * 128 < 1024 ? 1024 : PIECE * 128;
     using Sums = float[BLOCK_M / 2];
     using XScales = float[COLUMNS / 4];
     using StepSums = typename Sum8<INT8>::type[BLOCK_M / 2];
 
-    static __device__ __forceinline__ void init_barriers(u32 full, u32 empty) {
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
+    static __device__ __forceinline__ void init_barriers(u32 full, u32 empty) {  // the last pair: of -s z
+        for (int i = 0; i <= STAGES; i++) barrier_init(full + 8 * i, i < STAGES ? 1 : 96), barrier_init(empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+
+    // The step of x before which a step of sums comes.
+    static __device__ __forceinline__ int sums_due(int sum, int sum_steps, int part) {
+        return sum + 1 < sum_steps ? smaller((sum + 1) * EVERY, part) : part;
     }
 
     // The producer thread. load_weights(stage, step, n_tile) asks for the words and scales of a step; place(tile, m0, n_tile).
@@ -94,25 +103,28 @@ struct Phases8 {
         if (team < all) {  // weights do not depend on the kernel before, x does
             int m0, n_tile;
             place(team, m0, n_tile);
-            for (; early < STAGES && early < part; early++) load_weights(early, begin + early, n_tile);
+            for (; early < STAGES && early < sums_due(0, sum_steps, part); early++) load_weights(early, begin + early, n_tile);
         }
         previous_grid_wait();
         for (int tile = team; tile < all; tile += teams) {
             int m0, n_tile;
             place(tile, m0, n_tile);
-            for (int c = 0; c < part + sum_steps; c++) {
-                const u32 barrier = full + 8 * s;
-                if (early > 0) early--;
-                else {
-                    barrier_wait(empty + 8 * s, (round & 1) ^ 1);
-                    if (c < part) load_weights(s, begin + c, n_tile);
+            for (int sum = 0, c = 0; sum < sum_steps; sum++) {  // of x, EVERY steps each; a step of sums after each of them
+                for (const int end = sums_due(sum, sum_steps, part); c <= end; c++) {
+                    const u32 barrier = full + 8 * s;
+                    if (early > 0) early--;
+                    else {
+                        barrier_wait(empty + 8 * s, (round & 1) ^ 1);
+                        if (c < end) load_weights(s, begin + c, n_tile);
+                    }
+                    if (c < end) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
+                    else {
+                        barrier_expect(barrier, X_BYTES);
+                        tensor_load(base + s * STAGE_BYTES, &sums_map, sums_at + sum * 32, m0, barrier);
+                    }
+                    if (++s == STAGES) s = 0, round++;
                 }
-                if (c < part) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
-                else {
-                    barrier_expect(barrier, X_BYTES);
-                    tensor_load(base + s * STAGE_BYTES, &sums_map, sums_at + (c - part) * 64, m0, barrier);
-                }
-                if (++s == STAGES) s = 0, round++;
+                c--;
             }
         }
     }
@@ -150,11 +162,44 @@ struct Phases8 {
         const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
         return inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;
     }
-    static __device__ __forceinline__ void multiply_sums(Sums& product, u32 (&a)[2][4], u64 panel) {
+    // Three warps prepare wgmma's A operands of each step of sums, as lanes hold them: fragments (row tile, 16 columns).
+    // read_scales() is called once, where consumers have left the tile before the last.
+    template <class ReadScales>
+    static __device__ __forceinline__ void make_zeros(ReadScales read_scales, u32 to, u32 full, u32 empty, int first, int lane,
+                                                      int first_tile, int sums_at, int begin, int end, int row_tiles,
+                                                      int groups, const u32* scales, const u32* zeros, int sum_steps,
+                                                      u32& parity) {
+        if constexpr (SPLIT_K > 1) read_scales();  // its only tile, maybe without a share of K: consumers meet the cluster next
+        for (int sum = 0; sum < sum_steps; sum++) {
+            barrier_wait(empty, parity ^ 1);
+            if (SPLIT_K == 1 && sum == 0) read_scales();
+#pragma unroll 1
+            for (int i = first; i < 2 * TILES; i += 3) {
+                u32 minus[4], a[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int column = sums_at + sum * 32 + i % 2 * 16 + 2 * (lane & 3) + (e & 1) + (e & 2) * 4;
+                    minus[e] = minus_zero(column, begin, end, first_tile + i / 2, row_tiles, groups, lane >> 2, scales, zeros);
+                }
+#pragma unroll
+                for (int e = 0; e < 4; e++) a[e] = __byte_perm(minus[e & 2], minus[(e & 2) + 1], e & 1 ? 0x7632 : 0x5410);
+                asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + (i * 32 + lane) * 16), "r"(a[0]), "r"(a[1]),
+                             "r"(a[2]), "r"(a[3]) : "memory");
+            }
+            barrier_arrive(full);  // each lane: of lane 0 behind a __syncwarp, racecheck does not see that it speaks for all
+            parity ^= 1;
+        }
+    }
+    static __device__ __forceinline__ void multiply_sums(Sums& product, u32 fragments, u64 panel) {
+        u32 a[2][4];
+#pragma unroll
+        for (int f = 0; f < 2; f++)
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(a[f][0]), "=r"(a[f][1]), "=r"(a[f][2]), "=r"(a[f][3])
+                         : "r"(fragments + f * 512) : "memory");
         alive(a), alive<false>(product);
         products_fence();
-#pragma unroll
-        for (int f = 0; f < 2; f++) Wgmma<T, BLOCK_M>::run(product, a[f], panel + 2 * f);
+        Wgmma<T, BLOCK_M>::first(product, a[0], panel);
+        Wgmma<T, BLOCK_M>::run(product, a[1], panel + 2);
         products_commit();
         products_wait<0>();
         alive(a), alive<false>(product);
@@ -182,12 +227,11 @@ struct Phases8 {
             }
         cluster_sync();
     }
-    static __device__ __forceinline__ void read_x_scales(const float* x_scales, int first, int M,
-                                                         XScales& x_scale) {
+    static __device__ __forceinline__ void read_x_scales(const float* x_scales, int first, XScales& x_scale) {
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 4; i++) {
-            const int m = first + i / 2 * 8 + i % 2;
-            x_scale[i] = m < M ? __ldg(x_scales + m) : 0.f;
+        for (int i = 0; i < COLUMNS / 8; i++) {
+            const float2 two = *(const float2*)(x_scales + first + i * 8);
+            x_scale[2 * i] = two.x, x_scale[2 * i + 1] = two.y;
         }
     }
     // acc of rows n and n + 8 of W becomes y: scales of x, and the bias.
@@ -203,23 +247,28 @@ struct Phases8 {
             }
         }
     }
-    // The b-th 32 rows of y and 64 columns from n_first on, by way of the staging.
-    static __device__ __forceinline__ void store(int b, const Sums& acc, u32 staging, int group, int warp, int lane,
-                                                 int m_first, int m_end, int n_first, int N, u16* y) {
+    // The b-th PIECE rows of y and 64 columns from n_first on, by way of one of two stagings, 128-byte swizzled: TMA stores
+    // them while the next ones are computed, or threads do where rows of y do not begin at a multiple of 16 bytes.
+    static __device__ __forceinline__ void store(int b, const Sums& acc, u32 staging, const TensorMap& y_map, int group,
+                                                 int warp, int lane, int m_first, int m_end, int n_first, int N, u16* y) {
+        const bool first = (threadIdx.x & 127) == 0;
+        if (first) stores_read<1>();
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");  // the staging is free
 #pragma unroll
-        for (int i = 0; i < 4; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
-            if (b * 4 + i >= COLUMNS / 8) continue;
-            const float* v = acc + (b * 4 + i) * 4;
-            const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
-            store_transposed<T>(at, v);
+        for (int i = 0; i < PIECE / 8; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
+            const u32 at = staging + (i * 8 + (lane & 7)) * 128 + ((warp * 32 + (lane & 8) * 2) ^ (lane & 7) * 16);
+            store_transposed<T>(at, acc + (b * PIECE / 8 + i) * 4);
         }
+        shared_fence();
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-#pragma unroll 2
-        for (int e = threadIdx.x & 127; e < 256; e += 128) {  // 16 bytes of a row of y
-            const int row = b * 32 + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
-            if (row >= COLUMNS || m >= m_end || column >= N) continue;
-            store8(y + (size_t)m * N + column, staging + (e / 8 * ROW + n) * 2, N, column);
+        if (N % 8 == 0) {
+            if (first) tensor_store(&y_map, n_first, m_first + b * PIECE, staging);
+            return;
+        }
+        for (int e = threadIdx.x & 127; e < PIECE * 8; e += 128) {  // 16 bytes of a row of y
+            const int row = e / 8, m = m_first + b * PIECE + row, column = n_first + e % 8 * 8;
+            if (m < m_end && column < N)
+                store8(y + (size_t)m * N + column, staging + row * 128 + (e % 8 ^ row % 8) * 16, N, column);
         }
     }
 };
@@ -229,24 +278,27 @@ template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, i
 __global__ void __launch_bounds__(384, 1)
 tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map,
             const __grid_constant__ TensorMap words_map, const __grid_constant__ TensorMap scales_map,
-            const u32* __restrict__ scales, const u32* __restrict__ zeros, const float* __restrict__ x_scales,
-            const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int row_tiles, int groups) {
+            const __grid_constant__ TensorMap y_map, const u32* __restrict__ scales, const u32* __restrict__ zeros,
+            const float* __restrict__ x_scales, const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps,
+            int row_tiles, int groups) {
     using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K>;
     using L = Tile<BITS>;
     constexpr int PARTS = P::PARTS, CHUNKS = P::CHUNKS, TILES = P::TILES, COLUMNS = P::COLUMNS;
     constexpr u32 X_BYTES = P::X_BYTES, CHUNK_BYTES = P::CHUNK_BYTES, W_BYTES = P::W_BYTES, STAGE_BYTES = P::STAGE_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
+    __shared__ u64 barriers[2 * STAGES + 2];  // full and empty, of each stage and of -s z
+    __shared__ float scales_of_x[2][BLOCK_M];  // of a tile's rows, and of the next one's
 
     const int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // uniform, as ptxas sees it: else it serialises wgmma
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
-    const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
+    const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * (STAGES + 1),
+              made = base + STAGES * STAGE_BYTES;  // -s z
     const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0, team = blockIdx.x / SPLIT_K, teams = gridDim.x / SPLIT_K;
     const int share = (steps + SPLIT_K - 1) / SPLIT_K, begin = smaller(rank * share, steps),
               part = smaller(share, steps - begin);
-    // sums of x from sums_at on, in steps of 64 after those of x; TMA wants 16-byte aligned addresses (illegal instruction)
+    // sums of x from sums_at on, in steps of 32 among those of x; TMA wants 16-byte aligned addresses (illegal instruction)
     const int sums_begin = begin * PARTS, sums_at = sums_begin & ~7, sums_end = sums_begin + part * PARTS;
-    const int sum_steps = part > 0 ? (sums_end - sums_at + 63) / 64 : 0;
+    const int sum_steps = part > 0 ? (sums_end - sums_at + 31) / 32 : 0;
     const int m_tiles = (M + BLOCK_M - 1) / BLOCK_M, n_tiles = (row_tiles + TILES - 1) / TILES, all = m_tiles * n_tiles;
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
@@ -271,6 +323,19 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             };
             P::produce(x_map, sums_map, load_weights, place, base, full, empty, team, teams, all, begin, part, sum_steps,
                        sums_at);
+        } else if (warp > 0) {
+            u32 parity = 0, odd = 0;
+            previous_grid_wait();
+            for (int tile = team; tile < all; tile += teams, odd ^= 1) {
+                int m0, n_tile;
+                place(tile, m0, n_tile);
+                auto read_scales = [&] {
+                    for (int m = warp * 32 - 32 + lane; m < BLOCK_M; m += 96)
+                        scales_of_x[odd][m] = m0 + m < M ? __ldg(x_scales + m0 + m) : 0.f;
+                };
+                P::make_zeros(read_scales, made, full + 8 * STAGES, empty + 8 * STAGES, warp - 1, lane, n_tile * TILES, sums_at,
+                              sums_begin, sums_end, row_tiles, groups, scales, zeros, sum_steps, parity);
+            }
         }
         __syncwarp();
         if constexpr (SPLIT_K > 1) cluster_sync(), cluster_sync();
@@ -285,13 +350,13 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     typename P::Sums acc[ROW_TILES_64];
     typename P::StepSums sums8;
     int s = 0;
-    u32 parity = 0;
+    u32 parity = 0, zeros_parity = 0, odd = 0;
     auto release = [&] {  // this stage, and go on to the next
         if (lane == 0) barrier_arrive(empty + 8 * s);
         if (++s == STAGES) s = 0, parity ^= 1;
     };
 
-    for (int tile = team; tile < all; tile += teams) {
+    for (int tile = team; tile < all; tile += teams, odd ^= 1) {
         int m0, n_tile;
         place(tile, m0, n_tile);
 #pragma unroll
@@ -299,61 +364,45 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] = 0.f;
 
-        for (int c = 0; c < part; c++) {
-            barrier_wait(full + 8 * s, parity);
-            const u32 stage = base + s * STAGE_BYTES;
-            const u64 panel = swizzled_tile(stage);
+        for (int sum = 0, c = 0; sum < sum_steps; sum++) {
+            for (const int end = P::sums_due(sum, sum_steps, part); c < end; c++) {
+                barrier_wait(full + 8 * s, parity);
+                const u32 stage = base + s * STAGE_BYTES;
+                const u64 panel = swizzled_tile(stage);
 #pragma unroll
-            for (int h = 0; h < ROW_TILES_64; h++) {
-                const int t = t_first + 4 * h;
-                u32 w[L::REGS];
+                for (int h = 0; h < ROW_TILES_64; h++) {
+                    const int t = t_first + 4 * h;
+                    u32 w[L::REGS];
 #pragma unroll
-                for (int b = 0; b < 4 / BATCH; b++) {  // of BATCH fragments, that go to wgmma together
-                    u32 a[BATCH][4];
-                    P::read_codes(b, stage + X_BYTES + t * L::WORDS * 4 + lane * 16, lane, w, a);
-                    const int p = b * BATCH / P::PER_SUM;
-                    const bool whole = (b + 1) * BATCH % P::PER_SUM == 0;  // a sum ends
-                    u32 both = 0;  // scales of rows r and r + 8; read before the product: shared memory is slow behind one
-                    if (whole) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
-                    P::start_products(sums8, a, panel, b);
-                    float2 f = to_floats<T>(both);
-                    if (!INT8) f.x *= 512.f, f.y *= 512.f;
-                    products_wait<0>();
-                    alive(a), alive<INT8>(sums8);
-                    if (h + 1 == ROW_TILES_64 && (b + 1) * BATCH == 4) release();
-                    if (whole) P::add_scaled(acc[h], sums8, f);
+                    for (int b = 0; b < 4 / BATCH; b++) {  // of BATCH fragments, that go to wgmma together
+                        u32 a[BATCH][4];
+                        P::read_codes(b, stage + X_BYTES + t * L::WORDS * 4 + lane * 16, lane, w, a);
+                        const int p = b * BATCH / P::PER_SUM;
+                        const bool whole = (b + 1) * BATCH % P::PER_SUM == 0;  // a sum ends
+                        u32 both = 0;  // scales of rows r and r + 8; read before the product: shared memory is slow behind one
+                        if (whole) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
+                        P::start_products(sums8, a, panel, b);
+                        float2 f = to_floats<T>(both);
+                        if (!INT8) f.x *= 512.f, f.y *= 512.f;
+                        products_wait<0>();
+                        alive(a), alive<INT8>(sums8);
+                        if (h + 1 == ROW_TILES_64 && (b + 1) * BATCH == 4) release();
+                        if (whole) P::add_scaled(acc[h], sums8, f);
+                    }
                 }
             }
-        }
-        for (int c = 0; c < sum_steps; c++) {  // minus s z, by the sums of x
-            barrier_wait(full + 8 * s, parity);
+            barrier_wait(full + 8 * s, parity);  // minus s z, by the sums of x
+            barrier_wait(full + 8 * STAGES, zeros_parity);
             const u64 panel = swizzled_tile(base + s * STAGE_BYTES);
 #pragma unroll
             for (int h = 0; h < ROW_TILES_64; h++) {
-                const int t = n_tile * TILES + t_first + 4 * h;
-                // not acc itself: as a target of wgmma it costs ptxas more registers than there are
-                typename P::Sums product;
-#pragma unroll
-                for (int i = 0; i < BLOCK_M / 2; i++) product[i] = 0.f;
-#pragma unroll 1
-                for (int pair = 0; pair < 2; pair++) {  // of fragments: registers are short
-                    u32 a[2][4];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        u32 minus[2];
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            const int column = sums_at + c * 64 + pair * 32 + 8 * i + 2 * q + e;
-                            minus[e] = P::minus_zero(column, sums_begin, sums_end, t, row_tiles, groups, r, scales, zeros);
-                        }
-                        a[i / 2][i % 2 * 2] = __byte_perm(minus[0], minus[1], 0x5410),
-                                         a[i / 2][i % 2 * 2 + 1] = __byte_perm(minus[0], minus[1], 0x7632);
-                    }
-                    P::multiply_sums(product, a, panel + 4 * pair);
-                }
+                typename P::Sums product;  // not acc itself: as a target of wgmma it costs ptxas more registers than there are
+                P::multiply_sums(product, made + ((t_first + 4 * h) * 64 + lane) * 16, panel);
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] += product[i];
             }
+            if (lane == 0) barrier_arrive(empty + 8 * STAGES);
+            zeros_parity ^= 1;
             release();
         }
 
@@ -362,15 +411,17 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         if constexpr (SPLIT_K > 1)
             P::add_parts((float*)shared + group * ROW_TILES_64 * (BLOCK_M / 2) * 128 + (threadIdx.x & 127), rank, acc);
         typename P::XScales x_scale;
-        P::read_x_scales(x_scales, m_first + 2 * q, M, x_scale);
-        const u32 staging = base + (SPLIT_K > 1 ? 0 : STAGES * STAGE_BYTES) + group * 32 * P::ROW * 2;
+        P::read_x_scales(scales_of_x[odd], rank * COLUMNS + 2 * q, x_scale);
+        const u32 staging = base + (SPLIT_K > 1 ? 0 : STAGES * STAGE_BYTES + P::ZEROS_BYTES) + group * 2 * P::PIECE_BYTES;
 #pragma unroll
         for (int h = 0; h < ROW_TILES_64; h++) {
             const int n_first = (n_tile * TILES + (group * ROW_TILES_64 + h) * 4) * 16;
             P::finish(acc[h], x_scale, bias, n_first + warp * 16 + r, N);
 #pragma unroll
-            for (int b = 0; b < (COLUMNS + 31) / 32; b++)  // 32 rows of y pass through the staging at a time
-                P::store(b, acc[h], staging, group, warp, lane, m_first, m_end, n_first, N, y);
+            for (int b = 0; b < COLUMNS / P::PIECE; b++)
+                P::store(b, acc[h], staging + (h * (COLUMNS / P::PIECE) + b) % 2 * P::PIECE_BYTES, y_map, group, warp, lane,
+                         m_first, m_end, n_first, N, y);
         }
     }
+    if ((threadIdx.x & 127) == 0) stores_written();
 }

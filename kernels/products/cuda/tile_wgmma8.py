@@ -23,7 +23,7 @@ KEYS = ("ROW_TILES_64", "BLOCK_M", "SPLIT_K")
 CONFIGS = configs_of(KEYS, (
     (2, 128, 1), (2, 128, 2), (1, 128, 1), (1, 128, 2), (2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2), (1, 64, 4),
 ))  # fmt: skip
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
+PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
 ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
 BLOCK_K = 128  # k per stage
 BAND = 8192  # rows of W whose tiles run at the same time
@@ -39,12 +39,17 @@ def sum_span(group: int) -> int:
 
 def plan(bits: int, group: int, config: Config) -> tuple[int, int]:
     """(stages, dynamic shared memory); under a split, the fp32 sums and the staging of outputs reuse the ring's memory."""
-    tiles, split = 8 * config["ROW_TILES_64"], config["SPLIT_K"] > 1
+    tiles, split = 8 * config["ROW_TILES_64"], config["SPLIT_K"]
     words = BLOCK_K // CHUNK[bits] * tiles * WORDS[bits] * 4
     stage = -(-(config["BLOCK_M"] * BLOCK_K + words + tiles * BLOCK_K // sum_span(group) * 32) // 1024) * 1024
-    staging, sums = 2 * 32 * 72 * 2, config["ROW_TILES_64"] * config["BLOCK_M"] * 512 if split else 0
-    stages = min(MAX_STAGES, (SHARED - (0 if split else staging)) // stage)
-    return stages, max(stages * stage + (0 if split else staging), sums)
+    zeros, staging, sums = tiles * 1024, 4 * 128 * rows_of_piece(config), config["ROW_TILES_64"] * config["BLOCK_M"] * 512
+    stages = min(MAX_STAGES, (SHARED - zeros - (staging if split == 1 else 0)) // stage)
+    return stages, stages * stage + zeros + staging if split == 1 else max(stages * stage + zeros, sums)
+
+
+def rows_of_piece(config: Config) -> int:
+    """Rows of y that a block stores at a time."""
+    return min(64, config["BLOCK_M"] // config["SPLIT_K"])
 
 
 def expression(bits: int, T: int, int8: bool, group: int, zeros: bool, config: Config) -> str:
@@ -132,9 +137,10 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
         tensor_map(sums.data_ptr(), 2, columns, M, sums.shape[1] * 2, (64, nb), True),
         *weight_maps(p, scales, None, group, BLOCK_K, tiles)[:2],
     )
+    y_map = tensor_map(y.data_ptr(), 2, p.N, M, p.N * 2, (64, rows_of_piece(config)), True) if p.N % 8 == 0 else maps[0]
     of_W = (scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
     pointers = (*of_W, x_scales.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    kernel(blocks, 1, smem, *maps, *pointers, M, p.N, steps, T, G)
+    kernel(blocks, 1, smem, *maps, y_map, *pointers, M, p.N, steps, T, G)
     return y
 
 
