@@ -1,8 +1,8 @@
 """Measured times of passes, and how many prompt tokens a pass may take so that no stream stalls and no prompt starves.
 
-Most passes with prompt tokens take at most `slack` times as long as a step. `slack` is SLACK while prompts are prefilled as
-fast as they come. While prompt tokens are left over after each pass, `slack` grows, up to SPREAD times the usual wait for a
-token: then every token comes a little later, but none much later than the rest. A few passes may take longer, up to LONGEST_S:
+Most passes with prompt tokens take at most `length` seconds: SLACK times a step while prompts are prefilled as fast as they
+come. While prompt tokens are left over after each pass, `length` grows, up to SPREAD times the usual wait for a token: then
+every token comes a little later, but none much later than the rest. A few passes may take longer, up to LONGEST_S:
 a burst of prompts is prefilled in large passes, most of them without a step, so that a running sequence waits once for several.
 Where first tokens are preferred, all passes may take that long. `benchmarks/serve_schedule.py` simulates such settings with
 measured times.
@@ -11,11 +11,11 @@ measured times.
 from collections.abc import Sequence
 
 PREFER = ("smooth", "first-token")  # even streams, with no token much later than others; or the earliest possible first tokens
-# Lower bound of `slack`, in times a step. With 2.75 the p99 time between tokens is over 3 times the median; with 2.4 first
+# Lower bound of `length`, in times a step. With 2.75 the p99 time between tokens is over 3 times the median; with 2.4 first
 # tokens come later than vLLM's (benchmarks/notes/serving.md).
 SLACK = 2.6
 SPREAD = 2.6  # upper bound of a pass, in times the usual wait for a token; with 2.8 the p99 is over 3 times the median
-PACE = 0.02  # max. relative growth of `slack`, and change of `usual`, in a pass; `slack` shrinks by half of that
+PACE = 0.02  # max. relative growth of `length`, and change of `usual`, in a pass; `length` shrinks by half of that
 ADVANCE = 0.6  # tokens of a sequence that may come after a longer wait: 1 in 200 tokens of an answer of 120
 LONGEST_S = 0.1  # max. seconds of a pass: an 8B on an H200 prefills 4,096 tokens in 0.08 s
 PAUSE_S = 0.4  # max. seconds that a sequence waits for a token while a burst of prompts is prefilled
@@ -32,7 +32,8 @@ class TokenBudget:
         known: the fewest measured seconds of each size: those with little in the cache.
         extra: seconds that passes of any size now take in addition: attention over the running sequences.
         riding: seconds that passes with prompt tokens take in addition to both.
-        slack: how many times as long as a step a pass with prompt tokens may take now.
+        length: seconds that a pass with prompt tokens may take now. Not in steps, whose measured time is uncertain while every
+            pass has prompt tokens: at 1.2 times the known seconds of large passes, 64 users' first tokens came twice as late.
         usual: running median of the seconds that a sequence waits for a token.
         late: tokens of the running sequences that came after one of the longer passes.
         unmet, busy: sizes measured at the start but not used since, and the factor to multiply their seconds by.
@@ -42,7 +43,7 @@ class TokenBudget:
         self.totals, self.prefer = totals, prefer
         self.known: dict[tuple[int, int], float] = {}
         self.extra = self.riding = self.late = self._paused = 0.0
-        self.slack, self._share = SLACK, 1.0
+        self.length, self._share = 0.0, 1.0
         self._stepped, self._left, self._running, self._texts = False, False, 0, 0
         self.begin()
 
@@ -85,7 +86,7 @@ class TokenBudget:
         self._running = running
         if running:
             self._share = (running / max(running, self._texts)) ** 2  # small in a burst, when few run: not the usual load
-            self.slack = max(SLACK, self.slack * (1 + PACE * self._share * (1 if self._left else -0.5)))
+            self.length *= 1 + PACE * self._share * (1 if self._left else -0.5)
         self._texts, self._left = 0, False
 
     def seconds(self, steps: int, rows: int) -> float:
@@ -107,8 +108,8 @@ class TokenBudget:
         """Return how many of `waiting` prompt tokens the next pass takes, with `riding` rows for `running` sequences that step.
 
         step: rows of a step once all waiting sequences run. texts: all open sequences. The pass takes as many tokens as fit
-        into `slack` times the time of such a step, at least those that the smallest pass has room for; as many as the largest
-        pass has room for where no sequence runs; and more where a long pass is due.
+        into `length`, at least SLACK times such a step; at least those that the smallest pass has room for; as many as the
+        largest pass has room for where no sequence runs; and more where a long pass is due.
         """
         if not running:
             return min(self.totals[-1] - riding, waiting)
@@ -137,14 +138,10 @@ class TokenBudget:
 
     def _rooms(self, step: int, riding: int) -> tuple[int, int]:
         """Return the prompt tokens that a usual pass, and a longer one, have room for in addition to `riding` rows."""
-        least = self.seconds(step, step)
-        if not least:
-            self.slack = SLACK
-        elif self.prefer == "first-token":
-            self.slack = max(SLACK, LONGEST_S / least)
-        else:
-            self.slack = max(SLACK, min(self.slack, LONGEST_S / least, SPREAD * (self.usual or LONGEST_S) / least))
-        return self._room(riding, self.slack * least), self._room(riding, max(self.slack * least, LONGEST_S))
+        least = SLACK * self.seconds(step, step)  # 0: no time of a step is known
+        grown = LONGEST_S if self.prefer == "first-token" else min(self.length, LONGEST_S, SPREAD * (self.usual or LONGEST_S))
+        self.length = max(least, grown) if least else 0.0
+        return self._room(riding, self.length), self._room(riding, max(self.length, LONGEST_S))
 
     def _room(self, riding: int, seconds: float) -> int:
         """Return the prompt tokens of the largest pass that takes at most `seconds`; at least those of the smallest pass."""
