@@ -1,14 +1,15 @@
 // One decoding step of attention: q/k norm, RoPE, cache write, and attention of each sequence's token over its cache, in one
 // kernel.
 //
-// Shapes  qkv (B, (G + 2) * HKV, D) in fp16 or bf16: heads of q, then of k, then of v; G queries share a key head. y (B, G *
-//         HKV, D). The cache holds HKV key and value heads of D per slot (token), in 16 bits or in codes (codes.cuh).
-// Grid    (blocks of a key head, key heads of all sequences). Short caches: a cluster of CLUSTER blocks, which meet in shared
+// Shapes  qkv (B, (SHARE * G + 2) * HKV, D) in fp16 or bf16: heads of q, then of k, then of v; SHARE * G queries share a key
+//         head, and G of them, a group, are one block's. y (B, SHARE * G * HKV, D). The cache holds HKV key and value heads of D
+//         per slot (token), in 16 bits or in codes (codes.cuh).
+// Grid    (blocks of a group, groups of all key heads of all sequences). Short caches: a cluster of CLUSTER blocks, which meet in shared
 //         memory. Long caches or many heads: CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which meet in
 //         global memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block, so that a short
 //         sequence keeps as many SMs busy as it has tiles.
-// Rows    D / 4 lanes norm and rotate a head of the token in fp32; the warps take its heads in turn. Queries are rounded once,
-//         into shared memory. In the block that has the newest tile the new key and value follow: they go into the cache and,
+// Rows    D / 4 lanes norm and rotate a head of the token in fp32, or a warp that holds D / 128 times four dims a lane; the
+//         warps take its heads in turn. Queries are rounded once, into shared memory. In the block that has the newest tile the new key and value follow: they go into the cache and,
 //         when that tile's turn comes, over what was fetched of it; slot `pos` is never read from the cache.
 // Warp    K q^T and V^T p by mma.sync, straight from registers. The order of head dims inside a product is free, so a lane
 //         reads 16 bytes of a slot and takes its pairs in the order they have (codes.cuh). K: lane (g, t) has the t-th part of
@@ -29,8 +30,10 @@
 //         ahead.
 // Codes   KV 8 or 4: heads are turned (Hadamard's) as they come, new keys and values are encoded, and y is turned back. A slot
 //         has one scale, so it multiplies the score and p; no code is multiplied by it.
-// Limits  fp16 or bf16; PAGE a power of two from 16 up; D 64 or 128; R (dims that rotate) a multiple of 64; G <= 8; codes: S a
-//         multiple of 16.
+// Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values.
+// Groups  the blocks of each group of a key head read its keys and values, and those with the newest write the same bytes.
+// Limits  fp16 or bf16; PAGE a power of two from 16 up; D 64, 128, or 256 without codes; R (dims that rotate) a multiple of 64,
+//         up to 128 or all of 256; G <= 8; codes: S a multiple of 16.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "codes.cuh"
 #include "exp2.cuh"
@@ -81,7 +84,7 @@ struct AttendArguments {  // of a launch
 // phases get arrays of registers as arguments: as fields, they would lie in memory until the compiler has unrolled all loops
 // over them. Some loops are in the kernel itself (heads of the token, q k^T, sums of warps and blocks): as phases, ptxas gave
 // them other registers than in the code that was measured.
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE, int WRITES>
 struct AttendThread : AttendArguments {
     using C = Held<KV, D>;
     static constexpr int MT = KV ? FP16 : T;  // type of what is multiplied
@@ -92,7 +95,9 @@ struct AttendThread : AttendArguments {
     static constexpr int ALL = KV ? (ITEMS + 31) / 32 * 32 : ITEMS;  // turning takes whole warps: some do the last item again
     static constexpr int PARTIAL = ITEMS + (G + 1) / 2;  // float4 that a block leaves in global memory: sums, tops and totals
     static constexpr int AT_ONCE = WARPS == 8 ? 16 : 8;  // parts that a thread loads at once there: one trip to memory
-    static constexpr int LANES = D / 4, AHEAD = WARPS * 32 / LANES;     // of a head of the token; heads at a time
+    static constexpr int WIDE = D > 128 ? D / 128 : 1;  // times that a lane has four dims of a head of the token
+    static constexpr int LANES = D / 4 / WIDE, AHEAD = WARPS * 32 / LANES;  // of a head of the token; heads at a time
+    static_assert(WIDE == 1 || KV == 0, "codes of heads of up to 128 dims");
     static constexpr int ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;
     static constexpr float NONE = -1e30f;  // the top of no scores: finite, so that differences stay numbers
     // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
@@ -114,7 +119,7 @@ struct AttendThread : AttendArguments {
     uint4* newest;           // the token's key and value as they go into the cache, and their scales
 
     // ---- place
-    int warp, lane, g, t, rank, b, h;
+    int warp, lane, g, t, rank, b, h, group;
     int pos, seen_from, first;  // slots: the token's, the first in the window, the first tile's
     int tiles, last, blocks;    // tiles of the sequence, the newest one, blocks that share them
     u32 ring;                                        // bytes into `shared`
@@ -135,7 +140,7 @@ struct AttendThread : AttendArguments {
 
     __device__ __forceinline__ void copy(int stage, int tile, int page) const {
         if (tile < tiles) {
-            const int start = first + tile * 16, old = pos - start;  // slots of it that earlier steps have written
+            const int start = first + tile * 16, old = pos - start + !WRITES;  // slots of it that are written
             const size_t row = row_of(page, start);
             const u32 to = shared_address(shared) + ring + stage * C::STAGE;
             const unsigned char *k = k_mine + row * C::ROW, *v = v_mine + row * C::ROW;
@@ -157,6 +162,11 @@ struct AttendThread : AttendArguments {
     }
 
     // ------------------------------------------------------------------------------------------------- the token's heads
+    // A row of the token: of this group's queries, of its key and of its value; among its heads of q, then of k, then of v.
+    __device__ __forceinline__ size_t head_of(int row) const {
+        const int there = row < G ? group * G + row : HKV * ((SHARE - 1) * G + row) + h;
+        return (size_t)b * (SHARE * G + 2 * WRITES) * HKV + there;
+    }
     static __device__ __forceinline__ float4 four(const u16* from) {
         u32 v[2];
         asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(from) : "memory");
@@ -166,8 +176,8 @@ struct AttendThread : AttendArguments {
     // A piece of the token's key or value into the cache and, for the newest tile, into shared memory.
     __device__ __forceinline__ void write_newest(int row, int part, int newest_page, u32 low, u32 high, u32 scales) const {
         const size_t slot = row_of(newest_page, pos);
-        unsigned char* here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
-        unsigned char* to = (row == G ? k_cache : v_cache) + slot * C::ROW + C::ROW / LANES * part;
+        unsigned char* here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / (D / 4) * part;
+        unsigned char* to = (row == G ? k_cache : v_cache) + slot * C::ROW + C::ROW / (D / 4) * part;
         unsigned char* its = row == G ? k_scales : v_scales;
         if constexpr (KV == 0) *(uint2*)here = *(uint2*)to = uint2{low, high};
         else if constexpr (KV == 8) *(u32*)here = *(u32*)to = low;
@@ -176,6 +186,74 @@ struct AttendThread : AttendArguments {
             *(u32*)(newest + (row - G) * (C::ROW / 16 + 1) + C::ROW / 16) = scales;
             if constexpr (KV == 8) its[slot] = (unsigned char)scales;
             else ((u32*)its)[slot] = scales;
+        }
+    }
+    // A head that is wider than a warp: a lane has the four dims from 4 * lane on of each 128.
+    static __device__ __forceinline__ void prepare_wide(float4 (&x)[WIDE], const float4 (&weight)[WIDE],
+                                                        const float4 (&cos)[WIDE], const float4 (&sin)[WIDE], float eps,
+                                                        int lane) {
+        if constexpr (NORM != 0) {
+            float squares = 0.f;
+#pragma unroll
+            for (int j = 0; j < WIDE; j++) squares += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
+            const float mean = all<LANES>(squares, [](float a, float b) { return a + b; }) * (1.f / D) + eps;
+            float inverse;
+            asm("rsqrt.approx.f32 %0, %1;" : "=f"(inverse) : "f"(mean));
+#pragma unroll
+            for (int j = 0; j < WIDE; j++)
+                x[j] = make_float4(x[j].x * (inverse * weight[j].x), x[j].y * (inverse * weight[j].y),
+                                   x[j].z * (inverse * weight[j].z), x[j].w * (inverse * weight[j].w));
+        }
+        if constexpr (R < D) {
+            x[0] = prepared<128, R, 0>(x[0], weight[0], cos[0], sin[0], eps, lane);
+        } else {
+#pragma unroll
+            for (int j = 0; j < WIDE / 2; j++) {
+                const int i = j + WIDE / 2;
+                const float4 a = x[j], b = x[i];
+                x[j] = make_float4(a.x * cos[j].x - b.x * sin[j].x, a.y * cos[j].y - b.y * sin[j].y,
+                                   a.z * cos[j].z - b.z * sin[j].z, a.w * cos[j].w - b.w * sin[j].w);
+                x[i] = make_float4(b.x * cos[i].x + a.x * sin[i].x, b.y * cos[i].y + a.y * sin[i].y,
+                                   b.z * cos[i].z + a.z * sin[i].z, b.w * cos[i].w + a.w * sin[i].w);
+            }
+        }
+    }
+    // As the kernel's own loop over the heads of the token.
+    __device__ __forceinline__ void wide_heads(bool owner, int newest_page) const {
+        float4 cos[WIDE], sin[WIDE], q_weight[WIDE], k_weight[WIDE], head[ROUNDS][WIDE];
+#pragma unroll
+        for (int j = 0; j < WIDE; j++) {
+            const int dim = 128 * j + 4 * lane;
+            const size_t angle = (size_t)pos * R + smaller(dim, R - 4);
+            cos[j] = four(cos_table + angle), sin[j] = four(sin_table + angle);
+            q_weight[j] = k_weight[j] = make_float4(1.f, 1.f, 1.f, 1.f);
+            if constexpr (NORM == 1) q_weight[j] = four((const u16*)q_norm + dim), k_weight[j] = four((const u16*)k_norm + dim);
+            if constexpr (NORM == 2) q_weight[j] = *(float4*)((float*)q_norm + dim), k_weight[j] = *(float4*)((float*)k_norm + dim);
+        }
+        if constexpr (CLUSTER > 1) joined();
+        previous_grid_wait();
+        const int rows = owner ? G + 2 : G;
+#pragma unroll
+        for (int u = 0; u < ROUNDS; u++)
+#pragma unroll
+            for (int j = 0; j < WIDE; j++)
+                head[u][j] = four(qkv + (size_t)head_of(smaller(u * AHEAD + warp, rows - 1)) * D + 128 * j + 4 * lane);
+#pragma unroll 1
+        for (int u = 0; u * AHEAD + warp < rows; u++) {
+            const int row = u * AHEAD + warp;
+            float4 x[WIDE], weight[WIDE];
+#pragma unroll
+            for (int j = 0; j < WIDE; j++) {
+                x[j] = u == 0 ? head[0][j] : u == 1 ? head[1 % ROUNDS][j] : head[2 % ROUNDS][j];
+                weight[j] = row < G ? q_weight[j] : k_weight[j];
+            }
+            if (row <= G) prepare_wide(x, weight, cos, sin, eps, lane);
+#pragma unroll
+            for (int j = 0; j < WIDE; j++) {
+                const u32 low = from_floats<T>(x[j].x, x[j].y), high = from_floats<T>(x[j].z, x[j].w);
+                if (row < G) queries[(row * (D + 8) + 128 * j + 4 * lane) / 4] = uint2{low, high};
+                else write_newest(row, 32 * j + lane, newest_page, low, high, 0);
+            }
         }
     }
     __device__ __forceinline__ void read_queries(Queries& q) const {
@@ -299,7 +377,7 @@ struct AttendThread : AttendArguments {
             const int query = smaller(2 * t + c, G - 1);
             if constexpr (KV == 4) q_sum[c] = query_sums[query];
             if (sinks != nullptr && rank == 0 && warp == 0)  // one more score, without a value
-                top[c] = sinks[h * G + query] * 1.44269504f, total[c] = g == 0 ? 1.f : 0.f;
+                top[c] = sinks[group * G + query] * 1.44269504f, total[c] = g == 0 ? 1.f : 0.f;
         }
     }
     // Of a warp, in shared memory.
@@ -362,13 +440,15 @@ struct AttendThread : AttendArguments {
     }
 };
 
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>  // STAGES: tiles per warp
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
+// STAGES: tiles per warp
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE = 1,
+          int WRITES = 1>
+__global__ void __launch_bounds__(WARPS * 32, D > 128 ? 8 / WARPS : WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
 attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const int* order,
        const u16* cos_table, const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y,
        float4* partial, u32* arrived, unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least,
        float scale, float eps, float shorter) {
-    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV>;
+    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV, SHARE, WRITES>;
     using C = typename Thread::C;
     constexpr int LANES = Thread::LANES, AHEAD = Thread::AHEAD, ROUNDS = Thread::ROUNDS;
     constexpr int ITEMS = Thread::ITEMS, MINE = Thread::MINE, AT_ONCE = Thread::AT_ONCE;
@@ -384,7 +464,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     __shared__ float query_sums[G];
     __shared__ uint4 newest[2 * (C::ROW / 16 + 1)];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rank = blockIdx.x, turn_of = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    const int rank = blockIdx.x, turn_of = blockIdx.y / (HKV * SHARE), group = blockIdx.y % (HKV * SHARE), h = group / SHARE;
     const int b = order == nullptr ? turn_of : order[turn_of];
     next_grid_launch();
     const u32 meeting = shared_address(all_there);
@@ -411,9 +491,10 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         has_scales = lane < 8 * C::SCALE, its_scales = (lane < 4 * C::SCALE ? k_scales : v_scales) + lane % (4 * C::SCALE) * 4;
     const Thread thread{{qkv, k_cache, v_cache, table, cos_table, sin_table, q_norm, k_norm, sinks, y, partial, arrived,
                          k_scales, v_scales, S, HKV, window, least, scale, eps, shorter},
-                        shared, shared, encoded, tops, totals, queries, query_sums, newest, warp, lane, g, t, rank, b, h, pos,
-                        seen_from, first, tiles, last, blocks, ring, k_mine, v_mine, its_scales, has_scales};
+                        shared, shared, encoded, tops, totals, queries, query_sums, newest, warp, lane, g, t, rank, b, h, group,
+                        pos, seen_from, first, tiles, last, blocks, ring, k_mine, v_mine, its_scales, has_scales};
     auto copy = [&](int stage, int tile, int page) { thread.copy(stage, tile, page); };
+    if constexpr (WRITES == 0) previous_grid_wait();  // another layer has written slot `pos` in this step
     const int ROUND = WARPS * blocks;
     const int mine = warp * blocks + rank;  // this warp's first tile
 #pragma unroll
@@ -421,46 +502,50 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     int page = page_of(mine + STAGES * ROUND);  // of the tile to be copied next
 
     // ---- the token's heads
-    const bool owner = last % blocks == rank;  // some warp of this block has the newest tile
-    const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp, newest_page = page_of(last);
-    const size_t angle = (size_t)pos * R + smaller(4 * part, R - 4);
-    const float4 cos = Thread::four(cos_table + angle), sin = Thread::four(sin_table + angle);
-    float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
-    if constexpr (NORM == 1)
-        q_weight = Thread::four((const u16*)q_norm + 4 * part), k_weight = Thread::four((const u16*)k_norm + 4 * part);
-    if constexpr (NORM == 2) q_weight = ((const float4*)q_norm)[part], k_weight = ((const float4*)k_norm)[part];
-    if constexpr (CLUSTER > 1) joined();
-    previous_grid_wait();
+    const bool owner = WRITES && last % blocks == rank;  // some warp of this block has the newest tile
+    const int newest_page = page_of(last);
+    float4 head[ROUNDS];  // declared in the branch, ptxas gives codes other registers
+    if constexpr (Thread::WIDE > 1) {
+        thread.wide_heads(owner, newest_page);
+    } else {
+        const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp;
+        const size_t angle = (size_t)pos * R + smaller(4 * part, R - 4);
+        const float4 cos = Thread::four(cos_table + angle), sin = Thread::four(sin_table + angle);
+        float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
+        if constexpr (NORM == 1)
+            q_weight = Thread::four((const u16*)q_norm + 4 * part), k_weight = Thread::four((const u16*)k_norm + 4 * part);
+        if constexpr (NORM == 2) q_weight = ((const float4*)q_norm)[part], k_weight = ((const float4*)k_norm)[part];
+        if constexpr (CLUSTER > 1) joined();
+        previous_grid_wait();
 
-    const int rows = owner ? G + 2 : G;  // queries, key, value
-    float4 head[ROUNDS];
+        const int rows = owner ? G + 2 : G;  // queries, key, value
 #pragma unroll
-    for (int u = 0; u < ROUNDS; u++) {
-        const int row = smaller(u * AHEAD + threadIdx.x / LANES, rows - 1);
-        const int there = row < G ? h * G + row : HKV * row + h;  // heads of q, then of k, then of v
-        head[u] = Thread::four(qkv + ((size_t)b * (G + 2) * HKV + there) * D + 4 * part);
-    }
-#pragma unroll 1  // instructions that are fetched once per layer: fewer are faster
-    for (int u = 0; u < ROUNDS; u++) {
-        if (u * AHEAD + of_warp >= rows) break;
-        const int row = u * AHEAD + threadIdx.x / LANES;
-        const float4 raw = u == 0 ? head[0] : u == 1 ? head[1 % ROUNDS] : head[2 % ROUNDS];
-        float4 x = prepared<D, R, NORM>(raw, row < G ? q_weight : k_weight, cos, sin, eps, part);
-        if (row >= G + 1) x = raw;
-        u32 low = from_floats<T>(x.x, x.y), high = from_floats<T>(x.z, x.w), scales = 0;
-        if constexpr (KV != 0) {
-            const float2 a = to_floats<T>(low), c = to_floats<T>(high);
-            x = turned<D>(make_float4(a.x, a.y, c.x, c.y), part);
-            low = from_floats<FP16>(x.x, x.y * C::ODD), high = from_floats<FP16>(x.z, x.w * C::ODD);
-            const float2 d = to_floats<FP16>(low), e = to_floats<FP16>(high);
-            const float sum = all<LANES>(d.x + d.y / C::ODD + e.x + e.y / C::ODD, [](float a, float b) { return a + b; });
-            if (row < G && part == 0) query_sums[row] = sum * (1.f / C::FACTOR);
+        for (int u = 0; u < ROUNDS; u++) {
+            const int row = smaller(u * AHEAD + threadIdx.x / LANES, rows - 1);
+            head[u] = Thread::four(qkv + thread.head_of(row) * D + 4 * part);
         }
-        if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
-        if (!owner || u * AHEAD + of_warp + 32 / LANES <= G) continue;
-        if constexpr (KV != 0) encode<KV, D>(x, encoded + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
-        if (row < G || row >= rows) continue;
-        thread.write_newest(row, part, newest_page, low, high, scales);
+#pragma unroll 1  // instructions that are fetched once per layer: fewer are faster
+        for (int u = 0; u < ROUNDS; u++) {
+            if (u * AHEAD + of_warp >= rows) break;
+            const int row = u * AHEAD + threadIdx.x / LANES;
+            const float4 raw = u == 0 ? head[0] : u == 1 ? head[1 % ROUNDS] : head[2 % ROUNDS];
+            float4 x = prepared<D, R, NORM>(raw, row < G ? q_weight : k_weight, cos, sin, eps, part);
+            if (row >= G + 1) x = raw;
+            u32 low = from_floats<T>(x.x, x.y), high = from_floats<T>(x.z, x.w), scales = 0;
+            if constexpr (KV != 0) {
+                const float2 a = to_floats<T>(low), c = to_floats<T>(high);
+                x = turned<D>(make_float4(a.x, a.y, c.x, c.y), part);
+                low = from_floats<FP16>(x.x, x.y * C::ODD), high = from_floats<FP16>(x.z, x.w * C::ODD);
+                const float2 d = to_floats<FP16>(low), e = to_floats<FP16>(high);
+                const float sum = all<LANES>(d.x + d.y / C::ODD + e.x + e.y / C::ODD, [](float a, float b) { return a + b; });
+                if (row < G && part == 0) query_sums[row] = sum * (1.f / C::FACTOR);
+            }
+            if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
+            if (!owner || u * AHEAD + of_warp + 32 / LANES <= G) continue;
+            if constexpr (KV != 0) encode<KV, D>(x, encoded + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
+            if (row < G || row >= rows) continue;
+            thread.write_newest(row, part, newest_page, low, high, scales);
+        }
     }
     __syncthreads();
 
@@ -476,7 +561,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         const int start = first + tile * 16;
         const u32 at = ring + stage * C::STAGE, from = shared_address(shared) + at;
         copy_wait<STAGES - 1>();
-        if (tile == last) thread.insert_newest(at, start);
+        if (WRITES && tile == last) thread.insert_newest(at, start);
         if constexpr (KV != 0) __syncwarp();  // scales are fetched for other lanes, too
         typename Thread::Keys k;
         typename Thread::CachedValues v;
@@ -506,7 +591,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     thread.leave_sums(top, total, rest, acc);
     __syncthreads();
     auto store = [&](int item, float4 sum, float whole) {
-        Thread::store(y + ((size_t)b * HKV + h) * G * D, item, sum, whole, lane);
+        Thread::store(y + ((size_t)b * (HKV * SHARE) + group) * G * D, item, sum, whole, lane);
     };
     for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {
         const int query = smaller(item, ITEMS - 1) / (D / 4), place = item % (D / 4);

@@ -9,6 +9,7 @@ Speed   microseconds on an H100 within a chain of kernels (in parentheses Triton
 """
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -23,14 +24,19 @@ from lowq_kernels.decode.attend import LONG, AttendCall, usual
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN, SHORTER, Cache, Coded, kind_of, slot_bytes
 from lowq_kernels.decode.kv_triton import NUMBERS, numbers
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import SHARED, Heads
 from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 16, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
 TILES = {"16": 2, "fp8": 3, "4": 4}
+DIMS = (64, 128, 256, 512)  # of a head; over codes the first two
 NARROW, WIDE = 4, 8  # warps per block
 CLUSTER = 8  # blocks per cluster: the size that every GPU with clusters allows
-MOST_HEADS = 32  # max. key heads, over all sequences, that are split over clusters or over blocks that fill the GPU
+# Max. groups of queries, over all sequences, that are split over clusters or over blocks that fill the GPU; of wider heads than
+# 128 dims as many as have the same bytes: one block of them fits an SM
+MOST_HEADS = 32
+MOST_QUERIES, MOST_GROUPS = 8, 4  # max. queries of a group (one tile of mma), groups of a key head
+MOST_WIDE_QUERIES = 4  # of heads of 512 dims, whose sums would not fit beside the tiles
 FEW_WAVES = 3  # up to this many heads per SM the longest sequences would run alone at the end
 SPLITS = 2  # max. blocks per head where heads alone fill the GPU; 512 idle blocks cost 1 us
 # With the longest sequences first: an SM runs two blocks at once from more than TWO_WAVES heads per SM on, and a head is
@@ -53,8 +59,14 @@ def _declared(D: int, G: int, warps: int, kv: str) -> int:
     return 8 * warps * G + (0 if kv == PLAIN else 512 * warps) + 2 * G * (D + 8) + 2 * slot_bytes(kv, D, torch.float16) + 40
 
 
+def groups(G: int, D: int) -> int | None:
+    """Groups that G queries of a key head are cut into, of as many queries each; None: more than MOST_GROUPS."""
+    most = MOST_WIDE_QUERIES if D > 256 else MOST_QUERIES
+    return next((n for n in range(1, MOST_GROUPS + 1) if G % n == 0 and G // n <= most), None)
+
+
 class Shape(NamedTuple):
-    """The launch of a call: warps per block, blocks per cluster, tiles that a warp prefetches, blocks per head, min. tiles per
+    """The launch of a call: warps per block, blocks per cluster, tiles that a warp prefetches, blocks per group, min. tiles per
     block, bytes of dynamic shared memory."""
 
     warps: int
@@ -66,17 +78,19 @@ class Shape(NamedTuple):
 
 
 def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: bool = False) -> Shape:
-    """The launch for `heads` key heads over all sequences, each with G queries and S slots; ordered: longest sequences first.
+    """The launch for `heads` groups over all sequences, each of G queries and S slots; ordered: longest sequences first.
 
     A block of 8 warps asks for more than half of an SM's shared memory, so that an SM holds only one. Otherwise the next
     layer's blocks, which start while this layer still runs, would double up on idle SMs and share their bandwidth (4 bits,
     128,000 slots: 117 us instead of 65). Decoding codes of many heads is bound by arithmetic, so there several blocks share
     an SM (64 sequences of 500 slots: 30 us instead of 40).
     """
-    few, tiles = heads <= MOST_HEADS, TILES[kv]
+    few, tiles, narrow = heads * max(1, D // 128) <= MOST_HEADS, TILES[kv], TILES[kv]
+    if D > 128:  # 128 KB of tiles a block
+        tiles, narrow = 1, 512 // D
     wide = _ring(D, WIDE, kv, tiles) + STATIC <= on.smem_block
-    if few and not (wide and S >= LONG):
-        return Shape(NARROW, CLUSTER, tiles, CLUSTER, 1, _ring(D, NARROW, kv, tiles))
+    if few and not ((wide or D > 256) and S >= LONG):
+        return Shape(NARROW, CLUSTER, narrow, CLUSTER, 1, _ring(D, NARROW, kv, narrow))
     if ordered and wide and kv == PLAIN and heads > TWO_WAVES * on.sms:
         return Shape(WIDE, 1, 1, ORDERED_SPLITS, LEAST, _ring(D, WIDE, kv, 1))
     waves = heads <= FEW_WAVES * on.sms
@@ -84,7 +98,7 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: boo
     if wide and (waves or kv == PLAIN):
         alone = on.smem_sm // 2 + 1 - _declared(D, G, WIDE, kv) - SYSTEM
         return Shape(WIDE, 1, tiles, blocks, least, max(_ring(D, WIDE, kv, tiles), alone))
-    return Shape(NARROW, 1, tiles, blocks, least, _ring(D, NARROW, kv, tiles))
+    return Shape(NARROW, 1, narrow, blocks, least, _ring(D, NARROW, kv, narrow))
 
 
 def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
@@ -93,11 +107,14 @@ def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
 
 
 def _refuse(call: AttendCall) -> str | None:
-    if why := usual(call):
+    if why := usual(replace(call, beyond=tuple(b for b in call.beyond if b != SHARED))):
         return why
-    queries = call.HQ // call.HKV
-    if call.D not in (64, 128) or not call.R or call.R % 64 or queries > 8:
-        return f"takes heads of 64 or 128 with up to 8 queries, not D={call.D}, R={call.R}, {queries} queries a key head"
+    share = groups(call.HQ // call.HKV, call.D)
+    turned = call.R and call.R % 64 == 0 and (call.R <= 128 or call.R == call.D)
+    if call.D not in (DIMS if call.kv == PLAIN else DIMS[:2]) or not turned or share is None:
+        found = f"D={call.D}, R={call.R}, {call.HQ // call.HKV} queries a key head, caches in {call.kv}"
+        return f"takes heads of {DIMS} with up to {MOST_GROUPS} groups of {MOST_QUERIES} queries, not {found}"
+    queries = call.HQ // call.HKV // share
     if call.norm not in (None, call.dtype, torch.float32):
         return f"takes norms of {call.dtype} or fp32"
     if call.block and (call.block < 16 or call.block & (call.block - 1)):
@@ -105,17 +122,25 @@ def _refuse(call: AttendCall) -> str | None:
     on = gpu.here()
     if call.kv != PLAIN:  # for any number of heads: Triton's kernel takes 3 times as long in fp8, 8 times in 4 bits
         return f"takes caches in {call.kv} of a multiple of 16 slots, not {call.S}" if call.S % 16 else None
-    heads = call.M * call.HKV
+    heads = call.M * call.HKV * share
     cut = shape(heads, call.S, call.D, queries, call.kv, on)
     short = heads > on.sms and call.S < LONG  # 64 sequences of 128 slots: 21 us here, 17 in Triton; of 400 slots: 35 and 36
-    if short or ((cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, call.kv, on) < 2):
+    alone = (cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, call.kv, on) < 2
+    if short or (alone and (call.D <= 256 or heads > on.sms)):
         return f"{heads} key heads over all sequences: Triton's kernel is as fast"
+    declared = _declared(call.D, queries, cut.warps, call.kv) + (cut.cluster > 1) * 6 * call.D * queries
+    if call.D > 128 and cut.shared + declared > on.smem_block:
+        return f"takes heads of {call.D} where a block has {cut.shared + declared} bytes of shared memory"
     return None
 
 
-def expression(T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0) -> str:
-    """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots of a block, or 0."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}>"
+def expression(
+    T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0, share: int = 1, writes: bool = True
+) -> str:
+    """The template instance of attend.cu. G: queries of a group. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots
+    of a block, or 0. share: groups of a key head."""
+    more = "" if (share, writes) == (1, True) else f", {share}, {int(writes)}"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}{more}>"
 
 
 @cache
@@ -148,13 +173,14 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     on = gpu.here(qkv.device.index)
-    G, heads = h.HQ // h.HKV, B * h.HKV
+    share = groups(h.HQ // h.HKV, h.D) or 1
+    G, heads = h.HQ // h.HKV // share, B * h.HKV * share
     cut = shape(heads, S, h.D, G, kv, on, order is not None)
     partial = arrived = None
     if cut.cluster == 1 and cut.blocks > 1:
         partial = torch.empty(heads * cut.blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv])
+    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv], share, h.writes)
     kernel = _kernel(instance, qkv.device.index, cut.warps, cut.shared, cut.cluster, launch.enabled)
     kernel(
         cut.blocks,

@@ -22,6 +22,7 @@ from lowq_kernels.decode.kv import Cache, Coded
 # one step in 130 would contain a 0, which wins at any probability. With the bound at the spacing of the uniform numbers it
 # wins only where p is of that order.
 SMALLEST_RACE = 2.0**-24
+SHARED = "keys of another layer"  # in `Heads.beyond`
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Heads:
     @property
     def beyond(self) -> tuple[str, ...]:
         """Names of facts, beyond GQA, a window, q's and k's norms and sinks, that a kernel must support to take this layer."""
-        facts = {"softcap": self.softcap != 0.0, "chunk": self.chunk != 0, "keys of another layer": not self.writes}
+        facts = {"softcap": self.softcap != 0.0, "chunk": self.chunk != 0, SHARED: not self.writes}
         return tuple(name for name, there in facts.items() if there)
 
     @property

@@ -127,6 +127,13 @@ def test_attend(kv):
         clean("attend.cu", attend_cuda.expression(*one, attend_cuda.Shape(*cut, 1, 1, 0), page, kv), "sm_90a")
 
 
+@pytest.mark.parametrize(("D", "G", "warps", "cluster", "stages"), [(256, 8, 4, 8, 2), (256, 6, 8, 1, 1), (512, 4, 4, 1, 1)])
+def test_attend_of_wide_heads(D, G, warps, cluster, stages):
+    cut = attend_cuda.Shape(warps, cluster, stages, 1, 1, 0)
+    for T, R, page, writes in ((0, D, 0, True), (1, 64, 64, True), (1, D, 64, False)):
+        clean("attend.cu", attend_cuda.expression(T, D, R, G, T, cut, page, 0, 2, writes), "sm_90a")
+
+
 @pytest.mark.parametrize(("D", "stages"), prompt_cuda.STAGES.items())
 def test_prompt(D, stages):
     for T, page in itertools.product((0, 1), (0, 64, 128)):

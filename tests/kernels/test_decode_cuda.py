@@ -44,10 +44,20 @@ HEADS = {
     "many heads, some blocks each": (8, 4, 128, 128, 0, 1, [0, 1100, 130], BF16, 8, 4096),
     "many heads, long texts cut": (18, 9, 64, 64, 0, 0, [2100, 15, 0, 64], F16, 8, 4096),
     "many heads, windows, sinks": (8, 4, 64, 64, 40, 2, [39, 40, 395, 5, 100, 77, 63, 64, 65], F16, 8, 400),
+    "twelve queries": (24, 2, 128, 128, 0, 0, [0, 600], F16, 8, 700),
+    "nine queries, a window, sinks": (18, 2, 64, 64, 40, 2, [39, 95], BF16, 4, 100),
+    "sixteen queries, long": (16, 1, 64, 64, 0, 0, [300, 15], F16, 8, 4096),
+    "256 dims": (8, 1, 256, 256, 0, 2, [0, 600], BF16, 8, 700),
+    "256 dims, part turned, sinks": (12, 2, 256, 64, 40, 1, [39, 130], F16, 8, 200),
+    "256 dims, long": (3, 1, 256, 128, 0, 0, [700, 15], BF16, 8, 4096),
+    "512 dims": (8, 1, 512, 512, 0, 1, [0, 130], F16, 8, 200),
+    "512 dims, long, keys of another layer": (3, 1, 512, 512, 0, 0, [700, 16], BF16, 8, 4096),
+    "256 dims, keys of another layer": (4, 2, 256, 256, 40, 0, [0, 130], F16, 8, 200),
 }
 PAGES = {
     "8b": 64, "norm, windows, part turned": 16, "long, more heads than SMs by half": 64, "long, a window": 32,
     "many heads, some blocks each": 64, "many heads, long texts cut": 64, "many heads, windows, sinks": 16,
+    "twelve queries": 32, "256 dims, part turned, sinks": 16, "512 dims, long, keys of another layer": 64,
 }  # fmt: skip
 # HQ, HKV, D, R, window, q/k norm, positions, dtype, slots, slots of a block (0: a cache each), kind
 CODED = {
@@ -137,14 +147,15 @@ def attend(name, page=0):
     torch.manual_seed(3)
     weights = [torch.randn(D).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
     sinks = torch.randn(HQ) + 4 if "sinks" in name else None
-    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights, sinks)
+    writes = reference.SHARED not in name
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights, sinks, writes=writes)
     angles = torch.rand(S, R) * 6
     tables = angles.cos().to(dtype), angles.sin().to(dtype)
     caches = [torch.randn(len(places), HKV, S, D).to(dtype) for _ in range(2)]
     for b, p in enumerate(places):  # what no text has reached yet must not be read
         for cache in caches:
-            cache[b, :, p:] = float("nan")
-    qkv, pos = torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
+            cache[b, :, p + (not writes) :] = float("nan")
+    qkv, pos = torch.randn(len(places), (HQ + 2 * HKV * writes) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
     order = pos.argsort(descending=True).to(torch.int32)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     with mock.patch.object(attend_cuda, "CLUSTER", cluster):
@@ -244,7 +255,16 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
         ({"M": 8}, None),  # beyond a cluster each
         ({"M": 17}, "136 key heads"),
         ({"M": 64, "S": 1 << 17, "block": 64}, None),
-        ({"HQ": 72}, "queries"),
+        ({"HQ": 72}, None),  # three groups
+        ({"HQ": 88}, "queries"),
+        ({"HQ": 96, "M": 2, "kv": "4", "S": 4096}, None),
+        ({"D": 256}, None),
+        ({"D": 256, "R": 192}, "R=192"),
+        ({"D": 256, "kv": "fp8", "S": 4096}, "caches in fp8"),
+        ({"D": 512, "R": 512, "HKV": 2, "M": 1}, None),
+        ({"D": 512, "R": 512, "M": 17}, "272 key heads"),
+        ({"beyond": (reference.SHARED,)}, None),
+        ({"beyond": ("softcap",)}, "softcap"),
         ({"D": 96, "R": 64}, "D=96"),
         ({"dtype": torch.float32}, "float16"),
         ({"norm": BF16}, "norms"),
