@@ -98,12 +98,17 @@ def main() -> int:
     chosen = parser.parse_args()
     new, old = dict(nvrtc.sources()), sources(chosen.revision)
     taken = [i for i in instances() if not chosen.files or i[0] in chosen.files][:: chosen.every]
-    different = 0
+    different = more = 0
     for instance in taken:
-        if changed := difference(compile_with(old, instance), compile_with(new, instance)):
+        try:
+            before = compile_with(old, instance)
+        except nvrtc.CompileError:
+            more += 1
+            continue
+        if changed := difference(before, compile_with(new, instance)):
             different += 1
             print(*instance, changed, sep="  ", flush=True)
-    print(f"{len(taken)} instances, {different} differ")
+    print(f"{len(taken)} instances, {different} differ, {more} do not compile at {chosen.revision}")
     return bool(different)
 
 

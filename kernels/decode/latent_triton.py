@@ -32,7 +32,7 @@ RANK_BLOCK = 64  # latent dims per program of `absorb`
 BLOCK_N = 32  # slots per tile
 PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 64
-VALUES = 64  # values of a head per program of `values`
+FEWEST_VALUES, VALUES = 8, 64  # values of a head per program of `values`
 PARTS = 8  # splits merged at once
 
 
@@ -59,10 +59,10 @@ def _absorb_kernel(
         dims = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
         up = k_up_ptr + (head * NOPE + offs_n)[:, None] * RANK + dims[None, :]
         up = tl.load(up, mask=(offs_n < NOPE)[:, None] & (dims < RANK)[None, :], other=0.0)
-        if PDL:
-            gdc_wait()
         there = rows < B
         pos = tl.load(pos_ptr + rows, mask=there, other=0)
+        if PDL:
+            gdc_wait()
         by = tl.full((BLOCK_B,), 1.0, tl.float32)
         if SCALED:
             by = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
@@ -81,13 +81,13 @@ def _absorb_kernel(
             turned = turned * cos + other * tl.where(first[None, :], -sin, sin)
             tl.store(out + RANK + offs_p[None, :], (turned * by[:, None]).to(dtype), mask=mask)
     elif (block == 0) & (tl.program_id(2) == 0):
-        if PDL:
-            gdc_wait()
         b = head - HEADS
         pos = tl.load(pos_ptr + b)
         place = b.to(tl.int64) * S + pos
         if PAGE:
             place = tl.load(table_ptr + b * S + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
+        if PDL:
+            gdc_wait()
         token, slot = x_ptr + b.to(tl.int64) * WIDE, cache_ptr + place * WIDE
         dims = tl.arange(0, WHOLE)
         x = tl.load(token + dims, mask=dims < RANK, other=0.0).to(tl.float32)
@@ -121,14 +121,14 @@ def _attend_kernel(
     WIDE: tl.constexpr = RANK + R
     if TRIGGER:
         gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
     n = tl.load(pos_ptr + b) + 1
     chunk = _chunk(n, SPLITS, BLOCK_N)
     begin = split * chunk
     end = tl.minimum(begin + chunk, n)
     if begin >= n:
         return
+    if PDL:
+        gdc_wait()
     q_rows = q_ptr + (b.to(tl.int64) * HEADS + heads)[:, None] * WIDE
     q = tl.load(q_rows + dims[None, :], mask=(heads < HEADS)[:, None] & (dims < RANK)[None, :], other=0.0)
     q_turned = tl.load(q_rows + RANK + offs_p[None, :], mask=(heads < HEADS)[:, None] & (offs_p < R)[None, :], other=0.0)
@@ -173,10 +173,10 @@ def _values_kernel(
     up = tl.load(up, mask=(values < V)[:, None] & (dims < RANK)[None, :], other=0.0)
     if TRIGGER:
         gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
     n = tl.load(pos_ptr + b) + 1
     live = tl.cdiv(n, _chunk(n, SPLITS, BLOCK_N))
+    if PDL:
+        gdc_wait()
     of = (b * HEADS + head) * SPLITS
     splits = tl.arange(0, SPLITS)
     top = tl.max(tl.load(sums_ptr + (of + splits) * 2, mask=splits < live, other=float("-inf")), 0)
@@ -195,6 +195,14 @@ def _values_kernel(
 def splits_for(heads: int) -> int:
     """Programs for each of so many blocks of heads of all sequences."""
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
+
+
+def values_at_once(heads: int, v_dim: int) -> int:
+    """Values per program of `values`, for so many heads of all sequences: few heads are cut finer, to fill the GPU."""
+    most, fine = min(VALUES, triton.next_power_of_2(v_dim)), FEWEST_VALUES
+    while fine < most and heads * triton.cdiv(v_dim, fine) > PROGRAMS:
+        fine *= 2
+    return min(fine, most)
 
 
 def _refuse(call: LatentCall) -> str | None:
@@ -243,7 +251,7 @@ def step(
         queries, cache, pos, table, part, sums, S, f.scale * LOG2E, HEADS=f.heads, R=f.rotated, RANK=f.rank, SPLITS=splits,
         PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=BLOCK_N, num_warps=8, num_stages=2, **pdl(q),
     )  # fmt: skip
-    y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), min(VALUES, triton.next_power_of_2(f.v_dim))
+    y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), values_at_once(B * f.heads, f.v_dim)
     _values_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), B)](
         part, sums, pos, f.v_up, y, HEADS=f.heads, RANK=f.rank, V=f.v_dim, SPLITS=splits, BLOCK_N=BLOCK_N, BLOCK_RANK=width,
         BLOCK_V=BLOCK_V, PARTS=PARTS, num_warps=8, **pdl(q),
