@@ -18,9 +18,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activated(x: torch.Tensor, act: str) -> torch.Tensor:
-    """act(x), for an MLP without a gate. act: one of ACTIVATIONS."""
-    return ACTIVATIONS[act](x.float()).to(x.dtype)
+def activated(x: torch.Tensor, act: str, by: torch.Tensor | None = None) -> torch.Tensor:
+    """act(x), for an MLP without a gate, or act(x) * by, all (M, N). act: one of ACTIVATIONS."""
+    y = ACTIVATIONS[act](x.float())
+    return (y if by is None else y * by.float()).to(x.dtype)
 
 
 def xielu(x: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:

@@ -83,8 +83,8 @@ def _activated(x, ACT: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(
-    gate_up_ptr, y_ptr, width, gate_scale,
-    ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    gate_up_ptr, by_ptr, y_ptr, width, stride_by, gate_scale,
+    ACT: tl.constexpr, GATED: tl.constexpr, TIMES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -104,6 +104,8 @@ def _gated_kernel(
         y = _activated(gate, ACT) * up
     else:
         y = _activated(gate, ACT)
+    if TIMES:
+        y *= tl.load(by_ptr + row * stride_by + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * width + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -114,18 +116,23 @@ def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Ten
     M, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (M, triton.cdiv(width, GATE_BLOCK))
-    _gated_kernel[grid](gate_up, y, width, gate_scale, ACT=act, GATED=True, BLOCK=GATE_BLOCK, num_warps=4, **pdl(gate_up))
+    _gated_kernel[grid](
+        gate_up, None, y, width, 0, gate_scale, ACT=act, GATED=True, TIMES=False, BLOCK=GATE_BLOCK, num_warps=4, **pdl(gate_up)
+    )
     return y
 
 
-def activated(x: torch.Tensor, act: str) -> torch.Tensor:
+def activated(x: torch.Tensor, act: str, by: torch.Tensor | None = None) -> torch.Tensor:
     """As `activation.activated`; x (M, I)."""
-    if act not in ACTS or act == activation.CLAMPED or not x.is_contiguous():
-        return activation.activated(x, act)
+    if act not in ACTS or act == activation.CLAMPED or not x.is_contiguous() or (by is not None and by.stride(1) != 1):
+        return activation.activated(x, act, by)
     M, width = x.shape
     y = torch.empty_like(x)
     grid = (M, triton.cdiv(width, GATE_BLOCK))
-    _gated_kernel[grid](x, y, width, 1.0, ACT=act, GATED=False, BLOCK=GATE_BLOCK, num_warps=4, **pdl(x))
+    _gated_kernel[grid](
+        x, by, y, width, 0 if by is None else by.stride(0), 1.0, ACT=act, GATED=False, TIMES=by is not None, BLOCK=GATE_BLOCK,
+        num_warps=4, **pdl(x),
+    )  # fmt: skip
     return y
 
 

@@ -269,7 +269,7 @@ class Compiler:
     @_mixer.register
     def _(self, part: p.PerLayer) -> None:
         self._product(part.gate, "per_layer_gate")
-        self._emit(s.Gate(part.act, False), s.TimesToken(part.layer))
+        self._emit(s.TimesToken(part.layer, part.act))
         self._product(part.up, "per_layer_up")
 
     @_mixer.register

@@ -149,7 +149,7 @@ class Plan:
         if batch.pictures is not None and batch.shows:
             frame.x = batch.pictures.shown(frame.x)
         if self.tokens is not None:
-            frame.kept["table"] = self.tokens(self._read(batch.ids), frame.x)
+            frame.kept["table"] = self.tokens(self._read(batch.ids), frame.x).flatten(1)
         self.run(frame)
         if taps is not None and frame.taps is not None:
             taps += [frame.taps[i] for i in self.taps]

@@ -347,13 +347,21 @@ class Drop(Step):
 
 @dataclass(frozen=True, eq=False)
 class TimesToken(Step):
-    """y *= the token's row of the per-layer token table, for this layer."""
+    """y = act(y) times the token's row of the per-layer token table, for this layer."""
 
     layer: int
+    act: str
     what = "activation"
 
+    def compiled_for(self) -> tuple[object, ...]:
+        return (self.act,)
+
+    def reads(self, before: int) -> Mapping[str, int]:
+        return {"table": before * (self.layer + 1)}
+
     def run(self, f: Frame) -> None:
-        f.y = f.y * f.kept["table"][:, self.layer]
+        N = f.y.shape[1]
+        f.y = f.ops.activated(f.y, self.act, f.kept["table"][:, self.layer * N : (self.layer + 1) * N])
 
 
 @dataclass(frozen=True, eq=False)

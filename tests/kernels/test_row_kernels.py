@@ -170,6 +170,8 @@ def test_normed(shape):
 def test_activations(act, width):
     x = randn(3, 2 * width) * 3
     assert error(elementwise.activated(x, act), activation.activated(x, act)) < TOLERANCE[x.dtype]
+    by = randn(3, 4 * width)[:, width : 3 * width]
+    assert error(elementwise.activated(x, act, by), activation.activated(x, act, by)) < TOLERANCE[x.dtype]
     assert error(elementwise.gated(x, act), activation.gated(x, act)) < TOLERANCE[x.dtype]
     assert error(elementwise.gated(x, act, 0.3), activation.gated(x, act, 0.3)) < TOLERANCE[x.dtype]
 
