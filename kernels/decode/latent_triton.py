@@ -39,7 +39,7 @@ PARTS = 8  # splits merged at once
 @triton.jit
 def _absorb_kernel(
     q_ptr, x_ptr, k_up_ptr, cache_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, out_ptr,
-    B, S, eps, beta, period, offset,
+    B, S, stride_q, stride_x, eps, beta, period, offset,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr,
     SCALED: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
@@ -66,7 +66,7 @@ def _absorb_kernel(
         by = tl.full((BLOCK_B,), 1.0, tl.float32)
         if SCALED:
             by = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
-        own = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * (NOPE + R)
+        own = q_ptr + (rows.to(tl.int64) * stride_q + head * (NOPE + R))[:, None]
         q = tl.load(own + offs_n[None, :], mask=there[:, None] & (offs_n < NOPE)[None, :], other=0.0)
         y = tl.dot(q, up.to(q.dtype), input_precision="ieee") * by[:, None]
         out = out_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * WIDE
@@ -88,7 +88,7 @@ def _absorb_kernel(
             place = tl.load(table_ptr + b * S + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
         if PDL:
             gdc_wait()
-        token, slot = x_ptr + b.to(tl.int64) * WIDE, cache_ptr + place * WIDE
+        token, slot = x_ptr + b.to(tl.int64) * stride_x, cache_ptr + place * WIDE
         dims = tl.arange(0, WHOLE)
         x = tl.load(token + dims, mask=dims < RANK, other=0.0).to(tl.float32)
         mean, inverse = statistics(x, dims < RANK, RANK, eps, LAYER)
@@ -229,7 +229,7 @@ def step(
     """As `latent.step`; cache and table contiguous, pos (B,) int32, cos and sin (S, rotated). config: SPLITS."""
     if f.norm.groups != 1:
         return by_definition(q, latent, cache, pos, cos, sin, f, table, order, config)
-    q, latent = q.contiguous(), latent.contiguous()
+    q, latent = (t if t.stride(1) == 1 else t.contiguous() for t in (q, latent))
     B, S, page, scale = q.shape[0], cache.shape[2], 0, f.position_scale
     if table is not None:
         S, page = table.shape[1], S
@@ -237,7 +237,8 @@ def step(
     queries, width, turned = q.new_empty(B, f.heads, f.rank + f.rotated), padded(f.rank), padded(f.rotated)
     block, BLOCK_NOPE = min(RANK_BLOCK, width), padded(f.nope)
     _absorb_kernel[(f.heads + B, triton.cdiv(f.rank, block), triton.cdiv(B, ROWS))](
-        q, latent, f.k_up, cache, pos, table, cos, sin, f.norm.weight, f.norm.bias, queries, B, S, f.norm.eps, *by,
+        q, latent, f.k_up, cache, pos, table, cos, sin, f.norm.weight, f.norm.bias, queries, B, S,
+        q.stride(0), latent.stride(0), f.norm.eps, *by,
         HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, PAGE=page, NEIGHBOURS=f.pairing == "neighbours",
         SCALED=scale is not None, LAYER=f.norm.kind == "layer", WEIGHT=f.norm.weight is not None,
         BIAS=f.norm.bias is not None, BLOCK_B=ROWS, BLOCK_NOPE=BLOCK_NOPE, BLOCK_R=turned, BLOCK_RANK=block, WHOLE=width,

@@ -119,8 +119,8 @@ def _mixer(part: p.Mixer, norm: Norm | None, shared: bool) -> Turns:
             yield from _reads(part.qkv, norm, None if odd else (part.kv_heads * part.dim, part.dim))
             yield from _writes(part.o, 0 if odd else part.dim)
         case p.LatentAttention():
-            yield from _reads(part.q[0], norm)
-            yield from _reads(part.kv_down, norm)
+            for down in part.down:
+                yield from _reads(down, norm)
             yield from _writes(part.o)
         case p.GatedDelta() | p.Mamba2() | p.ShortConv():
             yield from _reads(part.inputs, norm)

@@ -207,13 +207,18 @@ class Compiler:
 
     @_mixer.register
     def _(self, part: p.LatentAttention) -> None:
-        self._emit(s.Keep("before"))
-        self._product(part.q[0], "q" if len(part.q) == 1 else "q_down")
-        if len(part.q) == 3:
-            self._emit(s.Normed(self.norm(part.q[1])))
-            self._product(part.q[2], "q_up")
-        self._emit(s.Keep("q"), s.Take("before", last=True))
-        self._product(part.kv_down, "kv_down")
+        if len(part.down) == 1:
+            self._product(part.down[0], "q_kv_down")
+            self._emit(s.Cut("latent", part.down[0].rows[0], whole=part.q_norm is not None))
+        else:
+            self._emit(s.Keep("before"))
+            self._product(part.down[1], "kv_down")
+            self._emit(s.Keep("latent"), s.Take("before", last=True, wide=part.down[1].columns))
+            self._product(part.down[0], "q")
+        if part.q_norm is not None and part.q_up is not None:
+            self._emit(s.Normed(self.norm(part.q_norm)))
+            self._product(part.q_up, "q_up")
+        self._emit(s.Keep("q"), s.Take("latent", last=True, wide=part.rank + part.rotated))
         up = self.weights.matrix(part.kv_up).unflatten(0, (part.heads, -1))
         scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
         facts = Latent(

@@ -202,12 +202,34 @@ class Keep(Step):
 
 
 @dataclass(frozen=True, eq=False)
+class Cut(Step):
+    """Keep the values of a row from `at` on under a name; y is those before, where `whole` side by side in memory."""
+
+    name: str
+    at: int
+    whole: bool = False
+    what = "add"
+
+    def width(self, before: int) -> int:
+        return self.at
+
+    def run(self, f: Frame) -> None:
+        f.y, f.kept[self.name] = f.y[:, : self.at], f.y[:, self.at :]
+        if self.whole:
+            f.y = f.y.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
 class Take(Step):
-    """y = a kept value; with `last`, the kept value is removed."""
+    """y = a kept value; with `last`, the kept value is removed. wide: its width, if not that of y before."""
 
     name: str
     last: bool = False
+    wide: int = 0
     what = "add"
+
+    def width(self, before: int) -> int:
+        return self.wide or before
 
     def run(self, f: Frame) -> None:
         f.y = f.kept.pop(self.name) if self.last else f.kept[self.name]

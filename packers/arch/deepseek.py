@@ -30,13 +30,16 @@ def latent(c: Any, p: str, pairing: Any = "neighbours", **more: Any) -> LatentAt
     """DeepSeek's attention at path `p`; its inner norms have an eps of 1e-6 whatever the config says."""
     H, q_dim, bias = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim, bool(c.attention_bias)
     v_dim = c.v_head_dim or c.hidden_size // H
-    q: tuple[Linear | Norm, ...] = (linear(c, f"{p}.q_proj", H * q_dim, cut="rows"),)
-    if rank := c.q_lora_rank:
-        down, up = linear(c, f"{p}.q_a_proj", rank, bias=bias), linear(c, f"{p}.q_b_proj", H * q_dim, rank, cut="rows")
-        q = (down, Norm(f"{p}.q_a_layernorm", rank, 1e-6), up)
+    rank, kv, kv_rows = c.q_lora_rank, f"{p}.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim
+    down: tuple[Linear, ...] = (
+        linear(c, (f"{p}.q_a_proj" if rank else f"{p}.q_proj", kv), (rank or H * q_dim, kv_rows), bias=bias),
+    )
+    if bias and not rank:
+        down = linear(c, f"{p}.q_proj", H * q_dim), linear(c, kv, kv_rows, bias=True)
     return LatentAttention(
-        q,
-        linear(c, f"{p}.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, bias=bias),
+        down,
+        Norm(f"{p}.q_a_layernorm", rank, 1e-6) if rank else None,
+        linear(c, f"{p}.q_b_proj", H * q_dim, rank, cut="rows") if rank else None,
         Norm(f"{p}.kv_a_layernorm", c.kv_lora_rank, 1e-6),
         linear(c, f"{p}.kv_b_proj", H * (c.qk_nope_head_dim + v_dim), c.kv_lora_rank, cut="rows"),
         linear(c, f"{p}.o_proj", c.hidden_size, H * v_dim, bias=bias, cut="columns"),

@@ -82,7 +82,7 @@ def part_tensors(part: Any, form: Form, kind: str = "other") -> Named:
             yield from part_tensors((part.qkv, part.gate, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
             yield from _vectors("attention", (part.sinks, part.heads))
         case parts.LatentAttention():
-            yield from part_tensors((part.q, part.kv_down, part.kv_norm, part.kv_up, part.o), form, "attention")
+            yield from part_tensors((part.down, part.q_norm, part.q_up, part.kv_norm, part.kv_up, part.o), form, "attention")
         case parts.GatedDelta():
             yield from part_tensors((part.inputs, part.conv, part.out, part.norm), form, "attention")
             yield from _vectors("recurrent", (part.a_log, part.v_heads), (part.dt_bias, part.v_heads))

@@ -151,12 +151,15 @@ class Attention:
 class LatentAttention:
     """DeepSeek's MLA: the cache holds per token one latent of `rank` values and one rotated key of `rotated` values.
 
-    q: (Linear,) or (down, Norm, up); rows of a head are its unrotated values, then its rotated ones. kv_down: rows are the
-    latent, then the rotated key. kv_up: rows of a head are its unrotated keys, then its v_dim values. Source: arXiv:2405.04434.
+    down: rows of the queries, or of what `q_up` makes queries of, then the latent, then the rotated key; one product of two
+    modules, or a product each where only one of them has a bias. Rows of a head of q are its unrotated values, then its rotated
+    ones. q_norm, q_up: of queries of low rank. kv_up: rows of a head are its unrotated keys, then its v_dim values. Source:
+    arXiv:2405.04434.
     """
 
-    q: tuple[Any, ...]
-    kv_down: Linear
+    down: tuple[Linear, ...]
+    q_norm: Norm | None
+    q_up: Linear | None
     kv_norm: Norm
     kv_up: Linear
     o: Linear
