@@ -34,6 +34,9 @@ PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 64
 FEWEST_VALUES, VALUES = 8, 64  # values of a head per program of `values`
 PARTS = 8  # splits merged at once
+# Whether a program reads its first tile before the kernel before has ended. Not over a paged cache, where several rows, drafts,
+# may be of one sequence and read what each other's `absorb` writes
+EARLY = True
 
 
 @triton.jit
@@ -108,10 +111,33 @@ def _chunk(n, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _rows(cache_ptr, table_ptr, b, slots, there, S, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Where slots (n,) of sequence b lie, (n, 1); the table is read where `there` is true only."""
+    if PAGE:
+        place = tl.load(table_ptr + b * S + slots // PAGE, mask=there, other=0).to(tl.int64) * PAGE + slots % PAGE
+    else:
+        place = b.to(tl.int64) * S + slots
+    return cache_ptr + place[:, None] * WIDE
+
+
+@triton.jit
+def _tile(acc, top, total, q, q_turned, held, keys, there, scale):
+    score = tl.dot(q, tl.trans(held), input_precision="ieee")
+    score = tl.dot(q_turned, tl.trans(keys), score, input_precision="ieee") * scale
+    score = tl.where(there[None, :], score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    p = tl.exp2(score - higher[:, None])
+    fade = tl.exp2(top - higher)
+    acc = tl.dot(p.to(held.dtype), held, acc * fade[:, None], input_precision="ieee")
+    return acc, higher, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
 def _attend_kernel(
     q_ptr, cache_ptr, pos_ptr, table_ptr, part_ptr, sums_ptr, S, scale,
     HEADS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Parts (B, HEADS, SPLITS, RANK) and sums (B, HEADS, SPLITS, 2): the highest score and the sum, both in base 2."""
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -127,6 +153,12 @@ def _attend_kernel(
     end = tl.minimum(begin + chunk, n)
     if begin >= n:
         return
+    if EARLY:  # the first tile but for the newest slot, which `absorb` writes, as earlier steps have left it
+        slots = begin + tl.arange(0, BLOCK_N)
+        old = slots < tl.minimum(end, n - 1)
+        rows = _rows(cache_ptr, table_ptr, b, slots, slots < end, S, PAGE, WIDE)
+        held = tl.load(rows + dims[None, :], mask=old[:, None] & (dims < RANK)[None, :], other=0.0)
+        keys = tl.load(rows + RANK + offs_p[None, :], mask=old[:, None] & (offs_p < R)[None, :], other=0.0)
     if PDL:
         gdc_wait()
     q_rows = q_ptr + (b.to(tl.int64) * HEADS + heads)[:, None] * WIDE
@@ -135,25 +167,21 @@ def _attend_kernel(
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_RANK), tl.float32)
+    if EARLY:  # past the first-level cache, which may hold the line as it was before
+        new = (slots == n - 1)[:, None]
+        held = tl.load(rows + dims[None, :], mask=new & (dims < RANK)[None, :], other=held, cache_modifier=".cg")
+        keys = tl.load(rows + RANK + offs_p[None, :], mask=new & (offs_p < R)[None, :], other=keys, cache_modifier=".cg")
+        acc, top, total = _tile(acc, top, total, q, q_turned, held, keys, slots < end, scale)
+        begin += BLOCK_N
     for start in range(begin, end, BLOCK_N):
         slots = start + tl.arange(0, BLOCK_N)
         there = slots < end
-        if PAGE:
-            place = tl.load(table_ptr + b * S + slots // PAGE, mask=there, other=0).to(tl.int64) * PAGE + slots % PAGE
-        else:
-            place = b.to(tl.int64) * S + slots
-        rows = cache_ptr + place[:, None] * WIDE
-        held = tl.load(rows + dims[None, :], mask=there[:, None] & (dims < RANK)[None, :], other=0.0)
-        keys = tl.load(rows + RANK + offs_p[None, :], mask=there[:, None] & (offs_p < R)[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(held), input_precision="ieee")
-        score = tl.dot(q_turned, tl.trans(keys), score, input_precision="ieee") * scale
-        score = tl.where(there[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(held.dtype), held, acc * fade[:, None], input_precision="ieee")
-        top = higher
+        rows = _rows(cache_ptr, table_ptr, b, slots, there, S, PAGE, WIDE)
+        mask = there[:, None] & (dims < RANK)[None, :]
+        held = tl.load(rows + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        mask = there[:, None] & (offs_p < R)[None, :]
+        keys = tl.load(rows + RANK + offs_p[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        acc, top, total = _tile(acc, top, total, q, q_turned, held, keys, there, scale)
     at = (b.to(tl.int64) * HEADS + heads) * SPLITS + split
     mask = (heads < HEADS)[:, None] & (dims < RANK)[None, :]
     tl.store(part_ptr + at[:, None] * RANK + dims[None, :], acc, mask=mask)
@@ -250,7 +278,8 @@ def step(
     sums = torch.empty(B, f.heads, splits, 2, dtype=torch.float32, device=q.device)
     _attend_kernel[(of_heads, splits)](
         queries, cache, pos, table, part, sums, S, f.scale * LOG2E, HEADS=f.heads, R=f.rotated, RANK=f.rank, SPLITS=splits,
-        PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=BLOCK_N, num_warps=8, num_stages=2, **pdl(q),
+        PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=BLOCK_N, EARLY=EARLY and not page,
+        num_warps=8, num_stages=2, **pdl(q),
     )  # fmt: skip
     y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), values_at_once(B * f.heads, f.v_dim)
     _values_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), B)](

@@ -57,15 +57,16 @@ def normed(x, mean, inverse, weight_ptr, bias_ptr, at, mask, WEIGHT: tl.constexp
 
 @triton.jit
 def _head(
-    from_ptr, all_ptr, to_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, pos, head, eps, by, after,
+    from_ptr, all_ptr, to_ptr, weight_ptr, bias_ptr, cos, sin, head, eps, by, after,
     HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ALL: tl.constexpr, OVER: tl.constexpr,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HEADWISE: tl.constexpr, LAST: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
-    """One head at from_ptr, times `by`, normed and turned, times `after`, to to_ptr; all_ptr: the first of its HEADS."""
+    """One head at from_ptr, times `by`, normed and turned by cos and sin (BLOCK_D,), times `after`, to to_ptr; all_ptr: the
+    first of its HEADS."""
     offs = tl.arange(0, BLOCK_D)
     mask, turns = offs < D, offs < R
-    partner, first, angle = pairs(offs, R, NEIGHBOURS)
+    partner, first, _ = pairs(offs, R, NEIGHBOURS)
     x = tl.load(from_ptr + offs, mask=mask, other=0.0).to(tl.float32) * by
     other = tl.load(from_ptr + partner, mask=mask, other=0.0).to(tl.float32) * by
     at = head * D if HEADWISE else 0  # of the norm's factors
@@ -80,9 +81,6 @@ def _head(
         x = normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
         other = normed(other, mean, inverse, weight_ptr, bias_ptr, at + partner, mask, WEIGHT, BIAS)
     if R:
-        row = pos.to(tl.int64) * R + angle
-        cos = tl.load(cos_ptr + row, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + row, mask=turns, other=0.0).to(tl.float32)
         x = tl.where(turns, x * cos + other * tl.where(first, -sin, sin), x)
     if OVER > 0 and LAST:
         mean, inverse = statistics(x, mask, D, eps, LAYER)
@@ -105,9 +103,16 @@ def _prepare_kernel(
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if TRIGGER:
         gdc_launch_dependents()
+    pos = tl.load(pos_ptr + row)
+    cos, sin = 0.0, 0.0
+    if R:  # read before the kernel before has ended, as it writes neither
+        dims = tl.arange(0, BLOCK_D)
+        _, _, angle = pairs(dims, R, NEIGHBOURS)
+        at = pos.to(tl.int64) * R + angle
+        cos = tl.load(cos_ptr + at, mask=dims < R, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + at, mask=dims < R, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    pos = tl.load(pos_ptr + row)
     token, out = qkv_ptr + row * wide, y_ptr + (row * (HQ + 2 * HKV) + h) * D
     EACH: tl.constexpr = 2 if GATED else 1
     keys = token + HQ * EACH * D
@@ -117,7 +122,7 @@ def _prepare_kernel(
         if SCALED:
             after = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
         _head(
-            mine, token, out, q_weight, q_bias, cos_ptr, sin_ptr, pos, h, q_eps, 1.0, after, HQ, D, R, BLOCK_D, BLOCK_ALL,
+            mine, token, out, q_weight, q_bias, cos, sin, h, q_eps, 1.0, after, HQ, D, R, BLOCK_D, BLOCK_ALL,
             Q_OVER, Q_LAYER, Q_WEIGHT, Q_BIAS, Q_HEADWISE, LAST, NEIGHBOURS,
         )  # fmt: skip
         if GATED:
@@ -128,14 +133,14 @@ def _prepare_kernel(
         own = h - HQ
         mine = token + (own * 3 + 1) * D if BY_HEAD else keys + own * D
         _head(
-            mine, keys, out, k_weight, k_bias, cos_ptr, sin_ptr, pos, own, k_eps, key_scale, 1.0, HKV, D, R, BLOCK_D,
+            mine, keys, out, k_weight, k_bias, cos, sin, own, k_eps, key_scale, 1.0, HKV, D, R, BLOCK_D,
             BLOCK_ALL, K_OVER, K_LAYER, K_WEIGHT, K_BIAS, K_HEADWISE, LAST, NEIGHBOURS,
         )  # fmt: skip
     else:
         own = h - HQ - HKV
         mine = token + (own * 3 + 2) * D if BY_HEAD else keys + (own if V_IS_K else own + HKV) * D
         _head(
-            mine, keys, out, v_weight, v_bias, cos_ptr, sin_ptr, pos, own, v_eps, 1.0, 1.0, HKV, D, 0, BLOCK_D,
+            mine, keys, out, v_weight, v_bias, cos, sin, own, v_eps, 1.0, 1.0, HKV, D, 0, BLOCK_D,
             BLOCK_ALL, V_OVER, V_LAYER, V_WEIGHT, V_BIAS, V_HEADWISE, False, NEIGHBOURS,
         )  # fmt: skip
 
