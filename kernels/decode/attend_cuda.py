@@ -6,6 +6,8 @@ Speed   microseconds on an H100 within a chain of kernels (in parentheses Triton
         One sequence: 100 slots 3.2 (5.6), 2,000 slots 6.3 (10.3), 32,000 slots 46 (73), in fp8 27 (83), in 4 bits 17 (94).
         Eight sequences of 4,400 slots: 50 (56), in fp8 29 (68), in 4 bits 18 (90). 64 sequences of 500 slots, paged:
         48 (52). 64 sequences of 59 to 3,390 slots, paged: 74; with the longest sequences first: 62
+        On an H200, 500 and 32,000 slots: 12 queries a key head 3.7 (13.9), 47 (78); 4 key heads of 256 dims 3.4 (10.8), 40
+        (101); 2 key heads of 512 dims 4.8 (19.5), 87 (310)
 """
 
 import ctypes
@@ -125,8 +127,11 @@ def _refuse(call: AttendCall) -> str | None:
     heads = call.M * call.HKV * share
     cut = shape(heads, call.S, call.D, queries, call.kv, on)
     short = heads > on.sms and call.S < LONG  # 64 sequences of 128 slots: 21 us here, 17 in Triton; of 400 slots: 35 and 36
+    # Two groups of 6 queries read their keys twice: 64 sequences of 500 slots take 69 us, 41 in Triton. Three groups of 3
+    # queries: 8 sequences of 4,400 slots take 47, 30 in Triton. Heads of 512 dims: 8 sequences of 500 slots 38, in Triton 29
+    again = share > 1 and (heads > on.sms or (share > 2 and heads > MOST_HEADS and call.S >= LONG))
     alone = (cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, call.kv, on) < 2
-    if short or (alone and (call.D <= 256 or heads > on.sms)):
+    if short or again or (alone and not (call.D > 256 and cut.least == 1)):
         return f"{heads} key heads over all sequences: Triton's kernel is as fast"
     declared = _declared(call.D, queries, cut.warps, call.kv) + (cut.cluster > 1) * 6 * call.D * queries
     if call.D > 128 and cut.shared + declared > on.smem_block:

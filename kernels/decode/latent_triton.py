@@ -32,7 +32,7 @@ RANK_BLOCK = 64  # latent dims per program of `absorb`
 BLOCK_N = 32  # slots per tile
 PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 64
-FEWEST_VALUES, VALUES = 8, 64  # values of a head per program of `values`
+VALUES = 64  # values of a head per program of `values`
 PARTS = 8  # splits merged at once
 # Whether a program reads its first tile before the kernel before has ended. Not over a paged cache, where several rows, drafts,
 # may be of one sequence and read what each other's `absorb` writes
@@ -225,14 +225,6 @@ def splits_for(heads: int) -> int:
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
 
 
-def values_at_once(heads: int, v_dim: int) -> int:
-    """Values per program of `values`, for so many heads of all sequences: few heads are cut finer, to fill the GPU."""
-    most, fine = min(VALUES, triton.next_power_of_2(v_dim)), FEWEST_VALUES
-    while fine < most and heads * triton.cdiv(v_dim, fine) > PROGRAMS:
-        fine *= 2
-    return min(fine, most)
-
-
 def _refuse(call: LatentCall) -> str | None:
     if call.kv != PLAIN:
         return f"takes caches of 16 bits, not in {call.kv}"
@@ -281,7 +273,7 @@ def step(
         PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=BLOCK_N, EARLY=EARLY and not page,
         num_warps=8, num_stages=2, **pdl(q),
     )  # fmt: skip
-    y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), values_at_once(B * f.heads, f.v_dim)
+    y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), min(VALUES, triton.next_power_of_2(f.v_dim))
     _values_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), B)](
         part, sums, pos, f.v_up, y, HEADS=f.heads, RANK=f.rank, V=f.v_dim, SPLITS=splits, BLOCK_N=BLOCK_N, BLOCK_RANK=width,
         BLOCK_V=BLOCK_V, PARTS=PARTS, num_warps=8, **pdl(q),
