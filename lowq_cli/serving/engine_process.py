@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib import import_module
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -32,6 +31,7 @@ BEAT_S = 1.0  # max. seconds between two messages of a working engine process
 SILENT_S = 10.0  # seconds without a message after which clients learn that the process is stopped or starved
 STUCK_S = 60.0  # seconds without a step that mean a hung device; on a slow CPU, a piece of a prompt can take seconds
 LOST_S = 60.0  # seconds in a silent or stuck state after which open requests end with an error
+HUNG_S = 180  # seconds without a sign of life after which a load fails; imports and CUDA's start take seconds
 ENDS_S = 10.0  # seconds that the process has to end by itself
 KEEPS_S = 30.0  # seconds that the process has to end if it first copies its cache to host memory
 OURS = {signal.SIGINT, signal.SIGTERM}  # handled by the main process only: a terminal or systemd sends them to both processes
@@ -54,12 +54,12 @@ class DiedIdle(ProcessEnded):
 
 
 class Standby:
-    """A process that waits for its `make` function, with `modules` imported already: importing torch alone takes seconds."""
+    """A process that waits for its `make` function. It has run `first(*given)`, such as imports: torch alone takes seconds."""
 
-    def __init__(self, modules: tuple[str, ...] = ()) -> None:
+    def __init__(self, first: Callable[..., object] | None = None, *given: Any) -> None:
         context = get_context("spawn")  # not "fork", which is unsafe in a process with threads or a CUDA context
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_compute, args=(theirs, modules), name="lowq-engine")
+        self.process = context.Process(target=_compute, args=(theirs, first, given), name="lowq-engine")
         with _held_back():
             self.process.start()
         theirs.close()
@@ -191,16 +191,22 @@ class ApartEngine:
 
     def _wait(self, wanted: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
         """Wait for the process's answer and return it; `done` is called with the progress on the way."""
+        silent = 0  # seconds counted here: a machine that was halted for minutes has not counted them
         while True:
             try:
-                what, *rest = self._pipe.recv()
+                while not self._pipe.poll(BEAT_S):
+                    silent += 1
+                    if silent >= HUNG_S / BEAT_S:
+                        raise LowqError(f"the engine's process has not answered for {HUNG_S} s")
+                silent, (what, *rest) = 0, self._pipe.recv()
             except (EOFError, OSError):
                 raise ProcessEnded(self._why_it_ended()) from None
             if what == "failed":
                 raise rest[0]
             if what == wanted:
                 return tuple(rest)
-            done(*rest)
+            if what != "beat":
+                done(*rest)
 
     def _listen(self) -> None:
         """Receive events until the process has ended: the main function of the listening thread."""
@@ -259,12 +265,12 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _compute(pipe: Connection, modules: tuple[str, ...]) -> None:
+def _compute(pipe: Connection, first: Callable[..., object] | None, before: tuple[Any, ...]) -> None:
     """Run the engine: the main function of its process."""
     here = _Here(pipe)
     try:
-        for name in modules:
-            import_module(name)
+        if first is not None:
+            first(*before)
         make, given = pipe.recv()
         here.send("began")
         here.run(make, given)
@@ -286,6 +292,7 @@ class _Here:
 
     def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
         """Make the engine, and serve the messages of the pipe until it is closed."""
+        threading.Thread(target=self.beat, name="lowq-engine-beats", daemon=True).start()
         self.engine, self.mask, handle = make(*given)
         e = self.engine
         self.send("made", handle, e.name, e.reason, e.limits, e.vocabulary)
@@ -314,8 +321,17 @@ class _Here:
     def start(self) -> None:
         """Do what Engine.start does."""
         self.engine.start(self.sink, lambda n, of: self.send("done", n, of))
-        self.send("started", self.engine.reason)
-        self.started = True
+        with self.lock:  # no beat comes after it
+            self._send("started", self.engine.reason)
+            self.started = True
+
+    def beat(self) -> None:
+        """Send a sign of life each BEAT_S until the engine has started."""
+        while not self.started:
+            with self.lock:
+                if not self.started:
+                    self._send("beat")
+            time.sleep(BEAT_S)
 
     def submit(self, number: int, request: Request, recipe: str | None) -> None:
         """Submit a request as Engine.submit does, but send a refusal as an event."""

@@ -35,12 +35,13 @@ from server_process import serving
 
 from lowq_cli.files.source import DEMO
 from lowq_cli.serving.catalog import size
+from lowq_cli.serving.http.model_pool import WAIT_S
 from lowq_cli.serving.http.place import PROCESS
 
 NAMES = ("ash", "birch", "cedar", "doum")
 PROMPTS = ("Once upon a time", "The king", "In the morning she", "It was", "A letter came", "Nobody knew", "At sea", "My dear")
 TWO = 2 * PROCESS + (256 << 20)  # bytes: two of these models and their caches, not three
-PATIENCE = 300.0  # seconds that one request may take
+PATIENCE = WAIT_S + 60  # seconds after which a client gives a request up as lost; the server has refused it by then
 BEGINNING = "There was a king who had a castle on the hill, and nobody in the village knew his name. " * 6  # two blocks
 CLIENT = """
 import json, socket, sys
@@ -72,9 +73,18 @@ def make_models(folder: Path, names: tuple[str, ...] = NAMES, dtype: torch.dtype
 
 def children(pid: int) -> list[int]:
     """The engines of a server: with a model, while one is loaded, and the one that waits for the next."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    found = sorted({int(p) for t in tasks for p in (t / "children").read_text().split()})
-    return [p for p in found if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread that has ended since
+            found |= {int(p) for p in (task / "children").read_text().split()}
+    return [p for p in sorted(found) if not ended(p) and b"resource_tracker" not in command(p)]
+
+
+def command(pid: int) -> bytes:
+    """The command line of a process; b"" once it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def files(pid: int) -> int:

@@ -47,6 +47,10 @@ class Pausing(Counting):
         self.stand("keeping")
 
 
+def get_ready(device):
+    """In the place of `loading.get_ready`: nothing to import."""
+
+
 def load(model, device, how, quiet):
     """In the place of `loading.load`, in the engine's process."""
     return Made(Pausing(model), None, loading.Loaded(byte_tokenizer(), frozenset(), loading.Roofline(), Facts(), None))

@@ -12,6 +12,8 @@ import pytest
 from phases import Gate
 from starlette.requests import ClientDisconnect
 
+from lowq_cli.serving import engine_process
+from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.loading import Loader
@@ -19,6 +21,7 @@ from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.place import PROCESS, State
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.request import Request
+from lowq_packers.errors import LowqError
 
 
 class Server:
@@ -97,7 +100,7 @@ def run(what):
 def light(monkeypatch):
     """The engines' processes count instead of loading a model; a process that stands by imports nothing."""
     monkeypatch.setattr(loading, "load", phases.load)
-    monkeypatch.setattr(loading, "MODULES", ())
+    monkeypatch.setattr(loading, "get_ready", phases.get_ready)
 
 
 async def brought(s, name, phase):
@@ -170,6 +173,40 @@ def test_two_processes_killed_at_once(first, second, tmp_path):
             assert await s.again("b") == "answered"
 
     run(go())
+
+
+def test_a_process_that_hangs_while_it_loads_is_given_up(tmp_path, monkeypatch):
+    """It is stopped after a sign of life, so none comes any more."""
+    gate = Gate(tmp_path / "a")
+    gate.offer()
+    gate.stand("making")
+    engine = ApartEngine(phases.load, str(gate.folder), "cpu", {}, True)
+    try:
+        assert engine._wait("began") == engine._wait("beat") == ()
+        os.kill(engine._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(engine_process, "HUNG_S", 1)
+        with pytest.raises(LowqError, match="has not answered for 1 s"):
+            engine._wait("made")
+    finally:
+        engine.stop(0)
+
+
+def test_a_server_that_ends_as_a_load_begins_leaves_no_process(tmp_path):
+    async def go():
+        s = Server(tmp_path, 1)
+        await s.pool.start(lambda n, of: None)
+        asking = asyncio.create_task(s.ask("a"))
+        await until(lambda: s.pool.places["a"].state is State.LOADING)
+        s.pool.loads.task.cancel()  # what an event loop does to its tasks at its end
+        s.pool.close()
+        assert await asking == "503, again after None s"
+        return s
+
+    s = asyncio.run(go())
+    s.pool.stop()
+    s.loader.stop()
+    s.host.close()
+    assert not active_children()
 
 
 def test_a_client_that_leaves_before_the_process_is_killed(tmp_path):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
@@ -26,6 +27,7 @@ MODULES = (  # imported by a standby process before the model is known
     *("lowq_cli.engine.open_model", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
 )
+ROOMY = 20 << 30  # min. bytes of a GPU on which a process stands by with a CUDA context: it takes 0.5 GB, and 1.4 s to make
 KEYED = ("kv", "act", "deterministic", "draft")  # options that change cache contents; block names hold the adapter
 SHARE = 0.25  # max. share of the memory of all models for the cache of one, in a server with several
 
@@ -45,6 +47,22 @@ class Loaded:
     device_bytes: int | None
     folder: str = ""
     images: "Images | None" = None
+
+
+def get_ready(device: str) -> None:
+    """Do what every load on this device begins with, in a process whose model is not known yet."""
+    for name in MODULES:
+        import_module(name)
+    import torch
+
+    from lowq_cli.devices import pick_device
+    from lowq_kernels.dispatch.registry import load_kernels
+
+    chosen = pick_device(device)
+    if chosen.type == "cuda":
+        load_kernels(chosen.type)
+        if torch.cuda.get_device_properties(chosen).total_memory >= ROOMY:
+            torch.zeros(1, device=chosen)
 
 
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
@@ -177,7 +195,7 @@ class Loader:
 
     def prepare(self) -> None:
         """Start the standby process if there is none."""
-        self.standby = self._alive() or Standby(MODULES)
+        self.standby = self._alive() or Standby(get_ready, self.device)
 
     def _alive(self) -> Standby | None:
         """The standby process; None if there is none, or it has died."""

@@ -82,8 +82,8 @@ class Place:
 
     @property
     def need(self) -> int:
-        """Bytes that it takes; before its first load, an estimate from the size of its files."""
-        return self.cost or self.offer.weight_bytes() + PROCESS
+        """Bytes that it takes: those of its last load, or an estimate from its files, which may have been replaced since."""
+        return max(self.cost, self.offer.weight_bytes() + PROCESS)
 
     def wait(self) -> asyncio.Future[ServedModel]:
         """A place in the queue: a future that gets the model, counted in `beginning`, or an error."""

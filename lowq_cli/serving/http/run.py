@@ -162,9 +162,15 @@ class _Server(uvicorn.Server):
 
     async def _look(self) -> None:
         while not self.should_exit:
-            self.look()
-            sweep(self.server_state.connections)  # type: ignore[arg-type]  # all are `Connection`s
-            self.ended = self.served.models.look()
-            if self.ended or self.served.models.reports.idle_s() > self.served.idle_s:
-                self.should_exit = True
+            try:
+                self._check()
+            except Exception as e:  # a mistake of ours in one check must not end all later ones
+                self._complain(asyncio.get_running_loop(), {"message": "a periodic check failed", "exception": e})
             await asyncio.sleep(LIVE_S)
+
+    def _check(self) -> None:
+        self.look()
+        sweep(self.server_state.connections)  # type: ignore[arg-type]  # all are `Connection`s
+        self.ended = self.served.models.look()
+        if self.ended or self.served.models.reports.idle_s() > self.served.idle_s:
+            self.should_exit = True
