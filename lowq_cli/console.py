@@ -45,7 +45,7 @@ _UNSEEN = re.compile(  # control sequences of terminals, characters that change 
 
 def visible(text: str) -> str:
     """`text` with control characters escaped, since names from files can contain them. Newlines and tabs stay."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(message: str) -> None:

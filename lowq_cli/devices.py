@@ -68,11 +68,13 @@ def name_device(device: str) -> NamedDevice:
     return _checked(NamedDevice(kind, int(index) if index else None), device, present)
 
 
-def _checked(chosen: AnyDevice, asked: object, there: int) -> AnyDevice:
+def _checked(chosen: AnyDevice, requested: object, there: int) -> AnyDevice:
     if chosen.type not in ("cpu", "cuda"):
-        raise UsageError(f"lowq does not run on device {asked!r}; use auto, cpu or cuda")
+        raise UsageError(f"lowq does not run on device {requested!r}; use auto, cpu or cuda")
     if chosen.type == "cuda" and (chosen.index or 0) >= there:
-        raise UnsupportedError(f"device {asked} was asked for, but torch can use {there} CUDA GPU(s) here; use --device cpu")
+        raise UnsupportedError(
+            f"device {requested} was asked for, but torch can use {there} CUDA GPU(s) here; use --device cpu"
+        )
     return chosen
 
 

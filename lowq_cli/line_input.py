@@ -39,9 +39,9 @@ def ask() -> str | None:
             return message.strip()
 
 
-def command(said: str) -> tuple[str, str] | None:
+def command(line: str) -> tuple[str, str] | None:
     """(name, rest) of a line such as "/set top-k 40"; None for a message to the model."""
-    match = COMMAND.match(said)
+    match = COMMAND.match(line)
     return (match[1], (match[2] or "").strip()) if match else None
 
 

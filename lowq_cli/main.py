@@ -53,8 +53,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(shown: bool) -> None:
+    if shown:
         from importlib.metadata import version
 
         console.out(f"lowq {version('lowq')}")

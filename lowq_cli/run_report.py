@@ -48,7 +48,7 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
     if prepared.mixed:
         _show_mixed(prepared.mixed, on_stdout)
     if prepared.bound:
-        say(prepared.bound.told)
+        say(prepared.bound.summary)
     if plan.recipe.act != "none":
         but = ", but not in experts" if any(c.kind == "expert" for c in plan.classes) else ""
         say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
@@ -178,8 +178,8 @@ def _follow_first(
     return began, events if first is None else chain([first], events)
 
 
-def _show_layer(layer: "LayerDone", told: set[str]) -> None:
-    """Print a calibrated layer's error and its problems, except those in `told`, which another layer has reported."""
+def _show_layer(layer: "LayerDone", shown: set[str]) -> None:
+    """Print a calibrated layer's error and its problems, except those in `shown`, which another layer has reported."""
     if layer.resumed:
         console.say(f"layer {layer.index} of {layer.total} was calibrated before")
     else:
@@ -188,6 +188,6 @@ def _show_layer(layer: "LayerDone", told: set[str]) -> None:
     for name, note in layer.notes.items():
         console.say(f"note: {name}: {note}")
     for place in layer.unscaled:
-        if place not in told:
+        if place not in shown:
             console.say(f"note: the inputs of {place} are not scaled: no earlier operation can absorb the factor exactly")
-            told.add(place)
+            shown.add(place)

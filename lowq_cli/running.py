@@ -34,9 +34,9 @@ def folder() -> Path:
     return state_dir() / "run"
 
 
-def own(found: os.stat_result) -> bool:
+def own(status: os.stat_result) -> bool:
     """Whether a file belongs to this user and gives no permissions to other users."""
-    return found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def listen() -> socket.socket | None:

@@ -75,8 +75,8 @@ class Known:
     source: str = ""
 
 
-def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
-    """The existing checkpoints that this user wrote, the newest last. said: called with a message if the list is damaged.
+def known(say: Callable[[str], object] = lambda line: None) -> list[Known]:
+    """The existing checkpoints that this user wrote, the newest last. say: called with a message if the list is damaged.
 
     Raises NotFoundError if this user has no home.
     """
@@ -97,7 +97,7 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
             for r in rows
         ]
     except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # invalid JSON, or another structure
-        said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
+        say(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
     return [k for k in entries if k.checkpoint.is_dir() or (k.checkpoint.suffix == ".gguf" and k.checkpoint.is_file())]
 
@@ -187,13 +187,13 @@ def exported() -> list[Path]:
     return [out for out in map(Path, _exports()) if not is_cached(out) and not out.is_symlink() and export_of(out)[0]]
 
 
-def remember_export(out: Path, run: str, made: Path, facts: Mapping[str, Any] | None = None) -> None:
-    """Record an export's output `made`, which will be renamed to `out`, so that repeating the command does no work.
+def remember_export(out: Path, run: str, written: Path, facts: Mapping[str, Any] | None = None) -> None:
+    """Record an export's output `written`, which will be renamed to `out`, so that repeating the command does no work.
 
     facts: plain values about it, for `export_of`. Without a home, nothing is recorded.
     """
     with suppress(OSError, NotFoundError), alone(state_dir()):
-        rows = {**_exports(), str(out.absolute()): [run, _stamp(made), *([facts] if facts else [])]}
+        rows = {**_exports(), str(out.absolute()): [run, _stamp(written), *([facts] if facts else [])]}
         write_whole(state_dir() / EXPORTS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
 
 
@@ -208,17 +208,17 @@ def run_of(model: str, recipe: str | None) -> str | None:
     return str(checkpoint)
 
 
-def remember_run(model: str, recipe: str | None, made: str) -> None:
+def remember_run(model: str, recipe: str | None, checkpoint: str) -> None:
     """Record the checkpoint that `lowq run` made from a model, so that the next run need not read the model.
 
     Without a home, nothing is recorded.
     """
     folder = DEMO if model == "demo" else user_path(model)
     named = recipe is None or recipe.isalnum()  # a recipe file can change
-    if not folder.is_dir() or not named or not is_cached(Path(made)) or run_of(model, recipe):
+    if not folder.is_dir() or not named or not is_cached(Path(checkpoint)) or run_of(model, recipe):
         return
     with suppress(OSError, NotFoundError), alone(state_dir()):
-        rows = {**_runs(), f"{folder.resolve()} {recipe or ''}": [made, _stamp(folder), _stamp(Path(made))]}
+        rows = {**_runs(), f"{folder.resolve()} {recipe or ''}": [checkpoint, _stamp(folder), _stamp(Path(checkpoint))]}
         write_whole(state_dir() / RUNS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
 
 

@@ -14,29 +14,29 @@ NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 @contextmanager
-def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Iterator[Path]:
+def replacing(path: Path, partial: Path | None = None, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary name next to `path`, with its suffix; renamed to `path` after the block, or removed on failure.
 
-    made: the temporary name, if no other process uses it. A file that a killed process left under that name is removed first,
-    so that nothing is written through a link. sync: flush to disk before the rename. Raises OSError.
+    partial: the temporary name, if no other process uses it. A file that a killed process left under that name is first
+    removed, so that nothing is written through a link. sync: flush to disk before the rename. Raises OSError.
     """
     fd = -1
-    if made is None:
+    if partial is None:
         _sweep(path)
-        made, fd = _own(path)
+        partial, fd = _own(path)
     else:
-        made.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     try:
-        yield made
+        yield partial
         if sync:
-            synced = os.open(made, os.O_RDONLY)
+            synced = os.open(partial, os.O_RDONLY)
             try:
                 os.fsync(synced)
             finally:
                 os.close(synced)
-        os.replace(made, path)
+        os.replace(partial, path)
     except BaseException as e:
-        made.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         if isinstance(e, OSError) and e.errno is not None and e.filename is None:  # as of a write to a full disk
             e.filename = str(path)
         raise
@@ -64,16 +64,16 @@ def write_new(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
-def publish(made: Path, path: Path) -> None:
+def publish(partial: Path, path: Path) -> None:
     """Add the name `path` to a finished file; never overwrites. Raises FileExistsError, OSError."""
     try:
-        os.link(made, path)
+        os.link(partial, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without hard links
         if path.exists():
             raise FileExistsError(path) from None
-        os.rename(made, path)
+        os.rename(partial, path)
 
 
 def reserve(fd: int, size: int) -> None:

@@ -31,8 +31,8 @@ class Fp8Matrix:
             raise SchemeError(f"an fp8 matrix is (M, K) float8_e4m3fn, got {tuple(self.q.shape)} {self.q.dtype}")
         expected = scale_shape(self.q.shape, self.block)
         if tuple(self.scales.shape) != expected or self.scales.dtype != torch.float32:
-            got = f"{tuple(self.scales.shape)} {self.scales.dtype}"
-            raise SchemeError(f"blocks of {self.block[0]}x{self.block[1]} need {expected} float32 scales, got {got}")
+            shape = f"{tuple(self.scales.shape)} {self.scales.dtype}"
+            raise SchemeError(f"blocks of {self.block[0]}x{self.block[1]} need {expected} float32 scales, got {shape}")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The (M, K) values, computed in fp32 and rounded once to `dtype`; SLAB of them at a time."""

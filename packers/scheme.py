@@ -136,9 +136,9 @@ class Scheme:
         return f"{self.bits}-bit g{self.group_size}" + ("" if self.zero == "float" else f" {self.zero} zero")
 
 
-def fit_group(K: int, wanted: int) -> int | None:
-    """Largest legal group size (a multiple of 16 that divides K) not above `wanted`; None if there is none."""
-    start = min(wanted, K) // GROUP_STEP * GROUP_STEP
+def fit_group(K: int, largest: int) -> int | None:
+    """Largest legal group size (a multiple of 16 that divides K) not above `largest`; None if there is none."""
+    start = min(largest, K) // GROUP_STEP * GROUP_STEP
     return next((g for g in range(start, 0, -GROUP_STEP) if K % g == 0), None)
 
 

@@ -112,13 +112,13 @@ def check_shape(scheme: Scheme, companion: torch.Tensor | None, N: int) -> None:
     width = scheme.table_width
     if companion is None and not width:
         return
-    got = "none" if companion is None else f"{tuple(companion.shape)} {companion.dtype}"
+    given = "none" if companion is None else f"{tuple(companion.shape)} {companion.dtype}"
     if companion is not None and width and companion.dim() == 2 and companion.dtype == torch.float32:
         T = companion.shape[0]
         if companion.shape[1] == width and T and N % T == 0:
             return
     expected = f"a float32 (T, {width}) whose T divides N={N}" if width else "none"
-    raise SchemeError(f"{scheme} needs {expected} next to its scales, got {got}")
+    raise SchemeError(f"{scheme} needs {expected} next to its scales, got {given}")
 
 
 def good_scales(scales: torch.Tensor, kind: str) -> torch.Tensor:

@@ -32,10 +32,10 @@ SHORTER: tl.constexpr = tl.constexpr(kv.SHORTER)
 @triton.jit
 def dims(offs_d, BLOCK_D: tl.constexpr, KV: tl.constexpr):
     """The dim of each column of a tile."""
-    found = offs_d
+    dim = offs_d
     if KV == 4:
-        found = offs_d % (BLOCK_D // 2) * 2 + offs_d // (BLOCK_D // 2)
-    return found
+        dim = offs_d % (BLOCK_D // 2) * 2 + offs_d // (BLOCK_D // 2)
+    return dim
 
 
 @triton.jit

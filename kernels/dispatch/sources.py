@@ -37,17 +37,17 @@ def _path_of(module: str) -> Path:
     return ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
 
 
-def _collect(path: Path, found: dict[str, str]) -> None:
-    if not path.is_file() or str(path.relative_to(ROOT)) in found:
+def _collect(path: Path, sources: dict[str, str]) -> None:
+    if not path.is_file() or str(path.relative_to(ROOT)) in sources:
         return
-    text = found[str(path.relative_to(ROOT))] = code_of(path.read_text(encoding="utf-8"), path.name)
+    text = sources[str(path.relative_to(ROOT))] = code_of(path.read_text(encoding="utf-8"), path.name)
     for package, names in re.findall(r"from (lowq_kernels\.\w[\w.]*) import ([\w, ]+|\()", text):
         if not package.startswith("lowq_kernels.dispatch"):
             for module in (package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))):
-                _collect(_path_of(module), found)
+                _collect(_path_of(module), sources)
     for name in re.findall(r"""["'](\w+\.(?:cuh?|cpp|h))["']""", text):
         if name in COMPILED:
-            _collect(COMPILED[name], found)
+            _collect(COMPILED[name], sources)
 
 
 def code_of(text: str, file: str) -> str:

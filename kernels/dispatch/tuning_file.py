@@ -149,8 +149,8 @@ def _write_file(path: Path, here: Machine, entries: list[Entry]) -> None:
             others.append(m)
     mine.update({(*e.place, e.M): e for e in entries})
     date = datetime.date.today().isoformat()
-    kept = [asdict(e) for _, e in sorted(mine.items(), key=lambda item: str(item[0]))]
-    machine = {**asdict(here), "date": date, "entries": kept}
+    rows = [asdict(e) for _, e in sorted(mine.items(), key=lambda item: str(item[0]))]
+    machine = {**asdict(here), "date": date, "entries": rows}
     write_whole(path, _dumps({"format": FORMAT, "machines": [*others, machine]}).encode())
 
 

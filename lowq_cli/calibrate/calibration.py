@@ -214,14 +214,14 @@ class Calibration:
             return {}
         return {"outputs": [H for n, k in zip(names, rows, strict=True) for H in self.outputs.get(n) or [torch.eye(k)]]}
 
-    def _together(self, wanted: Hidden, others: "list[Others]", tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
-        """Train all layers together, starting from what each learned alone. wanted: the original model's last hidden states."""
+    def _together(self, targets: Hidden, others: "list[Others]", tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
+        """Train all layers together, from what each learned alone. targets: the original model's last hidden states."""
         files = {n: p for n, p in self.layer_of.items() if n in self.items}
         if not all(polished(p).is_file() for p in files.values()):
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
             dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
             yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored).run(
-                self.ids, start, wanted, others, self.folder
+                self.ids, start, targets, others, self.folder
             )
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
 

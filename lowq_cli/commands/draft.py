@@ -51,10 +51,10 @@ def draft(
         from lowq_cli.run import draft_training as training
 
         planned, model, tokenizer = training.plan_training(name, out, tokens, text, vocab, seed, device, head)
-    console.table("", ("", ""), planned.told)
+    console.table("", ("", ""), planned.summary)
     if dry_run:
         if as_json:
-            console.out_json({"plan": dict(planned.told), "seconds": planned.seconds, "seconds_8b": planned.big_seconds})
+            console.out_json({"plan": dict(planned.summary), "seconds": planned.seconds, "seconds_8b": planned.big_seconds})
         return
     try:
         result = _followed(training.train(planned, model, tokenizer))

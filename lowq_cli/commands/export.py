@@ -122,14 +122,14 @@ def show_mixture(
     return files
 
 
-def show(found: "Exported") -> None:
+def show(exported: "Exported") -> None:
     """Print the folder on stdout and its contents on stderr."""
     from lowq_cli import state
 
-    console.out(found.out)
-    there = " (was already there)" if found.already_done else ""
-    console.say(f"{found.matrices} weights, {console.size(found.bytes)}{there}; serves in: {', '.join(found.engines)}")
-    for note in found.notes:
+    console.out(exported.out)
+    there = " (was already there)" if exported.already_done else ""
+    console.say(f"{exported.matrices} weights, {console.size(exported.bytes)}{there}; serves in: {', '.join(exported.engines)}")
+    for note in exported.notes:
         console.say(f"note: {note}")
-    if program := READERS.get(found.format):
-        console.say(f"next: {program.format(state.as_argument(found.out))}")
+    if program := READERS.get(exported.format):
+        console.say(f"next: {program.format(state.as_argument(exported.out))}")

@@ -26,23 +26,23 @@ class Turns:
         for before, answer in zip(said[::2], said[1::2], strict=False):
             self.add(before["content"], answer["content"])
 
-    def asked(self, said: str) -> list[dict[str, Any]] | str:
-        """The messages up to `said`, or without a template the text. Raises UsageError if `said` is not text."""
-        check_characters(said)
-        return [*self.messages, self._message(said)] if self.template else self.text + said
+    def asked(self, message: str) -> list[dict[str, Any]] | str:
+        """The messages up to `message`, or without a template the text. Raises UsageError if `message` is not text."""
+        check_characters(message)
+        return [*self.messages, self._message(message)] if self.template else self.text + message
 
-    def add(self, said: str, answer: str) -> None:
+    def add(self, message: str, answer: str) -> None:
         """Note a turn."""
-        self.messages += [self._message(said), {"role": "assistant", "content": answer}]
-        self.text += said + answer + "\n"
+        self.messages += [self._message(message), {"role": "assistant", "content": answer}]
+        self.text += message + answer + "\n"
 
     def think_of(self, thoughts: str) -> None:
         """Add the model's thoughts before its last answer to that message, for templates that use them."""
         if thoughts:
             self.messages[-1]["reasoning_content"] = thoughts
 
-    def _message(self, said: str) -> dict[str, Any]:
-        return {"role": "user", "content": said}
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
 
 
 class Conversation(Turns):
@@ -75,9 +75,9 @@ class Conversation(Turns):
         self.pictures.append(sight_of(self.model).picture(image))
         self._new += 1
 
-    def prompt(self, said: str) -> list[int]:
-        """Token ids of the conversation up to the model's answer to `said`. Raises UsageError if `said` is not text."""
-        request = self.asked(said)
+    def prompt(self, message: str) -> list[int]:
+        """Token ids of the conversation up to the model's answer to `message`. Raises UsageError if `message` is not text."""
+        request = self.asked(message)
         if not isinstance(request, str):
             return encode_messages(self.tokenizer, request, (self.model, self.pictures), self.think)
         if self.pictures:
@@ -86,17 +86,17 @@ class Conversation(Turns):
             request = sight_of(self.model).written(request, self.pictures, spelled_by(self.tokenizer))
         return list(self.tokenizer(request)["input_ids"])
 
-    def _message(self, said: str) -> dict[str, Any]:
+    def _message(self, text: str) -> dict[str, Any]:
         if not self._new:
-            return super()._message(said)
-        return {"role": "user", "content": [{"type": "image"}] * self._new + [{"type": "text", "text": said}]}
+            return super()._message(text)
+        return {"role": "user", "content": [{"type": "image"}] * self._new + [{"type": "text", "text": text}]}
 
-    def answered(self, said: str, answer: "Generation", text: str | None = None) -> None:
+    def answered(self, message: str, answer: "Generation", text: str | None = None) -> None:
         """Add the turn, and record the tokens that the decoder's cache holds, so that the next turn reads only new tokens.
 
         text: the answer, without the thoughts before it.
         """
-        self.add(said, answer.text if text is None else text)
+        self.add(message, answer.text if text is None else text)
         self._new = 0
         if hasattr(answer.decoder, "held"):
             answer.decoder.held = [p + t[:-1] for p, t in zip(answer.names, answer.tokens, strict=True)]

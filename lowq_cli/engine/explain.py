@@ -139,8 +139,8 @@ def _chosen(model: CausalModel, batch: int) -> float:
     config = model.config.get_text_config()
 
     def of_a_layer(*names: str) -> float:
-        found = next((v for n in names if (v := getattr(config, n, None))), 0)
-        return sum(found) / len(found) if isinstance(found, list) else found  # Hunyuan has one number per layer
+        count = next((v for n in names if (v := getattr(config, n, None))), 0)
+        return sum(count) / len(count) if isinstance(count, list) else count  # Hunyuan has one number per layer
 
     experts = of_a_layer("num_local_experts", "num_experts")
     return min(1.0, batch * (of_a_layer("num_experts_per_tok") or 1) / experts) if experts else 1.0

@@ -76,10 +76,10 @@ class Reader:
         if self._good and not bool(torch.stack(self._good).all()):
             raise NotPlain("scales or zeros that are not finite or out of range")
 
-    def _fill(self, out: torch.Tensor, name: str, first: int, kept: torch.dtype) -> None:
-        """Read a tensor's elements from `first` on into `out`, at most one CHUNK; `kept` is the files' dtype."""
-        at, nbytes = first * kept.itemsize, out.numel() * kept.itemsize
-        if out.dtype == kept and not out.is_cuda:
+    def _fill(self, out: torch.Tensor, name: str, first: int, dtype: torch.dtype) -> None:
+        """Read a tensor's elements from `first` on into `out`, at most one CHUNK; `dtype` is the files' dtype."""
+        at, nbytes = first * dtype.itemsize, out.numel() * dtype.itemsize
+        if out.dtype == dtype and not out.is_cuda:
             self.source.read_into(name, at, out.view(torch.uint8).numpy().data)
             return
         buffer, copied = self._buffer()
@@ -88,9 +88,9 @@ class Reader:
             copied.synchronize()
         self.source.read_into(name, at, raw.numpy().data)
         if copied is None:
-            out.copy_(raw.view(kept))
+            out.copy_(raw.view(dtype))
             return
-        there = raw.to(out.device, non_blocking=True).view(kept) if out.dtype != kept else raw.view(kept)
+        there = raw.to(out.device, non_blocking=True).view(dtype) if out.dtype != dtype else raw.view(dtype)
         out.copy_(there, non_blocking=True)
         copied.record(torch.cuda.current_stream(out.device))
 
@@ -107,7 +107,7 @@ class Reader:
 class Blank(Reader):
     """A reader that returns uninitialised tensors of a source's shapes, for a model that is only to compile its kernels."""
 
-    def _fill(self, out: torch.Tensor, name: str, first: int, kept: torch.dtype) -> None:
+    def _fill(self, out: torch.Tensor, name: str, first: int, dtype: torch.dtype) -> None:
         """Do nothing: `out` stays uninitialised."""
 
     def check(self) -> None:

@@ -56,7 +56,7 @@ def profile_steps(
     return [*sorted(rows, key=lambda r: -r.us), StepPart(WHOLE, wall_us, 1.0)]
 
 
-def _write(found: Any, timeline: Path) -> None:
+def _write(profile: Any, timeline: Path) -> None:
     """Write the profiler's timeline completely or not at all: on a full disk the library silently writes only a part."""
     with ExitStack() as stack:
         try:
@@ -65,7 +65,7 @@ def _write(found: Any, timeline: Path) -> None:
         except OSError as e:
             raise UsageError(f"the timeline {timeline} cannot be written: {e.strerror}") from None
         try:
-            found.export_chrome_trace(f"{folder}/{timeline.name}")
+            profile.export_chrome_trace(f"{folder}/{timeline.name}")
             os.replace(f"{folder}/{timeline.name}", timeline)
         except (OSError, RuntimeError) as e:
             why = "is the disk full?" if isinstance(e, FileNotFoundError) else e

@@ -34,8 +34,8 @@ def by_kind(rope: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     return parameters or {"": rope or {}}
 
 
-def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -> int:
-    """Max. tokens of a sequence for these angles. limit: max_position_embeddings; said: the config's max_sequence_length.
+def reach(rope: Mapping[str, Any] | None, limit: int, stated: int | None = None) -> int:
+    """Max. tokens of a sequence for these angles. limit: max_position_embeddings; stated: the config's max_sequence_length.
 
     Computed as in vLLM, except for linear: there max_position_embeddings is the limit either before stretching (Vicuna, whose
     max_sequence_length is the stretched one) or after it (DeepSeek Coder); beyond the stretched limit the output is noise.
@@ -44,7 +44,7 @@ def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -
         return limit
     kind, factor, was = rope.get("rope_type"), rope.get("factor") or 1, rope.get("original_max_position_embeddings")
     stretched = {"dynamic": limit * factor, "yarn": (was or limit) * factor, "linear": (was or 0) * factor}
-    return int(max(limit, stretched.get(str(kind), 0), (said or 0) if kind == "linear" else 0))
+    return int(max(limit, stretched.get(str(kind), 0), (stated or 0) if kind == "linear" else 0))
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def _identity(model: CausalModel, kv: str) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest() if files else ""
 
 
-def _digest(tensors: Mapping[str, torch.Tensor], told: Mapping[str, str]) -> str:
-    h = hashlib.sha256(repr((told["identity"], told["facts"])).encode())
+def _digest(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> str:
+    h = hashlib.sha256(repr((facts["identity"], facts["facts"])).encode())
     for name, t in sorted(tensors.items()):
         h.update(repr((name, t.dtype, t.shape)).encode())
         h.update(t.flatten().view(torch.uint8).numpy().data)

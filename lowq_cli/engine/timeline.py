@@ -41,16 +41,16 @@ def spans(timeline: Path) -> list[Span]:
     return sorted(device_spans, key=lambda s: s.start)
 
 
-def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> list[StepPart]:
+def parts(spans: Sequence[Span], steps: int, products: Sequence[str] = ()) -> list[StepPart]:
     """The parts of a step in the order of their first launches, idle time last. They add up to the time of a step.
 
     Args:
-        found: the kernels of `steps` consecutive steps.
+        spans: the kernels of `steps` consecutive steps.
         products: names of a layer's weights in the order of their products, then the head's. Where a step's kernels match
             these, parts are named by their work; otherwise by kernel.
     """
-    per_step, rest = divmod(len(found), steps)
-    names = [s.name for s in found]
+    per_step, rest = divmod(len(spans), steps)
+    names = [s.name for s in spans]
     first = 0
     if not rest and steps > 1:  # leave out the first step: no kernel ran before it
         first = per_step
@@ -58,8 +58,8 @@ def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> li
         steps -= 1
     us, calls = dict.fromkeys(names[first:], 0.0), dict.fromkeys(names[first:], 0)
     us[IDLE] = 0.0
-    over = max((s.end for s in found[:first]), default=found[0].start if found else 0.0)
-    for name, s in zip(names[first:], found[first:], strict=True):
+    over = max((s.end for s in spans[:first]), default=spans[0].start if spans else 0.0)
+    for name, s in zip(names[first:], spans[first:], strict=True):
         us[IDLE] += max(0.0, s.start - over)
         us[name] += max(0.0, s.end - max(over, s.start))
         calls[name] += 1

@@ -151,9 +151,9 @@ class FastTokenizer(LoadedTokenizer):
 class WrappedTokenizer(LoadedTokenizer):
     """A transformers tokenizer whose class does more than its tokenizers.Tokenizer, or is written in Python."""
 
-    def __init__(self, found: Any) -> None:
-        self.found, self.named, self.chat_template = found, found.special_tokens_map, found.chat_template
-        self.bos_token_id, self.eos_token_id = found.bos_token_id, found.eos_token_id
+    def __init__(self, loaded: Any) -> None:
+        self.found, self.named, self.chat_template = loaded, loaded.special_tokens_map, loaded.chat_template
+        self.bos_token_id, self.eos_token_id = loaded.bos_token_id, loaded.eos_token_id
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": list(self.found(text, add_special_tokens=add_special_tokens)["input_ids"])}

@@ -200,21 +200,21 @@ class Judge:
         return whole[:first] or [self.start], whole[first:]
 
     @torch.inference_mode()
-    def _read(self, asked: Sequence[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
+    def _read(self, requests: Sequence[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
         """For each (context, continuation) in tokens: ln of the continuation's probability, and whether it is the greedy one.
 
         Contexts that are too long for the model lose their beginning; texts that differ only in their last token are computed
         once.
         """
         rows: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, (context, continuation) in enumerate(asked):
+        for i, (context, continuation) in enumerate(requests):
             if not continuation:
                 raise UsageError("a task asks for the likelihood of no token; its continuation is empty")
             read = (context + continuation)[:-1]
             if self.limit is not None and len(continuation) > self.limit:
                 raise UsageError(f"a task's continuation of {len(continuation)} tokens exceeds the context of {self.limit}")
             rows[tuple(read if self.limit is None else read[-self.limit :])].append(i)
-        likelihoods: list[tuple[float, bool]] = [(0.0, False)] * len(asked)
+        likelihoods: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for row in rows:
             by_length[len(row)].append(row)
@@ -228,7 +228,7 @@ class Judge:
                     part = alike[at : at + most]
                     for row, logits in zip(part, logits_of(self.model, torch.tensor(part), self.kv), strict=True):
                         for i in rows[row]:
-                            likelihoods[i] = _likelihood(logits, asked[i][1])
+                            likelihoods[i] = _likelihood(logits, requests[i][1])
                     done += len(part) * length
                     advance(done, f"{done} of {total} tokens")
         return likelihoods
@@ -241,9 +241,9 @@ def _likelihood(logits: torch.Tensor, continuation: list[int]) -> tuple[float, b
     return float(log_p.gather(1, target[:, None]).double().sum()), bool((log_p.argmax(1) == target).all())
 
 
-def _settings(asked: dict[str, Any]) -> dict[str, Any]:
+def _settings(request: dict[str, Any]) -> dict[str, Any]:
     """A task's generation settings for `serving.offline.answers`. Raises UnsupportedError for unknown settings."""
-    given = dict(asked)
+    given = dict(request)
     until = given.pop("until", None) or []
     lengths = [n for n in (given.pop(name, None) for name in LENGTHS) if n is not None]
     drawn = given.pop("do_sample", None)

@@ -44,13 +44,13 @@ class Stored(NamedTuple):
 
 
 def compact(
-    schemes: Mapping[str, Scheme], kept: Iterable[str] = (), layouts: Mapping[str, str] | None = None
+    schemes: Mapping[str, Scheme], dense: Iterable[str] = (), layouts: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """The `quantization_config` that `expand` turns back into `schemes`.
 
     Args:
         schemes: tensor name (without ".weight") -> scheme.
-        kept: names of unquantized tensors, which no pattern may match.
+        dense: names of unquantized tensors, which no pattern may match.
         layouts: tensor name -> layout, for tensors that are not stored in rowstream.
     Returns:
         a JSON-ready dict; layers and experts with the same scheme share one pattern.
@@ -58,7 +58,7 @@ def compact(
     facts = {name: Stored(s, (layouts or {}).get(name, DISK)) for name, s in schemes.items()}
     named = {name: fact.name for name, fact in facts.items()}
     groups: dict[Pattern, dict[Pattern, str | None]] = defaultdict(dict)
-    for name, scheme in (dict.fromkeys(kept) | named).items():
+    for name, scheme in (dict.fromkeys(dense) | named).items():
         parts = tuple(name.split("."))
         groups[tuple("*" if p.isdigit() else p for p in parts)][parts] = scheme
     tensors: dict[str, str] = {}

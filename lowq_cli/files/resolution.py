@@ -53,15 +53,15 @@ def is_own(path: Path) -> bool:
     return snapshot or target.name == path.name or target.is_relative_to(folder)
 
 
-def check_companions(found: list[Path]) -> list[Path]:
+def check_companions(files: list[Path]) -> list[Path]:
     """Check the companions of a model, because other libraries open them directly; returns them.
 
     Raises DamagedError for one that is not a regular file, is too large, or links to a file of another name elsewhere.
     """
-    for path in found:
+    for path in files:
         os.close(open_bounded(path, MAX_TEXT if path.name.startswith(LARGE) or path.suffix in LARGE else MAX_CONFIG))
         if not is_own(path):
             raise DamagedError(
                 f"{path} is a link to {path.resolve()}, outside the model's folder; copy it there if it belongs to the model"
             )
-    return found
+    return files

@@ -201,10 +201,10 @@ def read_into(view: memoryview, fd: int, offset: int, where: str) -> None:
     """Fill `view` with the file's bytes from `offset` on. Raises DamagedError if the file is too short."""
     at = 0
     while at < len(view):
-        got = os.preadv(fd, [view[at : at + (1 << 30)]], offset + at)
-        if got == 0:
+        count = os.preadv(fd, [view[at : at + (1 << 30)]], offset + at)
+        if count == 0:
             raise DamagedError(f"{where} ended {len(view) - at} bytes early; it changed while being read")
-        at += got
+        at += count
 
 
 def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":

@@ -52,9 +52,9 @@ def check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
             _compare(name, shape, forms[0])
 
 
-def _compare(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:
-    if len(shape) != len(wanted) or any(w not in (None, s) for s, w in zip(shape, wanted, strict=True)):
-        spelled = " x ".join("?" if w is None else str(w) for w in wanted)
+def _compare(name: str, shape: tuple[int, ...], expected: tuple[int | None, ...]) -> None:
+    if len(shape) != len(expected) or any(w not in (None, s) for s, w in zip(shape, expected, strict=True)):
+        spelled = " x ".join("?" if w is None else str(w) for w in expected)
         raise DamagedError(
             f"{name} is {' x '.join(map(str, shape))}, but config.json implies {spelled}; they do not belong together"
         )

@@ -63,7 +63,7 @@ def _are_messages(value: Any) -> bool:
 def answer_all(
     model: "CausalModel",
     tokenizer: "Tokenizer",
-    asked: list[dict[str, Any]],
+    requests: list[dict[str, Any]],
     batch: int | None,
     settings: dict[str, Any],
     origins: Mapping[str, str],
@@ -78,10 +78,10 @@ def answer_all(
     from lowq_cli.serving.offline import answers
 
     settings.pop("images", None)
-    contents = [line.get("prompt", line.get("messages")) for line in asked]
+    contents = [line.get("prompt", line.get("messages")) for line in requests]
     ids = _encode_all(model, tokenizer, contents, settings.pop("chat"), settings.pop("think", None))
     lines, tokens, began = [], 0, time.perf_counter()
-    for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):
+    for given, a in zip(requests, answers(model, tokenizer, ids, settings, batch), strict=True):
         line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
         if as_json:
             lines.append(line)
@@ -91,7 +91,7 @@ def answer_all(
     speed = tokens / max(time.perf_counter() - began, 1e-9)
     if as_json:
         console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
-    totals = f"{count(len(asked), 'prompt')}, {count(tokens, 'new token')}"
+    totals = f"{count(len(requests), 'prompt')}, {count(tokens, 'new token')}"
     drawn = drawn_text({n: settings[n] for n in origins}, origins, settings["seed"])
     console.say(f"{totals} at {speed:.1f}/s, prefill included{drawn}")
 

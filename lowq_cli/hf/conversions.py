@@ -97,8 +97,8 @@ def dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     return by_name
 
 
-def cast(model: PreTrainedModel, wanted: dict[str, torch.dtype]) -> None:
-    """Cast the parameters named in `wanted` to the dtypes given there."""
+def cast(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Cast the parameters named in `dtypes` to the dtypes given there."""
     for name, p in model.named_parameters():
-        if p.dtype != (dtype := wanted.get(name, p.dtype)):
+        if p.dtype != (dtype := dtypes.get(name, p.dtype)):
             p.data = p.data.to(dtype)

@@ -105,18 +105,18 @@ def check_dtype(source: Source, dtype: torch.dtype) -> None:
             check_fits(name, dtype, source.read(name))
 
 
-def _check_filled(source: Source, config: Any, found: dict[str, Any]) -> None:
+def _check_filled(source: Source, config: Any, loading: dict[str, Any]) -> None:
     """Raise DamagedError if weights are missing or have the wrong shape; warn of weights that the model does not know."""
     line = f"{source.name} does not fill the model its config.json describes"
-    for name, have, expected in sorted(found.get("mismatched_keys", ()), key=str):
+    for name, have, expected in sorted(loading.get("mismatched_keys", ()), key=str):
         raise DamagedError(f"{line}: {name} is {_spelled(have)}, not {_spelled(expected)}")
-    for name in sorted(map(str, found.get("missing_keys", ()))):
+    for name in sorted(map(str, loading.get("missing_keys", ()))):
         raise DamagedError(f"{line}: {name} is missing; {way_out(name, source.headers)}")
     for fault in ("error_msgs", "conversion_errors"):
-        if names := found.get(fault):
+        if names := loading.get(fault):
             raise DamagedError(f"{line}: {fault} {sorted(map(str, names))[0]}")
     extra = extra_of(config, source.headers)
-    if unknown := sorted(k for k in map(str, found.get("unexpected_keys", ())) if not extra or not k.startswith(extra)):
+    if unknown := sorted(k for k in map(str, loading.get("unexpected_keys", ())) if not extra or not k.startswith(extra)):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         console.warn(f"{source.name} holds weights that its model does not have, which are ignored: {unknown[0]}{more}")
 

@@ -14,13 +14,13 @@ CARD = "README.md"
 FEW = 4  # max. values of a list that the card spells out
 
 
-def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: Mapping[str, Any] | None = None) -> str:
+def model_card(checkpoint: Checkpoint, repo: str, base: str | None = None, measured: Mapping[str, Any] | None = None) -> str:
     """The card's Markdown, with the front matter that huggingface.co reads.
 
     base: the original model; by default the report's source if that is a hub id.
     measured: `perplexity.Report`'s fields, of an evaluation against `base`.
     """
-    report = found.report
+    report = checkpoint.report
     source = base or report.get("source")
     hub = source if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
     front = ["---", "library_name: transformers", "tags:", "- lowq", "- quantized"]
@@ -29,7 +29,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
     front += [f"{key}: {_plain(report[key])}" for key in LICENSE if isinstance(report.get(key), str)]
     front.append("---")
     name = repo.rpartition("/")[2]
-    schemes = sorted({str(s) for s in found.schemes.values()})
+    schemes = sorted({str(s) for s in checkpoint.schemes.values()})
     lines = [
         f"# {name}",
         "",
@@ -37,9 +37,9 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
         "",
         "| | |",
         "|---|---|",
-        f"| bits per weight, whole model | {found.bpw:.2f} |",
-        f"| size of the weights | {size(found.nbytes)}{_before(report)} |",
-        f"| share of weights quantized | {found.quantized_fraction:.1%} |",
+        f"| bits per weight, whole model | {checkpoint.bpw:.2f} |",
+        f"| size of the weights | {size(checkpoint.nbytes)}{_before(report)} |",
+        f"| share of weights quantized | {checkpoint.quantized_fraction:.1%} |",
         f"| schemes | {', '.join(schemes)} |",
         *_recipe(report),
         *_measured(measured),
@@ -58,7 +58,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
         f'tokenizer = AutoTokenizer.from_pretrained("{repo}")',
         "```",
         "",
-        *_engines(found, repo),
+        *_engines(checkpoint, repo),
     ]
     return "\n".join([*front, "", *lines]).rstrip("\n") + "\n"
 
@@ -104,8 +104,8 @@ def _measured(measured: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def _engines(found: Checkpoint, repo: str) -> list[str]:
-    every = list(commands(found).values())
+def _engines(checkpoint: Checkpoint, repo: str) -> list[str]:
+    every = list(commands(checkpoint).values())
     lines, name = [], repo.rpartition("/")[2]
     for text, some in (
         ("For other engines, the same weights bit for bit:", [c for c in every if "--round" not in c]),

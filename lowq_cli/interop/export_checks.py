@@ -25,21 +25,25 @@ GATHERED = ("embed_tokens", "wte", "word_embeddings")
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N), which no other tool packs
 
 
-def as_held(found: Checkpoint, fmt: Format) -> Checkpoint:
+def as_held(checkpoint: Checkpoint, fmt: Format) -> Checkpoint:
     """The checkpoint, without heads that predict further tokens if the format's readers do not support them."""
-    prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(found.config, found.source.headers)
-    return replace(found, tensors=tuple(t for t in found.tensors if not t.name.startswith(prefixes))) if prefixes else found
+    prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(checkpoint.config, checkpoint.source.headers)
+    return (
+        replace(checkpoint, tensors=tuple(t for t in checkpoint.tensors if not t.name.startswith(prefixes)))
+        if prefixes
+        else checkpoint
+    )
 
 
-def check(found: Checkpoint, fmt: Format) -> None:
+def check(checkpoint: Checkpoint, fmt: Format) -> None:
     """Raise UnsupportedError, with the first weight and the number of others, unless `fmt` can hold every weight."""
-    family = str(found.config.get("model_type"))
+    family = str(checkpoint.config.get("model_type"))
     if family in TRANSPOSED:
         raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
-    if otherwise := WRITTEN[fmt.name].otherwise(found.config):
+    if otherwise := WRITTEN[fmt.name].otherwise(checkpoint.config):
         raise UnsupportedError(f"cannot export to {fmt.title}: {otherwise}")
     problems = []
-    for t in found.tensors:
+    for t in checkpoint.tensors:
         if t.scheme is None:
             continue
         reason = fmt.why_not(t.scheme, *t.shape)
@@ -52,16 +56,16 @@ def check(found: Checkpoint, fmt: Format) -> None:
     if problems:
         more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
         raise UnsupportedError(f"cannot export {problems[0]}{more}")
-    stacks(found, fmt)
+    stacks(checkpoint, fmt)
 
 
-def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
+def stacks(checkpoint: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
     """Name of each stack that `fmt` makes of experts -> the experts' matrices, in order.
 
     Raises UnsupportedError unless a stack has all its experts and they share a scheme.
     """
-    family, members = str(found.config.get("model_type")), dict[str, dict[int, CheckpointTensor]]()
-    for t in found.tensors:
+    family, members = str(checkpoint.config.get("model_type")), dict[str, dict[int, CheckpointTensor]]()
+    for t in checkpoint.tensors:
         if place := fmt.stack(t.name, family) if t.scheme else None:
             members.setdefault(place[0], {})[place[1]] = t
     for name, experts in members.items():
@@ -71,7 +75,7 @@ def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
             raise UnsupportedError(
                 f"cannot export {name}: {fmt.title} stacks {len(experts)} experts, here {wrong}; give all one scheme"
             )
-    dense = [t.name for t in found.tensors if not t.scheme and fmt.stack(t.name.removesuffix(".weight"), family)]
+    dense = [t.name for t in checkpoint.tensors if not t.scheme and fmt.stack(t.name.removesuffix(".weight"), family)]
     if members and dense:
         raise UnsupportedError(f"cannot export {dense[0]}: {fmt.title} reads all experts packed or none, and this one is not")
     return {name: [experts[e] for e in sorted(experts)] for name, experts in members.items()}
@@ -80,32 +84,34 @@ def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
 Modules = dict[str, tuple[str, list[CheckpointTensor]]]
 
 
-def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
+def described(checkpoint: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
     """First matrix -> name and matrices of each packed module of an export, and the config.json fields for them.
 
     Raises UnsupportedError for schemes that the format's config cannot distinguish.
     """
     if fmt.config is None:
         return {}, {}
-    dense = [t.name for t in found.tensors if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2]
+    dense = [t.name for t in checkpoint.tensors if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2]
     dense_names = [name.removesuffix(".weight") for name in dense]
-    stacked = stacks(found, fmt)
+    stacked = stacks(checkpoint, fmt)
     inside = {t.name for experts in stacked.values() for t in experts}
-    modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
+    modules = {t.name: (t.name, [t]) for t in checkpoint.tensors if t.scheme and t.name not in inside}
     modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # at its first expert's position
-    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, dense_names)
+    return modules, fmt.config(
+        {name: checkpoint.schemes[first] for first, (name, _) in modules.items()}, checkpoint.shapes, dense_names
+    )
 
 
-def check_schemes(found: Checkpoint, fmt: Format) -> Checkpoint:
+def check_schemes(checkpoint: Checkpoint, fmt: Format) -> Checkpoint:
     """`as_held`, after the checks of `export` that need only names, shapes, schemes and the config; raises its errors."""
-    found = as_held(found, fmt)
-    check(found, fmt)
-    described(found, fmt)
+    checkpoint = as_held(checkpoint, fmt)
+    check(checkpoint, fmt)
+    described(checkpoint, fmt)
     if WRITTEN[fmt.name].one_file:
         from lowq_cli.interop.gguf_export import prepared
 
-        prepared(found, found.folder.name)
-    return found
+        prepared(checkpoint, checkpoint.folder.name)
+    return checkpoint
 
 
 def check_plan(plan: Plan, source: Source, to: str) -> None:
@@ -120,26 +126,26 @@ def check_plan(plan: Plan, source: Source, to: str) -> None:
         check_schemes(Checkpoint(source, tuple(tensors), {}), formats.get(to))
 
 
-def check_all(found: Checkpoint, fmt: Format, rounding: bool = False) -> None:
+def check_all(checkpoint: Checkpoint, fmt: Format, rounding: bool = False) -> None:
     """Raise the errors of `export` before anything is written; scales and zeros are read only if they matter."""
-    for t in check_schemes(found, fmt).tensors:
+    for t in check_schemes(checkpoint, fmt).tensors:
         if t.scheme and fmt.check_values:
             try:
-                fmt.check_values(found.read_companions(t), t.name, rounding)
+                fmt.check_values(checkpoint.read_companions(t), t.name, rounding)
             except SchemeError as e:
                 raise UnsupportedError(f"cannot export {e}") from None
 
 
-def refusal(found: Checkpoint, to: str, rounding: bool = False) -> str | None:
+def refusal(checkpoint: Checkpoint, to: str, rounding: bool = False) -> str | None:
     """The reason why `export` refuses to write a checkpoint in the format `to`; None if it does not."""
     try:
-        check_all(found, formats.get(to), rounding)
+        check_all(checkpoint, formats.get(to), rounding)
     except LowqError as e:
         return str(e)
     return None
 
 
-def commands(found: Checkpoint) -> dict[str, str]:
+def commands(checkpoint: Checkpoint) -> dict[str, str]:
     """Format -> options of `lowq export` ("--to mlx --round"), for the formats that can hold a checkpoint.
 
     The checks are those of `check_all`, but read the scales and zeros of a matrix only once for all formats.
@@ -148,11 +154,11 @@ def commands(found: Checkpoint) -> dict[str, str]:
     for to in EXPORTED:
         fmt = formats.get(to)
         with suppress(LowqError):
-            packed = {t.name for t in check_schemes(found, fmt).tensors if t.scheme}
+            packed = {t.name for t in check_schemes(checkpoint, fmt).tensors if t.scheme}
             ways |= {(to, r): packed for r in (False, True)} if fmt.check_values else {(to, False): set()}
-    for t in found.tensors:
+    for t in checkpoint.tensors:
         if asking := [way for way, names in ways.items() if t.name in names]:
-            for way in _refusing(found, t, asking):
+            for way in _refusing(checkpoint, t, asking):
                 del ways[way]
     least: dict[str, bool] = {}
     for to, rounding in ways:  # for each format, the way without rounding comes first
@@ -160,10 +166,10 @@ def commands(found: Checkpoint) -> dict[str, str]:
     return {to: f"--to {to}{' --round' if rounding else ''}" for to, rounding in least.items()}
 
 
-def _refusing(found: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+def _refusing(checkpoint: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """The ways, (format, rounding), that cannot hold the values of a matrix."""
     try:
-        held = found.read_companions(t)
+        held = checkpoint.read_companions(t)
     except LowqError:
         return ways
     refusing = []
@@ -177,12 +183,12 @@ def _refusing(found: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool
     return refusing
 
 
-def exportable(found: Checkpoint) -> list[str]:
+def exportable(checkpoint: Checkpoint) -> list[str]:
     """The formats that `export` can write a checkpoint in without changing it."""
-    return [to for to, command in commands(found).items() if "--round" not in command]
+    return [to for to, command in commands(checkpoint).items() if "--round" not in command]
 
 
-def reachable(found: Checkpoint, to: str) -> bool:
+def reachable(checkpoint: Checkpoint, to: str) -> bool:
     """Whether the same model could be exported to `to` after quantizing with the defaults of `quantize --export`."""
     target, fmt = next((t for t in targets.ENGINES.values() if t.export == to), None), formats.get(to)
     if target is None:
@@ -195,7 +201,7 @@ def reachable(found: Checkpoint, to: str) -> bool:
         schemes = (target.scheme(target.bits[0], g) for g in groups if t.shape[1] % g == 0)
         return replace(t, scheme=next((s for s in schemes if not fmt.why_not(s, *t.shape)), t.scheme))
 
-    like = replace(found, tensors=tuple(map(wanted, found.tensors)))
+    like = replace(checkpoint, tensors=tuple(map(wanted, checkpoint.tensors)))
     try:
         check_schemes(like, fmt)
     except LowqError:
@@ -203,23 +209,25 @@ def reachable(found: Checkpoint, to: str) -> bool:
     return True
 
 
-def first_that_holds(found: Checkpoint) -> str:
+def first_that_holds(checkpoint: Checkpoint) -> str:
     """The first format that holds every weight unchanged."""
-    fitting = next((to for to in EXPORTED if refusal(found, to) is None), None)
+    fitting = next((to for to in EXPORTED if refusal(checkpoint, to) is None), None)
     if fitting is None:
-        raise UnsupportedError(f"no format holds {found.folder} as it is (lowq and transformers run it; --to NAME says why)")
+        raise UnsupportedError(
+            f"no format holds {checkpoint.folder} as it is (lowq and transformers run it; --to NAME says why)"
+        )
     return fitting
 
 
 @contextmanager
-def way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
+def way_out(checkpoint: Checkpoint, to: str | None) -> Iterator[None]:
     """Add to a refusal inside the block the command that quantizes the same model for the format `to`, if it is known."""
     try:
         yield
     except UnsupportedError as e:
-        source, bits = source_of(found.folder, found.report), found.report.get("recipe", {}).get("bits")
-        form = to or next((name for name in EXPORTED if reachable(found, name)), EXPORTED[0])
-        if source is None or not reachable(found, form):
+        source, bits = source_of(checkpoint.folder, checkpoint.report), checkpoint.report.get("recipe", {}).get("bits")
+        form = to or next((name for name in EXPORTED if reachable(checkpoint, name)), EXPORTED[0])
+        if source is None or not reachable(checkpoint, form):
             raise
         fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
         width = f" --bits {bits}" if fits and bits != 4 else ""

@@ -27,9 +27,9 @@ class Exported:
     already_done: bool = False
 
 
-def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
+def run_name(checkpoint: Checkpoint, to: str, rounding: bool) -> str:
     """The hash that names an export: two exports share it only if they write the same bytes."""
-    return " ".join((version("lowq"), found.source.identity, to, "round" if rounding else "exact"))
+    return " ".join((version("lowq"), checkpoint.source.identity, to, "round" if rounding else "exact"))
 
 
 def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:

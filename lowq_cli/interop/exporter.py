@@ -155,12 +155,12 @@ def _quantized_gguf(
         return replace(written, notes=(*written.notes, *notes))
 
 
-def _factor_problems(found: Checkpoint) -> list[str]:
+def _factor_problems(checkpoint: Checkpoint) -> list[str]:
     """A line for each set of weights that engines fuse but whose scales have different factors; vLLM uses one for all."""
     factors: dict[str, dict[str, float]] = {}
-    for t in found.tensors:
+    for t in checkpoint.tensors:
         if t.scheme and t.scheme.scale == "e4m3" and (fused := fused_name(t.name)):
-            factors.setdefault(fused, {})[t.name] = float(found.source.read(f"{t.name}.weight_table")[0])
+            factors.setdefault(fused, {})[t.name] = float(checkpoint.source.read(f"{t.name}.weight_table")[0])
     odd = [fused for fused, of in factors.items() if len(set(of.values())) > 1]
     return [f"{fused} is made of weights with different factors, which must be one" for fused in odd]
 
@@ -174,10 +174,10 @@ def _left_out(whole: Checkpoint, held: Checkpoint, fmt: Format) -> list[str]:
     )
 
 
-def _check_tp(found: Checkpoint, ranks: int) -> None:
+def _check_tp(checkpoint: Checkpoint, ranks: int) -> None:
     if ranks < 1:
         raise UsageError(f"--check-tp {ranks} must be at least 1")
-    problems = shard_problems(found.config, found.schemes, found.shapes, ranks)
+    problems = shard_problems(checkpoint.config, checkpoint.schemes, checkpoint.shapes, ranks)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
@@ -190,25 +190,29 @@ def _as_read(folder: Path) -> tuple[dict[str, Any], list[formats.Matrix]]:
         return source.config, [] if read is None else read[1]
 
 
-def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None, file_bytes: int) -> None:
+def _write(
+    checkpoint: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None, file_bytes: int
+) -> None:
     """Write weights, index, companions and config of one export."""
-    (modules, section), export = described(found, fmt), WRITTEN[fmt.name]
-    config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
-    config = export.whole(config, not any(t.name.startswith("lm_head") for t in found.tensors))
-    done, total = 0, sum(t.params for t in found.tensors)
+    (modules, section), export = described(checkpoint, fmt), WRITTEN[fmt.name]
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"} | section
+    config = export.whole(config, not any(t.name.startswith("lm_head") for t in checkpoint.tensors))
+    done, total = 0, sum(t.params for t in checkpoint.tensors)
 
     def made(t: CheckpointTensor) -> tuple[CheckpointTensor, Tensors]:
         name, members = modules.get(t.name, (t.name, []))
         if members and name not in finished:
-            parts = [encoded(fmt, name, found.read_packed(m), {**config, "round": rounding}) for m in members]
+            parts = [encoded(fmt, name, checkpoint.read_packed(m), {**config, "round": rounding}) for m in members]
             return t, _stacked(parts) if name != t.name else parts[0]
-        return t, {} if t.scheme or t.name in shards.done else {t.name: found.read_plain(t)}
+        return t, {} if t.scheme or t.name in shards.done else {t.name: checkpoint.read_plain(t)}
 
     with (
         SafetensorsWriter(folder, export.library, file_bytes) as shards,
-        in_order(found.tensors, made, _workers(found), ahead=1) as results,
+        in_order(checkpoint.tensors, made, _workers(checkpoint), ahead=1) as results,
     ):
-        plain = {t.name for t in found.tensors if not t.scheme}  # a finished bias does not mean that its matrix is finished
+        plain = {
+            t.name for t in checkpoint.tensors if not t.scheme
+        }  # a finished bias does not mean that its matrix is finished
         finished = {name.rpartition(".")[0] for name in shards.done - plain}
         for t, tensors in results:
             if tensors:
@@ -218,16 +222,16 @@ def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progres
                 progress(100 * done // total, t.name)
         shards.finish()
     with writing(folder):
-        for name, raw in found.source.companion_files().items():
+        for name, raw in checkpoint.source.companion_files().items():
             (folder / name).write_bytes(raw)
         for name, content in {**export.beside(section), "config.json": config}.items():
             (folder / name).write_bytes(to_json(content))
 
 
-def _workers(found: Checkpoint) -> int:
+def _workers(checkpoint: Checkpoint) -> int:
     """The number of matrices encoded at once, limited by threads, and by memory if all were as large as the largest."""
     room = available_memory() or 0
-    largest = max(t.params for t in found.tensors)
+    largest = max(t.params for t in checkpoint.tensors)
     return max(1, min(threads(), WORKERS, room // (ENCODING * largest)))
 
 

@@ -51,7 +51,7 @@ def chosen(row: GgufTensor) -> bool:
     return len(row.shape) > 1 and row.name.endswith(".weight") and not row.name.endswith(f"{ROUTER}.weight")
 
 
-def stored(found: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Iterator[torch.Tensor]:
+def stored(checkpoint: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Iterator[torch.Tensor]:
     """The data to write for a tensor or a part of it, with the rows of heads permuted."""
 
     def permuted(rows: torch.Tensor) -> torch.Tensor:
@@ -59,15 +59,15 @@ def stored(found: Checkpoint, piece: Piece, rounding: bool, anew: bool) -> Itera
 
     t, row = piece.of, piece.row
     if anew and chosen(row):
-        W = found.read_matrix(t).dequantize() if t.scheme else found.read_plain(t)
+        W = checkpoint.read_matrix(t).dequantize() if t.scheme else checkpoint.read_plain(t)
         yield from _quantized(permuted(W), row.kind, t.name)
         return
     if t.scheme is None:
-        plain = found.read_plain(t)
+        plain = checkpoint.read_plain(t)
         plain = plain[slice(*(piece.rows or (None,)))] if piece.frame is None else plain[:, :, piece.frame]
         yield permuted(plain.float() if row.kind == "F32" else plain).contiguous()
         return
-    q = found.read_matrix(t)
+    q = checkpoint.read_matrix(t)
     q = q if piece.rows is None else q.rows(*piece.rows)
     if row.kind == "F32":  # one row of an embedding
         yield q.dequantize().float()

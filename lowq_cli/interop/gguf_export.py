@@ -46,9 +46,9 @@ STACKS = {  # an expert's matrix -> the tensor of all experts, (E, N, K)
 Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor table, and the checkpoint tensors in it
 
 
-def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tuple[str, list[tuple[str, Value]], Entries]:
+def prepared(checkpoint: Checkpoint, name: str, mixture: Mixture | None = None) -> tuple[str, list[tuple[str, Value]], Entries]:
     """The architecture, metadata and tensors of a file. Raises UnsupportedError or NotFoundError if it cannot be written."""
-    raw, kind = found.config, found.config.get("model_type")
+    raw, kind = checkpoint.config, checkpoint.config.get("model_type")
     inside = raw.get("text_config") or raw
     if kind == "mistral3":  # its language model can be any of Mistral's
         kind = inside.get("model_type", "mistral")
@@ -58,21 +58,21 @@ def prepared(found: Checkpoint, name: str, mixture: Mixture | None = None) -> tu
     config, model = _described(raw)
     _check_computed_alike(config, model, arch)
     facts = _model_metadata(inside, config, model, arch, name)
-    text, beside = parts_of(found, model)
+    text, beside = parts_of(checkpoint, model)
     entries = _entries(text, model, mixture is not None)
     if beside:
-        mmproj(found, beside, _embedding(text))  # raises if the tower is not supported
+        mmproj(checkpoint, beside, _embedding(text))  # raises if the tower is not supported
     if mixture:
         facts.append(("general.file_type", u32(mixture.number)))
-        entries = _typed(entries, mixture, _facts(found, config, model))
-    return arch, [*facts, *tokenizer_metadata(found.folder, {**inside, **raw}, config.vocab_size)], entries
+        entries = _typed(entries, mixture, _facts(checkpoint, config, model))
+    return arch, [*facts, *tokenizer_metadata(checkpoint.folder, {**inside, **raw}, config.vocab_size)], entries
 
 
-def parts_of(found: Checkpoint, model: Model) -> tuple[list[tuple[str, CheckpointTensor]], list[CheckpointTensor]]:
+def parts_of(checkpoint: Checkpoint, model: Model) -> tuple[list[tuple[str, CheckpointTensor]], list[CheckpointTensor]]:
     """The text model's tensors, under their names in a text-only model, and the tensors of tower and projector."""
-    named = Named.of_files(model, found.source.headers)
+    named = Named.of_files(model, checkpoint.source.headers)
     (prefix, head), text, beside = named.place, list[tuple[str, CheckpointTensor]](), list[CheckpointTensor]()
-    for t in found.tensors:
+    for t in checkpoint.tensors:
         if named.beside(t.name):
             beside.append(t)
         elif t.name.startswith(prefix):
@@ -86,10 +86,10 @@ def _embedding(text: list[tuple[str, CheckpointTensor]]) -> CheckpointTensor:
     return next(t for name, t in text if name.startswith("model.embed_tokens"))
 
 
-def _facts(found: Checkpoint, config: Any, model: Model) -> Facts:
+def _facts(checkpoint: Checkpoint, config: Any, model: Model) -> Facts:
     """The facts from which a mixture assigns types."""
     experts = next((part.experts for part in walk(model.layers) if isinstance(part, Router)), 0)
-    tied = not any("lm_head" in t.name for t in found.tensors)
+    tied = not any("lm_head" in t.name for t in checkpoint.tensors)
     return Facts(config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads, experts, tied)
 
 
@@ -99,11 +99,11 @@ def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
     return [(replace(row, kind=kind), members) for (row, members), kind in zip(entries, kinds, strict=True)]
 
 
-def rows_of(found: Checkpoint, mixture: Mixture) -> tuple[list[GgufTensor], list[GgufTensor]]:
+def rows_of(checkpoint: Checkpoint, mixture: Mixture) -> tuple[list[GgufTensor], list[GgufTensor]]:
     """The tensors that `export_gguf` would write: of the text's file, and of the tower's beside it. Raises as `prepared`."""
-    rows = [row for row, _ in prepared(found, "", mixture)[2]]
-    text, beside = parts_of(found, _described(found.config)[1])
-    tower = mmproj(found, beside, _embedding(text)).pieces if beside else []
+    rows = [row for row, _ in prepared(checkpoint, "", mixture)[2]]
+    text, beside = parts_of(checkpoint, _described(checkpoint.config)[1])
+    tower = mmproj(checkpoint, beside, _embedding(text)).pieces if beside else []
     return rows, list(dict.fromkeys(piece.row for piece in tower))
 
 
@@ -131,39 +131,39 @@ def tower_path(out: Path) -> Path:
 
 
 def export_gguf(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     out: Path,
     rounding: bool,
     progress: Progress | None,
     mixture: Mixture | None = None,
     file_bytes: int = SHARD,
 ) -> Exported:
-    """Write `found` to the file `out`, and its vision tower, if any, to mmproj-NAME next to it.
+    """Write `checkpoint` to the file `out`, and its vision tower, if any, to mmproj-NAME next to it.
 
     rounding: accept scales and offsets rounded to fp16 if they do not fit. mixture: quantize the text model to its types.
     file_bytes: as in `export`.
     Raises UnsupportedError for a family, tokenizer or scheme that lowq cannot write as GGUF, UsageError if `out`
     exists.
     """
-    arch, metadata, entries = prepared(found, out.stem, mixture)
-    config, model = _described(found.config)
+    arch, metadata, entries = prepared(checkpoint, out.stem, mixture)
+    config, model = _described(checkpoint.config)
     factors = _rope_factors(config)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch in PERMUTED else {}
-    text, beside = parts_of(found, model)
+    text, beside = parts_of(checkpoint, model)
     pieces = [Piece(row, t, heads=heads.get(row.name.split(".")[-2])) for row, members in entries for t in members]
     files = [File(out, metadata, pieces, mixture is not None, factors)]
     if beside:
-        tower = mmproj(found, beside, _embedding(text))
+        tower = mmproj(checkpoint, beside, _embedding(text))
         files.insert(0, File(tower_path(out), tower.metadata, tower.pieces))
-    run = run_name(found, f"gguf {mixture.number}" if mixture else "gguf", rounding)
-    there = [_write(found, file, f"{run} {file.path.name}", rounding, progress, file_bytes) for file in files]
+    run = run_name(checkpoint, f"gguf {mixture.number}" if mixture else "gguf", rounding)
+    there = [_write(checkpoint, file, f"{run} {file.path.name}", rounding, progress, file_bytes) for file in files]
     notes = tuple(f"its tower and projector: {file.path} (llama.cpp: --mmproj)" for file in files[:-1])
-    matrices = sum(map(chosen, (row for row, _ in entries))) if mixture else len(found.schemes)
+    matrices = sum(map(chosen, (row for row, _ in entries))) if mixture else len(checkpoint.schemes)
     size = sum(file.path.stat().st_size for file in files)
     return Exported(str(out), "gguf", size, matrices, ENGINES, notes, all(there))
 
 
-def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Progress | None, file_bytes: int) -> bool:
+def _write(checkpoint: Checkpoint, file: File, run: str, rounding: bool, progress: Progress | None, file_bytes: int) -> bool:
     """Write one file; returns whether it already existed, from the same run."""
     members: dict[GgufTensor, list[Piece]] = {}
     for piece in file.pieces:
@@ -174,7 +174,7 @@ def _write(found: Checkpoint, file: File, run: str, rounding: bool, progress: Pr
     def contents(row: GgufTensor) -> Iterator[memoryview]:
         nonlocal done
         for piece in members[row]:
-            for part in stored(found, piece, rounding, file.anew):
+            for part in stored(checkpoint, piece, rounding, file.anew):
                 yield part.flatten().view(torch.uint8).numpy().data
             done += prod(row.shape) // len(members[row])
             if progress:

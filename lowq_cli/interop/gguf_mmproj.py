@@ -28,25 +28,25 @@ class Mmproj:
     pieces: list[Piece]
 
 
-def mmproj(found: Checkpoint, beside: list[CheckpointTensor], embedding: CheckpointTensor) -> Mmproj:
+def mmproj(checkpoint: Checkpoint, beside: list[CheckpointTensor], embedding: CheckpointTensor) -> Mmproj:
     """The metadata and tensors of a checkpoint's vision tower and projector. beside: their tensors in the checkpoint.
 
     embedding: the text model's; llama.cpp stores one row of it with some towers. Raises UnsupportedError, NotFoundError,
     DamagedError.
     """
-    form = FORMS.get(str(found.config.get("model_type")))
+    form = FORMS.get(str(checkpoint.config.get("model_type")))
     if form is None:
-        raise UnsupportedError(f"{found.config.get('model_type')} has a tower that lowq does not write for llama.cpp")
-    pieces = [piece for t in beside for piece in _pieces(found, form, t)]
+        raise UnsupportedError(f"{checkpoint.config.get('model_type')} has a tower that lowq does not write for llama.cpp")
+    pieces = [piece for t in beside for piece in _pieces(checkpoint, form, t)]
     if form.token:
         word, name = form.token
-        i = _number_of(found, word)
+        i = _number_of(checkpoint, word)
         pieces.append(Piece(GgufTensor(name, (embedding.shape[1],), "F32"), embedding, (i, i + 1)))
-    return Mmproj(_metadata(found, form), pieces)
+    return Mmproj(_metadata(checkpoint, form), pieces)
 
 
-def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
-    config = found.config
+def _metadata(checkpoint: Checkpoint, form: Form) -> list[tuple[str, Value]]:
+    config = checkpoint.config
     vision: Mapping[str, Any] = config["vision_config"]
     inside = config.get("text_config") or config
 
@@ -68,17 +68,17 @@ def _metadata(found: Checkpoint, form: Form) -> list[tuple[str, Value]]:
         "vision.patch_size": u32(patch), "vision.embedding_length": u32(width), "vision.feed_forward_length": u32(int(inner)),
         "vision.block_count": u32(number("num_hidden_layers", "depth")), "vision.attention.head_count": u32(heads),
         "vision.projection_dim": u32(inside["hidden_size"]),
-        "vision.attention.layer_norm_epsilon": f32(EPS.get(form.projector, 1e-6)), **_pixels(found), **form.facts(config),
+        "vision.attention.layer_norm_epsilon": f32(EPS.get(form.projector, 1e-6)), **_pixels(checkpoint), **form.facts(config),
     }  # fmt: skip
     general = {"architecture": text("clip"), "type": text("mmproj"), "quantization_version": u32(2)}
     return [*((f"general.{k}", v) for k, v in general.items()), *((f"clip.{k}", v) for k, v in facts.items())]
 
 
-def _pixels(found: Checkpoint) -> dict[str, Value]:
+def _pixels(checkpoint: Checkpoint) -> dict[str, Value]:
     """Metadata of the image processor."""
-    named = [found.folder / name for name in PROCESSORS if (found.folder / name).is_file()]
+    named = [checkpoint.folder / name for name in PROCESSORS if (checkpoint.folder / name).is_file()]
     if not named:
-        raise NotFoundError(f"{found.folder} has no {PROCESSORS[0]}, the image processor's settings; copy the original's")
+        raise NotFoundError(f"{checkpoint.folder} has no {PROCESSORS[0]}, the image processor's settings; copy the original's")
     settings = read_json(named[0])
     settings = settings.get("image_processor") or settings
     clip = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
@@ -92,11 +92,11 @@ def _pixels(found: Checkpoint) -> dict[str, Value]:
     return {f"vision.{k}": v for k, v in {**values, **areas}.items()}
 
 
-def _pieces(found: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
+def _pieces(checkpoint: Checkpoint, form: Form, t: CheckpointTensor) -> list[Piece]:
     """The tensors of the file that hold one tensor of the checkpoint."""
     short = t.name.removeprefix("model.")
     stem, leaf = (short, "weight") if t.scheme else (short.rpartition(".")[0], short.rpartition(".")[2])
-    vision = found.config["vision_config"]
+    vision = checkpoint.config["vision_config"]
     names = form.to_file(stem, vision.get("deepstack_visual_indexes", (8, 16, 24)))
     if names is None:
         raise UnsupportedError(f"{t.name} has no place in llama.cpp's graph of this tower")
@@ -122,9 +122,9 @@ def _row(t: CheckpointTensor, name: str, shape: tuple[int, ...]) -> GgufTensor:
     return GgufTensor(name, shape, "F32" if whole else t.dtype)
 
 
-def _number_of(found: Checkpoint, word: str) -> int:
+def _number_of(checkpoint: Checkpoint, word: str) -> int:
     """The id of a special token."""
-    path: Path = found.folder / "tokenizer.json"
+    path: Path = checkpoint.folder / "tokenizer.json"
     added = read_json(path).get("added_tokens") if path.is_file() else None
     number = next((t["id"] for t in added or () if t.get("content") == word), None)
     if type(number) is not int:

@@ -43,19 +43,21 @@ def publish(
     return {"url": url, "files": [*files, CARD], "card": card}
 
 
-def _files(found: Checkpoint) -> list[str]:
+def _files(checkpoint: Checkpoint) -> list[str]:
     """The files to upload: those listed in the report (without a list: the files of a checkpoint), and the tuning table.
 
     Raises DamagedError for a listed file that is missing or outside the folder.
     """
-    written = {CONFIG, *found.source.files, *(p.name for p in found.source.companions())}
-    optional = {n for n in (REPORT, INDEX, tuning.FILE) if (found.folder / n).is_file()}
-    listed = {check_file_name(name, REPORT) for name in found.report.get("files") or written}
+    written = {CONFIG, *checkpoint.source.files, *(p.name for p in checkpoint.source.companions())}
+    optional = {n for n in (REPORT, INDEX, tuning.FILE) if (checkpoint.folder / n).is_file()}
+    listed = {check_file_name(name, REPORT) for name in checkpoint.report.get("files") or written}
     for name in sorted(listed | optional):
-        if not (found.folder / name).is_file():
-            raise DamagedError(f"{found.folder / name} is missing, which {REPORT} lists; quantize again")
-        if not is_own(found.folder / name):
-            raise DamagedError(f"{found.folder / name} is a link to a file outside, which lowq does not upload; copy it there")
+        if not (checkpoint.folder / name).is_file():
+            raise DamagedError(f"{checkpoint.folder / name} is missing, which {REPORT} lists; quantize again")
+        if not is_own(checkpoint.folder / name):
+            raise DamagedError(
+                f"{checkpoint.folder / name} is a link to a file outside, which lowq does not upload; copy it there"
+            )
     return sorted((listed | optional) - {CARD, LOG, JOURNAL})
 
 

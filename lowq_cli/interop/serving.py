@@ -97,13 +97,13 @@ def installed() -> str:
     return f"vLLM {release}{'' if known else ', which lowq was not tested with (' + ', '.join(TESTED) + ' were)'}"
 
 
-def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels:
+def choose(checkpoint: Checkpoint, ranks: int, native: bool | None = None) -> Kernels:
     """The kernels that serve a checkpoint. Raises UnsupportedError if the requested kernels, or all, cannot."""
-    where = f"vLLM cannot serve {found.folder} on {ranks} GPU(s)"
-    if fused := fusion_problems(found.schemes):
+    where = f"vLLM cannot serve {checkpoint.folder} on {ranks} GPU(s)"
+    if fused := fusion_problems(checkpoint.schemes):
         raise UnsupportedError(f"{where}: {fused[0]}")
-    exported, problem = _exported(found, ranks), _plugin_problem(found, ranks)
-    slower = _slower(found)
+    exported, problem = _exported(checkpoint, ranks), _plugin_problem(checkpoint, ranks)
+    slower = _slower(checkpoint)
     if problem and (native or not exported):
         raise UnsupportedError(f"{where}: {problem}")
     if native is False and not exported:
@@ -114,38 +114,40 @@ def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels
         return Kernels(NATIVE, "vLLM has none for these schemes")
     if problem:
         return Kernels(exported, f"the plugin cannot: {problem}")
-    mixture = any(".experts." in name for name in found.schemes)  # Qwen3-30B-A3B: 1.24, 1.24, 1.21 times as fast at 1, 16, 64
+    mixture = any(
+        ".experts." in name for name in checkpoint.schemes
+    )  # Qwen3-30B-A3B: 1.24, 1.24, 1.21 times as fast at 1, 16, 64
     why = "measured faster" + (" on mixtures of up to 64 sequences" if mixture else "")
     return Kernels(exported, slower) if slower else Kernels(NATIVE, why)
 
 
-def _exported(found: Checkpoint, ranks: int) -> str | None:
+def _exported(checkpoint: Checkpoint, ranks: int) -> str | None:
     """The first format that vLLM has kernels for and that can hold the checkpoint on `ranks` ranks."""
     for to in VLLM_FORMATS:
-        if to == "compressed-tensors" and not _has_kernels(found):
+        if to == "compressed-tensors" and not _has_kernels(checkpoint):
             continue
         with suppress(LowqError):
-            check(found, formats.get(to))
-            if not shard_problems(found.config, found.schemes, found.shapes, ranks):
+            check(checkpoint, formats.get(to))
+            if not shard_problems(checkpoint.config, checkpoint.schemes, checkpoint.shapes, ranks):
                 return to
     return None
 
 
-def _plugin_problem(found: Checkpoint, ranks: int) -> str | None:
+def _plugin_problem(checkpoint: Checkpoint, ranks: int) -> str | None:
     """The reason why lowq's plugin cannot serve the checkpoint on `ranks` ranks; None if it can."""
-    if problems := shard_problems(found.config, found.schemes, found.shapes, ranks, packed_zeros=False):
+    if problems := shard_problems(checkpoint.config, checkpoint.schemes, checkpoint.shapes, ranks, packed_zeros=False):
         return problems[0]
-    if other := next((t for t in found.tensors if t.scheme and t.layout != DISK), None):
+    if other := next((t for t in checkpoint.tensors if t.scheme and t.layout != DISK), None):
         return f"{other.name} is stored in layout {other.layout}; quantize without --layout"
-    family = found.config.get("model_type")
-    if family in DENSE_TABLE and any(name.endswith("embed_tokens") for name in found.schemes):
+    family = checkpoint.config.get("model_type")
+    if family in DENSE_TABLE and any(name.endswith("embed_tokens") for name in checkpoint.schemes):
         return f"its {family} takes no packed token embedding; quantize with --embedding keep"
     return None
 
 
-def _slower(found: Checkpoint) -> str | None:
+def _slower(checkpoint: Checkpoint) -> str | None:
     """The reason to prefer vLLM's kernels although lowq's would work, or None."""
-    if any(s.table for s in found.schemes.values()):
+    if any(s.table for s in checkpoint.schemes.values()):
         return "lowq's were not timed in vLLM on tables (--native takes them)"
     import torch
 
@@ -155,5 +157,5 @@ def _slower(found: Checkpoint) -> str | None:
     return None if here == gpu.HOPPER.capability else "lowq's were not timed in vLLM on this kind of GPU (--native takes them)"
 
 
-def _has_kernels(found: Checkpoint) -> bool:
-    return all(s.bits in (8, 4, 2) if s.zero == "none" else s.bits == 4 for s in found.schemes.values())
+def _has_kernels(checkpoint: Checkpoint) -> bool:
+    return all(s.bits in (8, 4, 2) if s.zero == "none" else s.bits == 4 for s in checkpoint.schemes.values())

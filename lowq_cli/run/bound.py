@@ -81,7 +81,7 @@ class Bound:
         return " nats of KL divergence" if self.flag == "max_kl" else "% of perplexity"
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The result as a line of the printed plan."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         why = f"{named} decides" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
@@ -113,7 +113,7 @@ class Search:
         self,
         model: str,
         spread: Spread,
-        asked: Recipe,
+        requested: Recipe,
         texts: tuple[str, str],
         device: str,
         make: Make,
@@ -121,12 +121,12 @@ class Search:
         measure: Callable[..., Report] = measure,
     ) -> None:
         self.measure = measure
-        self.model, self.spread, self.asked, self.device, self.make, self.watch = model, spread, asked, device, make, watch
-        self.flag = "max_kl" if asked.max_kl is not None else "max_ppl"
-        self.limit = asked.max_kl if asked.max_kl is not None else float(asked.max_ppl or 0)
+        self.model, self.spread, self.asked, self.device, self.make, self.watch = model, spread, requested, device, make, watch
+        self.flag = "max_kl" if requested.max_kl is not None else "max_ppl"
+        self.limit = requested.max_kl if requested.max_kl is not None else float(requested.max_ppl or 0)
         calibrated, self.judge = texts
         facts = [version("lowq"), spread.source.identity, spread.plain.to_json(), calibrated, self.judge, TOKENS]
-        facts += [device.split(":")[0], *(["timed"] if asked.tokens_per_s else [])]
+        facts += [device.split(":")[0], *(["timed"] if requested.tokens_per_s else [])]
         self.folder = cache_dir() / "bounds" / memo.key(facts)
         self.known: dict[str, dict[str, float]] = memo.recall(self.folder / "measured.json")
         self.trials: dict[int, Trial] = {}  # bytes of the groups -> measurement
@@ -200,9 +200,9 @@ class Search:
         least = self.asked.fit - room + self.spread.least
         raise UsageError(f"--fit {size(self.asked.fit)} is too little: the smallest widths take {size(least)}")
 
-    def _nats(self, said: float) -> float:
+    def _nats(self, loss: float) -> float:
         """A loss converted to nats: of KL divergence, or of the logarithm of perplexity."""
-        return said if self.flag == "max_kl" else log1p(said / 100)
+        return loss if self.flag == "max_kl" else log1p(loss / 100)
 
     def _said(self, trial: Trial) -> float:
         return trial.kl if self.flag == "max_kl" else trial.ppl

@@ -80,7 +80,7 @@ class Training:
     own: "own_text.Outlook | None"
 
     @property
-    def told(self) -> list[tuple[str, str]]:
+    def summary(self) -> list[tuple[str, str]]:
         """The plan's lines."""
         from lowq_cli.console import duration
 

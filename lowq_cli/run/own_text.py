@@ -82,7 +82,7 @@ class Outlook:
     kept: int  # tokens in the cache
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The text as a line of the printed plan."""
         by = "" if self.bits == 16 else f" by a quick {self.bits}-bit copy"
         when = f"about {duration(self.seconds)} to write" if self.seconds else "already written"
@@ -113,7 +113,7 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
         why = str(e)
     if why:
         return replace(recipe, calib=texts.BUNDLED), None, f"calibrated on the bundled text: {why}"
-    return replace(recipe, calib=texts.SELF), plan, plan.told
+    return replace(recipe, calib=texts.SELF), plan, plan.summary
 
 
 def _plain(recipe: Recipe) -> Recipe:

@@ -68,7 +68,7 @@ def refine_plan(prepared: Prepared, plan: Plan, file: RefinedFile, out: Path) ->
 def text_line(prepared: Prepared) -> str:
     """The calibration text of a run as a line of its plan."""
     if prepared.own:
-        return prepared.own.told
+        return prepared.own.summary
     notes = [note for note in prepared.plan.notes if note.startswith("calibrated on")]
     return notes[0] if notes else f"calibrated on {prepared.plan.recipe.calib}, {prepared.plan.recipe.tokens:,} tokens"
 
@@ -103,9 +103,9 @@ def _timed(make: Make, N: int, K: int, device: torch.device) -> tuple[float, flo
     moments = Moments(x.T @ x)
     began = time.perf_counter()
     start = make(W)
-    made = time.perf_counter()
+    made_s = time.perf_counter()
     better(W, start, moments)  # computes an error as a number, so it has waited for a GPU
-    return made - began, time.perf_counter() - made
+    return made_s - began, time.perf_counter() - made_s
 
 
 def made_like(given: Given) -> tuple[Make, int]:

@@ -54,8 +54,8 @@ class RefinedFile(GivenFile, Protocol):
     def norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The one-dimensional weights that the file holds unquantized."""
 
-    def write(self, made: Mapping[str, Load], folder: Path) -> int:
-        """Write a copy of the file into a folder, with the matrices of `made` replaced; returns how many of these changed."""
+    def write(self, loads: Mapping[str, Load], folder: Path) -> int:
+        """Write a copy of the file into a folder, with the matrices of `loads` replaced; returns how many of these changed."""
 
     def is_done(self, work: Path) -> bool:
         """Whether a folder holds a complete result."""
@@ -123,7 +123,7 @@ class FolderFile:
         """As `GivenFile` says."""
         return GivenCodes(load_item(path, item))
 
-    def write(self, made: Mapping[str, Load], folder: Path) -> int:
+    def write(self, loads: Mapping[str, Load], folder: Path) -> int:
         """As `RefinedFile` says."""
         changed = 0
         with SafetensorsWriter(folder) as shards:
@@ -132,8 +132,8 @@ class FolderFile:
                     shards.add({t.name: self.imported.read_plain(t)})
                     continue
                 p = self.imported.read_packed(t)
-                if t.name in made:
-                    given = made[t.name]()
+                if t.name in loads:
+                    given = loads[t.name]()
                     assert isinstance(given, GivenCodes)
                     old, p = p, replace(pack(given.q), scales=given.q.scales.to(p.scales.dtype), zeros=p.zeros, table=p.table)
                     changed += not (torch.equal(old.words, p.words) and torch.equal(old.scales, p.scales))
@@ -219,12 +219,12 @@ class GgufFile:
             return lambda t: t
         return lambda t: gguf.permute_heads(t, heads, inverse).contiguous()
 
-    def write(self, made: Mapping[str, Load], folder: Path) -> int:
+    def write(self, loads: Mapping[str, Load], folder: Path) -> int:
         """As `RefinedFile` says."""
         changed = 0
         with writing(folder), open(folder / f"{RESULT}.part", "wb") as file:
             _copy(self.path, file.write)
-            for name, load in made.items():
+            for name, load in loads.items():
                 header, raw = self.raw.headers[f"{name}.weight"], self.saved(name, load())[f"{name}.raw"].numpy().data
                 changed += raw != self.raw.read_raw(f"{name}.weight", 0, header.nbytes)
                 file.seek(header.offset)

@@ -67,9 +67,9 @@ class Sizes:
         """Return the bytes of these numbers of blocks of each group."""
         return sum(n * each for n, each in zip(blocks, self.block_bytes, strict=True))
 
-    def most_blocks(self, room: int, wanted: int, most: int, longest: int) -> int:
-        """Return the largest n up to `wanted` whose `blocks` fit into `room` bytes."""
-        low, high = 0, wanted
+    def most_blocks(self, room: int, requested: int, most: int, longest: int) -> int:
+        """Return the largest n up to `requested` whose `blocks` fit into `room` bytes."""
+        low, high = 0, requested
         while low < high:
             n = (low + high + 1) // 2
             low, high = (n, high) if self.bytes(self.blocks(n, most, longest)) <= room else (low, n - 1)

@@ -155,15 +155,15 @@ class ModelRunner:
         for b in self.sizes if images is not None and images.sections else ():
             made: list[torch.Tensor | None] = [self.forward(b, b, None, 0, (), [])]  # compiles the kernels
             try:
-                found = capture(lambda: made.append(self.forward(b, b, None, 0, (), [])), self.pool)  # noqa: B023
+                graph = capture(lambda: made.append(self.forward(b, b, None, 0, (), [])), self.pool)  # noqa: B023
             except RuntimeError as e:  # cannot be recorded, or no memory for it: the step then runs unrecorded, only slower
                 if device_lost(e):
                     raise
                 log_error(f"steps of {b} rows with pictures are not recorded", e)
                 continue
             assert made[-1] is not None
-            found.logits, found.noted = made[-1], self.noted
-            self.turned[b] = found
+            graph.logits, graph.noted = made[-1], self.noted
+            self.turned[b] = graph
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
         """Return the prompt tokens of a pass as one Run per sequence."""
@@ -340,16 +340,16 @@ class ModelRunner:
             made.append(self.forward(b, M, place, n))
 
         try:
-            found = capture(step, self.pool)
+            graph = capture(step, self.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:  # passes then run unrecorded, only slower
             self.reason, self.met = f"passes of {M} rows and more are not recorded: {one_line(e)}", None
             return False
-        self.pool = self.pool or found.graph.pool()
+        self.pool = self.pool or graph.graph.pool()
         assert made[-1] is not None
-        found.logits, found.noted = made[-1], self.noted
-        self.captured[b, M] = found, place
+        graph.logits, graph.noted = made[-1], self.noted
+        self.captured[b, M] = graph, place
         return True
 
     def measure(self, b: int, M: int) -> None:

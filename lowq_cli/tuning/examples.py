@@ -37,10 +37,10 @@ class Example:
     layout: str = ""
 
 
-def product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+def product(shape: Shape, M: int, device: torch.device, kernel: KernelSpec | None) -> Example:
     """x (M, K) times a packed weight (N, K), with activations in the form that the requested kernel expects."""
-    layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device, kernel=asked.name if asked else None)
-    act: Act = asked.acts[0] if asked else "none"
+    layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device, kernel=kernel.name if kernel else None)
+    act: Act = kernel.acts[0] if kernel else "none"
     x = torch.randn(M, shape.K, device=device).to(shape.dtype)
     operands = [(x, w, None) for w in copies(random_weight(shape, layout, device))]
     moved = call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
@@ -48,13 +48,13 @@ def product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None
     return Example(call, operands, _linear(x, _weights(shape, device)), moved, 2.0 * M * shape.N * shape.K, layout)
 
 
-def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+def fp8_product(shape: Shape, M: int, device: torch.device, kernel: KernelSpec | None) -> Example:
     """x (M, K) times an e4m3 weight (N, K) with 128x128 scales; x is also e4m3, with 1x128 scales, if the kernel expects it."""
     x, w = torch.randn(M, shape.K, device=device).to(shape.dtype), torch.randn(shape.N, shape.K, device=device)
     weight, rounded = fp8.quantize(w, (128, 128)), fp8.quantize(x, (1, 128))
     call = Fp8Call.of(rounded, weight, shape.dtype)
     operand: object = rounded
-    if asked and asked.why_not(call):
+    if kernel and kernel.why_not(call):
         call, operand = Fp8Call.of(x, weight, shape.dtype), x
     weights = [weight] + [
         fp8.Fp8Matrix(weight.q.clone(), weight.scales, weight.block) for _ in range(rotation(weight.q.nbytes, device) - 1)
@@ -64,14 +64,14 @@ def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | 
     return Example(call, operands, plain, moved, 2.0 * M * shape.N * shape.K)
 
 
-def dense(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+def dense(shape: Shape, M: int, device: torch.device, kernel: KernelSpec | None) -> Example:
     """x (M, K) times a weight (N, K) that is not packed."""
     x, weights = torch.randn(M, shape.K, device=device).to(shape.dtype), _weights(shape, device)
     operands, moved = [(x, w, None) for w in weights], call_bytes(M, shape.N, shape.K, 16)
     return Example(DenseCall.of(M, weights[0]), operands, _linear(x, weights), moved, 2.0 * M * shape.N * shape.K)
 
 
-def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None, kind: str = kv.PLAIN) -> Example:
+def attend(shape: Shape, M: int, device: torch.device, kernel: KernelSpec | None, kind: str = kv.PLAIN) -> Example:
     """One token of each of M sequences: heads of 128 dims, N query features, 4 query heads per key head, K full cache slots.
 
     kind: the caches' format (`kv.KINDS`); the dense call's caches are in 16 bits.
@@ -92,7 +92,7 @@ def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None,
     return Example(AttendCall.of(qkv, S, HEAD, h, kv=kind), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
 
 
-def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+def experts(shape: Shape, M: int, device: torch.device, kernel: KernelSpec | None) -> Example:
     """A mixture's layer for M tokens: 2 of 8 experts per token, gate and up joined (N, K), down (K, N / 2)."""
     up = _stack(shape, device)
     down = _stack(Shape(shape.K, shape.N // 2, shape.scheme, shape.dtype), device)

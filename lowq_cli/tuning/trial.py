@@ -48,12 +48,12 @@ def fits(nbytes: int) -> bool:
     return room is None or MODELS * nbytes < room
 
 
-def kept(entries: Sequence[Entry], found: Sequence[Trial]) -> list[Entry]:
+def kept(entries: Sequence[Entry], trials: Sequence[Trial]) -> list[Entry]:
     """The entries to write, by the times of whole steps: all, or none if any batch size is slower with them.
 
     This is checked when a table is made: at first use it would need a second model in memory and far more time than a token.
     """
-    return [] if any(t.lost for t in found) else list(entries)
+    return [] if any(t.lost for t in trials) else list(entries)
 
 
 def race(folder: Path, device: torch.device, entries: Sequence[Entry], batches: Sequence[int]) -> list[Trial]:

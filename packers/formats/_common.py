@@ -272,9 +272,9 @@ def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
     return next((s for s, _ in Counter(schemes.values()).most_common(1)), None)
 
 
-def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:
-    """Linear modules that stay dense: `kept` without embeddings, and with the head, stored or tied."""
-    modules = [of_tower(n) for n in kept if not GATHERED.search(n)]
+def dense_modules(schemes: Mapping[str, Scheme], dense_names: Iterable[str]) -> list[str]:
+    """Linear modules that stay dense: `dense_names` without embeddings, and with the head, stored or tied."""
+    modules = [of_tower(n) for n in dense_names if not GATHERED.search(n)]
     return modules if "lm_head" in schemes or "lm_head" in modules else [*modules, "lm_head"]
 
 

@@ -87,7 +87,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return f"AWQ packs 8 columns to a word, N={N} is not a multiple; nearest: compressed-tensors" if N % 8 else None
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     groups = {-1 if s.group_size == shapes[n][1] else s.group_size for n, s in schemes.items()}
     if len(groups) > 1:
         raise UnsupportedError(
@@ -95,7 +95,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
         )
     q = {
         "quant_method": "awq", "bits": 4, "group_size": groups.pop(), "zero_point": True, "version": "gemm",
-        "modules_to_not_convert": list(kept) or None,
+        "modules_to_not_convert": list(dense_names) or None,
     }  # fmt: skip
     return {"quantization_config": q}
 

@@ -156,11 +156,11 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return None if s.group_size in BLOCKS else f"bitsandbytes holds groups of {BLOCKS}, not {s.group_size}; nearest: --group 64"
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     q = {
         "quant_method": NAME, "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": c.dense_modules(schemes, kept),
+        "llm_int8_skip_modules": c.dense_modules(schemes, dense_names),
     }  # fmt: skip
     return {"quantization_config": q}
 

@@ -324,7 +324,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return None
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}  # settings of weights -> the modules with these settings
     forms: dict[tuple[tuple[str, Any], ...], str] = {}
     for name, s in schemes.items():
@@ -344,7 +344,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     q = {
         "quant_method": NAME, "format": whole.pop() if len(whole) == 1 else "mixed-precision",
         "quantization_status": "compressed", "kv_cache_scheme": None,
-        "ignore": c.dense_modules(schemes, kept), "config_groups": groups,
+        "ignore": c.dense_modules(schemes, dense_names), "config_groups": groups,
     }  # fmt: skip
     return {"quantization_config": q}
 

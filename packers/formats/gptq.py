@@ -171,7 +171,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return None
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     main = c.schemes_agree(schemes) or Scheme(4, 128, "int")
     sym = all(s.zero == "none" for s in schemes.values())
 
@@ -183,7 +183,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
         "quant_method": "gptq", "bits": main.bits, "group_size": group(main, None), "sym": sym, "desc_act": False,
         "lm_head": "lm_head" in schemes, "checkpoint_format": "gptq" if sym else "gptq_v2", "pack_dtype": "int32",
     }  # fmt: skip
-    dynamic: dict[str, Any] = {f"-:{c.exactly(n)}": {} for n in kept if n != "lm_head"}
+    dynamic: dict[str, Any] = {f"-:{c.exactly(n)}": {} for n in dense_names if n != "lm_head"}
     for name, s in schemes.items():
         if (s.bits, group(s, name)) != (main.bits, q["group_size"]):
             dynamic[f"+:{c.exactly(name)}"] = {"bits": s.bits, "group_size": group(s, name)}

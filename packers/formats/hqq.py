@@ -191,7 +191,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return f"HQQ groups are multiples of 8, not {s.group_size}; nearest: --group 64" if s.group_size % 8 else None
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     def settings(s: Scheme) -> dict[str, Any]:
         weight = {
             "nbits": s.bits, "channel_wise": True, "group_size": s.group_size, "optimize": True, "round_zero": False, "axis": 1,
@@ -202,7 +202,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     tags = {_tag(name): settings(s) for name, s in schemes.items()}
     every = list(tags.values())
     quant_config = every[0] if all(t == every[0] for t in every) else tags
-    return {"quantization_config": {"quant_method": "hqq", "quant_config": quant_config, "skip_modules": list(kept)}}
+    return {"quantization_config": {"quant_method": "hqq", "quant_config": quant_config, "skip_modules": list(dense_names)}}
 
 
 def _tag(name: str) -> str:

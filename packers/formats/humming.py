@@ -96,12 +96,12 @@ def _fields(s: Scheme, K: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     fields = {name: _fields(s, shapes[name][1]) for name, s in schemes.items()}
     every = list(fields.values())
     main = max(every, key=every.count)
     dynamic: dict[str, Any] = {f"+:{c.exactly(name)}": f for name, f in fields.items() if f != main}
-    q = {"quant_method": "humming", **main, "ignore": c.dense_modules(schemes, kept)}
+    q = {"quant_method": "humming", **main, "ignore": c.dense_modules(schemes, dense_names)}
     return {"quantization_config": q | ({"dynamic": dynamic} if dynamic else {})}
 
 

@@ -115,7 +115,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return None
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     main = c.schemes_agree(schemes)
     if main is None:
         raise DamagedError("nothing is quantized")

@@ -84,11 +84,12 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return _fp4.why_not(s, "ModelOpt", SCHEME)
 
 
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": SCHEME.group_size}
     q = {
         "quant_method": NAME, "quant_algo": "W4A16_NVFP4", "producer": {"name": "lowq"},
-        "ignore": c.dense_modules(schemes, kept), "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "ignore": c.dense_modules(schemes, dense_names),
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
     }  # fmt: skip
     return {"quantization_config": q}
 

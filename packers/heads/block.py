@@ -70,9 +70,9 @@ def _plain(name: str) -> str:
     return f"{RENAMED[stem]}.{leaf}" if stem in RENAMED else name
 
 
-def _taps(said: Mapping[str, Any], speculators: bool, target: Target) -> tuple[int, ...]:
+def _taps(section: Mapping[str, Any], speculators: bool, target: Target) -> tuple[int, ...]:
     """The layers whose inputs are read. speculators counts layers by their inputs, the other writers by their outputs."""
-    given = said.get("aux_hidden_state_layer_ids" if speculators else "target_layer_ids")
+    given = section.get("aux_hidden_state_layer_ids" if speculators else "target_layer_ids")
     if not isinstance(given, list | tuple) or not given or any(type(i) is not int for i in given):
         raise DamagedError("config.json of the draft head does not say which layers it reads")
     ids = tuple(i if speculators else i + 1 for i in given)
@@ -86,15 +86,15 @@ def _whole(layer: tuple[Update, ...]) -> tuple[Update, ...]:
     return replace(layer[0], mixers=(replace(attend, block=True),)), *layer[1:]
 
 
-def _block(said: Mapping[str, Any], kind: str, shapes: Shapes, vocab: int, guesses: int, H: int) -> Block:
-    size, mask = said.get("block_size"), said.get("mask_token_id")
+def _block(section: Mapping[str, Any], kind: str, shapes: Shapes, vocab: int, guesses: int, H: int) -> Block:
+    size, mask = section.get("block_size"), section.get("mask_token_id")
     if type(size) is not int or size < 2 or type(mask) is not int or not 0 <= mask < vocab:
         raise DamagedError(f"config.json of the draft head has block_size = {size!r}, mask_token_id = {mask!r}")
-    earlier = bool(said.get("sample_from_anchor", kind == "DSpark"))
-    causal = next((bool(said[n]) for n in ("is_causal", "causal") if said.get(n) is not None), False)
-    rank, markov = said.get("markov_rank", 256), None
+    earlier = bool(section.get("sample_from_anchor", kind == "DSpark"))
+    causal = next((bool(section[n]) for n in ("is_causal", "causal") if section.get(n) is not None), False)
+    rank, markov = section.get("markov_rank", 256), None
     if kind == "DSpark" and rank:
-        how = str(said.get("markov_head_type", "vanilla"))
+        how = str(section.get("markov_head_type", "vanilla"))
         joins = {"vanilla": (), "gated": (Linear((GATE,), (rank,), H + rank, True),)}
         joins["rnn"] = (Linear((JOINT,), (3 * rank,), 2 * rank + H, True),)
         unless(how not in joins, f"its drafts are corrected by {how}")

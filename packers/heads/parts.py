@@ -107,14 +107,14 @@ class Read:
 MAPS, MASK = ("d2t", "t2d"), "mask_hidden"
 
 
-def check_tensors(wanted: Shapes, shapes: Shapes, ignored: tuple[str, ...] = ()) -> None:
-    """Raise DamagedError unless the tensors are exactly `wanted`; names that begin with one of `ignored` are allowed, too."""
-    if missing := sorted(wanted.keys() - shapes.keys()):
-        raise DamagedError(f"the draft head has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
-    if odd := sorted(n for n in shapes.keys() - wanted.keys() if not n.startswith(ignored)):
+def check_tensors(expected: Shapes, shapes: Shapes, ignored: tuple[str, ...] = ()) -> None:
+    """Raise DamagedError unless the tensors are exactly `expected`; names that begin with one of `ignored` are allowed, too."""
+    if missing := sorted(expected.keys() - shapes.keys()):
+        raise DamagedError(f"the draft head has no tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
+    if odd := sorted(n for n in shapes.keys() - expected.keys() if not n.startswith(ignored)):
         raise DamagedError(f"the draft head has a tensor that its kind does not use: {odd[0]}")
-    if wrong := next((n for n, shape in wanted.items() if shapes[n] not in (shape, None)), None):
-        raise DamagedError(f"{wrong} of the draft head is {shapes[wrong]}, its config.json asks for {wanted[wrong]}")
+    if wrong := next((n for n, shape in expected.items() if shapes[n] not in (shape, None)), None):
+        raise DamagedError(f"{wrong} of the draft head is {shapes[wrong]}, its config.json asks for {expected[wrong]}")
 
 
 def moved(part: Any, old: str, new: str) -> Any:

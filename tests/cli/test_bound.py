@@ -149,7 +149,7 @@ def test_a_speed_is_a_further_bound(model, texts, cache, tmp_path, monkeypatch):
     assert slower < here < faster  # by a bit of every weight that takes part, at the memory's speed
     a_bit = 1 / slower - 1 / here
     assert a_bit == pytest.approx(1 / here - 1 / faster)
-    assert f"{here:.4g} tokens/s here" in found.told
+    assert f"{here:.4g} tokens/s here" in found.summary
     report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
     assert report["recipe"]["tokens_per_s"] is None  # the recipe that makes the checkpoint names no bound
 

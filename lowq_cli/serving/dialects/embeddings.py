@@ -47,10 +47,10 @@ def read(body: dict[str, Any]) -> Wanted:
     return Wanted(texts, pooling, size, True if unit is None else boolean("normalize", unit), form == "base64")
 
 
-def vectors(found: Sequence[list[float]], wanted: Wanted) -> list[np.ndarray]:
+def vectors(pooled: Sequence[list[float]], wanted: Wanted) -> list[np.ndarray]:
     """The vectors in fp32, truncated to `size` and normalized as requested. Raises Refusal if `size` exceeds the model's."""
     rows = []
-    for values in found:
+    for values in pooled:
         if wanted.size is not None and wanted.size > len(values):
             raise wrong("dimensions", f"{wanted.size} is more than the model's {len(values)}")
         v = np.array(values[: wanted.size], np.float64)

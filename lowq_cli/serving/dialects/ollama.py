@@ -86,12 +86,12 @@ class Ollama:
                 yield encoded(self._said(answer, [replace(block, text=more)]) | {"done": False}) + b"\n"
         yield encoded(self._said(answer, []) | _ending(answer)) + b"\n"
 
-    def _said(self, answer: Answer, found: list[Block]) -> dict[str, Any]:
-        text = "".join(b.text for b in found if b.kind == "text")
-        thoughts = "".join(b.text for b in found if b.kind == "thought")
+    def _said(self, answer: Answer, blocks: list[Block]) -> dict[str, Any]:
+        text = "".join(b.text for b in blocks if b.kind == "text")
+        thoughts = "".join(b.text for b in blocks if b.kind == "thought")
         calls = [
             {"function": {"index": i, "name": b.name, "arguments": b.arguments}}
-            for i, b in enumerate(found)
+            for i, b in enumerate(blocks)
             if b.kind == "call"
         ]
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")

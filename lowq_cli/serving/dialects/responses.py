@@ -125,14 +125,14 @@ class Responses:
         self.kept.move_to_end(name)
         return list(conversation[0])
 
-    def _keep(self, answer: Answer, found: list[Block]) -> None:
+    def _keep(self, answer: Answer, blocks: list[Block]) -> None:
         """Keep the conversation so that a request can continue it, unless `store` is false."""
         if answer.asked.dialect.get("store") is False:
             return
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in found if b.kind == "text") or None}
-        if thoughts := "".join(b.text for b in found if b.kind == "thought"):
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text") or None}
+        if thoughts := "".join(b.text for b in blocks if b.kind == "thought"):
             message["reasoning_content"] = thoughts
-        if calls := [_call(b.id, b.name, b.text) for b in found if b.kind == "call"]:
+        if calls := [_call(b.id, b.name, b.text) for b in blocks if b.kind == "call"]:
             message["tool_calls"] = calls
         messages = [*answer.asked.dialect["messages"], message]
         self.kept[f"resp_{answer.id}"] = messages, len(json.dumps(messages, default=str))
@@ -237,8 +237,8 @@ def _id(answer: Answer, block: Block) -> str:
     return f"{PREFIXES[block.kind]}_{answer.id}{block.number}"
 
 
-def _text_part(said: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _named(block: Block) -> dict[str, Any]:

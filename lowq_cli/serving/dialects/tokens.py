@@ -27,7 +27,7 @@ def of_text(tokenizer: LoadedTokenizer, body: dict[str, Any]) -> list[int]:
     return list(tokenizer(text(name, body[name]), add_special_tokens=boolean("add_special_tokens", add))["input_ids"])
 
 
-def told(model: ServedModel, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+def response(model: ServedModel, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
     """The response with the token ids, their count and the context's limit."""
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.engine.limits.longest, "tokens": ids}
     if body.get("return_token_strs"):

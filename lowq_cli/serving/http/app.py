@@ -231,7 +231,7 @@ class Endpoints:
                     ids = await asyncio.to_thread(tokens.of_text, model.tokenizer, body)
                 else:
                     ids = (await self._prompts(model, asked, tools.read(asked)))[0][0]
-                return tokens.told(model, ids, body)
+                return tokens.response(model, ids, body)
 
         return await self._reply(request, self.of["completion"], found)
 
