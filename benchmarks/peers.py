@@ -3,7 +3,7 @@
     python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200]      AutoRound (sign gradient descent)
     python benchmarks/peers.py llamacpp  --models MODELS --data DATA --library LIB      K- and i-quants, importance matrix
     python benchmarks/peers.py exl3      --models MODELS --data DATA --wheel FOLDER     exllamav3's trellis, 2 to 4 bits
-    python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill] [--bpw 3.5,2.5]
+    python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill] [--bpw 3.5,2.5] [--format table-e4m3]
 
 All are given the same text: what the model wrote itself (--calib self, the default), the bundled one, or a file. Every linear
 layer but lm_head is quantized; files are read back into the fp32 model. A row has perplexity and KL divergence from the
@@ -201,27 +201,33 @@ def exl3(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
 
 
 def lowq_cells(model: str, args: Args) -> Iterator[Row]:
-    """One per method, group and bits, or budget of bits per weight."""
+    """One per method, group and bits, or budget of bits per weight; `method` also names another seed or format."""
+    more = f" --calib-seed {args.calib_seed}" * bool(args.calib_seed) + f" --format {args.format}" * (args.format != "lowq")
     for method in args.method:
         for bpw in args.bpw:
-            yield {"model": model, "bits": int(bpw), "target": bpw, "method": f"lowq {method}"} | about(args)
-        if not args.bpw:
-            yield from grid_cells(model, args, f"lowq {method}")
+            yield {"model": model, "bits": int(bpw), "target": bpw, "method": f"lowq {method}{more}"} | about(args)
+        for cell in () if args.bpw else grid_cells(model, args, f"lowq {method}{more}"):
+            scheme = make_recipe(bits=cell["bits"], format=args.format).scheme(cell["bits"], cell["group"])
+            yield cell | {"bpw": scheme.bits_per_weight()}
 
 
 def lowq(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
     """Checkpoints as `lowq quantize` writes them."""
     dense = Judge(folder, args).model
+    how = {"calib": args.calib, "calib_tokens": args.calib_tokens, "calib_seed": args.calib_seed, "format": args.format}
     for cell in wanted:
         width = {"bpw": cell["target"]} if "target" in cell else {"bits": cell["bits"], "group": cell["group"]}
-        method, calib = cell["method"].split()[-1], {"calib": args.calib, "calib_tokens": args.calib_tokens}
-        made = quantized(folder, make_recipe(method=method, lm_head="keep", **width, **calib), judge)
+        made = quantized(folder, make_recipe(method=cell["method"].split()[1], lm_head="keep", **width, **how), judge)
         spent: Row = {"bpw": round(made.mixed.bpw, 4), "schemes": made.schemes} if made.mixed else {}
         yield cell | spent | judged(judge, dense) | {"seconds": made.seconds}
 
 
 FLAGS: dict[str, Row] = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}
 RATES: Row = {"type": lambda text: [float(x) for x in text.split(",")], "default": [2.0, 2.5, 3.0, 3.5, 4.0]}
+OURS: dict[str, Row] = {
+    "--method": {"type": words, "default": ["distill"]}, "--bpw": RATES | {"default": []},
+    "--format": {"default": "lowq"}, "--calib-seed": {"type": int, "default": 0},
+}  # fmt: skip
 EXPERIMENTS = {
     "autoround": Experiment(
         "peers.json", (4, 3, 2), ("auto-round",), FLAGS | {"--iters": {"type": int, "default": 200}}, autoround_cells, autoround
@@ -235,7 +241,7 @@ EXPERIMENTS = {
     ),
     "lowq": Experiment(
         "peers.json", (4, 3, 2), (),
-        FLAGS | {"--method": {"type": words, "default": ["distill"]}, "--bpw": RATES | {"default": []}}, lowq_cells, lowq,
+        FLAGS | OURS, lowq_cells, lowq,
     ),
 }  # fmt: skip
 

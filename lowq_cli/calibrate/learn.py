@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowq_cli.calibrate.layer_walk import Hidden, Layer
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.tables import values
+from lowq_packers.tables import from_bytes, to_bytes, values
 
 EPOCHS = 12
 # Bits -> Adam's learning rates: one for the scales' logarithms and the zeros (in codes), one for the codes (0: they do not
@@ -27,6 +27,8 @@ EPOCHS = 12
 # 655 / 197.
 RATES = {1: (5e-3, 5e-2), 2: (2e-3, 1e-2), 3: (2e-3, 1e-2)}
 OTHERS = (1e-3, 0.0)
+MOST = 0.49  # max. distance of a code from its weight at the start, in codes: rounding gives the same code back
+TINY = 1e-30  # replaces 0 in divisors
 WARM = 5  # warm-up steps until the full rates; after them the rates fall to 0
 
 
@@ -75,23 +77,50 @@ class Grid:
 
     rate: Adam's learning rate of the scales' logarithms, the zeros and a fitted table's values (in codes: a table over
     -1 .. 1 spans `levels`). code_rate: that of the codes (0: they do not change). A table is sorted; codes index it.
+    near: the weight (N, K) that the codes stand for: each starts where its weight lies between two codes, so that it changes
+    the sooner, the nearer the other code is. None: in the middle of its interval.
     """
 
-    def __init__(self, q: QuantizedTensor, dtype: torch.dtype, device: torch.device, rate: float, code_rate: float) -> None:
+    def __init__(
+        self,
+        q: QuantizedTensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rate: float,
+        code_rate: float,
+        near: torch.Tensor | None = None,
+    ) -> None:
         self.q, self.dtype, self.rate, self.code_rate = q, dtype, rate, code_rate
         N, K = q.W_q.shape
         codes, self.table = q.W_q.to(device), None
         if q.table_kind:
-            self.table, self.order = values(q.scheme, q.table, device)[0].sort(stable=True)
-            self.table.requires_grad_(q.table_kind == "fitted")
+            table, self.order = values(q.scheme, q.table, device)[0].sort(stable=True)
+            largest = table.abs().max().clamp(min=TINY)
+            self.span = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)  # a power of 2: divides exactly
+            self.table = (table / self.span).requires_grad_(q.table_kind == "fitted")
             codes = self.order.argsort().to(torch.uint8)[codes.int()]
         self.codes = codes.reshape(N, K // q.group_size, q.group_size)
-        self.moved = torch.zeros(self.codes.shape, device=device, requires_grad=True) if code_rate else None
-        self.scales = q.scales.float().to(device).unsqueeze(-1)
+        self.scales = q.wide_scales.to(device).unsqueeze(-1)
+        self.factor = 1.0 if q.table is None or q.table_kind == "fitted" else q.table.to(device)  # of scales in bytes
         self.stretch = torch.zeros_like(self.scales, requires_grad=True)
         mid = torch.full_like(self.scales, q.scheme.mid)
         self.zeros = mid if q.zeros is None else q.zeros.float().to(device).unsqueeze(-1)
         self.shift = torch.zeros_like(self.scales, requires_grad=q.zero == "float")
+        self.moved = torch.zeros(self.codes.shape, device=device) if code_rate else None
+        if self.moved is not None:
+            if near is not None:
+                self.moved = (self._places(near.float().reshape(self.codes.shape)) - self.codes).clamp(-MOST, MOST)
+            self.moved.requires_grad_()
+
+    def _places(self, groups: torch.Tensor) -> torch.Tensor:
+        """Weights (N, G, g) in codes, between two of which they lie."""
+        over = groups / self.scales.clamp(min=TINY)
+        if self.table is None:
+            return over + self.zeros
+        table = self.table.detach() * self.span
+        high = torch.searchsorted(table, over).clamp(1, len(table) - 1)
+        step = (table[high] - table[high - 1]).clamp(min=TINY)
+        return high - 1 + (over - table[high - 1]) / step
 
     def parameters(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
@@ -107,34 +136,54 @@ class Grid:
             codes = codes + self.moved
             codes = codes + (codes.round().clamp(0, 2**self.q.bits - 1) - codes).detach()
         scales, zeros = self.scales * self.stretch.exp(), self.zeros + self.shift
-        return codes, stored(scales, self.dtype), stored(zeros, self.dtype)
+        held = scales + (self._wide(self._bytes(scales)) - scales).detach() if self.q.scale != "float" else None
+        return codes, stored(scales, self.dtype) if held is None else held, stored(zeros, self.dtype)
+
+    def _bytes(self, scales: torch.Tensor) -> torch.Tensor:
+        return to_bytes(scales.detach() / self.factor, self.q.scale)
+
+    def _wide(self, held: torch.Tensor) -> torch.Tensor:
+        return from_bytes(held, self.q.scale) * self.factor
 
     def weight(self) -> torch.Tensor:
         """(N, K) fp32."""
         codes, scales, zeros = self.parts()
-        return ((codes - zeros if self.table is None else self._look_up(codes)) * scales).reshape(self.q.W_q.shape)
-
-    def _look_up(self, codes: torch.Tensor) -> torch.Tensor:
-        """The values of codes; between two codes the gradient is the difference of their values."""
-        assert self.table is not None
-        at, top = codes.detach().round().int(), self.q.scheme.levels - 1
-        values = self.table[at]
-        if self.moved is None:
-            return values
-        high, low = (at + 1).clamp(max=top), (at - 1).clamp(min=0)
-        slope = (self.table[high] - self.table[low]).detach() / (high - low)
-        return values + slope * (codes - codes.detach())
+        values = codes - zeros if self.table is None else _Looked.apply(codes, self.table * self.span)
+        return (values * scales).reshape(self.q.W_q.shape)
 
     def quantized(self) -> QuantizedTensor:
         """What was learnt."""
         codes, scales, zeros = (t.detach() for t in self.parts())
         q = self.q
         zeros_of_rows = None if q.zeros is None else zeros.squeeze(-1)
-        W_q, table = codes.round().to(torch.uint8).reshape(q.W_q.shape), None
+        W_q, table = codes.round().to(torch.uint8).reshape(q.W_q.shape), q.table
         if self.table is not None:
             W_q = self.order.to(torch.uint8)[W_q.int()]
-            table = self.table.detach()[self.order.argsort()].unsqueeze(0) if q.table_kind == "fitted" else q.table
-        return QuantizedTensor.of(q.scheme, W_q, scales.squeeze(-1), zeros_of_rows, table)
+            if q.table_kind == "fitted":
+                table = (self.table.detach() * self.span)[self.order.argsort()].unsqueeze(0)
+        held = scales if q.scale == "float" else self._bytes(scales)
+        return QuantizedTensor.of(q.scheme, W_q, held.squeeze(-1), zeros_of_rows, table)
+
+
+class _Looked(torch.autograd.Function):
+    """The values of codes in a sorted table. Between two codes the gradient of a code is the difference of their values."""
+
+    @staticmethod
+    def forward(ctx: Any, codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        at = codes.round().to(torch.uint8)
+        ctx.save_for_backward(at, table)
+        return table[at.int()]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # type: ignore[override]
+        at, table = ctx.saved_tensors
+        of_codes = of_table = None
+        if ctx.needs_input_grad[0]:
+            high, low = (at.int() + 1).clamp(max=len(table) - 1), (at.int() - 1).clamp(min=0)
+            of_codes = g * (table[high] - table[low]) / (high - low)
+        if ctx.needs_input_grad[1]:  # level by level: adding up by index sorts all codes on a GPU
+            of_table = torch.stack([torch.where(at == i, g, 0.0).sum() for i in range(len(table))])
+        return of_codes, of_table
 
 
 def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -211,23 +211,26 @@ def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
 
 def _options(members: Sequence[Candidate], recipe: Recipe) -> list[Scheme]:
     """The schemes that all members can have."""
-    K = gcd(*(c.shape[1] for c in members))
-    if recipe.group == "channel":
-        sizes = {K} if all(c.shape[1] == K for c in members) else set()
-    else:
-        sizes = {g for size in ([recipe.group] if recipe.group else GROUPS) if (g := fit_group(K, int(size)))}
-    return [Scheme(bits, g, recipe.zero) for bits in recipe.widths for g in sorted(sizes)]
+    K, t = gcd(*(c.shape[1] for c in members)), recipe.table
+
+    def sizes(bits: int) -> set[int]:
+        if recipe.group == "channel":
+            return {K} if all(c.shape[1] == K for c in members) else set()
+        wanted = [recipe.group] if recipe.group else t.groups if t and bits in t.bits else GROUPS
+        return {g for size in wanted if (g := fit_group(K, int(size)))}
+
+    return [recipe.scheme(bits, g) for bits in recipe.widths for g in sorted(sizes(bits))]
 
 
 def _choices(
     members: Sequence[Candidate], schemes: Sequence[Scheme], errors: sensitivity.Errors, source: Source, recipe: Recipe
 ) -> list[Choice]:
     """The choices of a group; head and embedding may also stay unquantized."""
-    meta = ITEMSIZE[scale_dtype(source, recipe)]
     choices = []
     for s in schemes:
-        stored = 1 if s.zero == "none" else 2
-        size = sum(c.shape[0] * (4 * words_per_row(c.shape[1], s.bits) + stored * meta * s.groups(c.shape[1])) for c in members)
+        stored = (1 if s.zero == "none" else 2) * (ITEMSIZE[scale_dtype(source, recipe)] if s.scale == "float" else 1)
+        rows = ((c.shape[0], 4 * words_per_row(c.shape[1], s.bits) + stored * s.groups(c.shape[1])) for c in members)
+        size = sum(N * each + 4 * s.table_width for N, each in rows)
         choices.append(Choice(s, size, sum(errors[c.name][s] for c in members)))
     if members[0].kind in ("head", "embedding"):
         choices.append(Choice(None, sum(c.shape[0] * c.shape[1] * ITEMSIZE[c.source_dtype] for c in members), 0.0))
@@ -277,11 +280,11 @@ def _measured(
         sensitivity.TOKENS,
         sensitivity.ROWS,
     ]
-    facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
+    facts += [[n, list(map(str, s))] for n, s in schemes.items()]
     file = f"sensitivity/{memo.key(facts)}.json"
     with suppress(ValueError, KeyError, TypeError, AttributeError):  # the cache has no entry, or a damaged one
         entry = memo.recall(file)
-        named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
+        named = {n: {str(s): s for s in some} for n, some in schemes.items()}
         read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in entry["errors"].items()}
         return read, str(entry["why_not_nats"])
 
@@ -297,13 +300,9 @@ def _measured(
         errors, why = walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         errors, why = sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
-    entry = {"why_not_nats": why, "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()}}
+    entry = {"why_not_nats": why, "errors": {n: {str(s): e for s, e in row.items()} for n, row in errors.items()}}
     memo.keep(file, entry)
     return errors, why
-
-
-def _spell(s: Scheme) -> str:
-    return f"{s.bits}:{s.group_size}"
 
 
 def plot(mixed: Mixed, path: Path) -> None:

@@ -192,7 +192,7 @@ class Recipe:
             raise UsageError(
                 f"--format {self.format} has {' or '.join(map(str, t.bits))} bits, not {self.bits}; leave --bits out"
             )
-        for name in (name for name in ("bpw", "size", "max_kl", "max_ppl") if getattr(self, name) is not None):
+        for name in (n for n in ("bpw", "size", "max_kl", "max_ppl") if not t.groups and getattr(self, n) is not None):
             raise UsageError(f"--{name.replace('_', '-')} chooses among widths of --format lowq; leave it or --format out")
         groups = {self.group, *(o.group for o in self.overrides if o.bits in t.bits)} - {None}
         if t.fixed and groups - {t.group}:

@@ -7,12 +7,16 @@ from lowq_packers.scheme import TABLES, ScaleKind, Scheme
 
 @dataclass(frozen=True)
 class TableFormat:
-    """The table and scales of weights; `group` is the default group size, and the only one if `fixed`."""
+    """The table and scales of weights; `group` is the default group size, and the only one if `fixed`.
+
+    groups: those that a budget of bits chooses from; a format without any has no budget.
+    """
 
     table: str
     scale: ScaleKind
     group: int
     fixed: bool
+    groups: tuple[int, ...] = ()
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -28,5 +32,6 @@ TABLE_FORMATS = {
     "nvfp4": TableFormat("e2m1", "e4m3", 16, True),
     "mxfp4": TableFormat("e2m1", "e8m0", 32, True),
     "nf4": TableFormat("nf4", "float", 64, False),
-    "table": TableFormat("fitted", "float", 64, False),
+    "table": TableFormat("fitted", "float", 64, False, (32, 64, 128)),
+    "table-e4m3": TableFormat("fitted", "e4m3", 32, False, (16, 32, 64)),
 }

@@ -51,11 +51,9 @@ def get(name: str | None) -> Quantize:
 
 
 def check_scheme(name: str, scheme: "Scheme") -> None:
-    """Raise SchemeError if a method needs a zero that the scheme does not have, or does not support its table or scales."""
+    """Raise SchemeError if a method needs a zero that the scheme does not have, or does not support its table."""
     if scheme.table and name not in TAKE_TABLES:
         raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {TAKE_TABLES[0]}")
-    if scheme.scale != "float" and needs_learning(name):
-        raise SchemeError(f"{name} moves scales, and {scheme.kind} has them in 8 bits; use --method gptq")
     if name in MOVES_ZERO and scheme.zero == "none":
         raise SchemeError(f'{name} moves the zero, and zero="none" has none; use --zero float, or --method rtn')
 

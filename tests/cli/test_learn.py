@@ -12,7 +12,6 @@ from lowq_cli.hf.tokenizer import load_tokenizer
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -108,15 +107,21 @@ def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path):
     assert texts.random_token_windows(tokenizer, 4, 100, 32).max() < 100
 
 
+IN_BYTES = [Scheme.of(4, 16, "e2m1/e4m3"), Scheme.of(4, 32, "e2m1/e8m0"), Scheme.of(3, 16, "fitted/e4m3")]
+
+
 @pytest.mark.parametrize(
-    "scheme", [Scheme(1, 32, "none"), Scheme(3, 32), *(Scheme.of(b, 32, "fitted") for b in (4, 2))], ids=str
+    "scheme", [Scheme(1, 32, "none"), Scheme(3, 32), *(Scheme.of(b, 32, "fitted") for b in (4, 2)), *IN_BYTES], ids=str
 )
-def test_what_is_learnt_begins_as_what_was_given(scheme):
-    q = quantizers.get("lsq")(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), scheme, torch.float16)
-    if scheme.table:  # in no order
+@pytest.mark.parametrize("near", [False, True])
+def test_what_is_learnt_begins_as_what_was_given(scheme, near):
+    W = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    q = quantizers.get("lsq")(W, scheme, torch.float16)
+    if scheme.table == "fitted":  # in no order
         mixed = torch.randperm(scheme.levels, generator=torch.Generator().manual_seed(1))
         q = replace(q, W_q=mixed.argsort().to(torch.uint8)[q.W_q.int()], table=q.table[:, mixed])
-    learnt = learn.Grid(q, torch.float16, q.W_q.device, 1e-3, 1e-2)
+    learnt = learn.Grid(q, torch.float16, q.W_q.device, 1e-3, 1e-2, W if near else None)
+    assert bool(learnt.moved.any()) == near
     assert torch.equal(learnt.weight(), q.dequantize())
     found = learnt.quantized()
     assert torch.equal(found.W_q, q.W_q)
@@ -136,10 +141,33 @@ def test_gradients_reach_codes_and_values_of_a_table():
     assert learnt.quantized().table.tolist() == [[0.5, -1.0, 1.5, -0.25]]
 
 
-def test_scales_of_8_bits_do_not_move(family_checkpoints, text, tmp_path):
-    recipe = make_recipe(format="nvfp4", method="learn", calib=text)
-    with pytest.raises(SchemeError, match="learn moves scales, and e2m1/e4m3 has them in 8 bits; use --method gptq"):
-        list(pipeline.run(family_checkpoints("llama", schemes={}).dense, recipe, tmp_path / "out"))
+def test_a_code_starts_where_its_weight_lies():
+    q = QuantizedTensor(torch.tensor([[0, 3, 1, 2]], dtype=torch.uint8), torch.ones(1, 1) / 2, torch.full((1, 1), 1.5), 2, 4)
+    W = torch.tensor([[-0.875, 0.75, -0.05, 0.5]])  # in codes -0.25, 3, 1.4 and 2.5: the last is as near to 3
+    moved = learn.Grid(q, torch.float32, W.device, 1e-3, 1e-2, W).moved.flatten().tolist()
+    assert moved == pytest.approx([-0.25, 0, 0.4, 0.49])
+    table = torch.tensor([[0.5, -1.0, 1.0, -0.25]])
+    q = QuantizedTensor.of(Scheme(2, 4, "none", "fitted"), q.W_q, torch.full((1, 1), 2.0), None, table)
+    W = torch.tensor([[1.25, -0.125, -2.75, 2.0]])  # between codes of -2, -0.5, 1 and 2; codes are those of 1, -0.5, -2 and 2
+    moved = learn.Grid(q, torch.float32, W.device, 1e-3, 1e-2, W).moved.flatten().tolist()
+    assert moved == pytest.approx([0.25, 0.25, -0.49, 0])
+
+
+@pytest.mark.parametrize("scheme", IN_BYTES, ids=str)
+def test_scales_in_bytes_follow_their_gradients(scheme):
+    W = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    q = quantizers.get("lsq")(W, scheme)
+    q = replace(q, scales=q.scales - (8 if scheme.scale == "e4m3" else 1))  # half as large
+    learnt = learn.Grid(q, torch.float32, W.device, 1e-3, 0)
+    optimizer = torch.optim.Adam([{"params": [learnt.stretch], "lr": 0.02}])
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        (loss := (learnt.weight() - W).square().sum()).backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    assert losses[-1] < 0.1 * losses[0]
+    assert torch.equal(learnt.quantized().dequantize(), learnt.weight().detach())
 
 
 def test_gradients_reach_codes_scales_and_zeros():

@@ -38,12 +38,16 @@ def schemes(plan):
     return {i.name: i.scheme for i in plan.items if i.scheme}
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "phi3", "gemma3", "gpt2", "mixtral", "qwen3-moe"])
-def test_budgets_hold_and_fused_weights_agree(family, family_checkpoints, small, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((f, "lowq") for f in ("llama", "llama-tied", "phi3", "gemma3", "gpt2", "mixtral", "qwen3-moe")), ("phi3", "table-e4m3")],
+)
+def test_budgets_hold_and_fused_weights_agree(family, form, family_checkpoints, small, tmp_path):
     folder = family_checkpoints(family, schemes={}).dense
     sizes = []
     for bpw in (4.7, 6.5):
-        recipe, found = resolve(folder, make_recipe(bpw=bpw, **FINE))
+        recipe, found = resolve(folder, make_recipe(bpw=bpw, format=form, **FINE))
+        assert any(s.scheme and s.scheme.table for s in found.shares) == (form != "lowq")
         assert found.in_nats
         assert bpw - 0.7 < found.bpw <= bpw
         with open_source(folder) as source:
