@@ -30,7 +30,6 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.regular import opened
 
 PASSES = 4
-AT_ONCE = 10**8  # max. trained weights with which all layers hold what their gradients need, about HELD bytes for each weight
 STATE = "end-to-end.safetensors"
 
 
@@ -55,7 +54,6 @@ class EndToEnd:
         self.layers: list[SimpleNamespace] = []
         self.optimizers: list[torch.optim.Adam | None] = []
         weights = sum(items[n].params for n in files if n in items)
-        self.at_once = weights <= AT_ONCE
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:
@@ -65,7 +63,7 @@ class EndToEnd:
                 q = load_item(files[name], items[name])
                 if spot.cut.expert is None:
                     rate, _, code_rate = rates(q.bits, weights)
-                    mine[name] = Grid(q, dtypes[name], device, rate, code_rate, spot.cut.of(held[spot.path]))
+                    mine[name] = Grid(q, dtypes[name], device, rate, code_rate)
                     if spot.cut.rows is None and not spot.cut.transposed:
                         held[spot.path] = held[spot.path].to("meta")  # all of its values come from the grid
                 else:
@@ -76,8 +74,7 @@ class EndToEnd:
             learnt = {p: held[p].float().requires_grad_() for p in norms}
             groups = [g for m in mine.values() for g in m.parameters()]
             groups += [{"params": list(learnt.values()), "lr": norm_rate}] if learnt else []
-            fused = device.type == "cuda"
-            self.optimizers.append(torch.optim.Adam(groups, betas=(0.9, 0.95), fused=fused) if groups else None)
+            self.optimizers.append(torch.optim.Adam(groups, betas=(0.9, 0.95)) if groups else None)
             self.layers.append(
                 SimpleNamespace(
                     spots=spots, quantized=held, grids=mine, norms=learnt, names=norms, module=module, forward=module.forward
@@ -120,22 +117,19 @@ class EndToEnd:
         out = functional_call(layer.module, weights, (x, *others.args), others.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
-    def _through(
-        self, x: torch.Tensor, others: list[Others], i: int, gradients: bool = False
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Each layer's input for batch i and the last one's result; each layer's output, with its `gradients` or without."""
-        entered, outputs = [x.detach()], []  # a new tensor: `x` is kept for the next pass and would keep its gradient, too
-        with torch.set_grad_enabled(gradients):
+    def _through(self, x: torch.Tensor, others: list[Others], i: int) -> list[torch.Tensor]:
+        """Each layer's input for batch i, and the last one's output."""
+        entered = [x.detach()]  # a new tensor: `x` is kept for the next pass and would keep its gradient, too
+        with torch.no_grad():
             for number in range(len(self.layers)):
-                outputs.append(self._forward(number, entered[-1].requires_grad_(gradients), others[number]))
-                entered.append(following(outputs[-1].detach(), others[number], i))
-        return entered, outputs
+                entered.append(following(self._forward(number, entered[-1], others[number]), others[number], i))
+        return entered
 
     def _step(
         self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, wanted: torch.Tensor, others: list[Others]
     ) -> float:
         """Update every layer by the gradients of a batch's mean KL divergence, and return that divergence."""
-        entered, outputs = self._through(x, others, i, self.at_once)
+        entered = self._through(x, others, i)
         last = entered.pop().requires_grad_()
         loss = 0.0
         for b in range(len(last)):  # one window at a time, because logits are large
@@ -145,9 +139,9 @@ class EndToEnd:
             loss += float(kl.detach())
         g = last.grad
         for number in reversed(range(len(self.layers))):
-            h, output = entered.pop().requires_grad_(), outputs.pop()
             with torch.enable_grad():
-                (output if self.at_once else self._forward(number, h, others[number])).backward(g)
+                h = entered.pop().requires_grad_()
+                self._forward(number, h, others[number]).backward(g)
             g = h.grad
             if optimizer := self.optimizers[number]:
                 optimizer.step()
@@ -159,7 +153,7 @@ class EndToEnd:
         total = 0.0
         with torch.no_grad():
             for i, x in enumerate(start):
-                last = self._through(x, others, i)[0][-1]
+                last = self._through(x, others, i)[-1]
                 for b in range(len(last)):
                     total += float(self._kl(logits, ids[i * texts.BATCH + b], last[b], wanted[i][b])) / len(last)
         return total / len(start)
@@ -189,7 +183,7 @@ class EndToEnd:
         for key, optimizer, t in self._leaves():
             t.data.copy_(tensors[f"{key}.value"])
             averages = {k: tensors[f"{key}.{k}"].to(t.device) for k in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[t] = {"step": tensors[f"{key}.step"].to(t.device), **averages}
+            optimizer.state[t] = {"step": tensors[f"{key}.step"], **averages}
         return int(done), before
 
     def _keep(self, path: Path, done: int, before: float) -> None:

@@ -30,7 +30,7 @@ def losses(monkeypatch):
         better = learn.learn(layer, results, dtypes, original, behind)
         assert set(better) <= set(results)
         for name, q in better.items():
-            assert torch.equal(q.scales, q.scales.to(dtypes[name]).float())
+            assert torch.equal(q.scales, q.held(dtypes[name]).held(torch.float32).scales)
             layer.set(name, q.dequantize())
         found.append((before, distance(layer, original, behind)))
         return better
@@ -51,10 +51,10 @@ def test_layers_come_nearer(family, bits, form, family_checkpoints, text, tmp_pa
     assert sum(after for _, after in losses) < 0.98 * sum(before for before, _ in losses)
 
 
-@pytest.mark.parametrize("zero", ["int", "none"])
-def test_zeros_stay_of_their_kind(zero, family_checkpoints, text, tmp_path, losses):
+@pytest.mark.parametrize(("zero", "form"), [("int", "lowq"), ("none", "lowq"), ("none", "table-e4m3")])
+def test_zeros_and_scales_stay_of_their_kind(zero, form, family_checkpoints, text, tmp_path, losses):
     dense = family_checkpoints("llama", schemes={}).dense
-    recipe = make_recipe(bits=2, group=16, method="learn", calib=text, zero=zero)
+    recipe = make_recipe(bits=2, group=16, method="learn", calib=text, zero=zero, format=form)
     list(pipeline.run(dense, recipe, tmp_path / "out"))
     assert sum(after for _, after in losses) < sum(before for before, _ in losses)
 
