@@ -43,13 +43,13 @@ SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in so
 
 def imported(path: Path) -> set[str]:
     """Every module a file imports, at its top or inside a function."""
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module or "")
-    return found
+            result.add(node.module or "")
+    return result
 
 
 def module_name(package: str, path: Path) -> str:
@@ -62,14 +62,14 @@ MODULES = {module_name(package, path): path for package, path in SOURCES}
 
 def arrows(name: str, lazily: bool = True) -> set[str]:
     """The modules of ours that a module imports, lazily too: `from a import b` is a.b where that is a module."""
-    found, tree = set(), ast.parse(MODULES[name].read_text())
+    result, tree = set(), ast.parse(MODULES[name].read_text())
     for node in ast.walk(tree) if lazily else tree.body:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} has a relative import"
-            found |= {f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names}
+            result |= {f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names}
         elif isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-    return found & set(MODULES) - {name}
+            result |= {a.name for a in node.names}
+    return result & set(MODULES) - {name}
 
 
 def ids(case):
@@ -87,8 +87,8 @@ def test_imports_point_one_way(case):
 
 @pytest.mark.parametrize("package", FOLDERS)
 def test_every_folder_has_a_floor(package):
-    found = {name.split(".")[1] for name in MODULES if name.startswith(package + ".")}
-    assert found == set(FLOORS[package]), "FLOORS says where each folder stands: add the new one, take out what is gone"
+    result = {name.split(".")[1] for name in MODULES if name.startswith(package + ".")}
+    assert result == set(FLOORS[package]), "FLOORS says where each folder stands: add the new one, take out what is gone"
 
 
 @pytest.mark.parametrize("package", FOLDERS)
@@ -154,11 +154,11 @@ def test_only_the_console_prints():
 
 def test_every_package_folder_is_declared():
     declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    found = set()
+    result = set()
     for package, folder in FOLDERS.items():
         for init in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
-    assert found == declared
+            result.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
+    assert result == declared
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +237,9 @@ def test_what_a_benchmark_imports_of_ours_is_there(path):
 def test_what_tests_import_by_a_bare_name_has_that_name_alone():
     """Several folders of helpers are on the path of one run: of two `judge.py` every test would get the one imported first."""
     helpers = [p for p in (ROOT / "tests").rglob("*.py") if not p.name.startswith(("test_", "__")) and p.name != "conftest.py"]
-    found = sorted(p.stem for p in helpers)
-    assert found
-    assert [name for name in found if found.count(name) > 1] == []
+    result = sorted(p.stem for p in helpers)
+    assert result
+    assert [name for name in result if result.count(name) > 1] == []
 
 
 def test_no_test_imports_from_a_conftest():
@@ -270,7 +270,7 @@ def caught(node: ast.ExceptHandler | ast.Call) -> set[str]:
 
 def swallowing(source: str) -> list[str]:
     """Places of a source that may hide an error, as "LINE: why not"."""
-    found, lines = [], source.splitlines()
+    result, lines = [], source.splitlines()
     for node in ast.walk(ast.parse(source)):
         called = isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "suppress"
         if not called and not isinstance(node, ast.ExceptHandler):
@@ -282,17 +282,17 @@ def swallowing(source: str) -> list[str]:
         raised = bool(body) and isinstance(body[-1], ast.Raise)
         used = {n.id for statement in body for n in ast.walk(statement) if isinstance(n, ast.Name)}
         if every and getattr(node, "name", None) not in used:
-            found.append(f"{node.lineno}: every error is caught, and none is shown or raised")
+            result.append(f"{node.lineno}: every error is caught, and none is shown or raised")
         elif (every or (ours and not raised)) and "#" not in lines[node.lineno - 1]:
-            found.append(f"{node.lineno}: no comment says what may come, and where it goes")
-    return found
+            result.append(f"{node.lineno}: no comment says what may come, and where it goes")
+    return result
 
 
 @pytest.mark.parametrize("package", FOLDERS)
 def test_no_error_is_swallowed(package):
     """What is caught of every kind, or of the kinds that our own mistakes have, is kept, and a comment says where it goes."""
-    found = [f"{path}:{why}" for whose, path in SOURCES if whose == package for why in swallowing(path.read_text())]
-    assert found == []
+    result = [f"{path}:{why}" for whose, path in SOURCES if whose == package for why in swallowing(path.read_text())]
+    assert result == []
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ LOWQ = Path(sys.executable).with_name("lowq")
 
 
 def unit():
-    found = configparser.ConfigParser(interpolation=None, strict=False)
-    found.optionxform = str
-    found.read(DEPLOY / "lowq.service")
-    return found
+    result = configparser.ConfigParser(interpolation=None, strict=False)
+    result.optionxform = str
+    result.read(DEPLOY / "lowq.service")
+    return result
 
 
 def entry_point():
@@ -42,10 +42,10 @@ def test_the_example_of_models_can_be_read_and_so_can_what_it_shows(tmp_path):
     text = (DEPLOY / "models.toml").read_text()
     assert read_config(DEPLOY / "models.toml").folders == ["/var/lib/lowq/models"]
     (tmp_path / "m.toml").write_text(re.sub(r"^# (?=[\w\[])(?!What)", "", text, flags=re.M))
-    found = read_config(tmp_path / "m.toml")
-    assert found.default == "small"
-    assert found.models["small"].pin
-    assert found.memory == 40 * 10**9
+    result = read_config(tmp_path / "m.toml")
+    assert result.default == "small"
+    assert result.models["small"].pin
+    assert result.memory == 40 * 10**9
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -50,9 +50,9 @@ def anchors(page):
 def test_links_inside_the_repository_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
         if "://" not in target:
-            found = page.parent / target if target else page
-            assert found.exists(), target
-            assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+            result = page.parent / target if target else page
+            assert result.exists(), target
+            assert not anchor or anchor in anchors(result), f"{target}#{anchor}"
 
 
 def test_every_page_of_the_notes_is_in_their_index():
@@ -138,8 +138,8 @@ CHOICES = [  # typed by hand in the help, which must not import what knows them
 @pytest.mark.parametrize(("verb", "flag", "names"), CHOICES, ids=lambda v: v if isinstance(v, str) else "")
 def test_help_names_every_choice(verb, flag, names):
     command = typer.main.get_command(main.app).commands[verb]
-    told = next(p.help for p in command.params if flag in p.opts)
-    assert [n for n in names if not re.search(rf"(?<![\w.-]){re.escape(n)}(?![\w-])", told)] == []
+    output = next(p.help for p in command.params if flag in p.opts)
+    assert [n for n in names if not re.search(rf"(?<![\w.-]){re.escape(n)}(?![\w-])", output)] == []
 
 
 TROUBLES = re.findall(r"^\$ (lowq .*)\n(lowq: .*)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)

@@ -57,13 +57,13 @@ ROUND = {  # (file, call) -> why it need not go through the door
 
 def of_modules(tree: ast.AST) -> dict[str, str]:
     """Names that a file imports -> where from."""
-    found = {}
+    result = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            found |= {a.asname or a.name: f"{node.module}" for a in node.names}
+            result |= {a.asname or a.name: f"{node.module}" for a in node.names}
         elif isinstance(node, ast.Import):
-            found |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
-    return found
+            result |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
+    return result
 
 
 def spelled(call: ast.Call) -> str:
@@ -93,13 +93,13 @@ def writes(call: ast.Call) -> bool:
 def round_the_door(source: str) -> list[str]:
     """The calls of a source that open a file by its name to read it, and are not the door's."""
     tree = ast.parse(source)
-    names, found = of_modules(tree), []
+    names, result = of_modules(tree), []
     own = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         name = spelled(call)
         head, _, leaf = name.rpartition(".")
         if leaf == "load" and head in MODULES_OF_LOADS:
-            found.append(name)
+            result.append(name)
         if leaf not in READS or (names.get(leaf, "") == OURS and not head):
             continue
         if not head and (name in own or names.get(leaf, "").startswith("lowq_")):
@@ -108,8 +108,8 @@ def round_the_door(source: str) -> list[str]:
             continue
         if leaf == "open" and writes(call):
             continue
-        found.append(name)
-    return found
+        result.append(name)
+    return result
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -52,9 +52,9 @@ def test_so_does_a_run(factor, tmp_path):
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 160}
     AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path / "m")
-    found = load_file(tmp_path / "m" / "model.safetensors")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    save_file({**found, name: found[name] * factor}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    save_file({**tensors, name: tensors[name] * factor}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LowqError, match=f"{name}: its scales do not fit float16; use --dtype bfloat16"):
         lowq.quantize(tmp_path / "m", tmp_path / "half", method="rtn", dtype="float16")
     assert not (tmp_path / "half" / "config.json").exists()

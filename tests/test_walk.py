@@ -105,17 +105,17 @@ def walk(folder, device):
         else:
             done = forking.lowq(*words, env=env, cwd=folder / "work", given=step.stdin)
         spent.append((step.line, time.monotonic() - began))
-        told = f"lowq {step.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        assert done.returncode == step.code, told
-        assert "Traceback" not in done.stderr, told
-        assert "internal error" not in done.stderr, told
+        output = f"lowq {step.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode == step.code, output
+        assert "Traceback" not in done.stderr, output
+        assert "internal error" not in done.stderr, output
         if step.keys:
             (line,) = done.stdout.splitlines()  # exactly one object
-            assert set(step.keys) <= json.loads(line).keys(), told
+            assert set(step.keys) <= json.loads(line).keys(), output
         for words in step.says:
-            assert words in done.stdout + done.stderr, told
+            assert words in done.stdout + done.stderr, output
         for path in step.makes:
-            assert (folder / "work" / path).exists(), told
+            assert (folder / "work" / path).exists(), output
     return spent
 
 

@@ -55,13 +55,15 @@ def write_byte_tokenizer(folder: Path, template: str | None = None) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<last>": 159}
-    made = Tokenizer(models.BPE(special | {f"<{i}>": i for i in range(127, 159)} | {BYTES[i]: i for i in range(3, 127)}, []))
-    made.add_special_tokens([AddedToken(t, special=True) for t in special])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = Tokenizer(
+        models.BPE(special | {f"<{i}>": i for i in range(127, 159)} | {BYTES[i]: i for i in range(3, 127)}, [])
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     facts |= {"chat_template": template} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))

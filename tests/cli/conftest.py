@@ -61,13 +61,13 @@ def bf16_checkpoints(
     def make(family: str, schemes: dict[str, Scheme]) -> Checkpoints:
         key = (family, str(schemes))
         if key not in made:
-            found = family_checkpoints(family, "bfloat16", schemes)
+            result = family_checkpoints(family, "bfloat16", schemes)
             packed = tmp_path_factory.mktemp(family) / "packed"
-            shutil.copytree(found.packed, packed)
+            shutil.copytree(result.packed, packed)
             tensors = load_file(packed / "model.safetensors")
             tensors = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
             save_file(tensors, packed / "model.safetensors")
-            made[key] = replace(found, packed=packed)
+            made[key] = replace(result, packed=packed)
         return made[key]
 
     return make

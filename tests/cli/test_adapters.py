@@ -59,8 +59,8 @@ def text_of(model, tokenizer, prompt=TEXT, n=N):
 def merged(packed, adapter):
     """The base's own weights, dense, with an adapter added to them in fp32."""
     model = lowq.load(packed, device="cpu", dtype=torch.float32)[0].dequantize()
-    found = read_adapter(adapter)
-    for name, (A, B) in found.factors.items():
+    result = read_adapter(adapter)
+    for name, (A, B) in result.factors.items():
         model.get_submodule(name).weight.data += B @ A
     return model
 

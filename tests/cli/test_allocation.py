@@ -28,19 +28,19 @@ def test_nothing_is_better(seed, coarse):
     most = sum(max(c.nbytes for c in cs) for cs in groups.values())
     for share in (0, 0.1, 0.35, 0.7, 1):
         budget = int(least + share * (most - least))
-        found = allocate(groups, budget)
-        assert sum(c.nbytes for c in found.values()) <= budget
+        result = allocate(groups, budget)
+        assert sum(c.nbytes for c in result.values()) <= budget
         every = (p for p in itertools.product(*groups.values()) if sum(c.nbytes for c in p) <= budget)
         best = min(sum(c.error for c in p) for p in every)
-        assert sum(c.error for c in found.values()) == pytest.approx(best, rel=1e-9)
+        assert sum(c.error for c in result.values()) == pytest.approx(best, rel=1e-9)
 
 
 def test_a_large_model_takes_seconds():
     start = time.process_time()
     groups = tables(0, 400, 13)
     budget = int(1.2 * sum(min(c.nbytes for c in cs) for cs in groups.values()))
-    found = allocate(groups, budget)
-    assert sum(c.nbytes for c in found.values()) <= budget
+    result = allocate(groups, budget)
+    assert sum(c.nbytes for c in result.values()) <= budget
     assert time.process_time() - start < 20
 
 

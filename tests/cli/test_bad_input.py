@@ -24,9 +24,9 @@ def config(m, **changes):
 
 
 def tensors(m, change):
-    found = load_file(m / WEIGHTS)
-    change(found)
-    save_file(found, m / WEIGHTS)
+    tensors = load_file(m / WEIGHTS)
+    change(tensors)
+    save_file(tensors, m / WEIGHTS)
 
 
 def set_value(name, value):
@@ -57,12 +57,12 @@ def only(name, content=b"x"):
 
 
 def split(m, lost=False, wrong=False):
-    found = load_file(m / WEIGHTS)
+    tensors = load_file(m / WEIGHTS)
     (m / WEIGHTS).unlink()
-    names = sorted(found)
+    names = sorted(tensors)
     where = {n: f"model-0000{1 + (i > 5)}-of-00002.safetensors" for i, n in enumerate(names)}
     for file in set(where.values()):
-        save_file({n: found[n] for n in names if where[n] == file}, m / file)
+        save_file({n: tensors[n] for n in names if where[n] == file}, m / file)
     if wrong:
         where[names[0]], where[names[-1]] = where[names[-1]], where[names[0]]
     (m / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": where}))

@@ -49,9 +49,9 @@ def test_both_kernels_are_measured(family_checkpoints, engine, capsys):
 def test_schemes_that_vllm_has_no_kernels_for(family_checkpoints, engine, capsys):
     folder = family_checkpoints("llama", "bfloat16", {"mlp": Scheme(3, 16, "float")}).packed
     assert cli(folder, "--batch", "1", "--json") == 0
-    got = capsys.readouterr()
-    assert json.loads(got.out)["rows"] == [{"batch": 1, "vllm": None, "lowq": 300.0}]
-    assert "it has none for these schemes" in got.err
+    result = capsys.readouterr()
+    assert json.loads(result.out)["rows"] == [{"batch": 1, "vllm": None, "lowq": 300.0}]
+    assert "it has none for these schemes" in result.err
 
 
 def test_a_failed_engine_is_one_line(family_checkpoints, engine):

@@ -63,13 +63,13 @@ def quantized(model, out, make=None, **asked):
 
 
 def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, texts, cache, tmp_path):
-    found, result = quantized(model, tmp_path / "a", **texts)
-    assert 0.9 * 0.05 <= found.measured <= 0.05
-    assert found.binding == "max_kl"
+    actual, result = quantized(model, tmp_path / "a", **texts)
+    assert 0.9 * 0.05 <= actual.measured <= 0.05
+    assert actual.binding == "max_kl"
     assert not result.already_done
     again = perplexity.measure(tmp_path / "a", perplexity.read_text(texts["judge"]), model, "cpu")
-    assert again.kl == pytest.approx(found.measured, rel=1e-6)
-    assert found.more < found.measured < found.less
+    assert again.kl == pytest.approx(actual.measured, rel=1e-6)
+    assert actual.more < actual.measured < actual.less
     report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
     plain = make_recipe(**{k: v for k, v in report["recipe"].items() if k not in ("bits",)})  # the recipe alone makes it again
     list(pipeline.run(model, plain, tmp_path / "b", "cpu"))
@@ -77,29 +77,29 @@ def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, texts,
     assert [p.name for p in next(cache.iterdir()).iterdir()] == ["measured.json"]  # no trial is left
     second, result = quantized(model, tmp_path / "a", **texts)
     assert result.already_done
-    assert second == found
+    assert second == actual
 
 
 def test_killed_when_a_trial_is_made_it_is_not_made_again(model, texts, cache, tmp_path):
-    made = []
+    results = []
 
     def make(recipe, folder):
         weights = folder / "model.safetensors"
         before = weights.exists() and weights.stat().st_ino
         pipeline.maker(str(model), "cpu")(recipe, folder)
-        made.append((folder.name, before, weights.stat().st_ino))
-        if len(made) == 1:
+        results.append((folder.name, before, weights.stat().st_ino))
+        if len(results) == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         quantized(model, tmp_path / "a", make, max_kl=0.03, **texts)
     assert not (tmp_path / "a").exists()
-    found, _ = quantized(model, tmp_path / "a", make, max_kl=0.03, **texts)
-    assert len(made) == 1 + len(found.trials)
-    name, _, inode = made[0]
-    assert made[1] == (name, inode, inode)
-    assert not any(before for _, before, _ in made[2:])
-    assert 0.9 * 0.03 <= found.measured <= 0.03
+    result, _ = quantized(model, tmp_path / "a", make, max_kl=0.03, **texts)
+    assert len(results) == 1 + len(result.trials)
+    name, _, inode = results[0]
+    assert results[1] == (name, inode, inode)
+    assert not any(before for _, before, _ in results[2:])
+    assert 0.9 * 0.03 <= result.measured <= 0.03
 
 
 def test_bounds_that_cannot_be_met(model, texts, cache, tmp_path):
@@ -142,14 +142,14 @@ def timed(model, out, monkeypatch, seconds, **asked):
 
 
 def test_a_speed_is_a_further_bound(model, texts, cache, tmp_path, monkeypatch):
-    found, sizes = timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e9 / 4e6, **texts)
-    assert found.binding == "max_kl"
-    here, slower, faster = found.tps
-    assert here == pytest.approx(1e9 / sizes[-1]) or here in [t.tps for t in found.trials]
+    result, sizes = timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e9 / 4e6, **texts)
+    assert result.binding == "max_kl"
+    here, slower, faster = result.tps
+    assert here == pytest.approx(1e9 / sizes[-1]) or here in [t.tps for t in result.trials]
     assert slower < here < faster  # by a bit of every weight that takes part, at the memory's speed
     a_bit = 1 / slower - 1 / here
     assert a_bit == pytest.approx(1 / here - 1 / faster)
-    assert f"{here:.4g} tokens/s here" in found.summary
+    assert f"{here:.4g} tokens/s here" in result.summary
     report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
     assert report["recipe"]["tokens_per_s"] is None  # the recipe that makes the checkpoint names no bound
 
@@ -177,12 +177,12 @@ def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, tr
         return SimpleNamespace(kl=made[folder], ppl_increase_pct=100 * math.expm1(made[folder]))
 
     asked = make_recipe(**{flag: limit if flag == "max_kl" else 100 * math.expm1(limit)})
-    _, _, found = bound.Search("m", curve, asked, ("", ""), "cpu", make, lambda *_: None, measure).run()
-    if found.binding == flag:
-        assert 0.9 * found.limit < found.measured <= found.limit
-        assert len(found.trials) <= 5
+    _, _, result = bound.Search("m", curve, asked, ("", ""), "cpu", make, lambda *_: None, measure).run()
+    if result.binding == flag:
+        assert 0.9 * result.limit < result.measured <= result.limit
+        assert len(result.trials) <= 5
     else:
-        assert found.measured <= found.limit
+        assert result.measured <= result.limit
         assert truth(2 * math.exp2(-4)) <= limit
 
 

@@ -68,10 +68,10 @@ def test_gptq_over_a_table_of_even_steps_is_gptq_over_the_grid(bits):
     scheme, mid = Scheme.of(bits, 32, "fitted"), even.scheme.mid
     table = ((torch.arange(scheme.levels) - mid) / mid).unsqueeze(0)
     held = QuantizedTensor.of(scheme, torch.zeros_like(even.W_q), even.scales * mid, None, table)
-    found = gptq.quantize(W, scheme, None, Moments(second), held)
-    assert torch.equal(found.W_q, even.W_q)
-    assert torch.equal(found.dequantize(), even.dequantize())
-    assert not torch.equal(found.W_q, gptq.quantize(W, scheme, None, None, held).W_q)  # moments do count
+    result = gptq.quantize(W, scheme, None, Moments(second), held)
+    assert torch.equal(result.W_q, even.W_q)
+    assert torch.equal(result.dequantize(), even.dequantize())
+    assert not torch.equal(result.W_q, gptq.quantize(W, scheme, None, None, held).W_q)  # moments do count
 
 
 def test_rows_rounded_apart_are_as_rounded_together():
@@ -104,8 +104,8 @@ def test_few_tokens_are_believed_little():
     draw = lambda n: torch.randn(n, 128, generator=g) @ mix  # noqa: E731
     x, other = draw(160), draw(4096)
     W, scheme = torch.randn(64, 128, generator=g), Scheme(2, 32)
-    found = [gptq.quantize(W, scheme, None, Moments(x.T @ x, tokens=tokens)) for tokens in (0, 160)]
-    error = [output_error(q, W, other.T @ other) for q in (*found, lsq.quantize(W, scheme))]
+    result = [gptq.quantize(W, scheme, None, Moments(x.T @ x, tokens=tokens)) for tokens in (0, 160)]
+    error = [output_error(q, W, other.T @ other) for q in (*result, lsq.quantize(W, scheme))]
     assert error[1] < 0.9 * error[0]
     assert error[1] < error[2] < error[0]
 
@@ -265,7 +265,7 @@ def test_experts_that_few_tokens_visit_are_quantized_without_them_and_named(fami
     assert any(re.search(r"layers\.0\..*experts\.(9|10)\.", n) for n in notes)
     assert notes.keys() < experts
     assert all(int(note.split("because ")[1].split()[0]) < quantizers.FEW_TOKENS for note in notes.values())
-    errors, others = ({t["name"]: t["rel_error"] for t in found if t["name"] in experts} for found in (few, free))
+    errors, others = ({t["name"]: t["rel_error"] for t in result if t["name"] in experts} for result in (few, free))
     assert {n for n in experts if errors[n] == others[n]} == set(notes)
 
 

@@ -83,16 +83,16 @@ def test_layers_run_one_by_one_give_the_models_logits(family, dense):
             with torch.no_grad(), blocks.layer(number) as layer:
                 hidden = [run(layer, h, others[number]) for h in hidden]
         with torch.no_grad(), blocks.tail() as logits:
-            found = torch.cat([logits(i, h) for i, h in zip(ids.split(2), hidden, strict=True)])
+            result = torch.cat([logits(i, h) for i, h in zip(ids.split(2), hidden, strict=True)])
     with torch.no_grad():
-        wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=ids).logits
-    torch.testing.assert_close(found.as_subclass(torch.Tensor), wanted, rtol=1e-4, atol=1e-5)
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=ids).logits
+    torch.testing.assert_close(result.as_subclass(torch.Tensor), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, text, tmp_path):
-    found = pipeline.quantize(dense("deepseek_v3"), tmp_path / "o", bits=4, group=16, method=method, calib=text)
-    assert found["quantized_fraction"] > 0.4
+    result = pipeline.quantize(dense("deepseek_v3"), tmp_path / "o", bits=4, group=16, method=method, calib=text)
+    assert result["quantized_fraction"] > 0.4
 
 
 def test_windows_are_no_longer_than_the_context(dense, text, tmp_path, own_cache):
@@ -116,9 +116,9 @@ def test_a_text_of_tokens_that_the_model_lacks_is_refused(how, dense, text, tmp_
 def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, tmp_path, own_cache):
     """OPT-350m's is narrower than its layers: its rows were multiplied with gradients of another width."""
     with open_source(dense("opt")) as source:
-        _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), texts.Text.read(None), CPU)
-    assert "is projected before the first layer" in found.why_not_nats
-    assert found.bpw <= 7.5
+        _, result = mixed.resolve(source, make_recipe(bpw=7.5, group=16), texts.Text.read(None), CPU)
+    assert "is projected before the first layer" in result.why_not_nats
+    assert result.bpw <= 7.5
 
 
 def test_a_linear_that_its_layer_does_not_call_is_quantized_without_the_text(dense, text, tmp_path):
@@ -137,10 +137,10 @@ def test_weights_that_a_model_reads_itself_are_kept(dense):
         ("falcon_mamba", "lm_head.weight", "casts to the weight's dtype"),
     ):
         with open_source(dense(family)) as source:
-            found = roles(source.config, source.headers)
-            assert not found[name].parts
-            assert why in found[name].reason
-            assert found["backbone.layers.0.mixer.in_proj.weight"].parts
+            role_of = roles(source.config, source.headers)
+            assert not role_of[name].parts
+            assert why in role_of[name].reason
+            assert role_of["backbone.layers.0.mixer.in_proj.weight"].parts
             with pytest.raises(UsageError, match="the output head stays as it is, because its model casts"):
                 make_plan(source, make_recipe(lm_head=8))
     with open_source(dense("mamba")) as source:  # its head is its embedding, which --bpw would pack
@@ -157,8 +157,8 @@ def test_a_quantized_mamba_generates(dense, tmp_path):
         pipeline.quantize(folder, tmp_path / family, bits=8, group=16, method="rtn")
         ids = torch.arange(3, 19)[None]
         with open_source(folder) as a, open_source(tmp_path / family) as b, torch.no_grad():
-            wanted, found = (load_model(s, "cpu")(input_ids=ids).logits.float() for s in (a, b))
-        assert (found - wanted).norm() < 0.02 * wanted.norm()
+            expected, result = (load_model(s, "cpu")(input_ids=ids).logits.float() for s in (a, b))
+        assert (result - expected).norm() < 0.02 * expected.norm()
 
 
 def test_layers_that_need_their_model_are_unsupported_not_a_bug(dense, text, tmp_path, monkeypatch):

@@ -149,17 +149,17 @@ def test_inspect_verifies(folder, capsys):
     def run():
         return main.main(["inspect", str(folder), "--verify", "--json"]), json.loads(capsys.readouterr().out)
 
-    code, found = run()
-    assert (code, found["verified"]) == (0, True)
+    code, result = run()
+    assert (code, result["verified"]) == (0, True)
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-3] ^= 16  # no header, no shape, no scale: nothing but the checksum tells
     path.write_bytes(content)
-    code, found = run()
-    assert (code, "checksum" in found["error"]) == (DamagedError.exit_code, True)
+    code, result = run()
+    assert (code, "checksum" in result["error"]) == (DamagedError.exit_code, True)
     (folder / "lowq_report.json").unlink()
-    code, found = run()
-    assert (code, "no lowq_report.json" in found["error"]) == (UnsupportedError.exit_code, True)
+    code, result = run()
+    assert (code, "no lowq_report.json" in result["error"]) == (UnsupportedError.exit_code, True)
 
 
 def test_a_file_that_is_not_the_reported_one_is_refused(folder):

@@ -35,11 +35,11 @@ def test_an_error_of_one_kernel_is_a_row_and_the_others_are_still_checked(monkey
 
     pack = checkup.pack
     monkeypatch.setattr(checkup, "pack", broken)
-    found = {c.name: c for c in checkup._kernels()}
-    assert not found["kernel reference"].ok
-    assert "RuntimeError at" in found["kernel reference"].found
-    assert "\n" not in found["kernel reference"].found
-    assert found["kernel cpu/int4"].ok
+    result = {c.name: c for c in checkup._kernels()}
+    assert not result["kernel reference"].ok
+    assert "RuntimeError at" in result["kernel reference"].found
+    assert "\n" not in result["kernel reference"].found
+    assert result["kernel cpu/int4"].ok
 
 
 def test_a_lost_gpu_is_one_row_and_no_kernel_is_blamed_for_it(monkeypatch):
@@ -47,7 +47,7 @@ def test_a_lost_gpu_is_one_row_and_no_kernel_is_blamed_for_it(monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
 
     monkeypatch.setattr(checkup, "pack", lost)
-    (found,) = checkup._products()
-    assert (found.name, found.ok) == ("kernels", False)
-    assert "illegal memory access" in found.found
-    assert "CUDA_LAUNCH_BLOCKING=1" in found.fix
+    (result,) = checkup._products()
+    assert (result.name, result.ok) == ("kernels", False)
+    assert "illegal memory access" in result.found
+    assert "CUDA_LAUNCH_BLOCKING=1" in result.fix

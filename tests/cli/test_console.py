@@ -74,8 +74,8 @@ def test_doctor_gives_kernels_of_another_machine_one_row():
 def test_numbers_that_json_has_no_word_for_are_null(capsys):
     """`json.dumps` writes NaN and Infinity, which jq, JavaScript and Go refuse."""
     console.out_json({"ppl": float("inf"), "rows": [{"kl": float("nan"), "n": 1}], "pair": (0.5, float("-inf")), "ok": True})
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found == {"ppl": None, "rows": [{"kl": None, "n": 1}], "pair": [0.5, None], "ok": True}
+    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert result == {"ppl": None, "rows": [{"kl": None, "n": 1}], "pair": [0.5, None], "ok": True}
 
 
 def test_a_table_without_room_for_its_columns_becomes_a_paragraph_a_row(terminal):

@@ -74,9 +74,9 @@ def test_dequantized_in_place_it_is_the_dense_model(family, tmp_path):
     assert not any(isinstance(m, lowq.QuantLinear | QuantExperts | QuantEmbedding) for m in model.modules())
     assert torch.allclose(outputs(model), outputs(opened(c.dequantized)), atol=1e-5)
     model.save_pretrained(tmp_path / "saved")
-    saved, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", c.dequantized))
-    assert saved.keys() == wanted.keys()
-    assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
+    saved, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", c.dequantized))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
     assert not hasattr(opened(tmp_path / "saved").config, "quantization_config")
 
 

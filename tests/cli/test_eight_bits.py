@@ -52,44 +52,44 @@ def divergence(model, ids, act):
 
 def test_as_many_layers_as_the_limit_allows(loaded, text):
     model, _ = loaded
-    found = [choose(model, text, limit) for limit in (0.0, 5e-4, 2e-3, 1.0)]
-    assert [c.act for c in found] == ["none", "int8", "int8", "int8"]
-    for choice, limit in zip(found[1:], (5e-4, 2e-3, 1.0), strict=True):
+    result = [choose(model, text, limit) for limit in (0.0, 5e-4, 2e-3, 1.0)]
+    assert [c.act for c in result] == ["none", "int8", "int8", "int8"]
+    for choice, limit in zip(result[1:], (5e-4, 2e-3, 1.0), strict=True):
         kl = divergence(model, text, dict.fromkeys(choice.rounded, "int8"))
         assert kl == pytest.approx(choice.kl, rel=0.02)
         assert kl <= limit
-    assert 0 < len(found[1].rounded) < len(found[2].rounded) < len(found[3].rounded) == 24
-    assert not found[3].kept
+    assert 0 < len(result[1].rounded) < len(result[2].rounded) < len(result[3].rounded) == 24
+    assert not result[3].kept
     choose(model, text, 5e-4)
-    assert {n for n, m in model.named_modules() if getattr(m, "act", "none") == "int8"} == set(found[1].rounded)
-    assert "16 bits in" in str(found[1])
-    assert "of 0" in str(found[1])
+    assert {n for n, m in model.named_modules() if getattr(m, "act", "none") == "int8"} == set(result[1].rounded)
+    assert "16 bits in" in str(result[1])
+    assert "of 0" in str(result[1])
 
 
 def test_steps_are_exact_and_prompts_are_not(loaded):
     model, _ = loaded
     ids = torch.randint(3, 1000, (1, STEPS + 1), generator=torch.Generator().manual_seed(1))
-    found = {}
+    result = {}
     for act in ("none", "int8", "fp8"):
         set_activations(model, act)
         with torch.inference_mode():
-            found[act] = [model(input_ids=part).logits for part in (ids[:, :STEPS], ids)]
+            result[act] = [model(input_ids=part).logits for part in (ids[:, :STEPS], ids)]
     set_activations(model, "none")
     for act in ("int8", "fp8"):
-        assert torch.equal(found[act][0], found["none"][0])
-        assert not torch.equal(found[act][1], found["none"][1])
+        assert torch.equal(result[act][0], result["none"][0])
+        assert not torch.equal(result[act][1], result["none"][1])
 
 
 def test_the_choice_of_activations_is_printed(loaded, monkeypatch):
     model, tokenizer = loaded
     monkeypatch.setattr(eight_bits, "TOKENS", 64)
-    said = []
-    apply_act(model, tokenizer, "auto", said.append)
-    (line,) = said
+    output = []
+    apply_act(model, tokenizer, "auto", output.append)
+    (line,) = output
     assert line.startswith("activations ")
-    apply_act(model, tokenizer, None, said.append)
-    apply_act(model, tokenizer, "none", said.append)
-    assert said == [line]
+    apply_act(model, tokenizer, None, output.append)
+    apply_act(model, tokenizer, "none", output.append)
+    assert output == [line]
     with pytest.raises(UsageError, match="act='int4' does not exist"):
         apply_act(model, tokenizer, "int4")
 

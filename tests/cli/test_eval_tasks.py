@@ -79,10 +79,10 @@ def log_p(before, text):
 def test_likelihoods_of_continuations():
     best = chr(int(ROWS[ord("a"), 32:127].argmax()) + 32)
     greedy = bool(ROWS[ord("a")].argmax() == ord(best))
-    found = judge().loglikelihood(asked(("ab", "cd"), ("ab", "ce"), ("ab ", "x"), ("", "hi"), ("za", best)))
+    result = judge().loglikelihood(asked(("ab", "cd"), ("ab", "ce"), ("ab ", "x"), ("", "hi"), ("za", best)))
     expected = [log_p(ord("b"), "cd"), log_p(ord("b"), "ce"), log_p(ord("b"), " x"), log_p(1, "hi"), log_p(ord("a"), best)]
-    assert [f[0] for f in found] == pytest.approx(expected, abs=1e-5)
-    assert found[4][1] is greedy
+    assert [f[0] for f in result] == pytest.approx(expected, abs=1e-5)
+    assert result[4][1] is greedy
 
 
 def test_a_row_is_read_once_whatever_its_last_token():
@@ -104,8 +104,8 @@ def test_contexts_too_long_lose_their_beginning():
 @pytest.mark.parametrize("length", [3, 8, 9, 20])
 def test_every_token_of_a_document_counts_once(length):
     text = "abcdefghijklmnopqrst"[:length]
-    (found,) = judge(limit=8).loglikelihood_rolling(asked((text,)))
-    assert found == pytest.approx(log_p(1, text), abs=1e-4)  # the model looks at one token alone: windows change nothing
+    (result,) = judge(limit=8).loglikelihood_rolling(asked((text,)))
+    assert result == pytest.approx(log_p(1, text), abs=1e-4)  # the model looks at one token alone: windows change nothing
 
 
 def test_texts_are_asked_for_as_the_task_says():
@@ -117,8 +117,8 @@ def test_texts_are_asked_for_as_the_task_says():
 
     greedy = {"until": ["\n", ""], "max_gen_toks": 3, "do_sample": False, "temperature": 0.7}
     drawn = {"do_sample": True, "top_p": 0.9}
-    found = judge(12, answers).generate_until(asked(("abc", greedy), ("x", {"max_gen_toks": 2}), ("z" * 30, greedy)))
-    assert found == ["3", "1", "9"]
+    result = judge(12, answers).generate_until(asked(("abc", greedy), ("x", {"max_gen_toks": 2}), ("z" * 30, greedy)))
+    assert result == ["3", "1", "9"]
     assert [len(prompts) for prompts, _ in seen] == [2, 1]
     assert {k: seen[0][1][k] for k in ("stop", "max_new_tokens", "temperature")} == {
         "stop": ["\n"],
@@ -202,13 +202,13 @@ def test_a_task_of_ones_own(invoke, tmp_path, monkeypatch):
     (tmp_path / "write.yaml").write_text(TASK.format(name="write") + WRITE)
     done = invoke("eval", "demo", "--tasks", f"{tmp_path / 'pick.yaml'},{tmp_path / 'write.yaml'}", "--json")
     assert done.exit_code == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [(t["task"], t["metric"], t["value"], t["questions"]) for t in found["tasks"]] == [
+    result = json.loads(done.stdout)
+    assert [(t["task"], t["metric"], t["value"], t["questions"]) for t in result["tasks"]] == [
         ("pick", "acc", 0.5, 2),
         ("pick", "mcc", 0.0, 2),
         ("write", "exact_match", 0.5, 2),
     ]
-    assert math.isclose(found["tasks"][0]["stderr"], 0.5)
+    assert math.isclose(result["tasks"][0]["stderr"], 0.5)
     assert "multiple_choice" in done.stderr  # the plan
     with pytest.raises(NotFoundError, match=r"no task file .*absent\.yaml"):
         tasks.load_tasks([str(tmp_path / "absent.yaml")])

@@ -36,35 +36,35 @@ CASES = [
 
 @pytest.mark.parametrize(("to", "schemes"), CASES, ids=lambda v: v if isinstance(v, str) else v["mlp"].zero)
 def test_an_export_opens_as_the_weights_that_the_checkpoint_stands_for(bf16_checkpoints, tmp_path, to, schemes):
-    made = bf16_checkpoints("llama", schemes)
-    done = export(made.packed, to, tmp_path / "out")
+    folders = bf16_checkpoints("llama", schemes)
+    done = export(folders.packed, to, tmp_path / "out")
     assert done.bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
-    with open_decoded(tmp_path / "out") as found, open_source(made.dequantized) as wanted:
-        ours, theirs = dense_tensors(found), dense_tensors(wanted)
-        assert "quantization_config" not in found.config
+    with open_decoded(tmp_path / "out") as source, open_source(folders.dequantized) as expected:
+        ours, theirs = dense_tensors(source), dense_tensors(expected)
+        assert "quantization_config" not in source.config
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name].to(theirs[name].dtype), theirs[name]), name
     shown = inspect_model(str(tmp_path / "out"))
     assert shown.format == to
     assert sum(r.params for r in shown.rows if r.quantized) == sum(
-        r.params for r in inspect_model(str(made.packed)).rows if r.quantized
+        r.params for r in inspect_model(str(folders.packed)).rows if r.quantized
     )
     assert "lowq" in shown.engines
 
 
 def test_several_files_and_an_index(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", SYM)
-    export(made.packed, "compressed-tensors", tmp_path / "out", file_bytes=20_000)
+    folders = bf16_checkpoints("llama", SYM)
+    export(folders.packed, "compressed-tensors", tmp_path / "out", file_bytes=20_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
-    with open_decoded(tmp_path / "out") as found, open_source(made.dequantized) as wanted:
-        assert found.headers.keys() == wanted.headers.keys()  # open_source checks the index
+    with open_decoded(tmp_path / "out") as source, open_source(folders.dequantized) as expected:
+        assert source.headers.keys() == expected.headers.keys()  # open_source checks the index
 
 
 def test_the_same_bytes_twice(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", INT4)
+    folders = bf16_checkpoints("llama", INT4)
     for out in ("a", "b"):
-        export(made.packed, "awq", tmp_path / out)
+        export(folders.packed, "awq", tmp_path / out)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
@@ -98,32 +98,32 @@ REFUSED = [
 
 @pytest.mark.parametrize(("to", "schemes", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_scheme_that_a_format_cannot_hold_is_refused_without_files(bf16_checkpoints, tmp_path, to, schemes, message):
-    made = bf16_checkpoints("llama", schemes)
+    folders = bf16_checkpoints("llama", schemes)
     with pytest.raises(UnsupportedError, match=message):
-        export(made.packed, to, tmp_path / "out")
+        export(folders.packed, to, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_format_whose_config_has_one_group_size_is_not_offered_for_two(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", INT4 | {"mlp": Scheme(4, 16, "int")})
-    for folder, offered in ((made.packed, False), (bf16_checkpoints("llama", INT4).packed, True)):
-        found = open_checkpoint(folder)
-        with found.source:
-            assert ("awq" in exportable(found)) == offered
+    folders = bf16_checkpoints("llama", INT4 | {"mlp": Scheme(4, 16, "int")})
+    for folder, offered in ((folders.packed, False), (bf16_checkpoints("llama", INT4).packed, True)):
+        checkpoint = open_checkpoint(folder)
+        with checkpoint.source:
+            assert ("awq" in exportable(checkpoint)) == offered
     with pytest.raises(UnsupportedError, match="one group size for all layers"):
-        export(made.packed, "awq", tmp_path / "out")
+        export(folders.packed, "awq", tmp_path / "out")
 
 
 def test_a_full_folder_an_unknown_format_and_a_model_that_is_not_ours(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", SYM)
+    folders = bf16_checkpoints("llama", SYM)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("data")
     with pytest.raises(UsageError, match="is there already"):
-        export(made.packed, "gptq", tmp_path / "out")
+        export(folders.packed, "gptq", tmp_path / "out")
     with pytest.raises(UsageError, match="does not exist; use one of"):
-        export(made.packed, "exl2", tmp_path / "new")
+        export(folders.packed, "exl2", tmp_path / "new")
     with pytest.raises(UsageError, match="not quantized"):
-        export(made.dense, "gptq", tmp_path / "new")
+        export(folders.dense, "gptq", tmp_path / "new")
     assert (tmp_path / "out" / "precious").read_text() == "data"
 
 
@@ -132,11 +132,11 @@ def test_help_names_the_formats_that_there_are():
 
 
 def test_the_command(bf16_checkpoints, tmp_path, capsys):
-    made = bf16_checkpoints("llama", SYM)
-    args = ["export", str(made.packed), "--to", "gptq", "--out", str(tmp_path / "out"), "--json"]
+    folders = bf16_checkpoints("llama", SYM)
+    args = ["export", str(folders.packed), "--to", "gptq", "--out", str(tmp_path / "out"), "--json"]
     assert main.main(args) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["format"] == "gptq"
+    result = json.loads(capsys.readouterr().out)
+    assert result["format"] == "gptq"
     assert (tmp_path / "out" / "quantize_config.json").is_file()
     assert main.main([*args[:3], "awq", *args[4:-1]]) == 5
     assert capsys.readouterr().err.count("\n") == 1
@@ -145,9 +145,9 @@ def test_the_command(bf16_checkpoints, tmp_path, capsys):
 @pytest.mark.parametrize("to", ["mlx", "gptq", "hqq"])
 def test_groups_of_scale_zero(bf16_checkpoints, tmp_path, to):
     """All weights of such a group are 0, whatever their codes; formats with offsets keep other codes for it."""
-    made = bf16_checkpoints("llama", SYM)
+    folders = bf16_checkpoints("llama", SYM)
     folder = tmp_path / "m"
-    shutil.copytree(made.packed, folder)
+    shutil.copytree(folders.packed, folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj"
     tensors[f"{name}.weight_scale"][3] = 0
@@ -201,10 +201,10 @@ def test_transformers_loads_a_compressed_tensors_export_with_our_logits(family_c
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (extra interop)")
     from transformers import AutoModelForCausalLM
 
-    made = family_checkpoints("llama", "float32", schemes)
-    export(made.packed, "compressed-tensors", tmp_path / "out")
+    folders = family_checkpoints("llama", "float32", schemes)
+    export(folders.packed, "compressed-tensors", tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ours = AutoModelForCausalLM.from_pretrained(made.dequantized).eval()
+    ours = AutoModelForCausalLM.from_pretrained(folders.dequantized).eval()
     ids = torch.arange(3, 40).unsqueeze(0)
     with torch.inference_mode():
         assert torch.equal(theirs(ids).logits, ours(ids).logits)

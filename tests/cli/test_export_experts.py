@@ -23,10 +23,12 @@ from lowq_packers.scheme import Scheme
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("to", ["gptq", "compressed-tensors"])
 def test_experts_are_exported_one_by_one(bf16_checkpoints, tmp_path, family, to):
-    made = bf16_checkpoints(family, INT4)
-    export(made.packed, to, tmp_path / "out")
-    with open_decoded(tmp_path / "out") as found, open_source(made.packed) as packed:
-        assert sum("expert" in n for n in found.headers) == sum("expert" in n and n.endswith(".weight") for n in packed.headers)
+    folders = bf16_checkpoints(family, INT4)
+    export(folders.packed, to, tmp_path / "out")
+    with open_decoded(tmp_path / "out") as source, open_source(folders.packed) as packed:
+        assert sum("expert" in n for n in source.headers) == sum(
+            "expert" in n and n.endswith(".weight") for n in packed.headers
+        )
 
 
 @pytest.fixture
@@ -70,16 +72,16 @@ def test_mlx_gets_experts_stacked_and_they_come_back_one_by_one(mixture, tmp_pat
     with open_foreign(tmp_path / "out") as source:
         _, matrices = foreign_matrices(source)
         back = {m.name: m.read(fetcher(source)) for m in matrices}
-    found = open_checkpoint(packed)
-    assert back.keys() == found.schemes.keys()
-    for t in found.tensors:
+    checkpoint = open_checkpoint(packed)
+    assert back.keys() == checkpoint.schemes.keys()
+    for t in checkpoint.tensors:
         if t.scheme:
-            assert torch.equal(back[t.name].dequantize(), found.read_matrix(t).dequantize()), t.name
+            assert torch.equal(back[t.name].dequantize(), checkpoint.read_matrix(t).dequantize()), t.name
     shown = inspect_model(str(tmp_path / "out"))
     assert sum(r.bytes for r in shown.rows) == sum(t.numel() * t.element_size() for t in written.values())
     assert done.matrices == len(back)
     imported = runnable(tmp_path / "out")
-    assert open_checkpoint(imported).schemes.keys() == found.schemes.keys()
+    assert open_checkpoint(imported).schemes.keys() == checkpoint.schemes.keys()
 
 
 def test_mlx_exports_have_rope_fields_at_the_top_level(mixture, tmp_path):
@@ -87,9 +89,9 @@ def test_mlx_exports_have_rope_fields_at_the_top_level(mixture, tmp_path):
     saved = json.loads((folder / "config.json").read_text())
     assert "rope_theta" not in saved, "else this tests nothing"
     export(folder, "mlx", tmp_path / "out")
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (told["rope_theta"], told["num_experts"], told["tie_word_embeddings"]) == (5e5, 4, False)
-    assert "rope_scaling" not in told
+    output = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (output["rope_theta"], output["num_experts"], output["tie_word_embeddings"]) == (5e5, 4, False)
+    assert "rope_scaling" not in output
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
@@ -110,12 +112,12 @@ def test_fields_are_spelled_out_and_none_is_changed(config, added):
 
 def test_experts_that_do_not_agree_cannot_be_stacked(mixture, tmp_path):
     folder, name = mixture("mixtral", {"num_local_experts": 4}), "model.layers.0.block_sparse_moe.experts.1.w1"
-    found = open_checkpoint(folder)
-    found.source.close()
+    checkpoint = open_checkpoint(folder)
+    checkpoint.source.close()
     (folder / "lowq_report.json").unlink()  # lowq quantize makes them agree: this folder is another's work
-    kept = [t.name.removesuffix(".weight") for t in found.tensors if not t.scheme]
-    section = compact(found.schemes | {name: Scheme(8, 32, "none")}, kept)
-    (folder / "config.json").write_text(json.dumps(found.config | {"quantization_config": section}))
+    kept = [t.name.removesuffix(".weight") for t in checkpoint.tensors if not t.scheme]
+    section = compact(checkpoint.schemes | {name: Scheme(8, 32, "none")}, kept)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config | {"quantization_config": section}))
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"].repeat(1, 2)
     save_file(tensors, folder / "model.safetensors")

@@ -122,7 +122,7 @@ def test_a_file_of_llama_cpp(packed, family, fact, tmp_path):
             export(packed, "gguf", tmp_path / "m.gguf")
         return
     export(packed, "gguf", tmp_path / "m.gguf")
-    wanted = read(packed)
+    expected = read(packed)
     config, of = json.loads((packed / "config.json").read_text()), gguf.GGUFReader(tmp_path / "m.gguf").fields
     facts = {name.partition(".")[2]: field.contents() for name, field in of.items()}
     assert facts["attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
@@ -130,14 +130,14 @@ def test_a_file_of_llama_cpp(packed, family, fact, tmp_path):
     assert facts["attention.head_count_kv"] == config["num_key_value_heads"]
     assert facts["ggml.eos_token_id"] == END
     stops = {facts.get(f"ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-    assert stops == wanted[1]
+    assert stops == expected[1]
     if fact == "llama3" or family in ("mixtral", "qwen3_moe") or (family, fact) == ("llama", "biases"):
         with pytest.raises(UnsupportedError, match="|".join(NOT_READ_BACK)):
             read(tmp_path / "m.gguf")
         return
-    found = read(tmp_path / "m.gguf")
-    assert torch.allclose(found[0], wanted[0], rtol=0, atol=1e-4 * float(wanted[0].abs().max()))
-    assert found[1:] == wanted[1:]
+    result = read(tmp_path / "m.gguf")
+    assert torch.allclose(result[0], expected[0], rtol=0, atol=1e-4 * float(expected[0].abs().max()))
+    assert result[1:] == expected[1:]
 
 
 @pytest.mark.parametrize("zero", ["none", "int"])
@@ -146,18 +146,18 @@ def test_a_file_of_llama_cpp(packed, family, fact, tmp_path):
 def test_folders_of_every_format(family, fact, zero, tmp_path):
     dense = write(tmp_path / "dense", family, fact)
     quantize(dense, tmp_path / "m", bits=4, group="32", method="rtn", zero=zero, lm_head="keep")
-    wanted = read(tmp_path / "m")
-    with (found := open_checkpoint(tmp_path / "m")).source:
-        ways = {to: how for to, how in commands(found).items() if to != "gguf" and "--round" not in how}
+    expected = read(tmp_path / "m")
+    with (result := open_checkpoint(tmp_path / "m")).source:
+        ways = {to: how for to, how in commands(result).items() if to != "gguf" and "--round" not in how}
     assert len(ways) >= 3
     for to in ways:
         out = tmp_path / to
         export(tmp_path / "m", to, out)
         ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "m", out))
         assert {k: v for k, v in ours.items() if k not in SECTIONS}.items() <= theirs.items()
-        found = read(out)
-        assert torch.allclose(found[0], wanted[0], rtol=0, atol=1e-4 * float(wanted[0].abs().max())), to
-        assert found[1:] == wanted[1:], to
+        result = read(out)
+        assert torch.allclose(result[0], expected[0], rtol=0, atol=1e-4 * float(expected[0].abs().max())), to
+        assert result[1:] == expected[1:], to
 
 
 @pytest.mark.parametrize(("packed", "family", "fact"), [(case, *case) for case in CASES], indirect=["packed"])
@@ -167,8 +167,8 @@ def test_mlx_computes_the_same(packed, family, fact, tmp_path):
     import mlx.core as mx
     import numpy as np
 
-    with (found := open_checkpoint(packed)).source:
-        if reason := refusal(found, "mlx"):
+    with (result := open_checkpoint(packed)).source:
+        if reason := refusal(result, "mlx"):
             assert "mlx-lm" in reason
             return
     done = export(packed, "mlx", tmp_path / "out")
@@ -177,5 +177,5 @@ def test_mlx_computes_the_same(packed, family, fact, tmp_path):
     theirs = torch.from_numpy(np.array(model(mx.array(IDS.numpy())).astype(mx.float32)))
     noted = any("sliding window" in note for note in done.notes)
     assert noted == windowed(packed)
-    wanted, near = read(packed)[0], slice(0, WINDOW["sliding_window"] if noted else None)
-    assert torch.allclose(theirs[:, near], wanted[:, near], rtol=0, atol=5e-3 * float(wanted.abs().max()))
+    expected, near = read(packed)[0], slice(0, WINDOW["sliding_window"] if noted else None)
+    assert torch.allclose(theirs[:, near], expected[:, near], rtol=0, atol=5e-3 * float(expected.abs().max()))

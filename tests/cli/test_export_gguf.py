@@ -54,8 +54,8 @@ def test_the_gguf_reader_finds_our_weights(demo4, demo_gguf):
     assert fields["tokenizer.ggml.pre"] == "llama-bpe"
     assert len(fields["tokenizer.ggml.tokens"]) == 8192
     assert not fields["tokenizer.ggml.add_bos_token"]
-    found = {t.name: t for t in reader.tensors}
-    assert len(found) == 6 * 9 + 2  # tied: no output.weight
+    result = {t.name: t for t in reader.tensors}
+    assert len(result) == 6 * 9 + 2  # tied: no output.weight
     checkpoint = open_checkpoint(demo4)
     kinds = set()
     for t in checkpoint.tensors:
@@ -64,7 +64,7 @@ def test_the_gguf_reader_finds_our_weights(demo4, demo_gguf):
         _, _, layer, _, leaf = t.name.split(".")
         names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
         ours = names.get(leaf, "ffn_" + leaf.removesuffix("_proj"))
-        theirs = found[f"blk.{layer}.{ours}.weight"]
+        theirs = result[f"blk.{layer}.{ours}.weight"]
         kinds.add(theirs.tensor_type.name)
         w = torch.from_numpy(package.quants.dequantize(theirs.data, theirs.tensor_type).copy())
         if leaf in ("q_proj", "k_proj"):
@@ -154,13 +154,13 @@ def test_llama_cpp_computes_the_same_graph(family, tmp_path):
     theirs.eval(ids.tolist())
     with torch.inference_mode():
         expected = ours(ids[None]).logits[0]
-    found = torch.from_numpy(theirs.scores[: len(ids)].copy())
-    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    result = torch.from_numpy(theirs.scores[: len(ids)].copy())
+    errors = (result - expected).norm(dim=-1) / expected.norm(dim=-1)
     if family in ("mixtral", "qwen3_moe"):  # activations in 8 bits: near a tie another expert is visited
         assert errors.median() < 0.05
         assert (errors < 0.1).float().mean() > 0.7
     else:
-        assert (found - expected).norm() / expected.norm() < 0.03
+        assert (result - expected).norm() / expected.norm() < 0.03
 
 
 def test_float_zeros_go_as_q4_1_when_rounding_is_allowed(tmp_path):
@@ -239,8 +239,8 @@ def test_llama_3_frequencies():
     ],
 )
 def test_mixtures_that_llama_cpp_would_compute_otherwise_are_refused(family_checkpoints, tmp_path, changes, message):
-    made = family_checkpoints("qwen3-moe", "float16", {"attention": Scheme(4, 32, "none")})
-    shutil.copytree(made.packed, tmp_path / "m")
+    folders = family_checkpoints("qwen3-moe", "float16", {"attention": Scheme(4, 32, "none")})
+    shutil.copytree(folders.packed, tmp_path / "m")
     for path in DEMO.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "m" / path.name)
     config = json.loads((tmp_path / "m" / "config.json").read_text())

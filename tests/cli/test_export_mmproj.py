@@ -83,20 +83,20 @@ def test_a_tower_by_the_names_of_llama_cpp(exported):
     assert fields["clip.vision.projection_dim"] == 64
     names = [gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.MMPROJ]]
     known = {n.format(bid=i) for n in names for i in range(4)}
-    found = {t.name: t for t in reader.tensors}
-    assert {n.removesuffix(".1").removesuffix(".weight").removesuffix(".bias") for n in found} <= known
+    result = {t.name: t for t in reader.tensors}
+    assert {n.removesuffix(".1").removesuffix(".weight").removesuffix(".bias") for n in result} <= known
     ours = load_file(folder / "model.safetensors")
     tower = {n: t for n, t in ours.items() if any(part in n for part in ("visual.", "vision_tower.", "multi_modal"))}
     numbers = sum(t.numel() for t in tower.values()) + (64 if family == "mistral3" else 0)
     assert sum(t.n_elements for t in reader.tensors) == numbers
     if family == "mistral3":
         q = next(t for n, t in ours.items() if n.endswith("vision_tower.transformer.layers.0.attention.q_proj.weight"))
-        theirs = torch.from_numpy(found["v.blk.0.attn_q.weight"].data.copy())
+        theirs = torch.from_numpy(result["v.blk.0.attn_q.weight"].data.copy())
         assert torch.equal(permute_heads(theirs, 2, inverse=True), q)
         return
     patches = next(t for n, t in ours.items() if n.endswith("patch_embed.proj.weight"))
     for frame, end in enumerate(("weight", "weight.1")):
-        theirs = torch.from_numpy(found[f"v.patch_embd.{end}"].data.copy())
+        theirs = torch.from_numpy(result[f"v.patch_embd.{end}"].data.copy())
         assert torch.equal(theirs.float().flatten(), patches[:, :, frame].float().flatten())
 
 
@@ -131,9 +131,9 @@ def test_llama_cpp_sees_as_we_do(exported, tmp_path):
         there = ~a.isnan()
         return ((a - b)[there].norm() / (b[there] - b[there].mean()).norm()).item()
 
-    for i, found in enumerate(theirs):
-        others = [apart(found, own) for j, own in enumerate(ours) if j != i]
-        assert apart(found, ours[i]) < 0.05, family
+    for i, result in enumerate(theirs):
+        others = [apart(result, own) for j, own in enumerate(ours) if j != i]
+        assert apart(result, ours[i]) < 0.05, family
         assert min(others) > 0.15
 
 
@@ -186,12 +186,12 @@ def test_a_pair_of_files_sees_as_the_folder_it_was_made_from(exported, tmp_path)
     """Without any other file: processor, config and tokenizer come from the metadata."""
     _, folder, file = exported
     sighted.drawing(3, (60, 44)).save(tmp_path / "a.png")
-    ids, wanted, tower = seen(folder, tmp_path / "a.png")
-    found_ids, found, found_tower = seen(file, tmp_path / "a.png")
+    ids, expected, tower = seen(folder, tmp_path / "a.png")
+    found_ids, result, found_tower = seen(file, tmp_path / "a.png")
     assert found_ids == ids
     assert tower.keys() == found_tower.keys()
     assert [n for n, t in tower.items() if not torch.equal(t, found_tower[n])] == []
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+    assert ((result - expected).norm() / expected.norm()).item() < 1e-4
 
 
 def pair(file, into):
@@ -213,9 +213,9 @@ def test_a_pair_of_files_is_quantized_with_its_tower(exported, tmp_path):
     assert all(torch.equal(t, tower[n]) for n, t in seen(tmp_path / "four", tmp_path / "a.png")[2].items())
     lowq.quantize(str(file), out=str(tmp_path / "v"), bits=8, group=32, method="rtn", zero="none", dtype="float16", vision=8)
     export(tmp_path / "v", "gguf", tmp_path / "v.gguf")
-    (_, wanted, tower), (_, found, again) = (seen(m, tmp_path / "a.png") for m in (tmp_path / "v", tmp_path / "v.gguf"))
+    (_, expected, tower), (_, result, again) = (seen(m, tmp_path / "a.png") for m in (tmp_path / "v", tmp_path / "v.gguf"))
     assert [n for n, t in tower.items() if not torch.equal(t, again[n])] == []
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+    assert ((result - expected).norm() / expected.norm()).item() < 1e-4
 
 
 @pytest.mark.parametrize("exported", ["mistral3", "qwen2_vl", "qwen3_vl"], indirect=True)
@@ -227,8 +227,8 @@ def test_a_text_without_its_tower_is_opened_alone_and_says_so(exported, tmp_path
     (tmp_path / "alone" / "mmproj-m.gguf").unlink()
     (model, tokenizer), (whole, _) = (lowq.load(str(m), "cpu", dtype="float32") for m in (alone, folder))
     ids = tokenizer(QUESTION, return_tensors="pt").input_ids
-    found, wanted = decoder_of(model).logits(ids)[0], decoder_of(whole).logits(ids)[0]
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+    result, expected = decoder_of(model).logits(ids)[0], decoder_of(whole).logits(ids)[0]
+    assert ((result - expected).norm() / expected.norm()).item() < 1e-4
     note = "note: m.gguf is opened without its tower, as text alone: there is no mmproj*.gguf in"
     assert (note in capsys.readouterr().err) == (family != "mistral3")  # Llama's files mostly have none
     with pytest.raises(UnsupportedError, match="has no picture inputs"):

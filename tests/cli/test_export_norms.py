@@ -40,10 +40,10 @@ def differ(a, b):
 def check(packed, to, folder):
     """An export of a checkpoint with learnt norms has the checkpoint's logits; with the original norms it would not."""
     source = learnt(packed, folder / "learnt", 0.3)
-    wanted = logits(source)
+    expected = logits(source)
     done = export(source, to, folder / ("out.gguf" if to == "gguf" else "out"))
-    assert differ(logits(done.out), wanted) < 1e-2
-    assert differ(logits(packed), wanted) > 5e-2
+    assert differ(logits(done.out), expected) < 1e-2
+    assert differ(logits(packed), expected) > 5e-2
 
 
 CASES = [("gptq", SYM), ("awq", INT4), ("compressed-tensors", INT4), ("hqq", FLOAT), ("mlx", SYM)]

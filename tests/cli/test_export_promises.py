@@ -66,16 +66,16 @@ def test_every_promise_is_kept_and_nothing_else_is_written(family, model, tmp_pa
             quantize(dense, folder, method="rtn", **recipe)
         except LowqError:
             continue  # not a recipe for this family
-        with (found := open_checkpoint(folder)).source:
-            promised, card = commands(found), model_card(found, "me/m")
+        with (result := open_checkpoint(folder)).source:
+            promised, card = commands(result), model_card(result, "me/m")
         shown = [e for e in inspect_model(str(folder)).engines if "lowq export" in e]
         assert shown == [f"{to} (lowq export{' --round' if 'round' in how else ''})" for to, how in promised.items()]
         assert re.findall(r"lowq export m (.*)", card) == sorted(promised.values(), key=lambda how: "--round" in how)
         for to in EXPORTED:
             for rounding in (False, True):
                 out = tmp_path / f"{folder.name}-{to}-{rounding}"
-                wanted = to in promised and ("--round" not in promised[to] or rounding)
-                if wanted:
+                expected = to in promised and ("--round" not in promised[to] or rounding)
+                if expected:
                     export(folder, to, out, rounding=rounding)
                     continue
                 with pytest.raises(LowqError):
@@ -112,7 +112,7 @@ def test_every_command_that_a_refusal_prints_runs(family, model, tmp_path, monke
 def test_the_values_that_decide_are_read_once_for_all_formats(model, tmp_path, monkeypatch):
     """`quantize` and `inspect` ask every format, and scales and zeros of an 8B are 250 MB."""
     quantize(str(model("llama")), tmp_path / "q", bits=4, group=32, zero="int", method="rtn", device="cpu")
-    found, read, whole = open_checkpoint(tmp_path / "q"), [], Checkpoint.read_companions
+    result, read, whole = open_checkpoint(tmp_path / "q"), [], Checkpoint.read_companions
     monkeypatch.setattr(Checkpoint, "read_companions", lambda self, t: (read.append(t.name), whole(self, t))[1])
-    assert len(commands(found)) > 3
+    assert len(commands(result)) > 3
     assert len(read) == len(set(read)) > 0

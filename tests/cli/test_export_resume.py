@@ -46,17 +46,17 @@ def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, t
 
 
 def test_another_exports_files_are_not_continued(family_checkpoints, tmp_path):
-    made = family_checkpoints("llama", "bfloat16", SCHEMES)
+    folders = family_checkpoints("llama", "bfloat16", SCHEMES)
 
     def stop(percent, name):
         if percent > 50:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export(made.packed, "compressed-tensors", tmp_path / "out", progress=stop, file_bytes=SMALL_FILES)
+        export(folders.packed, "compressed-tensors", tmp_path / "out", progress=stop, file_bytes=SMALL_FILES)
     (left,) = tmp_path.glob("out.*.partial")
     assert list(left.glob("part-*"))
-    export(made.packed, "gptq", tmp_path / "out")
+    export(folders.packed, "gptq", tmp_path / "out")
     with open_foreign(tmp_path / "out") as source:
         assert source.config["quantization_config"]["quant_method"] == "gptq"
         assert not any(n.endswith("weight_packed") for n in source.headers)
@@ -64,13 +64,13 @@ def test_another_exports_files_are_not_continued(family_checkpoints, tmp_path):
 
 
 def test_one_process_at_a_time(family_checkpoints, tmp_path):
-    made = family_checkpoints("llama", "bfloat16", SCHEMES)
+    folders = family_checkpoints("llama", "bfloat16", SCHEMES)
 
     def second(percent, name):
         with pytest.raises(UsageError, match="another lowq is writing"):
-            export(made.packed, "compressed-tensors", tmp_path / "out")
+            export(folders.packed, "compressed-tensors", tmp_path / "out")
 
-    export(made.packed, "compressed-tensors", tmp_path / "out", progress=second)
+    export(folders.packed, "compressed-tensors", tmp_path / "out", progress=second)
     assert (tmp_path / "out" / "config.json").is_file()
 
 
@@ -101,13 +101,13 @@ def test_the_same_command_again_finds_checkpoint_and_export_done(flags, tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     command = ["quantize", "demo", "--method", "rtn", *flags, "--device", "cpu", "--json"]
-    said = []
+    output = []
     for _ in range(2):
         assert main.main(command) == 0
-        said.append(json.loads(capsys.readouterr().out)["export"])
-    assert [s.pop("already_done") for s in said] == [False, True]
-    assert said[0] == said[1]
-    out = Path(said[0]["out"])
+        output.append(json.loads(capsys.readouterr().out)["export"])
+    assert [s.pop("already_done") for s in output] == [False, True]
+    assert output[0] == output[1]
+    out = Path(output[0]["out"])
     (out / "note" if out.is_dir() else out).write_bytes(b"somebody else's")
     assert main.main(command) == 2  # what is there is not what was written
     assert "is there already" in capsys.readouterr().err

@@ -39,11 +39,11 @@ def test_an_export_is_imported_bit_for_bit_and_decodes_to_the_same(packed, tmp_p
     folder, out = packed(form, family), tmp_path / "out"
     made = export(folder, to, out)
     write_tokenizer(out)
-    found, wanted = open_checkpoint(runnable(out)), open_checkpoint(folder)
-    assert found.schemes == wanted.schemes
-    for t in wanted.tensors:
+    result, expected = open_checkpoint(runnable(out)), open_checkpoint(folder)
+    assert result.schemes == expected.schemes
+    for t in expected.tensors:
         if t.scheme:
-            a, b = found.read_matrix(next(u for u in found.tensors if u.name == t.name)), wanted.read_matrix(t)
+            a, b = result.read_matrix(next(u for u in result.tensors if u.name == t.name)), expected.read_matrix(t)
             assert torch.equal(a.dequantize(), b.dequantize()), t.name
             with open_decoded(out) as source:
                 exact = b.dequantize(torch.float32 if form == "nvfp4" else torch.bfloat16)  # the model is in fp32
@@ -73,8 +73,8 @@ def test_modelopts_second_file_says_what_config_json_does_not(packed, tmp_path):
     (out / "config.json").write_text(json.dumps(config))
     with open_decoded(out) as source, open_checkpoint(folder).source:
         t = next(t for t in open_checkpoint(folder).tensors if t.scheme)
-        wanted = open_checkpoint(folder).read_matrix(t).dequantize()
-        assert torch.equal(source.read(f"{t.name}.weight").reshape(t.shape), wanted)
+        expected = open_checkpoint(folder).read_matrix(t).dequantize()
+        assert torch.equal(source.read(f"{t.name}.weight").reshape(t.shape), expected)
     (out / "config.json").write_text(json.dumps({**config, "quantization_config": {**section, "quant_algo": "FP8"}}))
     with pytest.raises(DamagedError, match=r"says quant_algo=W4A16_NVFP4, config.json FP8"):
         open_decoded(out)

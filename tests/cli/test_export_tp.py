@@ -44,10 +44,10 @@ def test_fused_weights_must_agree():
 
 
 def test_a_checkpoint_that_vllm_would_refuse_is_exported_with_a_note(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", SYM)
-    assert "vLLM" in export(made.packed, "gptq", tmp_path / "good").engines
+    folders = bf16_checkpoints("llama", SYM)
+    assert "vLLM" in export(folders.packed, "gptq", tmp_path / "good").engines
     folder = tmp_path / "mixed"
-    lowq.quantize(made.dense, out=folder, bits=4, group=32, zero="none", overrides=["q_proj=8"])
+    lowq.quantize(folders.dense, out=folder, bits=4, group=32, zero="none", overrides=["q_proj=8"])
     done = export(folder, "gptq", tmp_path / "out")
     assert "vLLM" not in done.engines
     assert any("qkv_proj is made of" in note for note in done.notes)
@@ -56,9 +56,9 @@ def test_a_checkpoint_that_vllm_would_refuse_is_exported_with_a_note(bf16_checkp
 
 
 def test_check_tp_refuses_before_writing(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", SYM)
+    folders = bf16_checkpoints("llama", SYM)
     with pytest.raises(UnsupportedError, match="8 tensor-parallel ranks"):
-        export(made.packed, "gptq", tmp_path / "out", check_tp=8)
+        export(folders.packed, "gptq", tmp_path / "out", check_tp=8)
     assert not list(tmp_path.iterdir())
-    made = bf16_checkpoints("llama", {"attention": Scheme(4, 16, "none"), "mlp": Scheme(4, 16, "none")})
-    export(made.packed, "gptq", tmp_path / "out", check_tp=2)
+    folders = bf16_checkpoints("llama", {"attention": Scheme(4, 16, "none"), "mlp": Scheme(4, 16, "none")})
+    export(folders.packed, "gptq", tmp_path / "out", check_tp=2)

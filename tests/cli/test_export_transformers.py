@@ -26,14 +26,14 @@ def test_transformers_loads_what_it_is_said_to_load(case, family, family_checkpo
     schemes, promised = CASES[case]
     if family == "llama-tied" and "head" in case:
         pytest.skip("a tied head has no codes of its own")
-    made = family_checkpoints(family, "bfloat16", schemes)
-    export(made.packed, "compressed-tensors", tmp_path / "out")
-    found = inspect_model(str(tmp_path / "out"))
-    assert any("transformers" in engine for engine in found.engines) == promised
-    asymmetric = any(note.startswith("asymmetric: transformers") for note in found.notes)
+    folders = family_checkpoints(family, "bfloat16", schemes)
+    export(folders.packed, "compressed-tensors", tmp_path / "out")
+    report = inspect_model(str(tmp_path / "out"))
+    assert any("transformers" in engine for engine in report.engines) == promised
+    asymmetric = any(note.startswith("asymmetric: transformers") for note in report.notes)
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if asymmetric else {}
     if not promised:
-        assert any("transformers 5.23 does not load it" in note for note in found.notes)
+        assert any("transformers 5.23 does not load it" in note for note in report.notes)
         for how in ({}, {"quantization_config": CompressedTensorsConfig(dequantize=True)}):
             with pytest.raises(RuntimeError):
                 AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how)
@@ -41,5 +41,5 @@ def test_transformers_loads_what_it_is_said_to_load(case, family, family_checkpo
     ids = torch.tensor([[5, 9, 17]])
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **more)(ids).logits.float()
-        wanted = AutoModelForCausalLM.from_pretrained(made.dequantized)(ids).logits.float()
-    assert torch.allclose(theirs, wanted, rtol=0, atol=1e-2 * float(wanted.abs().max()))
+        expected = AutoModelForCausalLM.from_pretrained(folders.dequantized)(ids).logits.float()
+    assert torch.allclose(theirs, expected, rtol=0, atol=1e-2 * float(expected.abs().max()))

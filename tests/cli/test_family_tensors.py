@@ -17,9 +17,9 @@ def source(request, family_checkpoints):
 
 @pytest.mark.parametrize("source", KNOWN, indirect=True)
 def test_the_roles_of_a_known_family_are_those_of_its_model(source):
-    found = known_roles(source.config, source.headers)
-    assert found == structure.roles(source.config, source.headers)
-    assert list(found) == list(source.headers)
+    result = known_roles(source.config, source.headers)
+    assert result == structure.roles(source.config, source.headers)
+    assert list(result) == list(source.headers)
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)

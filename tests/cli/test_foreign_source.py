@@ -24,8 +24,8 @@ def gptq_folder(bf16_checkpoints, tmp_path_factory):
 
 def test_quantize_takes_a_foreign_checkpoint(gptq_folder, bf16_checkpoints, tmp_path):
     """The same recipe on the foreign checkpoint and on the dense weights it stands for gives the same bytes."""
-    made = bf16_checkpoints("llama", SYM | HEAD)
-    for name, model in (("foreign", gptq_folder), ("dense", made.dequantized)):
+    folders = bf16_checkpoints("llama", SYM | HEAD)
+    for name, model in (("foreign", gptq_folder), ("dense", folders.dequantized)):
         lowq.quantize(model, out=tmp_path / name, bits=3, group=32, skip=["layers.1.mlp.up_proj"])
     weights = [open_source(tmp_path / name) for name in ("foreign", "dense")]
     for name in weights[1].headers:
@@ -57,8 +57,8 @@ def test_rows_of_a_decoded_matrix(gptq_folder):
 
 
 def test_hqq_qmodel_is_a_source_and_a_pickle_of_code_is_not(bf16_checkpoints, tmp_path):
-    made = bf16_checkpoints("llama", FLOAT)
-    export(made.packed, "hqq", tmp_path / "st")
+    folders = bf16_checkpoints("llama", FLOAT)
+    export(folders.packed, "hqq", tmp_path / "st")
     qmodel = {}
     with open_foreign(tmp_path / "st") as source:
         fetch = fetcher(source)
@@ -80,8 +80,8 @@ def test_hqq_qmodel_is_a_source_and_a_pickle_of_code_is_not(bf16_checkpoints, tm
     config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
     torch.save(qmodel, folder / "qmodel.pt")
-    with open_decoded(folder) as found, open_source(made.dequantized) as wanted:
-        ours, theirs = dense_tensors(found), dense_tensors(wanted)
+    with open_decoded(folder) as result, open_source(folders.dequantized) as expected:
+        ours, theirs = dense_tensors(result), dense_tensors(expected)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[n].to(theirs[n].dtype), theirs[n]) for n in ours)
     assert inspect_model(str(folder)).format == "hqq"
@@ -118,9 +118,9 @@ def test_unsupported_formats_and_contradictory_configs_are_refused(gptq_folder, 
 
 
 def test_traps_are_shown(gptq_folder):
-    found = inspect_model(str(gptq_folder))
-    assert any("version 1" in note for note in found.notes)
-    assert "vLLM" in found.engines
+    report = inspect_model(str(gptq_folder))
+    assert any("version 1" in note for note in report.notes)
+    assert "vLLM" in report.engines
     with open_source(gptq_folder) as source:
         fmt, matrices = foreign_matrices(source)
     assert fmt.name == "gptq"

@@ -35,9 +35,9 @@ def run(*arguments: str, code: int = 0) -> str:
 def checkpoint(tmp_path_factory):
     """The demo model in fp8 blocks of 128x128."""
     out = tmp_path_factory.mktemp("fp8") / "demo"
-    told = json.loads(run("quantize", "demo", "--format", "fp8", "--out", out, "--device", "cpu", "--json"))
-    assert told["out"] == str(out)
-    assert told["bytes"] <= sum(p.stat().st_size for p in out.glob("*.safetensors")) <= told["bytes"] + 20000
+    output = json.loads(run("quantize", "demo", "--format", "fp8", "--out", out, "--device", "cpu", "--json"))
+    assert output["out"] == str(out)
+    assert output["bytes"] <= sum(p.stat().st_size for p in out.glob("*.safetensors")) <= output["bytes"] + 20000
     return out
 
 
@@ -95,9 +95,9 @@ def test_act_none_is_recorded(tmp_path):
 
 def test_a_plan_without_a_file(tmp_path):
     out = tmp_path / "m"
-    told = json.loads(run("quantize", "demo", "--format", "fp8", "--lm-head", "fp8", "--dry-run", "--out", out, "--json"))
-    assert told["recipe"] == {"format": "fp8", "block": "128x128", "act": "fp8", "lm_head": 8, "skip": []}
-    assert {t["scheme"] for t in told["tensors"] if t["kind"] == "mlp"} == {"fp8 128x128"}
+    output = json.loads(run("quantize", "demo", "--format", "fp8", "--lm-head", "fp8", "--dry-run", "--out", out, "--json"))
+    assert output["recipe"] == {"format": "fp8", "block": "128x128", "act": "fp8", "lm_head": 8, "skip": []}
+    assert {t["scheme"] for t in output["tensors"] if t["kind"] == "mlp"} == {"fp8 128x128"}
     assert not out.exists()
 
 
@@ -195,11 +195,13 @@ def test_activations_of_packed_weights(tmp_path):
     assert {m.act for m in layers} == {"int8"}
     with pytest.raises(UsageError, match="another lowq run"):
         quantize("demo", tmp_path / "m", bits=8, method="rtn", act="none", device="cpu")
-    told = json.loads(run("eval", tmp_path / "m", "--act", "all", "--max-tokens", "600", "--device", "cpu", "--json"))["modes"]
-    assert list(told) == ["none", "int8", "fp8"]
-    assert len({told[m]["ppl"] for m in told}) == 3
+    output = json.loads(run("eval", tmp_path / "m", "--act", "all", "--max-tokens", "600", "--device", "cpu", "--json"))[
+        "modes"
+    ]
+    assert list(output) == ["none", "int8", "fp8"]
+    assert len({output[m]["ppl"] for m in output}) == 3
     alone = json.loads(run("eval", tmp_path / "m", "--max-tokens", "600", "--device", "cpu", "--json"))
-    assert alone["ppl"] == told["int8"]["ppl"]
+    assert alone["ppl"] == output["int8"]["ppl"]
     assert "no quantized linear layers" in run(
         "eval", "demo", "--act", "int8", "--max-tokens", "600", "--device", "cpu", code=2
     )
@@ -207,7 +209,7 @@ def test_activations_of_packed_weights(tmp_path):
 
 def test_decoding_joins_layers_and_says_which_kernel(checkpoint):
     """q, k, v become one product; the tokens are those of the separate layers."""
-    told = json.loads(
+    output = json.loads(
         run(
             "generate",
             checkpoint,
@@ -223,7 +225,7 @@ def test_decoding_joins_layers_and_says_which_kernel(checkpoint):
     )
     model, tokenizer = load(checkpoint, "cpu")
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    wanted = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
-    assert told["text"] == tokenizer.decode(wanted)
-    rows = {r["layers"]: r["kernel"] for r in told["kernels"]}
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert output["text"] == tokenizer.decode(expected)
+    rows = {r["layers"]: r["kernel"] for r in output["kernels"]}
     assert rows["layers.*.qkv"] == "torch (widened)", rows

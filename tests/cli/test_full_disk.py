@@ -47,21 +47,21 @@ def test_tune_leaves_the_table_that_was_there(run, packed):
     before = b'{"format": 1, "machines": []}'
     (packed / tuning_file.FILE).write_bytes(before)
     files = sorted(p.name for p in packed.iterdir())
-    code, said = run("tune", packed, "--batch", "1", "--device", "cpu")
+    code, output = run("tune", packed, "--batch", "1", "--device", "cpu")
     tuning.forget()
     assert code == 4
-    assert re.search(rf"lowq: the disk is full \(\S+/{tuning_file.FILE}\)", said)  # the trial's, which comes first
+    assert re.search(rf"lowq: the disk is full \(\S+/{tuning_file.FILE}\)", output)  # the trial's, which comes first
     assert (packed / tuning_file.FILE).read_bytes() == before
     assert sorted(p.name for p in packed.iterdir()) == files
 
 
 def test_a_timeline_is_whole_or_not_there(run, tmp_path):
-    code, said = run(
+    code, output = run(
         "generate", "demo", "--device", "cpu", "--prompt", "x", "--max-new-tokens", "4", "--profile", tmp_path / "t.json"
     )
     assert code == 2
-    assert "cannot be written: is the disk full?" in said
-    assert "timeline:" not in said
+    assert "cannot be written: is the disk full?" in output
+    assert "timeline:" not in output
     assert not list(tmp_path.iterdir())
 
 
@@ -77,9 +77,9 @@ def test_a_plot_is_whole_or_not_there(tmp_path):
 
 def test_fp8_is_continued_like_any_other(run, tmp_path):
     command = ("quantize", "demo", "--format", "fp8", "--out", tmp_path / "out")
-    code, said = run(*command, limit=2_000_000)
+    code, output = run(*command, limit=2_000_000)
     assert code == 4
-    assert said.endswith("make room and run the same command again\n")
+    assert output.endswith("make room and run the same command again\n")
     assert not (tmp_path / "out" / "config.json").exists()
     assert run(*command, limit=resource.RLIM_INFINITY)[0] == 0
     assert (tmp_path / "out" / "config.json").exists()
@@ -122,7 +122,7 @@ def test_measurements_are_printed_before_a_plot_fails(command, tmp_path, capsys)
 
 def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
     """The tests above fail because of the limit: without it the same command writes."""
-    code, said = run("tune", packed, "--batch", "1", "--device", "cpu", limit=10_000_000)
+    code, output = run("tune", packed, "--batch", "1", "--device", "cpu", limit=10_000_000)
     tuning.forget()
-    assert code == 0, said
+    assert code == 0, output
     assert json.loads((packed / tuning_file.FILE).read_text())["machines"]

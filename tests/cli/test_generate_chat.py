@@ -49,8 +49,8 @@ def test_without_a_template_the_text_goes_on():
 
 
 def test_the_command_answers_each_line_and_ends_with_its_input():
-    said = "Once upon a time\n\n/new\nThe whale\n/quit\nqzxj\n"
-    done = forking.lowq("chat", "demo", "--max-new-tokens", 5, "--device", "cpu", given=said)
+    output = "Once upon a time\n\n/new\nThe whale\n/quit\nqzxj\n"
+    done = forking.lowq("chat", "demo", "--max-new-tokens", 5, "--device", "cpu", given=output)
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.strip()]) >= 2
     assert "qzxj" not in done.stdout  # what stands behind /quit
@@ -58,11 +58,11 @@ def test_the_command_answers_each_line_and_ends_with_its_input():
 
 def test_chat_commands_run_and_are_not_sent_to_the_model(tmp_path):
     file = tmp_path / "talk.json"
-    said = "/help\n/set\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
-    said += f"/system Be kind.\nOnce\n/save {file}\n"
-    done = forking.lowq("chat", "demo", "--device", "cpu", given=said)
+    output = "/help\n/set\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
+    output += f"/system Be kind.\nOnce\n/save {file}\n"
+    done = forking.lowq("chat", "demo", "--device", "cpu", given=output)
     assert done.returncode == 0, done.stderr
-    for told in (
+    for message in (
         "/save FILE writes",
         "max-new-tokens 256,",  # a quarter of the demo's context
         "temperature 0.0",
@@ -71,7 +71,7 @@ def test_chat_commands_run_and_are_not_sent_to_the_model(tmp_path):
         "there is no setting 'nose'",
         "there is no command /nose",
     ):
-        assert told in done.stderr
+        assert message in done.stderr
     assert done.stderr.count("this model has no chat template") == 1
     assert [m["role"] for m in json.loads(file.read_text())] == ["system", "user", "assistant"]
     assert len(done.stdout.split()) <= 3

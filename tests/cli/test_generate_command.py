@@ -53,8 +53,8 @@ def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
     decoder = SimpleNamespace(name="native", reason="")
     generation = SimpleNamespace(decoder=decoder, prompts=["a"], drafting=None, why_no_drafts="as asked")
     report.show_kernels(SimpleNamespace(dtype=None), generation)
-    told = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][2:]
-    assert told == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
+    output = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][2:]
+    assert output == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 
 
 def test_a_piped_text_leads_to_the_option_that_reads_it(run):
@@ -66,17 +66,17 @@ def test_a_piped_text_leads_to_the_option_that_reads_it(run):
 def test_json_is_one_object_with_the_promised_keys(run):
     done = run(*SHORT, "--prompt", "-", "--json", "--batch", "2", stdin="Once upon a time")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() >= KEYS
-    assert len(found["tokens"]) == 8
-    assert found["texts"][0] == found["texts"][1] == found["text"]
+    result = json.loads(done.stdout)
+    assert result.keys() >= KEYS
+    assert len(result["tokens"]) == 8
+    assert result["texts"][0] == result["texts"][1] == result["text"]
     assert "all 2 texts will be the same" in done.stderr
-    assert found["peak_memory_bytes"] > 1e8
-    assert found["roofline_pct"] is None or found["roofline_pct"] > 0
-    assert "kernels" not in found
-    found = json.loads(run(*SHORT, "--prompt", "x", "--json", "--explain").stdout)
-    assert sum(k["count"] for k in found["kernels"]) == 6 * 4 + 1
-    assert 0 < found["explain_s"] < found["ttft_s"]
+    assert result["peak_memory_bytes"] > 1e8
+    assert result["roofline_pct"] is None or result["roofline_pct"] > 0
+    assert "kernels" not in result
+    result = json.loads(run(*SHORT, "--prompt", "x", "--json", "--explain").stdout)
+    assert sum(k["count"] for k in result["kernels"]) == 6 * 4 + 1
+    assert 0 < result["explain_s"] < result["ttft_s"]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_mistakes_are_one_line(run, args, stdin, code, message):
 def test_many_prompts_with_json_are_one_object(run):
     done = run(*SHORT, "--prompts", "-", "--batch", "2", "--json", stdin='"Once upon a time"\n"The whale"\n"A"\n')
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [r["prompt"] for r in found["results"]] == ["Once upon a time", "The whale", "A"]
-    assert found["new_tokens"] == sum(len(r["tokens"]) for r in found["results"])
+    result = json.loads(done.stdout)
+    assert [r["prompt"] for r in result["results"]] == ["Once upon a time", "The whale", "A"]
+    assert result["new_tokens"] == sum(len(r["tokens"]) for r in result["results"])
 
 
 @pytest.fixture
@@ -274,8 +274,8 @@ def test_ctrl_c_keeps_the_answer_so_far(monkeypatch, run):
     assert "4 new tokens" in done.stderr
     calls.clear()
     done = run(*SHORT, "--prompt", "Once upon a time", "--json")
-    found = json.loads(done.stdout)
-    assert (done.returncode, len(found["tokens"]), found["finish_reason"]) == (130, 4, "interrupted")
+    result = json.loads(done.stdout)
+    assert (done.returncode, len(result["tokens"]), result["finish_reason"]) == (130, 4, "interrupted")
     none = run(*SHORT, "--prompt", "Once upon a time", "--max-new-tokens", "0").stderr
     assert "0 new tokens" in none
     assert "first token" not in none  # there was none to be after 0.00 s
@@ -284,9 +284,9 @@ def test_ctrl_c_keeps_the_answer_so_far(monkeypatch, run):
 def test_a_text_ends_before_the_first_stop(run):
     whole = json.loads(run(*SHORT, "--prompt", "Once upon a time", "--json").stdout)["text"]
     stop = whole.strip().split()[1]
-    found = json.loads(run(*SHORT, "--prompt", "Once upon a time", "--stop", "never said", "--stop", stop, "--json").stdout)
-    assert found["text"] == whole[: whole.index(stop)]
-    assert (found["finish_reason"], len(found["tokens"]) < 8) == ("stop", True)
+    result = json.loads(run(*SHORT, "--prompt", "Once upon a time", "--stop", "never said", "--stop", stop, "--json").stdout)
+    assert result["text"] == whole[: whole.index(stop)]
+    assert (result["finish_reason"], len(result["tokens"]) < 8) == ("stop", True)
     assert run(*SHORT, "--prompt", "x", "--stop", "").returncode == 2
 
 

@@ -41,8 +41,8 @@ def test_logits_of_whole_texts_are_those_of_the_steps(kind):
     assert torch.allclose(fused, plain, atol=1e-3)
     exact = model(input_ids=ids, use_cache=False).logits
     assert not torch.allclose(fused, exact, atol=1e-2)
-    found = {k: perplexity.evaluate(model, ids[0], window=11, kv=k).ppl for k in kv.KINDS}
-    assert len(set(found.values())) == 3
+    result = {k: perplexity.evaluate(model, ids[0], window=11, kv=k).ppl for k in kv.KINDS}
+    assert len(set(result.values())) == 3
 
 
 def test_the_choice_is_remembered_by_kind_and_refused_where_no_cache_of_ours_is():

@@ -33,15 +33,15 @@ def model(**facts):
 @pytest.mark.parametrize("most", [24, 11, 5], ids=["two prompts a pass", "one prompt", "parts of a prompt"])
 def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most):
     net = model()
-    wanted = stream(net, TOKENIZER, PROMPTS, max_new_tokens=6, decoder=kind(net))
-    list(wanted.pieces())
+    expected = stream(net, TOKENIZER, PROMPTS, max_new_tokens=6, decoder=kind(net))
+    list(expected.pieces())
     decoder, rows = kind(net, most=most), []
     for layer in explain.called(net, decoder).modules():
         if isinstance(layer, torch.nn.Linear):
             layer.register_forward_pre_hook(lambda m, x: rows.append(x[0].numel() // m.in_features))
     g = stream(net, TOKENIZER, PROMPTS, max_new_tokens=6, decoder=decoder)
     list(g.pieces())
-    assert g.tokens == wanted.tokens
+    assert g.tokens == expected.tokens
     assert max(rows) <= most  # 5 prompts of 11 tokens are 55
 
 
@@ -58,10 +58,10 @@ def test_kernels_compiled_first_are_those_of_the_passes(monkeypatch):
 @pytest.fixture
 def log(monkeypatch):
     """Which of torch.cuda's doings happen in which order, on a machine without."""
-    said = []
+    output = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(workspaces, "_clear", lambda: said.append("release"))
-    return said
+    monkeypatch.setattr(workspaces, "_clear", lambda: output.append("release"))
+    return output
 
 
 @pytest.mark.parametrize("pool", [None, (0, 1)])

@@ -47,9 +47,9 @@ def test_overlap_is_counted_once_and_the_parts_are_the_step(tmp_path):
     events += [{"cat": "ac2g", "name": "flow", "ts": 1}, {"name": "no category"}]
     file = tmp_path / "steps.json"
     file.write_text(json.dumps({"traceEvents": events[::-1]}))
-    found = timeline.spans(file)
-    assert found[:2] == [Span("a", 0, 4), Span("b", 3, 9)]
-    parts = timeline.parts(found, 3)
+    result = timeline.spans(file)
+    assert result[:2] == [Span("a", 0, 4), Span("b", 3, 9)]
+    parts = timeline.parts(result, 3)
     assert parts == [
         StepPart("a", 4, 1),
         StepPart("b", 5, 1),
@@ -58,7 +58,7 @@ def test_overlap_is_counted_once_and_the_parts_are_the_step(tmp_path):
         StepPart(IDLE, 8 + 2, 0),
     ]
     assert sum(p.us for p in parts) == 20  # from a step's end to the next one's
-    uneven = timeline.parts([*found, Span("copy", 60, 61)], 3)  # steps that differ are taken together
+    uneven = timeline.parts([*result, Span("copy", 60, 61)], 3)  # steps that differ are taken together
     assert [(p.what, p.calls) for p in uneven] == [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("copy", 1 / 3), (IDLE, 0)]
     assert timeline.parts([], 3) == [StepPart(IDLE, 0, 0)]
 
@@ -71,8 +71,8 @@ def test_bytes_by_layer_are_those_of_a_step():
         AutoConfig.for_model("llama", **small, num_attention_heads=4, num_key_value_heads=2)
     ).half()
     decoder = NativeDecoder(model)
-    found = explain.bytes_by_layer(model, decoder)
-    assert list(found) == PRODUCTS
-    assert found["layers.*.gate_up"] == 3 * 2 * 96 * 64 * 2
+    result = explain.bytes_by_layer(model, decoder)
+    assert list(result) == PRODUCTS
+    assert result["layers.*.gate_up"] == 3 * 2 * 96 * 64 * 2
     norms = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
-    assert sum(found.values()) + norms + 64 * 2 == explain.bytes_per_token(model, decoder)
+    assert sum(result.values()) + norms + 64 * 2 == explain.bytes_per_token(model, decoder)

@@ -36,15 +36,15 @@ def test_rows_of_one_text_draw_what_they_draw_one_after_the_other(how, right):
     for sampler in samplers:
         sampler.start(Sampling(**how), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool))
     one, together = samplers
-    wanted = []
+    expected = []
     for row in logits[: right + 1]:
         one.choose(row[None], advance=1)
-        wanted.append(int(one.token))
-    drafts = [*wanted, *[0] * 5][:4]
+        expected.append(int(one.token))
+    drafts = [*expected, *[0] * 5][:4]
     if right < 4:
-        drafts[right] = (wanted[right] + 1) % 40  # the next row's draft is wrong: what comes after it is not drawn
+        drafts[right] = (expected[right] + 1) % 40  # the next row's draft is wrong: what comes after it is not drawn
         logits[right + 1 :] = torch.nan
-    assert together.follow(logits, drafts) == wanted
+    assert together.follow(logits, drafts) == expected
     for a, b in zip(one.state, together.state, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(together.logits, logits[right : right + 1])
@@ -87,8 +87,8 @@ def test_restrict_keeps_the_top(top_k, top_p, kept):
 def test_draws_follow_the_probabilities():
     n = 40_000
     drawn = torch.tensor(pick(LOGITS.expand(n, -1), temperature=0.7))
-    wanted = (LOGITS[0] / 0.7).softmax(-1)
-    assert (torch.bincount(drawn, minlength=6) / n - wanted).abs().max() < 0.012  # 4 sigma of a share near one half is 0.01
+    expected = (LOGITS[0] / 0.7).softmax(-1)
+    assert (torch.bincount(drawn, minlength=6) / n - expected).abs().max() < 0.012  # 4 sigma of a share near one half is 0.01
     assert 5 not in drawn.tolist()
 
 

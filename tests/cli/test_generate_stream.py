@@ -168,12 +168,12 @@ def pieces_like():
         "\u2581the",
     ]
     merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e")]
-    made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return FastTokenizer(made, {}, None)
+    return FastTokenizer(tokenizer, {}, None)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
@@ -215,11 +215,11 @@ def test_families(family, story):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).float().eval()
     model.generation_config.eos_token_id = None
     ids = torch.randint(2, 512, (1, 9), generator=torch.Generator().manual_seed(3))
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
     g = stream(model, tokenizer, ids[0].tolist(), max_new_tokens=8, decoder=HfEagerDecoder(model))
     list(g)
-    assert g.tokens[0] == wanted[0, 9:].tolist()
+    assert g.tokens[0] == expected[0, 9:].tolist()
 
 
 def test_explain_names_the_kernel_and_the_refusals(story):

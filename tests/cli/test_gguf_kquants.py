@@ -71,21 +71,21 @@ def test_a_file_of_each_type_is_a_source(kind, tmp_path):
             ("attn_q", "self_attn.q_proj", 4),
         ):
             N, K = LINEARS[theirs]
-            wanted = quants.dequantize(raw[f"blk.0.{theirs}.weight"].reshape(N, -1).numpy(), GGMLQuantizationType[kind])
-            wanted = torch.from_numpy(wanted).to(torch.float16)
-            assert wanted.isfinite().all()
-            assert wanted.unique().numel() > 8
-            wanted = gguf.permute_heads(wanted, heads, inverse=True) if heads else wanted
-            assert torch.equal(source.read(f"model.layers.0.{ours}.weight").reshape(N, K), wanted)
+            expected = quants.dequantize(raw[f"blk.0.{theirs}.weight"].reshape(N, -1).numpy(), GGMLQuantizationType[kind])
+            expected = torch.from_numpy(expected).to(torch.float16)
+            assert expected.isfinite().all()
+            assert expected.unique().numel() > 8
+            expected = gguf.permute_heads(expected, heads, inverse=True) if heads else expected
+            assert torch.equal(source.read(f"model.layers.0.{ours}.weight").reshape(N, K), expected)
 
 
 def test_one_is_quantized_anew_and_inspected(tmp_path):
     write_file(tmp_path / "m.gguf", "Q4_K")
-    found = inspect_model(str(tmp_path / "m.gguf"))
-    assert found.format == "gguf"
-    assert {r.scheme for r in found.rows if r.quantized} == {"Q4_K"}
-    assert found.histogram[4] > 0
-    assert 4.5 <= found.quantized_bpw < 4.51
+    report = inspect_model(str(tmp_path / "m.gguf"))
+    assert report.format == "gguf"
+    assert {r.scheme for r in report.rows if r.quantized} == {"Q4_K"}
+    assert report.histogram[4] > 0
+    assert 4.5 <= report.quantized_bpw < 4.51
     pipeline.quantize(tmp_path / "m.gguf", tmp_path / "out", bits=8, group=64, method="rtn", device="cpu")
     checkpoint = open_checkpoint(tmp_path / "out")
     t = next(t for t in checkpoint.tensors if t.name.endswith("down_proj"))

@@ -29,16 +29,17 @@ def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
     """Without a config.json, and in Hugging Face's order of rows."""
     alone = tmp_path / "alone.gguf"
     shutil.copy(demo_gguf, alone)
-    found = open_checkpoint(demo4)
+    checkpoint = open_checkpoint(demo4)
     with open_decoded(alone) as source:
         assert source.config["model_type"] == "llama"
         assert source.config["num_key_value_heads"] == 4
         assert source.config["tie_word_embeddings"]
-        for t in found.tensors:
+        for t in checkpoint.tensors:
             name = f"{t.name}.weight" if t.scheme else t.name
-            wanted = found.read_matrix(t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape)
+            expected = checkpoint.read_matrix(t).dequantize() if t.scheme else checkpoint.source.read(t.name).reshape(t.shape)
             assert torch.equal(
-                source.read(name).reshape(t.shape), wanted.to(torch.float16) if t.scheme else wanted.to(source.read(name).dtype)
+                source.read(name).reshape(t.shape),
+                expected.to(torch.float16) if t.scheme else expected.to(source.read(name).dtype),
             ), name
     shown = inspect_model(str(alone))
     assert shown.format == "gguf"
@@ -63,13 +64,13 @@ def test_heads_that_config_leaves_out_are_as_hugging_face_has_them(tmp_path):
     export(tmp_path / "q", "gguf", tmp_path / "g" / "m.gguf")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     name = "model.layers.0.self_attn.k_proj"
-    found = open_checkpoint(tmp_path / "q")
-    wanted = found.read_matrix(next(t for t in found.tensors if t.name == name)).dequantize()
+    checkpoint = open_checkpoint(tmp_path / "q")
+    expected = checkpoint.read_matrix(next(t for t in checkpoint.tensors if t.name == name)).dequantize()
     for changes in ({}, {"num_key_value_heads": None}):
         kept = {k: v for k, v in (config | changes).items() if v is not None}
         (tmp_path / "g" / "config.json").write_text(json.dumps(kept))
         with open_decoded(tmp_path / "g" / "m.gguf") as source:
-            assert torch.equal(source.read(f"{name}.weight").reshape(64, 64).float(), wanted.half().float())
+            assert torch.equal(source.read(f"{name}.weight").reshape(64, 64).float(), expected.half().float())
     for changes in ({"num_key_value_heads": 2}, {"num_attention_heads": None}, {"hidden_size": 32}, {"rope_theta": 5.0}):
         (tmp_path / "g" / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
         with pytest.raises(DamagedError, match=next(iter(changes))):
@@ -194,8 +195,8 @@ def test_every_template_of_a_folder_goes_there_and_back(tmp_path):
     made = gguf_tokenizer.made_tokenizer(values)
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "tokenizer_config.json").write_text(json.dumps(made["tokenizer_config.json"]))
-    found = chat_templates(tmp_path / "back", made["tokenizer_config.json"])
-    assert found == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    result = chat_templates(tmp_path / "back", made["tokenizer_config.json"])
+    assert result == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 
 def test_an_unsupported_tokenizer_can_be_given_as_a_file(demo4, tmp_path, monkeypatch):

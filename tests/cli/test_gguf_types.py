@@ -97,11 +97,11 @@ def error(W, q, importance=1.0):
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_codes_lose_less_than_rounding_by_the_definition(kind, weights):
     importance = torch.rand(768, generator=torch.Generator().manual_seed(0)).pow(4) + 0.01
-    reference, found = plain(weights, kind), quantize_blocks(weights, kind)
-    assert error(weights, found) < 0.95 * error(weights, reference)
+    reference, result = plain(weights, kind), quantize_blocks(weights, kind)
+    assert error(weights, result) < 0.95 * error(weights, reference)
     weighed = quantize_blocks(weights, kind, importance)
-    assert error(weights, weighed, importance) < error(weights, found, importance)
-    assert torch.equal(quantize_blocks(weights[5:6], kind).codes, found.codes[5:6])  # rows are independent
+    assert error(weights, weighed, importance) < error(weights, result, importance)
+    assert torch.equal(quantize_blocks(weights[5:6], kind).codes, result.codes[5:6])  # rows are independent
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
@@ -110,12 +110,12 @@ def test_weights_at_the_ends(kind):
     one = torch.zeros(4, 256)
     one[1], one[2, 7], one[2, 100:] = 0.5, 1000.0, 1e-4
     one[3] = 1e-30
-    found = quantize_blocks(one, kind).dequantize()
-    assert found.isfinite().all()
-    assert found[0].abs().max() == 0
-    assert torch.allclose(found[1], one[1], rtol=0.02)
-    assert abs(float(found[2, 7]) / 1000 - 1) < 0.02
-    assert found[3].abs().max() < 1e-7
+    result = quantize_blocks(one, kind).dequantize()
+    assert result.isfinite().all()
+    assert result[0].abs().max() == 0
+    assert torch.allclose(result[1], one[1], rtol=0.02)
+    assert abs(float(result[2, 7]) / 1000 - 1) < 0.02
+    assert result[3].abs().max() < 1e-7
     with pytest.raises(SchemeError, match="beyond what GGUF's fp16 scales reach"):
         quantize_blocks(torch.full((1, 256), 1e9), kind)
     with pytest.raises(DamagedError, match="1 NaN"):
@@ -130,13 +130,13 @@ def test_the_gguf_package_reads_the_file(name, tmp_path, capsys):
     flags = "--type", name.lower(), "--out", tmp_path / "m.gguf", "--json"
     assert cli("quantize", "demo", "--export", "gguf", *flags) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
+    output = json.loads(out)
     assert re.search(r"^on cpu, about [\d.:]+", err, re.M), "the plan names the time"
     reader = package.GGUFReader(tmp_path / "m.gguf")
     assert reader.fields["general.file_type"].contents() == MIXTURES[name].number
-    found = {t.name: t for t in reader.tensors}
-    assert told["matrices"] == sum(len(t.shape) == 2 for t in reader.tensors) == 43
-    assert found["token_embd.weight"].tensor_type.name == "Q6_K"  # tied: it is the head
+    result = {t.name: t for t in reader.tensors}
+    assert output["matrices"] == sum(len(t.shape) == 2 for t in reader.tensors) == 43
+    assert result["token_embd.weight"].tensor_type.name == "Q6_K"  # tied: it is the head
     facts = Facts(6, 2, 0, True)
     with open_source("demo") as dense, open_decoded(tmp_path / "m.gguf") as ours:
         for t in reader.tensors:
@@ -144,7 +144,7 @@ def test_the_gguf_package_reads_the_file(name, tmp_path, capsys):
             if len(shape) == 2:
                 assert t.tensor_type.name == type_of(MIXTURES[name], t.name, shape[1], facts)
         for theirs, name_here in (("blk.3.ffn_down", "model.layers.3.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
-            t = found[f"{theirs}.weight"]
+            t = result[f"{theirs}.weight"]
             W = dense.read(f"{name_here}.weight").float().reshape(tuple(reversed([int(n) for n in t.shape])))
             read = torch.from_numpy(package.quants.dequantize(t.data, t.tensor_type).copy())
             assert torch.equal(read.half(), ours.read(f"{name_here}.weight").reshape(read.shape))
@@ -153,16 +153,16 @@ def test_the_gguf_package_reads_the_file(name, tmp_path, capsys):
 
 def test_plans_and_refusals(capsys):
     assert cli("quantize", "demo", "--type", "Q4_K_M", "--dry-run", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [t["type"] for t in told["types"]] == ["Q4_K", "Q6_K", "F32"]
-    for wrong, said in (
+    message = json.loads(capsys.readouterr().out)
+    assert [t["type"] for t in message["types"]] == ["Q4_K", "Q6_K", "F32"]
+    for wrong, output in (
         (["quantize", "demo", "--type", "Q9_K"], "--type Q9_K does not exist; use one of Q2_K"),
         (["quantize", "demo", "--type", "Q4_K_M", "--bits", "3"], "leave --bits or --type out"),
         (["quantize", "demo", "--type", "Q4_K_M", "--export", "mlx"], "use it with --export gguf"),
         (["export", "demo", "--type", "Q4_K_M", "--to", "mlx"], "leave --to mlx out"),
     ):
         assert cli(*wrong) == 2
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
     with pytest.raises(UsageError, match="does not exist"):
         gguf_types.get("Q4_K_XL")
 

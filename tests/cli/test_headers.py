@@ -45,21 +45,21 @@ def demo4_none(tmp_path_factory):
 
 
 def test_inspect_imports_no_torch_but_for_scales_of_our_own(tuned):
-    found, said = imported("inspect", "demo", "--json")
-    assert not found
-    assert json.loads(said)["tensors"]
-    found, said = imported("inspect", tuned, "--json")  # which exports hold it is asked of its scales and zeros
-    assert set(found) <= {"torch", "numpy"}
-    assert json.loads(said)["tensors"]
+    result, output = imported("inspect", "demo", "--json")
+    assert not result
+    assert json.loads(output)["tensors"]
+    result, output = imported("inspect", tuned, "--json")  # which exports hold it is asked of its scales and zeros
+    assert set(result) <= {"torch", "numpy"}
+    assert json.loads(output)["tensors"]
 
 
 def test_inspect_of_a_foreign_format_imports_no_torch(demo4, tmp_path):
     assert "torch" in imported("quantize", "demo", "--format", "fp8", "--out", tmp_path / "fp8")[0]
     lowq.export(demo4, "mlx", tmp_path / "mlx")
     for folder in ("fp8", "mlx"):
-        found, said = imported("inspect", tmp_path / folder, "--json")
-        assert not found
-        assert json.loads(said)["tensors"]
+        result, output = imported("inspect", tmp_path / folder, "--json")
+        assert not result
+        assert json.loads(output)["tensors"]
 
 
 @pytest.mark.parametrize("form", ["lowq", "mlx", "gptq", "compressed-tensors", "dense"])
@@ -90,9 +90,9 @@ def test_ls_imports_no_torch(tuned):
 
 @pytest.mark.parametrize("flags", [(), ("--method", "gptq"), ("--format", "fp8"), ("--for", "vllm")], ids=" ".join)
 def test_a_plan_of_a_known_family_imports_no_torch(flags, tmp_path):
-    found, said = imported("quantize", "demo", *flags, "--dry-run", "--json", folder=tmp_path)
-    assert not found
-    plan = json.loads(said)
+    result, output = imported("quantize", "demo", *flags, "--dry-run", "--json", folder=tmp_path)
+    assert not result
+    plan = json.loads(output)
     assert plan["quantized_fraction"] > 0.5
     assert plan["budget"]["seconds"] is None  # a sample of the work would tell: the run takes one
 

@@ -85,11 +85,11 @@ def test_bad_folders_give_one_line(case, packed):
 @pytest.fixture
 def reports():
     """The log of transformers while a model is loaded, which it would print in many lines."""
-    found = []
+    result = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = lambda record: result.append(record.getMessage())
     logging.getLogger("transformers").addHandler(handler)
-    yield found
+    yield result
     logging.getLogger("transformers").removeHandler(handler)
 
 

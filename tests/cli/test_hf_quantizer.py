@@ -357,9 +357,9 @@ def test_both_orders_of_expert_products_agree(dtype, family_checkpoints):
     """row_by_row is the path of a GPU while decoding; its result can be checked without a GPU."""
     model = open_model(family_checkpoints("mixtral", "float32", {"expert": Scheme(4, 32)}).packed, dtype)
     stack = model.model.layers[1].mlp.experts.stack("gate_up_proj")
-    wanted = best_layout(Scheme(4, 32), 128, 64, dtype, torch.device("cpu"))  # own CPU kernels' where they can be built
-    assert stack.layout == wanted
-    assert (wanted == "rowstream") == (dtype == torch.float32)
+    truth = best_layout(Scheme(4, 32), 128, 64, dtype, torch.device("cpu"))  # own CPU kernels' where they can be built
+    assert stack.layout == truth
+    assert (truth == "rowstream") == (dtype == torch.float32)
     torch.manual_seed(2)
     x, experts = torch.randn(7, 64).to(dtype), torch.tensor([3, 0, 0, 2, 3, 1, 0])
     expected = torch.stack([stack.product(x[s : s + 1], int(e))[0] for s, e in enumerate(experts)])

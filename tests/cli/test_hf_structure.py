@@ -24,9 +24,9 @@ def headers(family_checkpoints):
 
 
 def test_every_tensor_of_a_llama_has_the_role_of_its_module(headers):
-    found = roles(*headers("llama"))
+    role_of = roles(*headers("llama"))
     layer = "model.layers.1."
-    assert {n.removeprefix(layer): r.kind for n, r in found.items() if n.startswith(layer) and r.parts} == {
+    assert {n.removeprefix(layer): r.kind for n, r in role_of.items() if n.startswith(layer) and r.parts} == {
         f"{m}.weight": kind
         for kind, ms in {
             "attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -34,11 +34,11 @@ def test_every_tensor_of_a_llama_has_the_role_of_its_module(headers):
         }.items()
         for m in ms
     }
-    assert (found["model.norm.weight"].kind, found["model.norm.weight"].reason) == ("norm", "norm")
-    assert found["lm_head.weight"].kind == "head"
-    assert found["lm_head.weight"].parts == (Part("lm_head", target="lm_head.weight"),)
-    assert found["model.embed_tokens.weight"].kind == "embedding"
-    assert found["model.embed_tokens.weight"].parts
+    assert (role_of["model.norm.weight"].kind, role_of["model.norm.weight"].reason) == ("norm", "norm")
+    assert role_of["lm_head.weight"].kind == "head"
+    assert role_of["lm_head.weight"].parts == (Part("lm_head", target="lm_head.weight"),)
+    assert role_of["model.embed_tokens.weight"].kind == "embedding"
+    assert role_of["model.embed_tokens.weight"].parts
 
 
 def test_biases_and_fused_and_transposed_weights(headers):
@@ -58,11 +58,11 @@ def test_biases_and_fused_and_transposed_weights(headers):
     ],
 )
 def test_experts_are_quantized_and_the_router_is_not(headers, family, router, expert, target):
-    found = roles(*headers(family))
+    role_of = roles(*headers(family))
     layer = "model.layers.1."
-    assert found[f"{layer}{router}.weight"].kind == "router"
-    assert not found[f"{layer}{router}.weight"].parts
-    role = found[f"{layer}{expert}.weight"]
+    assert role_of[f"{layer}{router}.weight"].kind == "router"
+    assert not role_of[f"{layer}{router}.weight"].parts
+    role = role_of[f"{layer}{expert}.weight"]
     assert (role.kind, role.parts) == ("expert", (Part(layer + expert, target=layer + target),))
 
 
@@ -87,24 +87,24 @@ def test_stacked_experts_are_cut_into_the_names_of_per_expert_files(family, fami
 
 
 def test_names_without_the_base_model_prefix_stay_without(headers):
-    config, found = headers("gpt2")
-    bare = {n.removeprefix("transformer."): h for n, h in found.items()}
+    config, result = headers("gpt2")
+    bare = {n.removeprefix("transformer."): h for n, h in result.items()}
     assert roles(config, bare)["h.1.attn.c_attn.weight"].parts[0].name == "h.1.attn.c_attn"
 
 
 def test_a_tied_head_that_is_in_the_file_is_kept(headers):
-    config, found = headers("llama-tied")
-    assert "lm_head.weight" not in found
-    found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    role = roles(config, found)["lm_head.weight"]
+    config, result = headers("llama-tied")
+    assert "lm_head.weight" not in result
+    result["lm_head.weight"] = result["model.embed_tokens.weight"]
+    role = roles(config, result)["lm_head.weight"]
     assert (role.kind, role.parts, role.reason) == ("head", (), "tied to the embedding")
 
 
 def test_unknown_tensors_are_kept_and_integers_are_not_quantized(headers):
-    config, found = headers("llama")
-    found["mtp.fc.weight"] = TensorHeader((64, 64), "F32")
-    found["lm_head.weight"] = TensorHeader(found["lm_head.weight"].shape, "I8")
-    result = roles(config, found)
+    config, actual = headers("llama")
+    actual["mtp.fc.weight"] = TensorHeader((64, 64), "F32")
+    actual["lm_head.weight"] = TensorHeader(actual["lm_head.weight"].shape, "I8")
+    result = roles(config, actual)
     assert result["mtp.fc.weight"].reason == "the model does not know it"
     assert (result["lm_head.weight"].parts, result["lm_head.weight"].reason) == ((), "stored as I8")
 
@@ -126,17 +126,17 @@ def test_unknown_tensors_are_kept_and_integers_are_not_quantized(headers):
     ],
 )
 def test_configs_that_do_not_fit(headers, family, change, error, match):
-    config, found = headers(family)
+    config, result = headers(family)
     with pytest.raises(error, match=match):
-        roles(config | change, found)
+        roles(config | change, result)
 
 
 @pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.experts.2.up_proj.weight"])
 def test_a_missing_tensor_is_noticed(headers, lost):
-    config, found = headers("qwen3-moe")
-    del found[lost]
+    config, result = headers("qwen3-moe")
+    del result[lost]
     with pytest.raises(DamagedError, match=r"lacks model\.norm\.weight|have 336 rows"):
-        roles(config, found)
+        roles(config, result)
 
 
 def test_stacked_experts_pack_and_load(family_checkpoints, pack_checkpoint, tmp_path):

@@ -109,11 +109,11 @@ def test_without_a_network_the_cache_is_read_and_what_it_lacks_is_said(nowhere, 
     weights.write_bytes(weights.read_bytes()[:60])
     (at["half"] / "config.json").unlink()
     (at["bare"] / "model.safetensors").unlink()
-    asked = [("absent", False), ("absent", True), ("half", True), ("bare", True), ("whole", True), ("damaged", True)]
-    *missing, whole, damaged = opened(nowhere, tmp_path, *((f"org/{m}", h) for m, h in asked))
-    for found in missing:  # of a snapshot that holds a part, too, the hub is asked
-        assert found["error"] == "NotFoundError"
-        assert "not in the local cache; go online, give a model folder, or use: demo" in found["said"]
+    requests = [("absent", False), ("absent", True), ("half", True), ("bare", True), ("whole", True), ("damaged", True)]
+    *missing, whole, damaged = opened(nowhere, tmp_path, *((f"org/{m}", h) for m, h in requests))
+    for result in missing:  # of a snapshot that holds a part, too, the hub is asked
+        assert result["error"] == "NotFoundError"
+        assert "not in the local cache; go online, give a model folder, or use: demo" in result["said"]
     assert (whole["headers"], whole["read"]) == ({"a.weight": ["F32", 512, 1024]}, "")
     assert damaged["error"] == "DamagedError"
 
@@ -122,8 +122,8 @@ def test_a_dry_run_fetches_config_and_headers_only_and_refusals_are_told_apart(t
     handler = type("Local", (Hub,), {"folder": write_model(tmp_path / "model"), "sent": Counter()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        asked = [("org/model", True), ("org/gated", True), ("org/none", False), ("org/pickles", True), ("org/odd", True)]
-        made, gated, none, pickles, odd = opened(f"http://127.0.0.1:{server.server_port}", tmp_path / "cache", *asked)
+        requests = [("org/model", True), ("org/gated", True), ("org/none", False), ("org/pickles", True), ("org/odd", True)]
+        made, gated, none, pickles, odd = opened(f"http://127.0.0.1:{server.server_port}", tmp_path / "cache", *requests)
         server.shutdown()
     assert made["headers"] == {"a.weight": ["F32", 512, 1024]}
     assert "only the headers" in made["read"]

@@ -35,10 +35,10 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def foreign(family_checkpoints, tmp_path):
     def make(to, schemes, family="llama"):
-        made = family_checkpoints(family, "float32", schemes)
-        export(made.packed, to, tmp_path / "model")
+        folders = family_checkpoints(family, "float32", schemes)
+        export(folders.packed, to, tmp_path / "model")
         write_tokenizer(tmp_path / "model")
-        return tmp_path / "model", made
+        return tmp_path / "model", folders
 
     return make
 
@@ -46,16 +46,16 @@ def foreign(family_checkpoints, tmp_path):
 @pytest.mark.parametrize(("to", "schemes"), CASES, ids=lambda v: v if isinstance(v, str) else v["mlp"].zero)
 def test_codes_scales_and_zeros_arrive_bit_for_bit(foreign, to, schemes):
     folder, made = foreign(to, schemes)
-    found, wanted = open_checkpoint(runnable(folder)), open_checkpoint(made.packed)
-    for t in wanted.tensors:
+    result, expected = open_checkpoint(runnable(folder)), open_checkpoint(made.packed)
+    for t in expected.tensors:
         for leaf in ("", ".weight", ".weight_scale", ".weight_zero"):
             name = t.name + leaf
-            if name in wanted.source.headers and name in found.source.headers:
-                assert torch.equal(found.source.read(name), wanted.source.read(name)), name
-    kinds = {n: (s.bits, s.group_size) for n, s in wanted.schemes.items()}
-    assert {n: (s.bits, s.group_size) for n, s in found.schemes.items()} == kinds
+            if name in expected.source.headers and name in result.source.headers:
+                assert torch.equal(result.source.read(name), expected.source.read(name)), name
+    kinds = {n: (s.bits, s.group_size) for n, s in expected.schemes.items()}
+    assert {n: (s.bits, s.group_size) for n, s in result.schemes.items()} == kinds
     if to not in ("mlx", "hqq"):
-        assert found.schemes == wanted.schemes
+        assert result.schemes == expected.schemes
 
 
 def test_the_logits_are_those_of_the_dense_weights(foreign):
@@ -92,17 +92,17 @@ def test_a_changed_checkpoint_is_another_import(foreign):
 
 
 def test_lowq_and_dense_folders_are_opened_without_import(family_checkpoints):
-    made = family_checkpoints("llama", "float32", WHOLE)
-    assert runnable(made.packed) == str(made.packed)
-    assert runnable(made.dense) == str(made.dense)
+    folders = family_checkpoints("llama", "float32", WHOLE)
+    assert runnable(folders.packed) == str(folders.packed)
+    assert runnable(folders.dense) == str(folders.dense)
     assert runnable("demo") == "demo"
     assert not (home.cache_dir() / "imports").exists()
 
 
 def test_fp8_blocks_with_static_activations_become_dense(family_checkpoints, tmp_path):
-    made = family_checkpoints("llama", "bfloat16", WHOLE)
+    folders = family_checkpoints("llama", "bfloat16", WHOLE)
     folder = tmp_path / "fp8"
-    shutil.copytree(made.dequantized, folder)
+    shutil.copytree(folders.dequantized, folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -113,9 +113,9 @@ def test_fp8_blocks_with_static_activations_become_dense(family_checkpoints, tmp
     (folder / "config.json").write_text(json.dumps(config))
     out = runnable(folder)
     assert not is_checkpoint(out)
-    found = load_file(f"{out}/model.safetensors")
+    result = load_file(f"{out}/model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(found[name], (tensors[name].float() / 2).bfloat16())
+    assert torch.equal(result[name], (tensors[name].float() / 2).bfloat16())
     assert runnable(folder) == out
 
 

@@ -51,14 +51,14 @@ def cli(capsys, *args):
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(3, 32, "none"), Scheme(1, 128, "int"), Scheme(8, 128)], ids=str)
 def test_a_lowq_folder(tmp_path, scheme):
-    found = inspect_model(str(lowq_folder(tmp_path / "m", scheme)))
+    report = inspect_model(str(lowq_folder(tmp_path / "m", scheme)))
     meta = (1 if scheme.zero == "none" else 2) * 48 * scheme.groups(128) * 2
-    assert found.format == "lowq"
-    assert found.bytes == 48 * 128 * scheme.bits // 8 + meta + 1024
-    assert found.bpw == pytest.approx(8 * found.bytes / (48 * 128 + 512))
-    assert found.quantized_bpw == pytest.approx(scheme.bits_per_weight())
-    assert found.histogram == {scheme.bits: 48 * 128, 16: 512}
-    row = next(r for r in found.rows if r.name == NAME)
+    assert report.format == "lowq"
+    assert report.bytes == 48 * 128 * scheme.bits // 8 + meta + 1024
+    assert report.bpw == pytest.approx(8 * report.bytes / (48 * 128 + 512))
+    assert report.quantized_bpw == pytest.approx(scheme.bits_per_weight())
+    assert report.histogram == {scheme.bits: 48 * 128, 16: 512}
+    row = next(r for r in report.rows if r.name == NAME)
     assert (row.shape, row.scheme, row.rel_error, row.kind) == ((48, 128), str(scheme), 0.125, "mlp")
 
 
@@ -73,11 +73,11 @@ def test_rounded_activations_are_a_note(tmp_path):
 
 def test_json_has_the_promised_keys(tmp_path, capsys):
     code, out, _ = cli(capsys, lowq_folder(tmp_path / "m"), "--json")
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    assert {"format", "bpw", "bytes", "tensors"} <= found.keys()
-    assert [t["name"] for t in found["tensors"]] == [NAME, "model.embed_tokens.weight"]
-    assert found["bits"] == {"4": 6144, "16": 512}
+    assert {"format", "bpw", "bytes", "tensors"} <= result.keys()
+    assert [t["name"] for t in result["tensors"]] == [NAME, "model.embed_tokens.weight"]
+    assert result["bits"] == {"4": 6144, "16": 512}
 
 
 def test_the_demo_is_dense(capsys):
@@ -98,9 +98,9 @@ def test_tuned_gpus_are_named(tmp_path):
 def test_a_damaged_tuning_file_is_a_note_and_the_rest_is_shown(content, tmp_path):
     folder = lowq_folder(tmp_path / "m")
     (folder / tuning_file.FILE).write_text(content)
-    found = inspect_model(str(folder))
-    assert found.tuned == ()
-    assert any(n.startswith("ignoring ") and tuning_file.FILE in n for n in found.notes)
+    report = inspect_model(str(folder))
+    assert report.tuned == ()
+    assert any(n.startswith("ignoring ") and tuning_file.FILE in n for n in report.notes)
 
 
 BAD = {

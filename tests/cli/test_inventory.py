@@ -59,10 +59,10 @@ def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
     state.remember(mine)
     imported = written(tmp_path / "cache" / "lowq" / "imports" / "model-1")
     exported = written(tmp_path / "cache" / "lowq" / "exports" / "awq" / "model-2")
-    found = json.loads(lowq("ls", "--json")[1])
-    assert {(Path(h["path"]).name, h["kind"]) for h in found["holdings"]} == {
+    result = json.loads(lowq("ls", "--json")[1])
+    assert {(Path(h["path"]).name, h["kind"]) for h in result["holdings"]} == {
         ("mine", "checkpoint"), ("model-1", "import"), ("model-2", "export")}  # fmt: skip
-    assert found["bytes"] == 3 * sum(p.stat().st_size for p in stranger.iterdir())
+    assert result["bytes"] == 3 * sum(p.stat().st_size for p in stranger.iterdir())
     code, _, err = lowq("rm", "stranger", "--yes")
     assert (code, "not in the list of what lowq wrote" in err) == (3, True)
     code, _, err = lowq("rm", "mine")
@@ -186,8 +186,8 @@ def interrupted(command, at, tmp_path):
 
 def test_an_interrupted_run_is_listed_and_removed(lowq, tmp_path):
     interrupted(["quantize", "demo", "--method", "gptq", "--calib", "bundled", "--out", "m1d"], "lowq-journal.jsonl", tmp_path)
-    (found,) = json.loads(lowq("ls", "--json")[1])["holdings"]
-    assert (found["path"], found["kind"]) == (str(tmp_path / "m1d"), "unfinished")
+    (result,) = json.loads(lowq("ls", "--json")[1])["holdings"]
+    assert (result["path"], result["kind"]) == (str(tmp_path / "m1d"), "unfinished")
     code, _, err = lowq("generate", "--prompt", "a")
     assert code == 3, err  # it is not a checkpoint that other commands can use
     assert lowq("rm", "m1d", "--yes")[0] == 0
@@ -200,8 +200,8 @@ def test_an_interrupted_export_is_listed_and_removed(lowq, tmp_path):
     with suppress(KeyboardInterrupt), folder.unfinished(target, "a run") as partial:
         (partial / "weights").write_bytes(bytes(100))
         raise KeyboardInterrupt
-    found = [h for h in json.loads(lowq("ls", "--json")[1])["holdings"] if h["kind"] == "unfinished"]
-    assert [h["path"] for h in found] == [str(partial)]
+    result = [h for h in json.loads(lowq("ls", "--json")[1])["holdings"] if h["kind"] == "unfinished"]
+    assert [h["path"] for h in result] == [str(partial)]
     assert lowq("rm", str(target), "--yes")[0] == 0
     assert [p.name for p in target.parent.iterdir()] == []
 

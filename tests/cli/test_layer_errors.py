@@ -25,15 +25,15 @@ def test_errors_begin_where_quantizing_does(demo_4b):
     from lowq_cli.loading import load
 
     text = read_text(None)[:2500]
-    found = layer_errors(demo_4b, "demo", text, "cpu")
-    assert [e.index for e in found] == list(range(6))
-    assert all(e.weights is None and e.worst == "" for e in found[:3])
-    assert all(0.05 < e.weights < 0.15 and "proj" in e.worst for e in found[3:])
-    assert max(e.output for e in found[:3]) < 1e-4 < found[3].output < found[5].output < 0.1
+    result = layer_errors(demo_4b, "demo", text, "cpu")
+    assert [e.index for e in result] == list(range(6))
+    assert all(e.weights is None and e.worst == "" for e in result[:3])
+    assert all(0.05 < e.weights < 0.15 and "proj" in e.worst for e in result[3:])
+    assert max(e.output for e in result[:3]) < 1e-4 < result[3].output < result[5].output < 0.1
     ids = torch.tensor(load("demo")[1](text, add_special_tokens=False)["input_ids"])[:512].unsqueeze(0)
     states = [load(m, device="cpu")[0](ids, output_hidden_states=True).hidden_states for m in (demo_4b, "demo")]
     h, h0 = (s[4].float() for s in states)  # behind layer 3
-    assert found[3].output == pytest.approx(float((h - h0).square().sum() / h0.square().sum()), rel=1e-3)
+    assert result[3].output == pytest.approx(float((h - h0).square().sum() / h0.square().sum()), rel=1e-3)
 
 
 def test_the_command_prints_them(demo_4b):
@@ -41,7 +41,7 @@ def test_the_command_prints_them(demo_4b):
         app, ["eval", demo_4b, "--against", "demo", "--layers", "--max-tokens", "16", "--device", "cpu", "--json"]
     )
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert (told["window"], told["stride"]) == (16, 16)
-    assert len(told["layers"]) == 6
+    output = json.loads(done.stdout)
+    assert (output["window"], output["stride"]) == (16, 16)
+    assert len(output["layers"]) == 6
     assert isinstance(CliRunner().invoke(app, ["eval", demo_4b, "--layers"]).exception, UsageError)

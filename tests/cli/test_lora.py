@@ -39,15 +39,15 @@ def adapted(model, **how):
 def losses(model, ids) -> list[float]:
     """Of STEPS steps of Adam on one text."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-    found = []
+    result = []
     model.train()
     for _ in range(STEPS):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss))
-    return found
+        result.append(float(loss))
+    return result
 
 
 def distance(a, b):
@@ -65,9 +65,9 @@ def test_it_trains_as_over_the_dequantized_model(checkpoint):
     ids = ids_of(checkpoint)
     model = adapted(opened(checkpoint))
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    found, wanted = losses(model, ids), losses(adapted(opened(checkpoint).dequantize()), ids)
-    assert found == pytest.approx(wanted, rel=1e-3)
-    assert found[-1] < 0.8 * found[0]
+    result, expected = losses(model, ids), losses(adapted(opened(checkpoint).dequantize()), ids)
+    assert result == pytest.approx(expected, rel=1e-3)
+    assert result[-1] < 0.8 * result[0]
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
 
 
@@ -84,11 +84,11 @@ def test_after_prepare_model_for_kbit_training(checkpoint, dtype):
     ids = ids_of(checkpoint)
     model = opened(checkpoint, dtype)
     with torch.no_grad():
-        wanted = copy.deepcopy(model).dequantize(dtype=torch.float32)(ids).logits
+        expected = copy.deepcopy(model).dequantize(dtype=torch.float32)(ids).logits
         prepared = peft.prepare_model_for_kbit_training(model)
-        assert distance(prepared(ids).logits, wanted) < 1e-5
-    found = losses(adapted(prepared), ids)
-    assert found[-1] < 0.8 * found[0]
+        assert distance(prepared(ids).logits, expected) < 1e-5
+    result = losses(adapted(prepared), ids)
+    assert result[-1] < 0.8 * result[0]
 
 
 def test_merging_is_refused_until_the_model_is_dequantized(checkpoint, tmp_path):
@@ -97,18 +97,18 @@ def test_merging_is_refused_until_the_model_is_dequantized(checkpoint, tmp_path)
     losses(model, ids)
     model.eval()
     with torch.no_grad():
-        wanted = model(input_ids=ids).logits
+        expected = model(input_ids=ids).logits
         with pytest.raises(UnsupportedError, match=r"call dequantize\(\) on the model first"):
             model.merge_and_unload()
-        assert distance(model(input_ids=ids).logits, wanted) < 1e-6
+        assert distance(model(input_ids=ids).logits, expected) < 1e-6
         model.save_pretrained(tmp_path / "adapter")
         again = peft.PeftModel.from_pretrained(opened(checkpoint), tmp_path / "adapter").eval()
-        assert distance(again(input_ids=ids).logits, wanted) < 1e-5
+        assert distance(again(input_ids=ids).logits, expected) < 1e-5
         again.dequantize()
         merged = again.merge_and_unload()
-        assert distance(merged(input_ids=ids).logits, wanted) < 1e-5
+        assert distance(merged(input_ids=ids).logits, expected) < 1e-5
     merged.save_pretrained(tmp_path / "merged")
-    assert distance(opened(tmp_path / "merged")(ids).logits, wanted) < 1e-5
+    assert distance(opened(tmp_path / "merged")(ids).logits, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

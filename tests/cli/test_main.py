@@ -81,8 +81,8 @@ def test_a_mistyped_command_is_one_line_and_with_json_one_object(args, said):
     assert len(done.stderr.strip().splitlines()) == 1
     assert said in done.stderr
     assert "--help" in done.stderr
-    found = json.loads(run(args[0], "--json", *args[1:]).stdout)
-    assert found["exit_code"] == 2
+    result = json.loads(run(args[0], "--json", *args[1:]).stdout)
+    assert result["exit_code"] == 2
 
 
 def test_a_bare_lowq_is_its_help():
@@ -348,7 +348,7 @@ def test_tritons_digest_is_computed_during_torchs_import_with_a_gpu(monkeypatch)
     asked = threading.Event()
     monkeypatch.setattr(cache, "triton_key", asked.set)
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGet=lambda *_: 1))
-    for there, wanted in ((0, False), (1, True)):
+    for there, expected in ((0, False), (1, True)):
         monkeypatch.setattr(devices, "gpus", lambda there=there: there)
         devices._make_context(0)
-        assert asked.wait(60 if wanted else 0.1) == wanted
+        assert asked.wait(60 if expected else 0.1) == expected

@@ -70,7 +70,7 @@ def test_tensors_at_odd_places_are_read(folder, tmp_path):
 def test_a_model_holds_no_copy_of_what_is_mapped(folder):
     with open_source(folder) as source:
         model = native_loader.read(source, CPU)
-        found = [m for m in model.plan.linears.modules() if isinstance(m, QuantLinear)]
-        mapped = [m for m in found if within(m.weight, source)]  # others are joined: q, k and v, gate and up
+        result = [m for m in model.plan.linears.modules() if isinstance(m, QuantLinear)]
+        mapped = [m for m in result if within(m.weight, source)]  # others are joined: q, k and v, gate and up
         assert {m.layout for m in mapped} == {"cpu"}
         assert len(mapped) == 2 * len(model.plan.states) + 1  # o and down, and the head

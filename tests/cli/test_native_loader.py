@@ -79,9 +79,9 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
         model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     assert (model.dtype, model.device) == (heavy.dtype, heavy.device)
     assert model.generation_config.eos_token_id == heavy.generation_config.eos_token_id
-    wanted = tokens(heavy)
-    assert len({t for row in wanted for t in row}) > 8
-    assert tokens(model) == wanted
+    expected = tokens(heavy)
+    assert len({t for row in expected for t in row}) > 8
+    assert tokens(model) == expected
     theirs = dict(NativeDecoder(heavy).linears.named_modules())
     for name, m in model.linears.named_modules():  # each is held as it would be, joined and in the device's layout
         assert isinstance(m, type(theirs[name]))
@@ -111,11 +111,11 @@ def test_a_mixture_whose_config_leaves_out_how_it_routes_is_read_as_transformers
         native_loader.contents_of(source, CPU)
         del source.config[field]
         try:
-            found = native_loader.contents_of(source, CPU).model
+            result = native_loader.contents_of(source, CPU).model
         except NotPlain:
             return
     theirs = families()["qwen3_moe"].describe(CONFIG_MAPPING["qwen3_moe"].from_dict(source.config))
-    assert found == theirs
+    assert result == theirs
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -123,8 +123,8 @@ def test_logits_of_whole_texts_are_those_of_transformers(tmp_path, family):
     with open_source(write_dense(tmp_path / "m", family)) as source:
         model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     ids = torch.randint(3, 150, (2, 50), generator=torch.Generator().manual_seed(1))
-    wanted = heavy(input_ids=ids, use_cache=False).logits
-    assert ((model(input_ids=ids).logits - wanted).norm() / wanted.norm()).item() < 1e-5
+    expected = heavy(input_ids=ids, use_cache=False).logits
+    assert ((model(input_ids=ids).logits - expected).norm() / expected.norm()).item() < 1e-5
 
 
 @pytest.mark.parametrize("other", [{"hidden_activation": "gelu_pytorch_tanh"}, {"final_logit_softcapping": 1.0}], ids=str)
@@ -136,9 +136,9 @@ def test_a_field_of_another_family_changes_nothing(tmp_path, other):
     (folder / "config.json").write_text(json.dumps(config | other))
     with open_source(folder) as source:
         model = load_model(source, CPU)
-        wanted = model(input_ids=ids).logits
+        expected = model(input_ids=ids).logits
         for fused in (native_loader.read(source, CPU), model):
-            assert ((decoder_of(fused).logits(ids) - wanted).norm() / wanted.norm()).item() < 1e-5
+            assert ((decoder_of(fused).logits(ids) - expected).norm() / expected.norm()).item() < 1e-5
 
 
 READ = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3_text")
@@ -154,8 +154,8 @@ def test_configs_are_read_as_transformers_reads_them(family):
         theirs = CONFIG_MAPPING[family].from_dict(sizes | more)
         ours, _, known = read_config(sizes | more, 100)
         for name in known.defaults:
-            wanted = None if (wanted := getattr(theirs, name, None)) == [] else wanted
-            assert getattr(ours, name) == (64 // 4 if name == "head_dim" and wanted is None else wanted), name
+            expected = None if (expected := getattr(theirs, name, None)) == [] else expected
+            assert getattr(ours, name) == (64 // 4 if name == "head_dim" and expected is None else expected), name
         for kind, theirs_of_kind in rope.by_kind(theirs.rope_parameters).items():
             ours_of_kind = rope.by_kind(ours.rope_parameters)[kind]
             assert {k: theirs_of_kind[k] for k in ours_of_kind} == ours_of_kind
@@ -197,9 +197,9 @@ def _compare_angles(family, more):
 
 def _rewritten(folder, change):
     with safe_open(folder / "model.safetensors", "pt") as f:
-        found = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  # not a dict
-    change(found)
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
+        result = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  # not a dict
+    change(result)
+    save_file(result, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -300,16 +300,16 @@ def test_fp8_gives_the_tokens_by_way_of_transformers(tmp_path, family, more, cap
         assert importer._runs_in_fp8(source)
         capfd.readouterr()
         model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
-    said = [line for line in capfd.readouterr().err.splitlines() if "weights widened" in line]
-    assert len(said) == 2  # both say it, and of as many bytes
-    assert len(set(said)) == 1
+    output = [line for line in capfd.readouterr().err.splitlines() if "weights widened" in line]
+    assert len(output) == 2  # both say it, and of as many bytes
+    assert len(set(output)) == 1
     theirs = dict(NativeDecoder(heavy).linears.named_modules())
     held = dict(model.linears.named_modules())
     assert all(isinstance(m, type(theirs[name])) for name, m in held.items())
     assert any(getattr(m, "in_blocks", False) for m in held.values())
-    wanted = tokens(heavy)
-    assert len({t for row in wanted for t in row}) > 8
-    assert tokens(model) == wanted
+    expected = tokens(heavy)
+    assert len({t for row in expected for t in row}) > 8
+    assert tokens(model) == expected
 
 
 def test_blocks_that_would_begin_inside_a_matrix_are_not_joined(tmp_path):
@@ -433,9 +433,9 @@ def test_tokenizers_of_several_kinds_give_the_ids_of_transformers(tmp_path, mode
     template += "{% if add_generation_prompt %}[assistant] {% endif %}"
     folder = _bpe(tmp_path / "t", model_type, cls, qwen, chat_template=template)
     ours, theirs = _same(folder, model_type)
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is <|b|>? "}]
+    output = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is <|b|>? "}]
     facts = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-    assert ours.apply_chat_template(said, **facts) == theirs.apply_chat_template(said, **facts)
+    assert ours.apply_chat_template(output, **facts) == theirs.apply_chat_template(output, **facts)
 
 
 @pytest.mark.parametrize(

@@ -158,14 +158,14 @@ def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, ca
         monkeypatch.setattr(own_text, "available_memory", lambda: source.nbytes - 1)
         with pytest.raises(DoesNotFitError, match="cannot write a text"):
             own_text.outlook(str(dense), source, recipe(), CPU)
-    made = []
+    results = []
 
     def make(recipe, folder):
-        made.append(recipe.bits)
+        results.append(recipe.bits)
         pipeline.maker(str(dense), "cpu")(recipe, folder)
 
     text = own_text.whole(replace(outlook, bits=8), make)
-    assert made == [8]
+    assert results == [8]
     assert len(text.ids) == 4096
     assert not list(cache.rglob("copy*"))
 

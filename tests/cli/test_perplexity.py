@@ -35,13 +35,13 @@ SURE = Table([[0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9], [9, 0, 0, 0]])  # after 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_a_packed_mixture_is_evaluated_as_its_dequantized_model(family, family_checkpoints, tmp_path):
-    c, found = family_checkpoints(family), []
+    c, result = family_checkpoints(family), []
     text = " ".join(f"w{(7 * i * i + 3) % 160}" for i in range(400))
     for folder in (c.packed, c.dequantized):
         copy = shutil.copytree(folder, tmp_path / folder.name)
         write_tokenizer(copy)
-        found.append(lowq.perplexity(copy, text, device="cpu")["ppl"])
-    assert found[0] == pytest.approx(found[1], rel=1e-2)  # bf16 on a CPU where packed
+        result.append(lowq.perplexity(copy, text, device="cpu")["ppl"])
+    assert result[0] == pytest.approx(result[1], rel=1e-2)  # bf16 on a CPU where packed
 
 
 def test_uniform_predictions_have_the_vocabulary_as_perplexity():

@@ -70,8 +70,8 @@ def test_events_tell_the_whole_run(tmp_path):
     assert tensors[-1].params_done == tensors[-1].params_total == plan.params
     assert [e.name for e in middle if isinstance(e, ShardDone)] == [s.name for s in plan.shards]
     result = finished.result.to_json()
-    wanted = ["out", "bpw", "bytes", "source_bytes", "quantized_fraction", "seconds", "peak_rss_bytes"]
-    assert list(result)[:7] == wanted
+    expected = ["out", "bpw", "bytes", "source_bytes", "quantized_fraction", "seconds", "peak_rss_bytes"]
+    assert list(result)[:7] == expected
     sizes = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
     assert result["bytes"] == plan.nbytes == sizes
     assert [e for _, _, e in result["worst"]] == sorted((e.rel_error for e in tensors if e.scheme), reverse=True)[:5]

@@ -62,8 +62,8 @@ def test_linear_weights_are_quantized_and_the_rest_kept_with_a_reason(plan_of):
 
 @pytest.mark.parametrize(("bits", "tied", "given", "head"), HEADS)
 def test_the_head_gets_8_bits_below_a_body_of_4_unless_it_is_the_embedding(plan_of, bits, tied, given, head):
-    found = schemes(plan_of("llama-tied" if tied else "llama", bits=bits, group=32, **given))
-    assert found.get("lm_head") == (head and Scheme(head, 32))
+    result = schemes(plan_of("llama-tied" if tied else "llama", bits=bits, group=32, **given))
+    assert result.get("lm_head") == (head and Scheme(head, 32))
 
 
 def test_the_planned_config_expands_to_the_planned_schemes(plan_of):
@@ -75,11 +75,11 @@ def test_the_planned_config_expands_to_the_planned_schemes(plan_of):
 
 def test_overrides_apply_in_order_and_skip_wins(plan_of):
     plan = plan_of(group=32, overrides=["mlp=8:16", "layers.1.mlp.up_proj=2", "q_proj=keep"], skip=["layers.0.mlp.down_proj"])
-    found = schemes(plan)
-    assert found["model.layers.0.mlp.up_proj"] == Scheme(8, 16)
-    assert found["model.layers.1.mlp.up_proj"] == Scheme(2, 32)
-    assert found["model.layers.0.self_attn.k_proj"] == Scheme(4, 32)
-    assert not {"model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"} & found.keys()
+    result = schemes(plan)
+    assert result["model.layers.0.mlp.up_proj"] == Scheme(8, 16)
+    assert result["model.layers.1.mlp.up_proj"] == Scheme(2, 32)
+    assert result["model.layers.0.self_attn.k_proj"] == Scheme(4, 32)
+    assert not {"model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"} & result.keys()
     assert {i.note for i in plan.items if i.name == "model.layers.0.mlp.down_proj.weight"} == {"the recipe keeps it"}
 
 

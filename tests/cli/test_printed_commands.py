@@ -84,8 +84,8 @@ def here(tmp_path_factory):
 
 def commands_in(text):
     """The command lines in a message, each up to the end of its line, or to where the sentence goes on."""
-    found = re.findall(rf"(lowq (?:{'|'.join(COMMANDS)})\b(?:[^\n;,`(]|'[^']*')*)", text)
-    return [shlex.split(line.strip()) for line in found]
+    matches = re.findall(rf"(lowq (?:{'|'.join(COMMANDS)})\b(?:[^\n;,`(]|'[^']*')*)", text)
+    return [shlex.split(line.strip()) for line in matches]
 
 
 RTN = ("quantize", "my model", "--bits", "4", "--method", "rtn")
@@ -103,9 +103,9 @@ PROVOKED = {  # the message -> what provokes it, and how its command begins
 @pytest.mark.parametrize("what", PROVOKED)
 def test_a_printed_command_runs_in_another_working_folder(here, tmp_path, what):
     words, start = PROVOKED[what]
-    said = forking.lowq(*words, cwd=here).stderr
-    assert start in said, said
-    lines = [c for c in commands_in(said) if " ".join(c).startswith(start[start.index("lowq") :])]
+    output = forking.lowq(*words, cwd=here).stderr
+    assert start in output, output
+    lines = [c for c in commands_in(output) if " ".join(c).startswith(start[start.index("lowq") :])]
     assert lines
     for i, line in enumerate(lines):
         given = [str(here / "my model") if w == "MODEL" else w for w in line[1:]]

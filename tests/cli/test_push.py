@@ -41,18 +41,18 @@ def cli(*args):
 
 
 def test_the_card_is_made_from_the_report(folder):
-    found = open_checkpoint(folder)
-    card = model_card(found, "me/small", measured={"ppl": 11.0, "base_ppl": 10.0, "tokens": 99, "window": 9, "kl": 0.5})
+    checkpoint = open_checkpoint(folder)
+    card = model_card(checkpoint, "me/small", measured={"ppl": 11.0, "base_ppl": 10.0, "tokens": 99, "window": 9, "kl": 0.5})
     front = card.split("---")[1]
     assert "base_model: org/original\nbase_model_relation: quantized" in front
-    assert f"{found.bpw:.2f}" in card
+    assert f"{checkpoint.bpw:.2f}" in card
     assert "kB (before: 123.00 GB)" in card
     assert "4-bit g32 none zero, 8-bit g32 none zero" in card
     assert "11.000, +10.00% of 10.000" in card
     assert 'from_pretrained("me/small"' in card
     assert "lowq export small --to compressed-tensors" in card
-    assert "base_model" not in model_card(found, "me/small", base="a-folder")
-    assert "perplexity" not in model_card(found, "me/small")
+    assert "base_model" not in model_card(checkpoint, "me/small", base="a-folder")
+    assert "perplexity" not in model_card(checkpoint, "me/small")
 
 
 def test_the_card_names_the_licence_of_the_source_and_counts_overrides(folder, family_checkpoints, tmp_path):
@@ -92,10 +92,10 @@ def test_a_quantized_models_report_has_the_licence_of_its_sources_readme(text, f
 def test_a_dry_run_sends_nothing(folder, capsys):
     """The hub would refuse this token."""
     assert cli("me/small", "--ckpt", folder, "--dry-run", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["url"] is None
-    assert "model.safetensors" in found["files"]
-    assert "lowq.log" not in found["files"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["url"] is None
+    assert "model.safetensors" in result["files"]
+    assert "lowq.log" not in result["files"]
 
 
 def test_only_what_the_report_lists_is_sent(folder, capsys):
@@ -128,9 +128,9 @@ def test_a_report_of_other_types_is_one_line(folder, field, capsys):
     for value in (5, [5], {"a": 5}, "x", None):
         (folder / "lowq_report.json").write_text(json.dumps(report | {field: value}))
         code = cli("me/small", "--ckpt", folder, "--dry-run")
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         assert code in (0, 3)
-        assert "internal error" not in said
+        assert "internal error" not in output
 
 
 @pytest.mark.parametrize("field", ["name", "kind", "rel_error", "crc32", "method", "scheme"])

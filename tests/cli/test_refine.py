@@ -52,8 +52,8 @@ def parts(path):
     """(codes, all else) of every quantized matrix."""
     with open_foreign(path) as source:
         _, matrices = foreign_matrices(source)
-        found = {m.name: m.read(fetcher(source)) for m in matrices}
-    return {n: q.W_q for n, q in found.items()}, {n: (q.scheme, q.scales, q.zeros) for n, q in found.items()}
+        result = {m.name: m.read(fetcher(source)) for m in matrices}
+    return {n: q.W_q for n, q in result.items()}, {n: (q.scheme, q.scales, q.zeros) for n, q in result.items()}
 
 
 def equal(a, b):
@@ -65,9 +65,9 @@ def equal(a, b):
     [("gptq", INT4), ("compressed-tensors", SYM | HEAD), ("mlx", AFFINE)],
 )
 def test_codes_and_scales_change_and_nothing_else(to, schemes, bf16_checkpoints, text, tmp_path):
-    made = bf16_checkpoints("llama", schemes)
-    export(made.packed, to, tmp_path / "file", rounding=to == "mlx")
-    done = refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
+    folders = bf16_checkpoints("llama", schemes)
+    export(folders.packed, to, tmp_path / "file", rounding=to == "mlx")
+    done = refined(tmp_path / "file", folders.dense, text, tmp_path / "refined")
     assert done.exported.format == to
     assert_grids_stay(tmp_path / "file", tmp_path / "refined", done)
     if "head" in schemes:
@@ -105,20 +105,20 @@ def errors_of(model, text, *files):
     ids = torch.tensor([tokens.encode(Path(text).read_text()[:600], add_special_tokens=False).ids])
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        wanted, errors = model(ids).logits, []
+        expected, errors = model(ids).logits, []
         for file in files:
             with open_decoded(file) as source:
                 model.load_state_dict({n: t.float() for n, t in dense_tensors(source).items()}, strict=False)
-            errors.append(float((model(ids).logits - wanted).square().mean()))
+            errors.append(float((model(ids).logits - expected).square().mean()))
     return errors
 
 
 @pytest.mark.parametrize("to", ["gptq", "awq"])
 def test_outputs_come_nearer(to, bf16_checkpoints, text, tmp_path):
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, to, tmp_path / "file")
-    refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
-    old, new = errors_of(made.dense, text, tmp_path / "file", tmp_path / "refined")
+    folders = bf16_checkpoints("llama", INT4)
+    export(folders.packed, to, tmp_path / "file")
+    refined(tmp_path / "file", folders.dense, text, tmp_path / "refined")
+    old, new = errors_of(folders.dense, text, tmp_path / "file", tmp_path / "refined")
     assert 0 < new < 0.9 * old
 
 
@@ -211,19 +211,19 @@ def test_a_mixture_is_calibrated_on_a_text(wide, text, tmp_path, capsys):
     model = llama3_model(wide, tmp_path)
     export(model, None, plain, kind="Q3_K_M")
     line = ["quantize", str(model), "--type", "q3_k_m", "--calib", text, "--device", "cpu", "--out", str(made), "--json"]
-    told = []
+    output = []
     for _ in range(2):
         assert main.main(line) == 0
         result, plan = capsys.readouterr()
-        told.append(json.loads(result))
+        output.append(json.loads(result))
         assert f"calibrated on {text}, 65,536 tokens" in plan
         assert re.search(r"on cpu, about [\d:. s]+ \(within 2x\)", plan)
         assert f"lies in {cache_dir()} twice" in plan
         assert copies_in_the_cache() == []
-    assert told[0]["after"] < told[0]["before"]
-    assert told[1] == {**told[0], "already_done": True}
-    assert [t["already_done"] for t in told] == [False, True]
-    assert [t["out"] for t in told] == [str(made)] * 2
+    assert output[0]["after"] < output[0]["before"]
+    assert output[1] == {**output[0], "already_done": True}
+    assert [t["already_done"] for t in output] == [False, True]
+    assert [t["out"] for t in output] == [str(made)] * 2
     assert made.stat().st_size == plain.stat().st_size
     with open_foreign(plain) as a, open_foreign(made) as b:
         assert a.config["gguf"] == b.config["gguf"]
@@ -281,15 +281,15 @@ def test_a_plan_comes_first_and_the_error_before_and_after_last(wide, text, tmp_
     assert plan["budget"]["seconds"] > 0
     assert not (tmp_path / "n.gguf").exists()
     assert main.main(line) == 0
-    out, told = capsys.readouterr()
+    out, err = capsys.readouterr()
     assert out == f"{tmp_path / 'n.gguf'}\n"
     order = ["Q4_K  ", "65,536 tokens", "(within 2x)", "calibrate ", "matrices have a smaller error now", "next: lowq compare"]
-    assert [told.index(what) for what in order] == sorted(told.index(what) for what in order)
-    before, after = map(float, re.search(r"mean of all: (\S+) -> (\S+)", told).groups())
+    assert [err.index(what) for what in order] == sorted(err.index(what) for what in order)
+    before, after = map(float, re.search(r"mean of all: (\S+) -> (\S+)", err).groups())
     assert 0 < after < before
-    layer = re.search(r"calibrated layer 1 of 1: output error (\S+) -> (\S+)", told)
+    layer = re.search(r"calibrated layer 1 of 1: output error (\S+) -> (\S+)", err)
     assert [float(x) for x in layer.groups()] == pytest.approx([before, after], abs=1e-3)
-    assert all(row.startswith(("calibrate ", "export ")) for row in told.splitlines() if "eta" in row)  # one for each bar
+    assert all(row.startswith(("calibrate ", "export ")) for row in err.splitlines() if "eta" in row)  # one for each bar
     assert main.main([*line, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["already_done"]
@@ -299,9 +299,9 @@ def test_a_plan_comes_first_and_the_error_before_and_after_last(wide, text, tmp_
 
 def test_a_dry_run_of_a_folder_writes_nothing(bf16_checkpoints, text, tmp_path, capsys):
     """The run itself imports the folder into the cache."""
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, "gptq", tmp_path / "file")
-    line = ["refine", str(tmp_path / "file"), "--model", str(made.dense), "--calib", text, "--device", "cpu", "--dry-run"]
+    folders = bf16_checkpoints("llama", INT4)
+    export(folders.packed, "gptq", tmp_path / "file")
+    line = ["refine", str(tmp_path / "file"), "--model", str(folders.dense), "--calib", text, "--device", "cpu", "--dry-run"]
     assert main.main([*line, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["rows"] == [["4-bit g32 int zero", 14, plan["rows"][0][2]]]
@@ -327,57 +327,57 @@ def test_a_killed_run_of_blocks_goes_on_with_the_same_bytes(wide, text, tmp_path
 
 
 def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_path):
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, "gptq", tmp_path / "file")
-    refined(tmp_path / "file", made.dense, text, tmp_path / "once")
+    folders = bf16_checkpoints("llama", INT4)
+    export(folders.packed, "gptq", tmp_path / "file")
+    refined(tmp_path / "file", folders.dense, text, tmp_path / "once")
     shutil.rmtree(cache_dir() / "refined")
-    events = Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "again"), "cpu").run()
+    events = Refining(str(tmp_path / "file"), str(folders.dense), recipe(text), str(tmp_path / "again"), "cpu").run()
     for event in events:
         if isinstance(event, LayerDone):
             break
     with pytest.raises(KeyboardInterrupt):
         events.throw(KeyboardInterrupt)
-    resumed = Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "again"), "cpu")
+    resumed = Refining(str(tmp_path / "file"), str(folders.dense), recipe(text), str(tmp_path / "again"), "cpu")
     assert [e.resumed for e in resumed.run() if isinstance(e, LayerDone)] == [True, False]
-    assert list(Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "again"), "cpu").run()) == []
+    assert list(Refining(str(tmp_path / "file"), str(folders.dense), recipe(text), str(tmp_path / "again"), "cpu").run()) == []
     assert not resumed.export().exported.already_done
-    assert refined(tmp_path / "file", made.dense, text, tmp_path / "again").exported.already_done
+    assert refined(tmp_path / "file", folders.dense, text, tmp_path / "again").exported.already_done
     for path in (tmp_path / "once").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
 def test_refining_twice_makes_no_matrix_worse(bf16_checkpoints, text, tmp_path):
     """Refined again, where the layers before have moved a little: hardly anything is better, and nothing is worse."""
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, "gptq", tmp_path / "file")
-    refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
-    refined(tmp_path / "refined", made.dense, text, tmp_path / "twice")
-    first, once, twice = errors_of(made.dense, text, *(tmp_path / n for n in ("file", "refined", "twice")))
+    folders = bf16_checkpoints("llama", INT4)
+    export(folders.packed, "gptq", tmp_path / "file")
+    refined(tmp_path / "file", folders.dense, text, tmp_path / "refined")
+    refined(tmp_path / "refined", folders.dense, text, tmp_path / "twice")
+    first, once, twice = errors_of(folders.dense, text, *(tmp_path / n for n in ("file", "refined", "twice")))
     assert twice < 1.1 * once < first
 
 
 def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, "gptq", tmp_path / "file")
+    folders = bf16_checkpoints("llama", INT4)
+    export(folders.packed, "gptq", tmp_path / "file")
     with pytest.raises(UsageError, match="not a checkpoint of another tool"):
-        Refining(str(made.packed), str(made.dense), recipe(text), str(tmp_path / "out"))
+        Refining(str(folders.packed), str(folders.dense), recipe(text), str(tmp_path / "out"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     with pytest.raises(UsageError, match="there already"):
-        Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "full"))
+        Refining(str(tmp_path / "file"), str(folders.dense), recipe(text), str(tmp_path / "full"))
     other = bf16_checkpoints("qwen3", INT4)
     with pytest.raises(UnsupportedError):
         list(Refining(str(tmp_path / "file"), str(other.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
 
 
 def test_learnt_norms_are_refused(bf16_checkpoints, text, tmp_path):
-    made = bf16_checkpoints("llama", INT4)
-    export(made.packed, "gptq", tmp_path / "file")
+    folders = bf16_checkpoints("llama", INT4)
+    export(folders.packed, "gptq", tmp_path / "file")
     tensors = load_file(tmp_path / "file" / "model.safetensors")
     tensors = {n: t * 1.5 if "norm" in n else t for n, t in tensors.items()}
     save_file(tensors, tmp_path / "file" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedError, match="no AWQ scales explain"):
-        list(Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
+        list(Refining(str(tmp_path / "file"), str(folders.dense), recipe(text), str(tmp_path / "out"), "cpu").run())
 
 
 def scaled_as_awq_does(dense, folder, pairs):

@@ -40,8 +40,8 @@ def config(folder, **changes):
 
 
 def zeroed(folder, name):
-    found = load_file(folder / WEIGHTS)
-    save_file({n: torch.zeros_like(t) for n, t in found.items()}, folder / name, metadata={"format": "pt"})
+    tensors = load_file(folder / WEIGHTS)
+    save_file({n: torch.zeros_like(t) for n, t in tensors.items()}, folder / name, metadata={"format": "pt"})
 
 
 def test_weights_that_config_names_are_refused(model):
@@ -122,8 +122,8 @@ def test_only_regular_files_are_read(model):
 @pytest.mark.parametrize("number", ["10000000000", "999999999", "9" * 900, "9" * 5000])
 def test_a_layer_of_any_number_is_refused_at_once(family_checkpoints, tmp_path, number):
     folder = shutil.copytree(family_checkpoints("llama").packed, tmp_path / "m")
-    found = load_file(folder / WEIGHTS)
-    save_file({**found, f"model.layers.{number}.x": torch.zeros(1)}, folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS)
+    save_file({**tensors, f"model.layers.{number}.x": torch.zeros(1)}, folder / WEIGHTS)
     began = time.process_time()
     with pytest.raises(DamagedError):
         open_checkpoint(folder)
@@ -155,14 +155,14 @@ def test_sizes_that_the_files_cannot_hold_are_refused_before_memory_is_asked_for
 
 def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
     """The tokenizers library panics, which is not an Exception: it was a traceback before."""
-    made = Tokenizer(models.BPE({"a": 0, "!": 1}, []))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    found = FastTokenizer(made, {}, None)
-    assert found("a")["input_ids"] == [0]
+    tokenizer = Tokenizer(models.BPE({"a": 0, "!": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    result = FastTokenizer(tokenizer, {}, None)
+    assert result("a")["input_ids"] == [0]
     with pytest.raises(DamagedError, match=r"tokenizer\.json is damaged: .*retry-limit"):
-        found("a" * 40 + "!")
+        result("a" * 40 + "!")
     with pytest.raises(DamagedError, match="retry-limit"):
-        encode(found, "a" * 40 + "!")
+        encode(result, "a" * 40 + "!")
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json"])
@@ -180,15 +180,15 @@ def told(folder):
 
 def test_bare_exceptions_of_the_tokenizers_library_are_one_line(model):
     """A text with a character that a vocabulary without unknown tokens lacks: Exception itself, an internal error before."""
-    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
     with pytest.raises(DamagedError, match="Missing"):
-        FastTokenizer(made, {}, None)("b")
-    made.save(str(model / "tokenizer.json"))
+        FastTokenizer(tokenizer, {}, None)("b")
+    tokenizer.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    found = told(model)
-    assert found("a")["input_ids"] == [0]
+    result = told(model)
+    assert result("a")["input_ids"] == [0]
     with pytest.raises(DamagedError, match="Missing"):
-        found("b")
+        result("b")
 
 
 def test_a_model_that_its_own_code_cannot_compute_is_a_line(tmp_path, capsys):
@@ -218,9 +218,9 @@ TO_MANY = normalizers.Precompiled(bytes(4) + b"b" * 5000)
 )
 def test_a_tokenizer_that_makes_gigabytes_of_a_line_is_refused(model, part, steps):
     """37 characters stood for 5 GB, and the command had not ended after minutes."""
-    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    setattr(made, part, (normalizers if part == "normalizer" else decoders).Sequence(steps))
-    made.save(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    setattr(tokenizer, part, (normalizers if part == "normalizer" else decoders).Sequence(steps))
+    tokenizer.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     for read in (lambda: read_tokenizer(model, "llama"), lambda: told(model)):
         with pytest.raises(UnsupportedError, match=rf"{part} may make a text .* as long"):

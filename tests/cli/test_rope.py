@@ -115,19 +115,19 @@ def fused(name, **how):
 def test_texts_that_grow_past_the_switch_are_those_of_transformers(name):
     """Prompts of 11 and 5 tokens and one past the switch, side by side; each as if it were alone."""
     given = [*prompts(), list(range(30, 50))]
-    wanted = [transformers_tokens(name, p, 16) for p in given]
+    expected = [transformers_tokens(name, p, 16) for p in given]
     decoder = fused(name)
-    assert tokens(decoder, given, 16) == wanted
-    assert tokens(decoder, given, 16) == wanted  # nothing that is held of long texts misleads
+    assert tokens(decoder, given, 16) == expected
+    assert tokens(decoder, given, 16) == expected  # nothing that is held of long texts misleads
     decoder = fused(name, most=4)
-    assert tokens(decoder, given, 16) == wanted
+    assert tokens(decoder, given, 16) == expected
     short = [p[:7] for p in given]
     assert tokens(decoder, short, 5) == [transformers_tokens(name, p, 5) for p in short]
     if name == "dynamic":
-        assert tokens(fused("default"), given, 16) != wanted
+        assert tokens(fused("default"), given, 16) != expected
     else:
         decoder.steady = float("inf")  # what would come of taking them for short
-        assert tokens(decoder, given, 16) != wanted
+        assert tokens(decoder, given, 16) != expected
 
 
 def test_a_prompt_up_to_the_switch_is_read_again_at_its_first_token():
@@ -138,8 +138,8 @@ def test_a_prompt_up_to_the_switch_is_read_again_at_its_first_token():
 def test_keys_rotated_for_long_texts_are_not_reused_for_short_ones():
     """A conversation that crossed the switch, and then a short text that begins as it did."""
     decoder, first = fused("longrope"), prompts()[:1]
-    said = tokens(decoder, first, 12)
-    decoder.held = [(first[0] + said[0])[: WAS - 2]]
+    output = tokens(decoder, first, 12)
+    decoder.held = [(first[0] + output[0])[: WAS - 2]]
     assert tokens(decoder, [first[0] + [5, 6]], 3) == [transformers_tokens("longrope", first[0] + [5, 6], 3)]
 
 
@@ -147,8 +147,8 @@ def test_keys_rotated_for_long_texts_are_not_reused_for_short_ones():
 def test_logits_of_whole_texts_are_those_of_transformers(name):
     for n in (WAS, WAS + 1, 39):
         ids = torch.randint(2, 320, (2, n), generator=torch.Generator().manual_seed(1))
-        wanted, found = build(name)(input_ids=ids, use_cache=False).logits, NativeDecoder(build(name)).logits(ids)
-        assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
+        expected, result = build(name)(input_ids=ids, use_cache=False).logits, NativeDecoder(build(name)).logits(ids)
+        assert ((result - expected).norm() / expected.norm()).item() < 1e-5
 
 
 @pytest.mark.parametrize("kind", kv.KINDS[1:])

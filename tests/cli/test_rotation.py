@@ -54,9 +54,9 @@ def test_a_rotated_model_has_the_same_logits(family, family_checkpoints, tmp_pat
         before = raw.read("model.layers.1.self_attn.o_proj.weight")
         assert float((turned.read("model.layers.1.self_attn.o_proj.weight") - before).norm() / before.norm()) > 0.5
         folder = materialize(turned, tmp_path / "rotated")
-    wanted, found = logits(dense), logits(folder)
-    assert wanted.std() > 0.05
-    assert float((wanted - found).abs().max()) < 1e-4
+    expected, result = logits(dense), logits(folder)
+    assert expected.std() > 0.05
+    assert float((expected - result).abs().max()) < 1e-4
 
 
 def test_parts_of_a_tensor_are_read_as_the_whole(family_checkpoints):
@@ -105,8 +105,8 @@ def test_a_rotated_checkpoint_is_an_ordinary_one(family_checkpoints, tmp_path):
     with pipeline.prepare(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out") as prepared:
         assert any("output head a matrix of its own" in note for note in prepared.plan.notes)
         list(pipeline.execute(prepared))
-    found, wanted = logits(tmp_path / "out"), logits(dense)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+    result, expected = logits(tmp_path / "out"), logits(dense)
+    assert float((result - expected).norm() / expected.norm()) < 0.02
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     again = list(pipeline.run(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out"))

@@ -44,21 +44,21 @@ def test_the_same_text_comes_from_the_process_that_was_left_behind(home):
     alone = [lowq("generate", "demo", "--prompt", p, *how).stdout for p in PROMPTS]
     drawn = lowq("run", "demo", PROMPTS[0], "--seed", 5, *how).stdout
     ended = lowq("generate", "demo", "--prompt", PROMPTS[0], "--stop", "the", *how).stdout
-    said = lowq("generate", "demo", "--prompt", PROMPTS[0], "--explain", *how).stderr
-    assert "computed in this process" in said
+    output = lowq("generate", "demo", "--prompt", PROMPTS[0], "--explain", *how).stderr
+    assert "computed in this process" in output
     first = lowq("generate", "demo", "--prompt", PROMPTS[0], *how, "--keep-alive", "5m")
     assert "by the running server (process" in first.stderr
     assert first.stdout == alone[0]
     assert [lowq("generate", "demo", "--prompt", p, *how).stdout for p in PROMPTS] == alone
     assert lowq("generate", "demo", "--prompt", PROMPTS[0], "--stop", "the", *how).stdout == ended
 
-    told = json.loads(lowq("generate", "demo", "--prompt", PROMPTS[1], "--json", *how).stdout)
+    message = json.loads(lowq("generate", "demo", "--prompt", PROMPTS[1], "--json", *how).stdout)
     plain = json.loads(lowq("generate", "demo", "--prompt", PROMPTS[1], "--json", "--threads", 1, *how).stdout)
-    assert told["process"]
+    assert message["process"]
     assert "process" not in plain
-    assert set(plain) - set(told) == set()
+    assert set(plain) - set(message) == set()
     for same in ("text", "tokens", "finish_reason", "prompt_tokens", "sampling", "kv"):
-        assert told[same] == plain[same], same
+        assert message[same] == plain[same], same
 
     lowq("generate", "demo", "--prompt", "x", "--temperature", "-1", *how, code=2)
     long = lowq("generate", "demo", "--prompt", "word " * 3000, *how, code=2).stderr

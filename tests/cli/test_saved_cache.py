@@ -73,12 +73,12 @@ def test_the_next_process_goes_on_with_the_same_bits(case, folder):
         later = fresh(folder, kind)
         assert recall(path, later, kv) == ""
         other = decoder_of(later, kv)
-        assert say(other, asked, 12) == (wanted := say(decoder, asked, 12))
-        assert wanted[1] < len(asked) - length // 2
+        assert say(other, asked, 12) == (expected := say(decoder, asked, 12))
+        assert expected[1] < len(asked) - length // 2
         a, b = bits(decoder), bits(other)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[n], b[n]) for n in a)
-        assert say(decoder_of(fresh(folder, kind), kv), asked, 12)[0] == wanted[0]
+        assert say(decoder_of(fresh(folder, kind), kv), asked, 12)[0] == expected[0]
         model, decoder = later, other
 
 
@@ -127,8 +127,8 @@ def test_of_another_conversation_the_common_beginning_is_used(folder, saved):
     path, asked = saved
     model, other = fresh(folder), asked[:70] + prompts(60, seed=9)[0]
     assert recall(path, model, "16") == ""
-    told, read = say(decoder_of(model), other, 8)
-    assert (read, told) == (60, say(decoder_of(fresh(folder)), other, 8)[0])
+    output, read = say(decoder_of(model), other, 8)
+    assert (read, output) == (60, say(decoder_of(fresh(folder)), other, 8)[0])
     assert recall(path, model, "16") == ""
     assert say(decoder_of(model), asked[:20], 8)[1] == 1  # a prompt that ends before the file's does
 
@@ -147,12 +147,12 @@ def test_a_drafters_cache_goes_along(folder):
     say(decoder, first, 1)
     keep(path, model, "16")
     say(decoder, first + more, 1)
-    wanted = bits(decoder)
-    assert sum(n.startswith("draft.") for n in wanted) == sum(n[0].isdigit() for n in wanted) > 0
+    expected = bits(decoder)
+    assert sum(n.startswith("draft.") for n in expected) == sum(n[0].isdigit() for n in expected) > 0
     later, other = drafting()
     assert recall(path, later, "16") == ""
     assert say(other, first + more, 1)[1] == len(more) + 1
-    assert all(torch.equal(t, wanted[n]) for n, t in bits(other).items())
+    assert all(torch.equal(t, expected[n]) for n, t in bits(other).items())
     plain = fresh(folder)
     assert recall(path, plain, "16") == ""
     assert say(decoder_of(plain), first + more, 1)[1] == len(first + more)

@@ -59,10 +59,10 @@ def test_scaling_leaves_the_layer_the_same_function(family, family_checkpoints):
     walked = Walked(family_checkpoints(family, schemes={}).dense)
     layer = walked.layer
     before = [layer.run(x, layer.original) for x in walked.hidden]
-    found, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))
-    assert sorted(dict.fromkeys(f.label for f in found)) == sorted(FOLDS[family])
+    result, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))
+    assert sorted(dict.fromkeys(f.label for f in result)) == sorted(FOLDS[family])
     untouched = {n: layer.matrix(n, layer.original).clone() for n in walked.spots}
-    for mapping in found:
+    for mapping in result:
         assert scaling._is_exact(layer, mapping, walked.hidden[0], walked.dtypes)
     for n, W in untouched.items():  # the proof takes its scales back, bit for bit
         assert torch.equal(layer.matrix(n, layer.original), W)
@@ -82,11 +82,11 @@ def test_scaling_leaves_the_layer_the_same_function(family, family_checkpoints):
 def test_a_mapping_that_is_not_exact_is_left_out(family_checkpoints):
     walked = Walked(family_checkpoints("llama").dense)
     layer = walked.layer
-    found, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))
-    (norm,) = [f for f in found if f.norm == "input_layernorm"]
+    result, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))
+    (norm,) = [f for f in result if f.norm == "input_layernorm"]
     wrong = replace(norm, after=norm.after[:2])
     assert not scaling._is_exact(layer, wrong, walked.hidden[0], walked.dtypes)
-    (values,) = [f for f in found if f.heads]
+    (values,) = [f for f in result if f.heads]
     assert values.heads == (2, 2, 16)
     assert not scaling._is_exact(layer, replace(values, heads=(1, 2, 32)), walked.hidden[0], walked.dtypes)
     mine = {n: s for n, s in walked.spots.items() if "k_proj" not in n}  # k is not quantized: the norm must stay
@@ -104,8 +104,8 @@ def test_an_awq_checkpoint_is_an_ordinary_one(family, family_checkpoints, text, 
     *events, finished = pipeline.run(dense, make_recipe(bits=8, group=16, method="awq", calib=text), tmp_path / "out")
     layers = [e for e in events if isinstance(e, calibration.LayerDone)]
     assert all(0 < e.error < 1e-3 for e in layers)
-    found, wanted = logits(tmp_path / "out"), logits(dense)
-    by_token = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    result, expected = logits(tmp_path / "out"), logits(dense)
+    by_token = (result - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(by_token.median()) < 0.02  # of a mixture's tokens, a few go to other experts
     report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
     assert {t["method"] for t in report["tensors"] if "method" in t} == {"awq"}
@@ -144,9 +144,9 @@ def test_awq_minimises_the_weighted_error(bits, zero):
     g = torch.Generator().manual_seed(0)
     W, power = torch.randn(48, 128, generator=g), 10 ** (torch.rand(128, generator=g) * 3)
     scheme = Scheme(bits, 32, zero)
-    found = awq.quantize(W, scheme, torch.bfloat16, Moments(torch.diag(power)))
+    result = awq.quantize(W, scheme, torch.bfloat16, Moments(torch.diag(power)))
     free = lsq.quantize(W, scheme, torch.bfloat16)
-    error = [float(((q.dequantize() - W).square() * power).sum()) for q in (found, free)]
+    error = [float(((q.dequantize() - W).square() * power).sum()) for q in (result, free)]
     assert error[0] < 0.9 * error[1]
     assert torch.equal(awq.quantize(W, scheme).W_q, lsq.quantize(W, scheme).W_q)
     with pytest.raises(SchemeError, match="moments are of 64 inputs"):

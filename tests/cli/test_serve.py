@@ -45,15 +45,15 @@ def cli(*args):
 
 
 def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, capsys):
-    made = family_checkpoints("llama", "bfloat16", SYM)
-    assert cli(made.packed, "--export", "--tp", 2, "--args", "--max-model-len 64") == 7
+    folders = family_checkpoints("llama", "bfloat16", SYM)
+    assert cli(folders.packed, "--export", "--tp", 2, "--args", "--max-model-len 64") == 7
     called = vllm.read_text().split("\n")
     assert called[0] == "serve"
     assert " ".join(called[2:]) == "--served-model-name=packed --port 8000 --tensor-parallel-size 2 --max-model-len 64 "
     with open_foreign(called[1]) as source:
         assert source.config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "exporting to" in capsys.readouterr().err
-    assert cli(made.packed, "--export") == 7
+    assert cli(folders.packed, "--export") == 7
     assert "exporting to" not in capsys.readouterr().err
 
 
@@ -68,10 +68,10 @@ def test_a_server_that_ends_by_itself_is_an_error(family_checkpoints, vllm, caps
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_vllm_ends_with_lowq(family_checkpoints, tmp_path, vllm, number):
     """SIGTERM left vLLM's server running by itself."""
-    told = tmp_path / "told"
+    output = tmp_path / "told"
     script = vllm.parent / "bin" / "vllm"
     script.write_text(
-        f"#!/bin/sh\ntrap 'echo told > {told}; exit 0' TERM INT\necho $$ > {vllm}\nwhile :; do sleep 0.05; done\n"
+        f"#!/bin/sh\ntrap 'echo told > {output}; exit 0' TERM INT\necho $$ > {vllm}\nwhile :; do sleep 0.05; done\n"
     )
     folder = family_checkpoints("llama", "bfloat16", SYM).packed
     run = "from lowq_cli.main import run; run()"
@@ -83,10 +83,10 @@ def test_vllm_ends_with_lowq(family_checkpoints, tmp_path, vllm, number):
             time.sleep(0.1)
         process.send_signal(number)
         assert process.wait(60) == 0
-        assert told.read_text() == "told\n"
+        assert output.read_text() == "told\n"
     finally:
         process.kill()
-        if not told.exists():
+        if not output.exists():
             os.kill(int(vllm.read_text()), signal.SIGKILL)
 
 
@@ -119,8 +119,8 @@ def test_an_export_killed_when_it_had_its_name_is_swept(demo4, monkeypatch):
 
 
 def test_dry_run_writes_nothing_and_needs_no_vllm(family_checkpoints, tmp_path, capsys):
-    made = family_checkpoints("llama", "bfloat16", INT)
-    assert cli(made.packed, "--dry-run", "--json") == 0
+    folders = family_checkpoints("llama", "bfloat16", INT)
+    assert cli(folders.packed, "--dry-run", "--json") == 0
     line = json.loads(capsys.readouterr().out)["command"]
     assert line[:2] == ["vllm", "serve"]
     assert not (tmp_path / "cache").exists()
@@ -169,15 +169,15 @@ def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, c
 
 
 def test_the_faster_kernels_are_taken_and_why_is_one_line(family_checkpoints, tmp_path, monkeypatch, capsys):
-    made = family_checkpoints("llama", "bfloat16", SYM)
-    assert serving.command(str(made.packed))[2] == str(made.packed.resolve())
+    folders = family_checkpoints("llama", "bfloat16", SYM)
+    assert serving.command(str(folders.packed))[2] == str(folders.packed.resolve())
     err = capsys.readouterr().err
     assert "lowq's kernels, by its plugin: measured faster; vLLM is not installed here" in err
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (8, 9))
-    assert serving.command(str(made.packed), write=False)[2] != str(made.packed.resolve())
+    assert serving.command(str(folders.packed), write=False)[2] != str(folders.packed.resolve())
     assert "not timed in vLLM on this kind of GPU (--native takes them)" in capsys.readouterr().err
-    assert serving.command(str(made.packed), write=False, native=True)[2] == str(made.packed.resolve())
+    assert serving.command(str(folders.packed), write=False, native=True)[2] == str(folders.packed.resolve())
     monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (9, 0))
     mixture = family_checkpoints("qwen3-moe", "bfloat16", {"expert": Scheme(4, 16, "none")})
     assert serving.command(str(mixture.packed), write=False)[2] == str(mixture.packed.resolve())
@@ -197,9 +197,9 @@ def test_what_only_one_of_them_can_serve(family_checkpoints):
     table = {"attention": Scheme(4, 16, "none"), "embedding": Scheme(8, 16, "none")}
     with pytest.raises(UnsupportedError, match="--embedding keep"):
         serving.command(str(family_checkpoints("mixtral", "bfloat16", table).packed), native=True)
-    made = family_checkpoints("llama", "bfloat16", FLOAT)
+    folders = family_checkpoints("llama", "bfloat16", FLOAT)
     with pytest.raises(UnsupportedError, match="it has none for these schemes"):
-        serving.command(str(made.packed), native=False)
+        serving.command(str(folders.packed), native=False)
 
 
 def test_pipeline_stages_are_handed_on(family_checkpoints):
@@ -212,18 +212,18 @@ def test_pipeline_stages_are_handed_on(family_checkpoints):
 def test_schemes_without_vllm_kernels_are_served_by_ours(family_checkpoints, capsys):
     three = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(3, 32, "none")}
     for schemes in (FLOAT, three, {"attention": Scheme(1, 16, "int"), "mlp": Scheme(2, 16, "float")}):
-        made = family_checkpoints("llama", "bfloat16", schemes)
-        assert serving.command(str(made.packed))[2] == str(made.packed.resolve())
-    made = family_checkpoints("llama", "bfloat16", SYM)
-    assert cli(made.packed, "--native", "--tp", 2, "--dry-run") == 0
+        folders = family_checkpoints("llama", "bfloat16", schemes)
+        assert serving.command(str(folders.packed))[2] == str(folders.packed.resolve())
+    folders = family_checkpoints("llama", "bfloat16", SYM)
+    assert cli(folders.packed, "--native", "--tp", 2, "--dry-run") == 0
     out = capsys.readouterr().out.split()
-    assert out[:3] == ["vllm", "serve", str(made.packed.resolve())]
+    assert out[:3] == ["vllm", "serve", str(folders.packed.resolve())]
     assert out[-2:] == ["--tensor-parallel-size", "2"]
 
 
 def test_zeros_that_formats_pack_along_n_do_not_bind_our_plugin(family_checkpoints):
-    made = family_checkpoints("llama", "bfloat16", {"attention": Scheme(1, 16, "int")})  # k_proj: 32 rows, 16 a rank
-    assert serving.command(str(made.packed), 2)[2] == str(made.packed.resolve())
+    folders = family_checkpoints("llama", "bfloat16", {"attention": Scheme(1, 16, "int")})  # k_proj: 32 rows, 16 a rank
+    assert serving.command(str(folders.packed), 2)[2] == str(folders.packed.resolve())
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_zeros_that_formats_pack_along_n_do_not_bind_our_plugin(family_checkpoin
     ],
 )
 def test_models_that_vllm_cannot_serve_are_refused(family_checkpoints, schemes, ranks, message):
-    made = family_checkpoints("llama", "bfloat16", schemes)
+    folders = family_checkpoints("llama", "bfloat16", schemes)
     with pytest.raises(UnsupportedError, match=message):
-        serving.command(str(made.packed), ranks)
+        serving.command(str(folders.packed), ranks)
     with pytest.raises(UsageError):
-        serving.command(str(made.packed), 0)
+        serving.command(str(folders.packed), 0)

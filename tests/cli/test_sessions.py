@@ -26,12 +26,12 @@ def test_it_goes_on_where_it_was_left(home):
     assert "continues after 4 messages, whose saved cache is used" in last.stderr
     kept, cache = sessions.path_of("trip"), sessions.cache_of("trip")
     cache.write_bytes(cache.read_bytes()[:-1])
-    found = json.loads(kept.read_text())
-    assert [m["content"] for m in found["messages"][::2]] == list(SAID)
+    result = json.loads(kept.read_text())
+    assert [m["content"] for m in result["messages"][::2]] == list(SAID)
     assert not kept.stat().st_mode & 0o077 or not kept.parent.parent.stat().st_mode & 0o077
-    said = lowq(*HOW, "--session", "trip", input="/new\n").stderr
-    assert "continues after 6 messages" in said
-    assert said.count("the saved cache of session trip is not used: it is damaged") == said.count("not used") == 1
+    output = lowq(*HOW, "--session", "trip", input="/new\n").stderr
+    assert "continues after 6 messages" in output
+    assert output.count("the saved cache of session trip is not used: it is damaged") == output.count("not used") == 1
     assert sessions.read("trip") == ("", [])
     assert not cache.exists()
     chat("Hello", flags=("--session", "told", "--system", "Be brief."))

@@ -69,9 +69,9 @@ def test_a_damaged_record_is_reported_and_ignored(content, tmp_path, monkeypatch
     (home.state_dir() / state.LAST).write_bytes(content.encode("latin-1"))
     with pytest.raises(NotFoundError, match="run: lowq quantize demo"):
         state.checkpoint_or_last(None)
-    said = capsys.readouterr().err
-    assert said.startswith(f"the list of checkpoints in {home.state_dir() / state.LAST} cannot be read")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"the list of checkpoints in {home.state_dir() / state.LAST} cannot be read")
+    assert output.count("\n") == 1
     (tmp_path / "new").mkdir()
     state.remember(tmp_path / "new")
     capsys.readouterr()

@@ -103,9 +103,9 @@ def test_the_defaults_of_quantize_and_export_meet(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert cli("quantize", "demo", "--method", "rtn") == 0
     assert cli("export", "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["format"] == "humming"
-    assert found["engines"]
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["format"] == "humming"
+    assert result["engines"]
 
 
 def test_a_refused_export_ends_with_the_command_that_makes_one(tmp_path, monkeypatch, capsys):
@@ -116,5 +116,5 @@ def test_a_refused_export_ends_with_the_command_that_makes_one(tmp_path, monkeyp
     way_out = capsys.readouterr().err.strip().rpartition("from the original: lowq ")[2]
     assert way_out == "quantize demo --bits 8 --export gguf"
     assert cli(*way_out.split(), "--method", "rtn", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["export"]["format"], found["export"]["matrices"]) == ("gguf", 42)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["export"]["format"], result["export"]["matrices"]) == ("gguf", 42)

@@ -72,13 +72,13 @@ def of_one(folders):
 
 @pytest.mark.parametrize(("name", "through"), [*((n, "lowq") for n in SAME), ("llama", "transformers")])
 def test_two_processes_answer_as_one_does(folders, of_one, name, through):
-    found = of_two(folders, name, through)
-    assert "error" not in found, found
+    result = of_two(folders, name, through)
+    assert "error" not in result, result
     model, logits, tokens = of_one(name)
-    assert torch.allclose(torch.tensor(found["logits"]), logits, atol=2e-5, rtol=1e-5)
-    assert found["tokens"] == tokens.tolist()
-    assert "not saved" in found["saved"]
-    cut = {n.removesuffix(".local"): shape for n, shape in found["packed"].items() if n.endswith(".local")}
+    assert torch.allclose(torch.tensor(result["logits"]), logits, atol=2e-5, rtol=1e-5)
+    assert result["tokens"] == tokens.tolist()
+    assert "not saved" in result["saved"]
+    cut = {n.removesuffix(".local"): shape for n, shape in result["packed"].items() if n.endswith(".local")}
     whole = {n: m for n, m in model.named_modules() if n in cut}
     assert set(cut) == set(whole)
     assert any("o_proj" in n for n in cut)

@@ -42,16 +42,16 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_thoughts_pale_and_a_pipe_on_stderr(capsys):
     pieces = ["<thi", "nk>\nhm\n</th", "ink>\n\nYes."]
-    found = {"by": "<think>", "inside": False}
-    thinking.write(pieces, found)
+    result = {"by": "<think>", "inside": False}
+    thinking.write(pieces, result)
     out, err = capsys.readouterr()
     assert (out, err.strip()) == ("Yes.", "hm")
     with redirect_stdout(Terminal()) as terminal:
-        thinking.write(pieces, found)
+        thinking.write(pieces, result)
     out, err = terminal.getvalue(), capsys.readouterr().err
     assert (out.replace("\x1b[2m", "").replace("\x1b[22m", ""), err) == ("hm\n\nYes.", "")
     assert "\x1b[2mhm" in out
-    assert thinking.split("".join(pieces), found) == ("hm", "Yes.")
+    assert thinking.split("".join(pieces), result) == ("hm", "Yes.")
     assert thinking.split("<think>x", None) == ("", "<think>x")
 
 
@@ -71,15 +71,15 @@ def test_a_prompt_that_is_not_to_be_thought_about(folder):
 def test_the_commands(folder, think):
     """A model that never closes its thoughts says nothing but those, or its answer at once."""
     how = ["--device", "cpu", *([] if think else ["--no-think"])]
-    asked = ["generate", folder, "--prompt", "Once upon a time", "--chat", "--max-new-tokens", "8", *how]
-    whole = forking.lowq(*asked, "--json")
+    requests = ["generate", folder, "--prompt", "Once upon a time", "--chat", "--max-new-tokens", "8", *how]
+    whole = forking.lowq(*requests, "--json")
     assert whole.returncode == 0, whole.stderr
-    found = json.loads(whole.stdout)
-    assert bool(found["thoughts"]) == think
-    assert bool(found["text"]) != think
-    streamed = forking.lowq(*asked)
-    said = streamed.stderr if think else streamed.stdout
-    assert (found["thoughts"] or found["text"]).strip() in said
+    result = json.loads(whole.stdout)
+    assert bool(result["thoughts"]) == think
+    assert bool(result["text"]) != think
+    streamed = forking.lowq(*requests)
+    output = streamed.stderr if think else streamed.stdout
+    assert (result["thoughts"] or result["text"]).strip() in output
     talked = forking.lowq("chat", folder, "--max-new-tokens", "5", "--temperature", "0", *how, given="Once upon a time\n")
     assert talked.returncode == 0, talked.stderr
     assert bool(talked.stdout.strip()) != think

@@ -67,20 +67,20 @@ def test_a_tokenizer_gives_the_ids_of_transformers_in_another_process_too(tmp_pa
 def test_a_loaded_tokenizer_can_be_copied_and_pickled(tmp_path, twin):
     where = folder(tmp_path / "m", tokenizer_class="LlamaTokenizerFast")
     with open_source(where) as source:
-        found = load_tokenizer(source)
-    other = twin(found)
+        result = load_tokenizer(source)
+    other = twin(result)
     other.add_tokens(["<new>"])
-    assert len(other) == len(found) + 1
+    assert len(other) == len(result) + 1
     assert len(other("<new>", add_special_tokens=False)["input_ids"]) == 1
-    assert len(found("<new>", add_special_tokens=False)["input_ids"]) > 1
+    assert len(result("<new>", add_special_tokens=False)["input_ids"]) > 1
     same(other, AutoTokenizer.from_pretrained(str(where)))
 
 
 def test_templates_by_name_without_a_default_are_refused_by_name(tmp_path):
-    found = read(folder(tmp_path / "m", chat_template=SEVERAL[1:]))
-    assert found.template(with_tools=True) == TOOLS
+    result = read(folder(tmp_path / "m", chat_template=SEVERAL[1:]))
+    assert result.template(with_tools=True) == TOOLS
     with pytest.raises(UnsupportedError, match="templates are tool_use, and none is the default"):
-        found.template()
+        result.template()
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_template_files_win_as_in_transformers(tmp_path, files):
 def test_the_template_of_a_processor_is_the_last_resort(tmp_path, cls):
     where = folder(tmp_path / "m", tokenizer_class=cls, chat_template=None)
     (where / "chat_template.json").write_text(json.dumps({"chat_template": TALK}))
-    found = read(where)
-    assert found.template() == TALK
-    assert found.decode(found.apply_chat_template(SAID, **ASKED)) == "[user]Hi"
+    result = read(where)
+    assert result.template() == TALK
+    assert result.decode(result.apply_chat_template(SAID, **ASKED)) == "[user]Hi"
 
 
 def test_bytes_of_a_byte_level_token_are_those_it_stands_for():
-    found = read(DEMO)
-    ids = found("é", add_special_tokens=False)["input_ids"]
-    assert bytes(b for i in ids for b in found.token_bytes(i)) == "é".encode()
+    result = read(DEMO)
+    ids = result("é", add_special_tokens=False)["input_ids"]
+    assert bytes(b for i in ids for b in result.token_bytes(i)) == "é".encode()
     assert sorted(BYTE_OF.values()) == list(range(256))
-    assert found.token_bytes(1 << 30) is None
+    assert result.token_bytes(1 << 30) is None

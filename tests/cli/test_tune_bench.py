@@ -49,13 +49,13 @@ def test_shapes_are_those_the_decoder_multiplies(folder):
 
 def test_tune_writes_winners_into_the_checkpoint_and_says_what_it_did(folder, monkeypatch):
     monkeypatch.setattr(trial, "race", lambda *_: [])  # tests/cli/test_tune_trial.py
-    result, said = lowq("tune", folder, "--batch", "1,16", "--device", "cpu")
+    result, output = lowq("tune", folder, "--batch", "1,16", "--device", "cpu")
     assert {"gpu", "entries", "seconds"} <= set(result)
     assert result["complete"]
     machines = tuning_file.read_file(folder / tuning_file.FILE)
     assert [m["gpu"] for m in machines] == [result["gpu"]]
     assert len(machines[0]["entries"]) == result["entries"] == 4 * 2 * 2  # shapes, batch sizes, layouts
-    assert "wrote 16 entries" in said
+    assert "wrote 16 entries" in output
     assert tuning.use(folder, torch.device("cpu")) == 16
 
 
@@ -72,16 +72,16 @@ def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
     real = tuner.measure_all
 
     def interrupted(*args):
-        found = real(*args)
-        yield next(found)
-        yield next(found)
+        result = real(*args)
+        yield next(result)
+        yield next(result)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner, "measure_all", interrupted)
-    result, said = lowq("tune", folder, "--batch", "1", "--device", "cpu")
+    result, output = lowq("tune", folder, "--batch", "1", "--device", "cpu")
     assert result["entries"] == 2
     assert not result["complete"]
-    assert "interrupted" in said
+    assert "interrupted" in output
     assert len(tuning_file.read_file(folder / tuning_file.FILE)[0]["entries"]) == 2
     assert CliRunner().invoke(app, ["tune", str(folder), "--batch", "1", "--device", "cpu"]).exit_code == 130
 
@@ -120,8 +120,8 @@ def test_batch_sizes_that_one_kernel_takes_share_a_row(capsys):
     from lowq_cli.commands.tune import _report
 
     _report([entry(1), entry(4, us=20.0), entry(16, kernel="cpu/int4"), entry(64, us=30.0)], as_json=False)
-    told = capsys.readouterr()
-    assert [line.split()[4:] for line in told.out.splitlines() if "256x512" in line] == [
+    output = capsys.readouterr()
+    assert [line.split()[4:] for line in output.out.splitlines() if "256x512" in line] == [
         ["1", "to", "4", "dequant", "9.0", "to", "20.0"],
         ["16", "cpu/int4", "9.0"],
         ["64", "dequant", "30.0"],
@@ -140,19 +140,19 @@ def test_a_cpus_memory_is_timed_in_pieces_short_enough_to_pass_undisturbed(monke
 
 
 def test_the_crossover_between_layouts_is_named():
-    found = [entry(1, "cpu_int4", "cpu/int4", 5), entry(1, "rowstream", "dequant", 9)]
-    found += [entry(16, "cpu_int4", "cpu/int4", 50), entry(16, "rowstream", "dequant", 20)]
-    assert tuner.crossovers(found) == ["256x512 4-bit g64: cpu/int4 below M = 16, dequant from there"]
-    assert tuner.crossovers(found[:2]) == []
+    result = [entry(1, "cpu_int4", "cpu/int4", 5), entry(1, "rowstream", "dequant", 9)]
+    result += [entry(16, "cpu_int4", "cpu/int4", 50), entry(16, "rowstream", "dequant", 20)]
+    assert tuner.crossovers(result) == ["256x512 4-bit g64: cpu/int4 below M = 16, dequant from there"]
+    assert tuner.crossovers(result[:2]) == []
 
 
 def test_the_layout_that_lost_is_one_line():
-    found = [entry(1, "cpu_int4", "cpu/int4", 5.0), entry(1, "rowstream", "dequant", 10.0)]
-    found += [entry(16, "cpu_int4", "cpu/int4", 10.0), entry(16, "rowstream", "dequant", 50.0)]
-    kept, lost = tuner.taken(found)
+    result = [entry(1, "cpu_int4", "cpu/int4", 5.0), entry(1, "rowstream", "dequant", 10.0)]
+    result += [entry(16, "cpu_int4", "cpu/int4", 10.0), entry(16, "rowstream", "dequant", 50.0)]
+    kept, lost = tuner.taken(result)
     assert [(e.M, e.layout) for e in kept] == [(1, "cpu_int4"), (16, "cpu_int4")]
     assert lost == ["layout rowstream: 2.0 to 5.0 times as long, so no shape takes it"]
-    assert tuner.taken(found[:1]) == (found[:1], [])
+    assert tuner.taken(result[:1]) == (result[:1], [])
 
 
 @pytest.mark.parametrize("command", ["tune", "bench"])
@@ -176,9 +176,9 @@ def test_bench_gives_a_row_per_shape_and_batch(tmp_path):
 
 
 def test_bench_takes_a_checkpoint_and_any_kernel(folder):
-    result, said = lowq("bench", folder, "--batch", "1", "--device", "cpu", "--kernel", "all")
+    result, output = lowq("bench", folder, "--batch", "1", "--device", "cpu", "--kernel", "all")
     assert {r["kernel"] for r in result["rows"]} >= {"cpu/int4", "dequant", "reference"}
-    assert "shapes" in said
+    assert "shapes" in output
 
 
 @pytest.mark.parametrize("name", ["cpu/int4", "dequant", "reference"])

@@ -40,12 +40,12 @@ def entries_of_the_slowest(folder):
 
     opened = tuning_plan.open_packed(str(folder))
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, CPU))
-    found = []
+    result = []
     for s in shapes:
         for layout, us in (("rowstream", 10.0), ("cpu", 9000.0)):
             place = (s.scheme.bits, s.scheme.group_size, s.scheme.kind, "bfloat16", layout, s.N, s.K)
-            found.append(Entry(*place, 1, "dequant", {}, us, measure.source_hash("dequant"), (), "none"))
-    return found
+            result.append(Entry(*place, 1, "dequant", {}, us, measure.source_hash("dequant"), (), "none"))
+    return result
 
 
 def test_entries_of_a_stalled_measurement_are_not_written(folder, monkeypatch, capsys):

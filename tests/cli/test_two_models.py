@@ -42,9 +42,9 @@ def taken(model, monkeypatch):
     seen, resolve = set(), registry._resolve
 
     def noted(call, kernel):
-        found = resolve(call, kernel)
-        seen.update({found[1][0].name} if isinstance(call, registry.Call) and call.M == 1 else ())
-        return found
+        result = resolve(call, kernel)
+        seen.update({result[1][0].name} if isinstance(call, registry.Call) and call.M == 1 else ())
+        return result
 
     decoder = decoder_of(model)
     decoder.start([[5, 6, 7]], Sampling(), 4)

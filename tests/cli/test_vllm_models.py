@@ -44,11 +44,11 @@ def distance(tmp_path):
         with open_source(folder) as source, torch.no_grad():
             model = load_model(source, device, getattr(torch, dtype))
             own = model(torch.tensor([IDS], device=device)).logits[0].float().cpu()
-        found = logprobs(tmp_path / "packed", IDS, dtype)
-        own = own[: len(found)]
-        assert found.shape == own.shape
-        found, own = (rows - rows.mean(-1, keepdim=True) for rows in (found, own))
-        return float((found - own).norm() / own.norm())
+        result = logprobs(tmp_path / "packed", IDS, dtype)
+        own = own[: len(result)]
+        assert result.shape == own.shape
+        result, own = (rows - rows.mean(-1, keepdim=True) for rows in (result, own))
+        return float((result - own).norm() / own.norm())
 
     return compare
 

@@ -42,14 +42,14 @@ def vllm():
         spec.loader.exec_module(stub)
         stub.install()
     names = ("linear", "vocab_parallel_embedding", "fused_moe", "quantization")
-    found = {name: import_module(LAYERS + name) for name in names}
+    result = {name: import_module(LAYERS + name) for name in names}
     parameter = import_module("vllm.model_executor.parameter")
 
     def ranks(rank, size):
         if not real:
             stub.RANK, stub.SIZE = rank, size
             return
-        for module in (found["linear"], found["vocab_parallel_embedding"], parameter):
+        for module in (result["linear"], result["vocab_parallel_embedding"], parameter):
             module.get_tensor_model_parallel_rank = lambda: rank
             module.get_tensor_model_parallel_world_size = lambda: size
 
@@ -58,7 +58,7 @@ def vllm():
         from vllm.config import VllmConfig, set_current_vllm_config
 
         configured = lambda: set_current_vllm_config(VllmConfig())  # noqa: E731
-    yield SimpleNamespace(**found, ranks=ranks, configured=configured)
+    yield SimpleNamespace(**result, ranks=ranks, configured=configured)
     if not real:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in ("vllm", "vllm_stub") or name.startswith("lowq_cli.vllm_plugin"):
@@ -183,7 +183,7 @@ def test_the_ranks_together_compute_the_whole_product(vllm, scheme, size):
     }
     dense = {n: x @ q.dequantize().T for n, q in parts.items()}
     L, how = vllm.linear, {"quant_config": config, "params_dtype": torch.float32}
-    found = {n: [] for n in parts}
+    result = {n: [] for n in parts}
     for rank in range(size):
         vllm.ranks(rank, size)
         qkv = L.QKVParallelLinear(K, d, heads, kv, False, prefix=at + "self_attn.qkv_proj", **how)
@@ -201,13 +201,13 @@ def test_the_ranks_together_compute_the_whole_product(vllm, scheme, size):
         own_kv = max(1, kv // size) * d
         outs = qkv(x)[0].split([heads * d // size, own_kv, own_kv], -1)
         for n, y in zip("qkv", outs, strict=True):
-            found[n].append(y)
+            result[n].append(y)
         for n, y in zip(("gate", "up"), gate_up(x)[0].chunk(2, -1), strict=True):
-            found[n].append(y)
+            result[n].append(y)
         own = K // size
-        found["down"].append(down(x[:, rank * own : (rank + 1) * own])[0])
-        found["one"].append(one(x)[0])
-    for n, ys in found.items():
+        result["down"].append(down(x[:, rank * own : (rank + 1) * own])[0])
+        result["one"].append(one(x)[0])
+    for n, ys in result.items():
         replicas = max(1, size // kv) if n in "kv" else 1
         y = sum(ys) if n == "down" else torch.cat(ys[::replicas], -1)
         assert torch.allclose(y, dense[n], rtol=1e-4, atol=1e-4 * dense[n].abs().max().item()), n
@@ -368,12 +368,12 @@ def test_experts_of_all_ranks_sum_to_the_mixture(vllm, size, up, down):
             load_expert(layer, e, n, matrix)
         method.process_weights_after_loading(layer)
         y = y + method.apply(layer, x, weights, ids, None, None)
-    wanted = torch.zeros(7, H)
+    expected = torch.zeros(7, H)
     for t in range(7):
         for w, e in zip(weights[t], ids[t].tolist(), strict=True):
             gate, value = (x[t] @ q[e, n].dequantize().T for n in ("w1", "w3"))
-            wanted[t] += w * ((torch.nn.functional.silu(gate) * value) @ q[e, "w2"].dequantize().T)
-    assert torch.allclose(y, wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
+            expected[t] += w * ((torch.nn.functional.silu(gate) * value) @ q[e, "w2"].dequantize().T)
+    assert torch.allclose(y, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def test_experts_that_it_cannot_take_are_refused(vllm):

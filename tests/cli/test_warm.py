@@ -40,18 +40,18 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     whole = ops.product
     monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)  # on a CPU there would be nothing to do
-    told = []
-    n = precompiling.warm(model, decoder, PROMPTS, Sampling(), lambda *progress: told.append(progress))
+    output = []
+    n = precompiling.warm(model, decoder, PROMPTS, Sampling(), lambda *progress: output.append(progress))
     shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q with k and v, o, gate with up, down
-    wanted = [(M, N, K) for M in (2, 2 * 5) for N, K in shapes]
-    assert sorted(seen) == sorted(wanted)
+    expected = [(M, N, K) for M in (2, 2 * 5) for N, K in shapes]
+    assert sorted(seen) == sorted(expected)
     between = 8  # attention of steps (short, long) and prompts, both choices, two norms, activation
     assert n == len(seen) + 1 + between  # the head, in 16 bits, takes the step's rows
     assert precompiling.warm(model, decoder, PROMPTS, Sampling(seed=3)) == 0  # all of it was launched before
     n = len(seen)
     precompiling.warm(model, decoder, [[1] * 7] * 2, Sampling())
     assert {M for M, _, _ in seen[n:]} == {2 * 7}  # of a prompt of another length its own products alone
-    assert precompiling.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), told.append) == 0
+    assert precompiling.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), output.append) == 0
 
 
 def test_texts_launch_their_own_products_and_what_lies_between(decoder, monkeypatch):
@@ -80,9 +80,9 @@ def test_launches_run_side_by_side_and_a_failure_is_left_for_later():
     def fails() -> None:
         raise RuntimeError("no such kernel")
 
-    told = []
-    assert launch_all([together.wait, together.wait, fails], lambda n, of: told.append((n, of)), 2, 0.0) == 3
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    output = []
+    assert launch_all([together.wait, together.wait, fails], lambda n, of: output.append((n, of)), 2, 0.0) == 3
+    assert output == [(1, 3), (2, 3), (3, 3)]
     assert not together.broken  # one thread alone would have waited in vain
 
 

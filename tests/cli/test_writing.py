@@ -137,10 +137,10 @@ def test_names_of_files_give_the_terminal_no_orders(tmp_path, capsys):
     save_file({n: torch.zeros(2, 2) for n in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;title\x07"}))
     assert cli("inspect", tmp_path, "--tensors") == 0
-    said = "".join(capsys.readouterr())
-    assert not set(said) & set("\x1b\u202e\x07\x9b")
-    assert r"\x1b[31mred.weight" in said
-    assert "[/b][bold]x.weight" in said
+    output = "".join(capsys.readouterr())
+    assert not set(output) & set("\x1b\u202e\x07\x9b")
+    assert r"\x1b[31mred.weight" in output
+    assert "[/b][bold]x.weight" in output
     assert cli("quantize", tmp_path, "--dry-run") != 1
     assert "\x1b" not in "".join(capsys.readouterr())
 
@@ -178,10 +178,10 @@ def test_earlier_internal_errors_are_one_line(demo4, tmp_path, capsys):
     assert cli("generate", "demo", "--prompts", tmp_path / "p.jsonl") not in (0, 1)
     spoilt = shutil.copytree(demo4, tmp_path / "m")
     (spoilt / "lowq_report.json").unlink()
-    found = load_file(spoilt / "model.safetensors")
-    name = next(n for n in found if n.endswith("weight_scale"))
-    found[name] = torch.full_like(found[name], torch.nan)
-    save_file(found, spoilt / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(spoilt / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("weight_scale"))
+    tensors[name] = torch.full_like(tensors[name], torch.nan)
+    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
     for to in ("compressed-tensors", "gguf", "mlx", "gptq"):
         assert cli("export", spoilt, "--to", to, "--out", tmp_path / f"out.{to}") == 3
         assert "NaN" in capsys.readouterr().err
@@ -206,10 +206,10 @@ def test_strict_says_all_that_is_odd(family_checkpoints, tmp_path, capsys):
     os.mkfifo(model / "pipe")
     capsys.readouterr()
     assert cli("inspect", model, "--strict") == 3
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     for name in ("pytorch_model.bin", "modeling.py", "NOTICE", "auto_map", "other.safetensors", "pipe is not a regular"):
-        assert name in said, name
-    assert "has 6 problems" in said
+        assert name in output, name
+    assert "has 6 problems" in output
     quantize(family_checkpoints("llama").dense, tmp_path / "q", method="rtn")
     assert cli("inspect", tmp_path / "q", "--strict") == 0
     (tmp_path / "q" / "lowq_report.json").unlink()

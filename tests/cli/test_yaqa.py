@@ -27,12 +27,12 @@ def moments(K, tokens=4096, seed=0):
 
 def sides(*sizes, seed=1):
     g = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for n in sizes:
         y = torch.randn(4 * n, n, generator=g) @ torch.randn(n, n, generator=g)
         H = y.T @ y / len(y)
-        found.append(H + 0.05 * H.diagonal().mean() * torch.eye(n))
-    return found
+        result.append(H + 0.05 * H.diagonal().mean() * torch.eye(n))
+    return result
 
 
 def cost(E, H_O, H_I):
@@ -45,11 +45,11 @@ def cost(E, H_O, H_I):
 def test_with_independent_rows_it_is_gptq_bit_for_bit(scheme):
     W, m = torch.randn(80, 64, generator=torch.Generator().manual_seed(3)), moments(64)
     diagonal = [torch.diag(torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.1) for n in (48, 32)]
-    wanted = gptq.quantize(W, scheme, torch.bfloat16, m)
+    expected = gptq.quantize(W, scheme, torch.bfloat16, m)
     for outputs in (None, diagonal):
         q = yaqa.quantize(W, scheme, torch.bfloat16, m, outputs=outputs)
         for name in ("W_q", "scales", "zeros"):
-            a, b = getattr(q, name), getattr(wanted, name)
+            a, b = getattr(q, name), getattr(expected, name)
             assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -91,12 +91,12 @@ def note(seen, name, module, args, output):
 
 def collected(blocks, ids, names, **limits):
     """The moments, and the progress events."""
-    told, work = [], output_moments(blocks, ids, 2, names, **limits)
+    output, work = [], output_moments(blocks, ids, 2, names, **limits)
     while True:
         try:
-            told.append(next(work))
+            output.append(next(work))
         except StopIteration as end:
-            return end.value, told
+            return end.value, output
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
@@ -107,10 +107,10 @@ def test_the_moments_are_those_of_the_whole_models_gradients(family, family_chec
     with open_source(dense) as source:
         blocks = DecoderLayers(source, torch.device("cpu"))
         names = {n for i in range(len(blocks)) for n in blocks.linears(i)}
-        found, told = collected(blocks, ids, names, held_bytes=1)  # a batch at a time, whatever its size
+        result, output = collected(blocks, ids, names, held_bytes=1)  # a batch at a time, whatever its size
         spots = {n: (i, s) for i in range(len(blocks)) for n, s in blocks.linears(i).items()}
-        assert set(found) == names
-        assert told[-1] == CurvatureDone(2 * len(blocks), 2 * len(blocks))
+        assert set(result) == names
+        assert output[-1] == CurvatureDone(2 * len(blocks), 2 * len(blocks))
         model = load_model(source, "cpu", torch.float32).requires_grad_(False)
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == len(blocks))
     sums, generator = dict.fromkeys(names, 0.0), torch.Generator().manual_seed(0)
@@ -130,10 +130,10 @@ def test_the_moments_are_those_of_the_whole_models_gradients(family, family_chec
             rows = spots[n][1].cut.rows
             g = g[0] if rows is None else g[0][:, slice(*rows)]
             sums[n] = sums[n] + g.T @ g
-    for n, (H,) in found.items():
-        wanted = sums[n] / ids.numel()
-        wanted.diagonal().add_((curvature.DAMP + len(wanted) / ids.numel()) * wanted.diagonal().mean())
-        torch.testing.assert_close(H, wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
+    for n, (H,) in result.items():
+        expected = sums[n] / ids.numel()
+        expected.diagonal().add_((curvature.DAMP + len(expected) / ids.numel()) * expected.diagonal().mean())
+        torch.testing.assert_close(H, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
 
 
 def test_blocks_of_rows_keep_to_the_memory(family_checkpoints):

@@ -123,15 +123,15 @@ def twice(launch: Callable[[], Any]) -> Any:
     """The result of a launch (one or several tensors), checked to be the same with threads in reverse order and late wgmma."""
     import simt
 
-    found = []
+    result = []
     for order in (1, -1):
         with mock.patch.object(simt.Kernel, "order", order):
-            found.append(launch())
-    pairs = [found] if isinstance(found[0], torch.Tensor) else zip(*found, strict=True)
+            result.append(launch())
+    pairs = [result] if isinstance(result[0], torch.Tensor) else zip(*result, strict=True)
     for a, b in pairs if not simt.Kernel.recording else ():
         same = torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         assert same, "the order of the threads changes the result"
-    return found[0]
+    return result[0]
 
 
 @contextmanager

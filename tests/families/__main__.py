@@ -35,17 +35,17 @@ def main(named: list[str]) -> None:
         verdict = judge(family)
         print(f"{family}: {'; '.join(verdict.unmet) or 'ok'}", file=sys.stderr, flush=True)
         rows.append(verdict.to_json())
-    found = {
+    result = {
         "date": time.strftime("%Y-%m-%d"),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "rows": rows,
     }
     if named:
-        found = json.loads(OUT.read_text())
+        result = json.loads(OUT.read_text())
         new = {row["family"]: row for row in rows}
-        found["rows"] = [new.get(row["family"], row) for row in found["rows"]]
-    OUT.write_text(json.dumps(found, indent=1) + "\n")
+        result["rows"] = [new.get(row["family"], row) for row in result["rows"]]
+    OUT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,12 +55,12 @@ class Verdict:
         """The checks that this family fails."""
         if self.fault:
             return [self.fault]
-        found = [] if self.coverage >= COVERED else [f"{self.coverage:.0%} of its linear weights are packed"]
+        result = [] if self.coverage >= COVERED else [f"{self.coverage:.0%} of its linear weights are packed"]
         if self.off is None or not self.off <= CLOSE:
-            found.append(f"logits off by {self.off}")
+            result.append(f"logits off by {self.off}")
         if self.exact is None or not self.exact <= SAME:
-            found.append(f"logits {self.exact} from the dequantized model's")
-        return found if self.saved else [*found, "saved, it is another checkpoint"]
+            result.append(f"logits {self.exact} from the dequantized model's")
+        return result if self.saved else [*result, "saved, it is another checkpoint"]
 
     def to_json(self) -> dict[str, Any]:
         """As results hold it."""
@@ -70,7 +70,7 @@ class Verdict:
 def linear_weights(model: PreTrainedModel) -> dict[str, int]:
     """Parameter -> elements, of every matrix but the head, what routes tokens to experts, and towers for pictures and sound."""
     head = model.get_output_embeddings()
-    found = {}
+    result = {}
     for name, p in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -78,23 +78,23 @@ def linear_weights(model: PreTrainedModel) -> dict[str, int]:
         router = any("router" in kind for kind in around) or ROUTERS.search(".".join(path.split(".")[-2:]))
         tower = TOWERS.search(name) or PROJECTORS.search(name)
         if module is not head and not router and not tower and is_matrix(module, leaf, p):
-            found[name] = p.numel()
-    return found
+            result[name] = p.numel()
+    return result
 
 
 def packed_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Parameter of the unquantized model -> its dequantized values, (N, K) or (E, N, K), of those that the model packs."""
-    found = {}
+    result = {}
     for path, module in model.named_modules():
         if isinstance(module, QuantLinear):
-            found[f"{path}.weight"] = unpack(module.packed).dequantize()
+            result[f"{path}.weight"] = unpack(module.packed).dequantize()
         elif isinstance(module, QuantExperts):
             for name in module.schemes:
                 stack = module.stack(name)
-                found[f"{path}.{name}"] = torch.stack(
+                result[f"{path}.{name}"] = torch.stack(
                     [unpack(stack.expert(e)).dequantize() for e in range(stack.words.shape[0])]
                 )
-    return found
+    return result
 
 
 def judge(family: str, **how: Any) -> Verdict:
@@ -104,15 +104,15 @@ def judge(family: str, **how: Any) -> Verdict:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             dense = build(family)
             step = "the unquantized model"
-            wanted = logits(dense)
+            expected = logits(dense)
             dense.save_pretrained(f"{folder}/dense")
             step = "quantize"
             quantize(f"{folder}/dense", f"{folder}/packed", method="rtn", device="cpu", **(how or {"bits": 8, "group": 16}))
             step = "load"
             packed = loaded(f"{folder}/packed")
             step = "logits"
-            found = logits(packed)
-            verdict.off = off_of_a_token(found, wanted)
+            result = logits(packed)
+            verdict.off = off_of_a_token(result, expected)
             linear, values = linear_weights(dense), packed_weights(packed)
             verdict.linear = sum(linear.values())
             verdict.coverage = sum(n for name, n in linear.items() if name in values) / max(1, verdict.linear)
@@ -121,14 +121,14 @@ def judge(family: str, **how: Any) -> Verdict:
             for name, p in dense.named_parameters():
                 if name in values:
                     p.copy_(as_stored(values[name], dense.get_submodule(name.rpartition(".")[0]), name))
-            verdict.exact = off(found, logits(dense))
+            verdict.exact = off(result, logits(dense))
             step = "save"
             packed.save_pretrained(f"{folder}/saved")
             verdict.saved = same_files(f"{folder}/packed", f"{folder}/saved")
             again = loaded(f"{folder}/saved")
-            verdict.saved = verdict.saved and torch.equal(logits(again), found)
+            verdict.saved = verdict.saved and torch.equal(logits(again), result)
             step = "generate"
-            verdict.decoder = generates(again, found)
+            verdict.decoder = generates(again, result)
     except Exception as e:
         verdict.fault = f"{step}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
     verdict.seconds = round(time.monotonic() - began, 2)

@@ -102,9 +102,9 @@ def test_a_tiny_models_names_and_shapes_are_those_of_transformers(name):
 def test_a_published_models_names_and_shapes_are_those_of_transformers(name):
     c = published(name)
     d = family_of(name).describe(c)
-    found = forms(d, "modules")[0]
-    assert_same(found, shapes(on_meta(c), d))
-    count = sum(map(math.prod, found.values()))
+    result = forms(d, "modules")[0]
+    assert_same(result, shapes(on_meta(c), d))
+    count = sum(map(math.prod, result.values()))
     print(f"{name}: {count:,} parameters")
     assert abs(count / 1e9 / BILLIONS[name] - 1) < 0.01
 
@@ -136,8 +136,8 @@ def test_defaults_are_those_of_transformers(name):
     alias = {theirs: ours for ours, theirs in cls.attribute_map.items()}
     if Version(transformers.__version__) < Version("5.23"):  # fields that came later
         made_of |= {k for k in family.filled if not hasattr(cls, alias.get(k, k))}
-    wanted = {k: getattr(cls, k if hasattr(cls, k) else alias[k]) for k in family.filled if k not in made_of}
-    assert {k: v for k, v in family.filled.items() if k not in made_of} == wanted
+    expected = {k: getattr(cls, k if hasattr(cls, k) else alias[k]) for k in family.filled if k not in made_of}
+    assert {k: v for k, v in family.filled.items() if k not in made_of} == expected
     of_kinds = getattr(cls(), "rope_parameters", None) or {}
     if not family.text and name != "gemma4_text":
         bases = cls.default_theta if isinstance(cls.default_theta, dict) else {"global": cls.default_theta}
@@ -161,9 +161,9 @@ def test_a_config_json_is_described_without_transformers_as_with_it(name):
     raw = {"model_type": name.partition("/")[0], **deepcopy(CONFIGS[name])}
     c, model, family = read_config(raw, 1 << 20)
     assert model == family.describe(theirs)
-    ours, wanted = (by_kind(getattr(x.get_text_config(), "rope_parameters", None)) for x in (c, theirs))
-    assert {k: (r.get("rope_type"), r.get("rope_theta"), r.get("factor")) for k, r in wanted.items() if r} == {
-        k: (r.get("rope_type"), r.get("rope_theta"), r.get("factor")) for k, r in ours.items() if wanted.get(k)
+    ours, expected = (by_kind(getattr(x.get_text_config(), "rope_parameters", None)) for x in (c, theirs))
+    assert {k: (r.get("rope_type"), r.get("rope_theta"), r.get("factor")) for k, r in expected.items() if r} == {
+        k: (r.get("rope_type"), r.get("rope_theta"), r.get("factor")) for k, r in ours.items() if expected.get(k)
     }
 
 
@@ -186,9 +186,9 @@ def test_a_config_json_that_says_nothing_is_described_as_its_class_fills_it_in(n
     c, model, family = read_config(raw, 1 << 20)
     theirs = class_of(name).from_dict(deepcopy(raw))
     assert model == family.describe(theirs)
-    wanted = by_kind(getattr(theirs, "rope_parameters", None) or c.rope_parameters)
+    expected = by_kind(getattr(theirs, "rope_parameters", None) or c.rope_parameters)
     for kind, r in by_kind(c.rope_parameters).items():  # of a share of the head a description knows itself
-        assert r == {k: v for k, v in wanted[kind].items() if k != "partial_rotary_factor" or k in r}
+        assert r == {k: v for k, v in expected[kind].items() if k != "partial_rotary_factor" or k in r}
 
 
 @pytest.mark.parametrize("name", NAMES)

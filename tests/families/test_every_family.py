@@ -37,12 +37,12 @@ def test_a_family_comes_through(family):
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"])
 def test_a_family_in_nvfp4_is_what_it_dequantizes_to(family):
     """In 4 bits a random model's logits equal those of its dequantized weights, also after save and reload."""
-    found = judge(family, format="nvfp4")
-    assert found.fault == ""
-    assert found.exact < SAME
-    assert found.coverage > 0.95
-    assert found.saved
-    assert found.decoder
+    result = judge(family, format="nvfp4")
+    assert result.fault == ""
+    assert result.exact < SAME
+    assert result.coverage > 0.95
+    assert result.saved
+    assert result.decoder
 
 
 @pytest.mark.skipif(FOUND["transformers"] != transformers.__version__, reason="families.json is of another transformers")

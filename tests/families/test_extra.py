@@ -65,18 +65,20 @@ def test_they_go_through_quantize_inspect_generate_export_and_back(made, tmp_pat
     with open_source(str(dense)) as source:
         notes = make_plan(source, make_recipe(**RECIPE)).notes
     assert sum("heads that predict further tokens" in note for note in notes) == 1
-    found = open_checkpoint(out)
-    with found.source:
-        held = {t.name if t.scheme else t.name.removesuffix(".weight"): t for t in found.tensors if t.name.startswith(prefix)}
+    checkpoint = open_checkpoint(out)
+    with checkpoint.source:
+        held = {
+            t.name if t.scheme else t.name.removesuffix(".weight"): t for t in checkpoint.tensors if t.name.startswith(prefix)
+        }
         assert held.keys() == {n.removesuffix(".weight") for n in extra}
         for name, t in extra.items():
             one = held[name.removesuffix(".weight")]
             linear = t.dim() == 2 and not name.endswith((*(f"{k}.weight" for k in kept), ".gate.weight"))
             assert (one.scheme is not None) == linear, name
-            values = found.read_matrix(one).dequantize() if one.scheme else found.read_plain(one)
+            values = checkpoint.read_matrix(one).dequantize() if one.scheme else checkpoint.read_plain(one)
             assert float((values.float() - t).norm() / t.norm()) < 0.02
     with open_source(str(out)) as source:
-        wanted = tokens(native_loader.read(source, torch.device("cpu")))
+        expected = tokens(native_loader.read(source, torch.device("cpu")))
     exported = export(out, "compressed-tensors", tmp_path / "exported")
     assert not any("left out" in note for note in exported.notes)
     names = {n.partition(".weight")[0] for n in load_file(tmp_path / "exported" / "model.safetensors") if n.startswith(prefix)}
@@ -85,11 +87,11 @@ def test_they_go_through_quantize_inspect_generate_export_and_back(made, tmp_pat
         assert {n.partition(".weight")[0] for n in source.headers if n.startswith(prefix)} == {
             t.name.removesuffix(".weight") for t in held.values()
         }
-        assert tokens(load_model(source, "cpu", torch.bfloat16)) == wanted
+        assert tokens(load_model(source, "cpu", torch.bfloat16)) == expected
     with open_source(str(out)) as source:
         theirs = load_model(source, "cpu", torch.bfloat16)
     assert "does not know" not in capfd.readouterr().err
-    assert tokens(theirs) == wanted
+    assert tokens(theirs) == expected
 
 
 def tokens(model) -> list[int]:

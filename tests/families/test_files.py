@@ -57,8 +57,8 @@ def compare(name, model, heavy):
     """Logits of two texts by the same plan."""
     assert why_not(heavy) is None
     ids = torch.tensor(texts(VOCAB, 40, 40))
-    found, wanted = NativeDecoder(model).logits(ids).float(), NativeDecoder(heavy).logits(ids).float()
+    result, expected = NativeDecoder(model).logits(ids).float(), NativeDecoder(heavy).logits(ids).float()
     if name == "hunyuan_v1_moe":  # transformers holds its routers in fp32; bf16 moves a choice between likely experts
-        assert float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median()) < 0.05
+        assert float(((result - expected).norm(dim=-1) / expected.norm(dim=-1)).median()) < 0.05
     else:
-        assert torch.equal(found, wanted)
+        assert torch.equal(result, expected)

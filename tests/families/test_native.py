@@ -39,9 +39,9 @@ def test_logits_are_those_of_transformers(name):
     """Whole texts; then prompts of different lengths in pieces of seven tokens, and token by token side by side."""
     theirs, decoder = pair(name)
     a, b = texts(VOCAB, 37, 21)
-    found = decoder.logits(torch.tensor([a[:21], b]))
-    assert off(found[0], logits_of(theirs, a[:21])) < CLOSE
-    assert off(found[1], logits_of(theirs, b)) < CLOSE
+    result = decoder.logits(torch.tensor([a[:21], b]))
+    assert off(result[0], logits_of(theirs, a[:21])) < CLOSE
+    assert off(result[1], logits_of(theirs, b)) < CLOSE
     decoder._make_room(2, 60)
     decoder.chunk = 7
     decoder.start([a, b], Sampling(), 20)
@@ -143,12 +143,12 @@ def test_served_eight_at_once_they_are_as_alone(name):
     _, decoder = pair(name)
     asked = texts(VOCAB, 37, 70, 5, 90, 64, 65, 20)
     asked += [[*asked[3], 7, 8], [*asked[1][:64], 9, 9, 9]]
-    wanted = [alone(decoder, ids, 6) for ids in asked]
+    expected = [alone(decoder, ids, 6) for ids in asked]
     model = planned(random_model(name))
-    found, stats = served(model, asked, 6, running=8)
-    assert found == wanted
+    result, stats = served(model, asked, 6, running=8)
+    assert result == expected
     assert stats.prefix_hits >= 64
-    assert served(model, asked, 6, running=4, cache_tokens=320)[0] == wanted
+    assert served(model, asked, 6, running=4, cache_tokens=320)[0] == expected
 
 
 def idle(described, fact):
@@ -166,7 +166,7 @@ def test_every_fact_of_a_description_shows(name):
     model = random_model(name)
     described, _ = weights.describe(model.config)
     (ids,) = texts(VOCAB, 60)
-    wanted = logits_of(model, ids)
+    expected = logits_of(model, ids)
     planned(model)
     for kind, fact in facts_of(described):
         if idle(described, fact):
@@ -177,7 +177,7 @@ def test_every_fact_of_a_description_shows(name):
             changed = NativeDecoder(planned(model, without(described, kind, fact))).logits(torch.tensor([ids]))[0]
         except Exception:  # tensors that no longer fit one another show it, too
             continue
-        assert off(changed, wanted) > SEEN, f"{kind}.{fact}"
+        assert off(changed, expected) > SEEN, f"{kind}.{fact}"
 
 
 def test_of_experts_without_a_kernel_only_small_steps_are_recorded():
@@ -198,6 +198,6 @@ def test_copies_of_experts_are_bounded():
             return super().take(chosen)
 
     ids, stack = torch.randint(0, 5, (11,), generator=g), Counting(weights, None, None, None, None, 16, 24, "rowstream")
-    found = experts.row_by_row(x, ids, stack, copied=3 * weights[0].nbytes)
-    assert off(found, torch.einsum("sk,snk->sn", x, weights[ids])) < 1e-6
+    result = experts.row_by_row(x, ids, stack, copied=3 * weights[0].nbytes)
+    assert off(result, torch.einsum("sk,snk->sn", x, weights[ids])) < 1e-6
     assert taken == [3, 3, 3, 2]

@@ -56,8 +56,8 @@ def test_a_rotated_model_has_the_same_logits_or_a_reason(name, tmp_path):
         tensors = {n: turned.read(n).reshape(h.shape).contiguous() for n, h in turned.headers.items()}
         save_file(tensors, tmp_path / "rotated" / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "rotated" / "config.json").write_text(json.dumps(turned.config))
-    wanted, found = logits(tmp_path / "dense"), logits(tmp_path / "rotated")
-    assert float((wanted - found).norm() / wanted.norm()) < 1e-4
+    expected, result = logits(tmp_path / "dense"), logits(tmp_path / "rotated")
+    assert float((expected - result).norm() / expected.norm()) < 1e-4
 
 
 def logits(folder: Path) -> torch.Tensor:

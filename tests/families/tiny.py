@@ -72,18 +72,18 @@ def _kinds(fields: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def fields_of(default: dict[str, Any], odd: dict[str, Any]) -> dict[str, Any]:
     """The small values of the fields of a default config, nested configs included."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in default.items():
         if name in odd:
-            found[name] = fields_of(value, odd[name]) if isinstance(value, dict) and isinstance(odd[name], dict) else odd[name]
+            result[name] = fields_of(value, odd[name]) if isinstance(value, dict) and isinstance(odd[name], dict) else odd[name]
         elif isinstance(value, dict) and "model_type" in value:
-            found[name] = fields_of(value, {}) | {"model_type": value["model_type"]}
+            result[name] = fields_of(value, {}) | {"model_type": value["model_type"]}
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
-            found[name] = SIZES[name]
+            result[name] = SIZES[name]
     layers = default.get("num_hidden_layers")
     if isinstance(layers, int) and "num_hidden_layers" not in odd:
-        found |= _kinds({k: v for k, v in default.items() if k not in odd}, layers)
-    return found | {k: v for k, v in odd.items() if k not in default}
+        result |= _kinds({k: v for k, v in default.items() if k not in odd}, layers)
+    return result | {k: v for k, v in odd.items() if k not in default}
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

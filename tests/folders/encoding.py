@@ -27,8 +27,8 @@ def fp8(
         scale = (torch.exp2(scale.log2().ceil()) if powers else scale).to(dtype)
         spread = scale.float().repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
         codes = (W / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        found = {"weight": codes, leaf: scale if block else scale.reshape(())}
-        return found | ({} if block else {"activation_scale": torch.tensor(0.5)}), codes.float() * spread
+        result = {"weight": codes, leaf: scale if block else scale.reshape(())}
+        return result | ({} if block else {"activation_scale": torch.tensor(0.5)}), codes.float() * spread
 
     return encode
 
@@ -69,20 +69,20 @@ def int4(W: torch.Tensor) -> Encoded:
     eights = (codes.flatten(1).to(torch.int64) + 8).unflatten(1, (-1, 8))
     words = (eights << (4 * torch.arange(8))).sum(2)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    found = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(W.shape)}
-    return found, (codes * scale.float().unsqueeze(2)).flatten(1)
+    result = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(W.shape)}
+    return result, (codes * scale.float().unsqueeze(2)).flatten(1)
 
 
 def quantize(folder: Path, how: Callable[[str], Callable[[torch.Tensor], Encoded] | None], **config) -> dict[str, torch.Tensor]:
     """Rewrite a folder with the matrices that `how` has an encoding for (by module), and these fields in config.json; what
     its tensors mean, under the names of the dense model."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
+        result |= load_file(file)
         file.unlink()
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     stored, dense = {}, {}
-    for name, value in found.items():
+    for name, value in result.items():
         module = name.removesuffix(".weight")
         encode = how(module) if name != module and value.dim() == 2 else None
         if encode is None:
@@ -91,7 +91,7 @@ def quantize(folder: Path, how: Callable[[str], Callable[[torch.Tensor], Encoded
         tensors, matrix = encode(value)
         stored |= {f"{module}.{leaf}": t.contiguous() for leaf, t in tensors.items()}
         dense[name] = matrix.to(torch.bfloat16)
-    assert stored.keys() != found.keys()
+    assert stored.keys() != result.keys()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | config))

@@ -47,21 +47,21 @@ def _with_ids(facts: Any, tokens: Tokenizer, name: str = "") -> Any:
     if isinstance(facts, list) and name.endswith(IDS):
         return [_with_ids(v, tokens, name) for v in facts]
     if isinstance(facts, str) and name.endswith(IDS):
-        found = tokens.token_to_id(facts)
-        assert found is not None, (name, facts)
-        return found
+        result = tokens.token_to_id(facts)
+        assert result is not None, (name, facts)
+        return result
     return facts
 
 
 def _over(small: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    found = dict(small)
+    result = dict(small)
     for name, value in facts.items():
         if value is GONE:
-            found.pop(name, None)
+            result.pop(name, None)
         else:
             nested = isinstance(value, dict) and isinstance(small.get(name), dict) and not name.startswith("rope")
-            found[name] = _over(small[name], value) if nested else value
-    return found
+            result[name] = _over(small[name], value) if nested else value
+    return result
 
 
 def _config(family: Family, tokens: Tokenizer) -> dict[str, Any]:
@@ -106,17 +106,17 @@ def as_published(weights: dict[str, torch.Tensor], model_type: str) -> dict[str,
     if model_type != "qwen3_5_moe":
         return weights
     layers: dict[str, dict[str, list[torch.Tensor]]] = {}
-    found = {}
+    result = {}
     for name in sorted(weights, key=lambda n: [int(part) if part.isdigit() else 0 for part in n.split(".")]):
         path, of_experts, rest = name.partition(".mlp.experts.")
         if of_experts:
             layers.setdefault(path, {}).setdefault(rest.split(".")[1], []).append(weights[name])
         else:
-            found[name] = weights[name]
+            result[name] = weights[name]
     for path, leaves in layers.items():
         gate, up, down = (torch.stack(leaves[leaf]) for leaf in ("gate_proj", "up_proj", "down_proj"))
-        found |= {f"{path}.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), f"{path}.mlp.experts.down_proj": down}
-    return found
+        result |= {f"{path}.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), f"{path}.mlp.experts.down_proj": down}
+    return result
 
 
 def _no_text(tokens: Tokenizer) -> list[int]:

@@ -28,25 +28,25 @@ from lowq_packers.errors import DamagedError, UnsupportedError
 def facts(folder, name="config.json", **changed):
     """Change fields of a JSON file; of text_config where it has one and the field is there."""
     path = folder / name
-    found = json.loads(path.read_text())
+    result = json.loads(path.read_text())
     for key, value in changed.items():
-        table = found["text_config"] if key in found.get("text_config", {}) else found
+        table = result["text_config"] if key in result.get("text_config", {}) else result
         if value is None:
             table.pop(key, None)
         else:
             table[key] = value
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(result))
 
 
 def weights(folder, change):
     """Rewrite a folder's weights as one file."""
-    found = {}
+    result = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
+        result |= load_file(file)
         file.unlink()
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    change(found)
-    save_file({k: v.contiguous() for k, v in found.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    change(result)
+    save_file({k: v.contiguous() for k, v in result.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def named(**tensors):
@@ -210,8 +210,8 @@ def blocks(rows=128, columns=128, **more):
 
 def groups(**weights):
     """compressed-tensors: a group of each, by what it targets."""
-    found = {f"group_{i}": {"targets": [t], "weights": w} | more for i, (t, (w, more)) in enumerate(weights.pop("of").items())}
-    return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": found} | weights
+    result = {f"group_{i}": {"targets": [t], "weights": w} | more for i, (t, (w, more)) in enumerate(weights.pop("of").items())}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": result} | weights
 
 
 PACKED = groups(of={"Linear": ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}, {})},
@@ -232,10 +232,10 @@ def in_text(section, top):
     """Where the section is: in text_config alone, or also at the top."""
 
     def change(folder):
-        found = json.loads((folder / "config.json").read_text())
-        found["text_config"]["quantization_config"] = section
-        found.pop("quantization_config", None)
-        (folder / "config.json").write_text(json.dumps(found | ({"quantization_config": top} if top else {})))
+        result = json.loads((folder / "config.json").read_text())
+        result["text_config"]["quantization_config"] = section
+        result.pop("quantization_config", None)
+        (folder / "config.json").write_text(json.dumps(result | ({"quantization_config": top} if top else {})))
 
     return change
 
@@ -283,8 +283,8 @@ def test_a_quantized_folder_is_the_matrices_that_its_format_defines(tmp_path, od
     dense = quantize(folder, how, **({"quantization_config": section} if section else {}))
     change(folder)
     with open_decoded(str(folder)) as source:
-        for name, wanted in dense.items():
-            assert torch.equal(source.read(name).to(wanted.dtype).reshape(wanted.shape), wanted), name
+        for name, expected in dense.items():
+            assert torch.equal(source.read(name).to(expected.dtype).reshape(expected.shape), expected), name
     assert _json("inspect", folder, "--json")["format"] != "dense"
     assert len(said(folder)) > 0
     run("quantize", folder, "--bits", 8, "--group", 16, "--method", "rtn", "--out", tmp_path / "q", "--quiet")

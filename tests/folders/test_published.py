@@ -25,11 +25,11 @@ def test_a_walk_sees_what_differs(tmp_path):
     """Beside transformers with other weights, another tokenizer, a table that says otherwise."""
     walk, other = Walk("qwen3", tmp_path / "a"), Walk("r1-distill-qwen", tmp_path / "b")
     walk.readable, walk.theirs = other.readable, other.theirs
-    found = walk.take()
-    assert "ids" in found["tokens"] or "transformers has" in found["tokens"]
-    assert "behind the likeliest" in found["generate"]
-    assert "tokens of the conversation" in found["serve"]
-    assert cells(walk, found)["tokens"] == "fails"
+    result = walk.take()
+    assert "ids" in result["tokens"] or "transformers has" in result["tokens"]
+    assert "behind the likeliest" in result["generate"]
+    assert "tokens of the conversation" in result["serve"]
+    assert cells(walk, result)["tokens"] == "fails"
 
 
 def test_the_table_has_every_family():

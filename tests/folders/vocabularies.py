@@ -34,12 +34,12 @@ def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _bytes(pre: pre_tokenizers.PreTokenizer, first: Sequence[str] = (), **model: bool) -> Tokenizer:
-    made = Tokenizer(models.BPE(**model))
-    made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
-    made.train_from_iterator(
+    tokenizer = Tokenizer(models.BPE(**model))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.ByteLevel()
+    tokenizer.train_from_iterator(
         [text()], trainers.BpeTrainer(vocab_size=SIZE, special_tokens=[*first], initial_alphabet=ALPHABET, show_progress=False)
     )
-    return made
+    return tokenizer
 
 
 def _nfc(made: Tokenizer) -> Tokenizer:
@@ -58,33 +58,38 @@ def _sentencepiece(first: Sequence[str], leading: bool) -> Tokenizer:
     trained.train_from_iterator([text()], trainer)
     facts = json.loads(trained.to_str())
     facts["added_tokens"] = [t for t in facts["added_tokens"] if t["content"] in first]  # bytes are ordinary tokens
-    made = Tokenizer.from_str(json.dumps(facts))
-    made.pre_tokenizer = None if leading else pre_tokenizers.Split(" ", "merged_with_previous")  # type: ignore[assignment]
+    tokenizer = Tokenizer.from_str(json.dumps(facts))
+    tokenizer.pre_tokenizer = None if leading else pre_tokenizers.Split(" ", "merged_with_previous")  # type: ignore[assignment]
     strip = [decoders.Strip(" ", 1, 0)] if leading else []
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return made
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
 
 
 def _unigram(first: Sequence[str]) -> Tokenizer:
-    made = Tokenizer(models.Unigram())
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=SIZE, special_tokens=[*first], unk_token="<unk>", show_progress=False)
-    made.train_from_iterator(text().split("\n"), trainer)
-    facts = json.loads(made.to_str())
+    tokenizer.train_from_iterator(text().split("\n"), trainer)
+    facts = json.loads(tokenizer.to_str())
     facts["model"]["vocab"] += [[f"<0x{b:02X}>", -20.0] for b in range(256)]
     facts["model"] |= {"byte_fallback": True, "unk_id": list(first).index("<unk>")}
-    made = Tokenizer.from_str(json.dumps(facts))
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    return made
+    tokenizer = Tokenizer.from_str(json.dumps(facts))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
 
 
 def _wordpiece(first: Sequence[str]) -> Tokenizer:
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(lowercase=False), pre_tokenizers.BertPreTokenizer()
-    made.train_from_iterator([text()], trainers.WordPieceTrainer(vocab_size=SIZE, special_tokens=[*first], show_progress=False))
-    made.decoder = decoders.WordPiece(cleanup=False)
-    return made
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.BertNormalizer(lowercase=False),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    tokenizer.train_from_iterator(
+        [text()], trainers.WordPieceTrainer(vocab_size=SIZE, special_tokens=[*first], show_progress=False)
+    )
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer
 
 
 KINDS: dict[str, Callable[[Sequence[str]], Tokenizer]] = {
@@ -120,10 +125,12 @@ def tokenizer(kind: str, special: Sequence[str], plain: Sequence[str] = (), bos:
 
     bos: the token that begins every text, where the file's own post-processor writes it.
     """
-    made = Tokenizer.from_str(_trained(kind, tuple(special) if kind in FIRST else ()))
+    tokenizer = Tokenizer.from_str(_trained(kind, tuple(special) if kind in FIRST else ()))
     if kind not in FIRST:
-        made.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    made.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
+        tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
     if bos:
-        made.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))])
-    return made
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return tokenizer

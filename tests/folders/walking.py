@@ -65,15 +65,15 @@ class Walk:
 
     def take(self) -> dict[str, str]:
         """Each step -> "" or why it failed; a step that needs one that failed is left out."""
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         with torch.no_grad(), ExitStack() as self.exits:
             for step in STEPS:
                 try:
                     getattr(self, f"_{step}")()
-                    found[step] = ""
+                    result[step] = ""
                 except Exception as e:
-                    found[step] = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-        return found
+                    result[step] = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        return result
 
     def _tokens(self) -> None:
         with open_source(str(self.published)) as source:
@@ -144,8 +144,8 @@ class Walk:
         assert companions - {"params.json"} <= kept, f"left behind: {companions - kept}"
 
     def _inspect(self) -> None:
-        found = _json("inspect", self.packed, "--json")
-        assert found["format"] == "lowq", found
+        result = _json("inspect", self.packed, "--json")
+        assert result["format"] == "lowq", result
 
     def _packed(self) -> None:
         """The checkpoint, as transformers computes it with the same weights."""
@@ -154,22 +154,22 @@ class Walk:
         self._likeliest(lowq.load(str(self.packed), "cpu")[0], self.made)
 
     def _chat(self) -> None:
-        said = run("chat", self.packed, "--max-new-tokens", 4, "--device", "cpu", given="Who is there?\nAnd now?\n")[1]
-        assert ("no chat template" in said) != bool(self.family.templates), said
+        output = run("chat", self.packed, "--max-new-tokens", 4, "--device", "cpu", given="Who is there?\nAnd now?\n")[1]
+        assert ("no chat template" in output) != bool(self.family.templates), output
 
     def _eval(self) -> None:
         text = self.published.parent / "text.txt"
         text.write_text("Once upon a time there was a king who had a daughter. " * 4)
-        found = _json("eval", self.packed, "--text", text, "--max-tokens", 100, "--device", "cpu", "--json")
-        assert 1 < found["ppl"] < 1e9, found
+        result = _json("eval", self.packed, "--text", text, "--max-tokens", 100, "--device", "cpu", "--json")
+        assert 1 < result["ppl"] < 1e9, result
 
     def _serve(self) -> None:
         """The server's application: a text as `generate` writes it, a chat of as many tokens as transformers makes of it."""
         how = {"running": 2, "cache_tokens": self.family.cache_tokens, "deterministic": False, "kv": "16"}
         made = loading.load(str(self.packed), "cpu", how, True)
         loaded = pickle.loads(pickle.dumps(made.told))
-        wanted = "continuous batching" if self.family.model_type in families() else "one after another"
-        _same(made.engine.name, wanted, "the engine")
+        expected = "continuous batching" if self.family.model_type in families() else "one after another"
+        _same(made.engine.name, expected, "the engine")
         client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.facts.published)))
         self.client = self.exits.enter_context(client)
         whole = self._post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
@@ -192,9 +192,9 @@ class Walk:
         if not any("tools" in t for t in self.family.templates.values()):
             self.notes["tools"] = "no place for them in the template" if self.family.templates else "no template"
             return
-        found = self._post("chat/completions", messages=SAID, tools=TOOLS, max_tokens=NEW, temperature=0)
+        result = self._post("chat/completions", messages=SAID, tools=TOOLS, max_tokens=NEW, temperature=0)
         ids = self.theirs.apply_chat_template(SAID, tools=TOOLS, **HOW)
-        _same(found["usage"]["prompt_tokens"], len(ids), "tokens of the conversation with tools")
+        _same(result["usage"]["prompt_tokens"], len(ids), "tokens of the conversation with tools")
 
     def _post(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.client.post(f"/v1/{path}", json={"model": "m", "repetition_penalty": 1, **body})
@@ -202,11 +202,11 @@ class Walk:
         return answer.json()
 
     def _export(self) -> None:
-        code, _, said = _command("export", self.packed, "--to", "compressed-tensors", "--out", self.exported, "--json")
+        code, _, output = _command("export", self.packed, "--to", "compressed-tensors", "--out", self.exported, "--json")
         if code == 5:
-            self.notes["export"] = said.strip().removeprefix("lowq: ")
+            self.notes["export"] = output.strip().removeprefix("lowq: ")
             return
-        assert code == 0, said
+        assert code == 0, output
 
     def _back(self) -> None:
         if "export" in self.notes:
@@ -233,12 +233,12 @@ def row(name: str, walk: Walk, faults: Any) -> dict[str, str]:
     facts = json.loads((walk.published / "config.json").read_text())
     where = {"tokenizer_config.json": "config", "chat_template.jinja": "jinja", "chat_template.json": "json"}[walk.family.kept]
     template = f"{where}, {len(walk.family.templates)}" if len(walk.family.templates) > 1 else where
-    said = {"architecture": facts["architectures"][0], "vocabulary": walk.family.vocabulary}
-    said |= {
+    output = {"architecture": facts["architectures"][0], "vocabulary": walk.family.vocabulary}
+    output |= {
         "class": walk.family.tokenizer.get("tokenizer_class", "none"),
         "template": template if walk.family.template else "none",
     }
-    return {"family": name, **said, **cells(walk, faults)}
+    return {"family": name, **output, **cells(walk, faults)}
 
 
 def _readable(family: Family, folder: Path) -> str:

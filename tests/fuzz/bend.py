@@ -50,11 +50,11 @@ def mend(model: Path, out: Path) -> None:
     """Make `out` a copy of the folder of `model`: the files that differ, a hundredth of a copy of all."""
     folder = model if model.is_dir() else model.parent
     out.mkdir(exist_ok=True)
-    wanted = {p.name: p for p in folder.iterdir()}
+    expected = {p.name: p for p in folder.iterdir()}
     for path in out.iterdir():
-        if path.name not in wanted:
+        if path.name not in expected:
             path.unlink()
-    for name, path in wanted.items():
+    for name, path in expected.items():
         made, facts = out / name, path.stat()
         if not made.exists() or (made.stat().st_size, made.stat().st_mtime_ns) != (facts.st_size, facts.st_mtime_ns):
             shutil.copy2(path, made)
@@ -62,11 +62,11 @@ def mend(model: Path, out: Path) -> None:
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every field of a JSON value, as a path."""
-    found = [at] if at else []
+    result = [at] if at else []
     items = value.items() if isinstance(value, dict) else enumerate(value[:20]) if isinstance(value, list) else ()
     for key, inner in items:
-        found += _places(inner, (*at, key))
-    return found
+        result += _places(inner, (*at, key))
+    return result
 
 
 def _json(path: Path, rng: Random) -> dict[str, Any]:

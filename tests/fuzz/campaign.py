@@ -82,11 +82,11 @@ class Ground:
                 begin(command, self.out)
                 calls = calls_of(command, self.out) if count else 0
                 command.run(self.out)
-                found = files(self.out), calls
-                assert not (count and differences(self.wanted[command.name][0], found[0], command.name)), (
+                result = files(self.out), calls
+                assert not (count and differences(self.wanted[command.name][0], result[0], command.name)), (
                     "other bytes each time"
                 )
-                self.wanted[command.name] = found
+                self.wanted[command.name] = result
         return self.wanted[command.name]
 
     def kills(self, seed: int) -> tuple[str, str, str]:
@@ -98,12 +98,12 @@ class Ground:
         (command,) = rng.choices(self.commands, [1 if c.name in SLOW else 4 for c in self.commands])
         how = rng.choice(("kill", "kill", "kill", "kill", "kill", "int", "term", "hup", "two", "source"))
         if how == "source":
-            name, said = source_changed(self.paths, self.folder / "text.txt", self.out, rng)
-            return f"{name}, its source changed", how, said
-        wanted, calls = self.prepared(command)
+            name, output = source_changed(self.paths, self.folder / "text.txt", self.out, rng)
+            return f"{name}, its source changed", how, output
+        expected, calls = self.prepared(command)
         if how == "two":
-            return command.name, how, side_by_side(command, self.out, wanted)
-        return command.name, how, tried(command, self.out, wanted, calls, rng, how)
+            return command.name, how, side_by_side(command, self.out, expected)
+        return command.name, how, tried(command, self.out, expected, calls, rng, how)
 
 
 def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path, jobs: int, add: bool) -> int:
@@ -129,14 +129,14 @@ def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path, job
                 running.pop(0)
             except subprocess.TimeoutExpired:
                 pass
-            if found := before + [json.loads(p.read_text()) for p in parts if p.is_file()]:
-                write_whole(out, (json.dumps(added(found), indent=1) + "\n").encode())
-                print(_told(added(found)), flush=True)
-        if len(found) < len(before) + jobs:
+            if result := before + [json.loads(p.read_text()) for p in parts if p.is_file()]:
+                write_whole(out, (json.dumps(added(result), indent=1) + "\n").encode())
+                print(_told(added(result)), flush=True)
+        if len(result) < len(before) + jobs:
             print("some processes ended without a result")
             return 1
-    keep(added(found)["faults"])
-    return int(bool(added(found)["faults"]))
+    keep(added(result)["faults"])
+    return int(bool(added(result)["faults"]))
 
 
 def added(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,16 +175,16 @@ def alone(seconds: float, bends: int, kills: int, first: int, out: Path) -> int:
         ground = Ground(Path(folder) / "ground", slow=kills > 0)
         done = [0, 0]
         spent = [0.0, 0.0]
-        told = time.monotonic()
+        message = time.monotonic()
         while time.monotonic() - began < seconds and (done[0] < bends or done[1] < kills):
             killing = done[1] < kills and (spent[1] <= KILL_SHARE * sum(spent) or done[0] >= bends)
             start = time.monotonic()
             if killing:
-                name, how, said = ground.kills(first + done[1])
+                name, how, output = ground.kills(first + done[1])
                 killed[name][how] += 1
-                if said:
+                if output:
                     killed[name]["faults"] += 1
-                    faults.append({"kill": first + done[1], "fault": said})
+                    faults.append({"kill": first + done[1], "fault": output})
             else:
                 name, what, verdict = ground.bends(first + done[0])
                 row = bent[name]
@@ -196,8 +196,8 @@ def alone(seconds: float, bends: int, kills: int, first: int, out: Path) -> int:
                     faults.append({"bend": first + done[0], "format": name, "what": what, "fault": verdict.fault})
             done[killing] += 1
             spent[killing] += time.monotonic() - start
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
+            if time.monotonic() - message > 60:
+                message = time.monotonic()
                 print(f"{done[0]} bends, {done[1]} kills, {len(faults)} faults", flush=True)
                 _write(out, began, first, bent, killed, faults)
     _write(out, began, first, bent, killed, faults)

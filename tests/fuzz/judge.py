@@ -50,10 +50,10 @@ def judge(
 ) -> Verdict:
     """What became of a bent model, which `read` reads."""
     began, memory = time.process_time(), _peak()
-    fault, found = "", None
+    fault, result = "", None
     try:
         with _ended(hangs):
-            found = read(model)
+            result = read(model)
     except LowqError as e:
         if not str(e) or "\n" in str(e).strip():
             fault = f"an error of several lines: {e}"
@@ -64,9 +64,9 @@ def judge(
         fault = fault or f"took {spent:.1f} s"
     if (more := _peak() - memory) > BYTES:
         fault = fault or f"took {more >> 20} MB"
-    if found is not None and not fault:
-        fault = _other_weights(valid, model, found)
-    return Verdict(found is not None, fault, spent)
+    if result is not None and not fault:
+        fault = _other_weights(valid, model, result)
+    return Verdict(result is not None, fault, spent)
 
 
 def _other_weights(valid: Valid, model: Path, found: dict[str, torch.Tensor]) -> str:

@@ -192,10 +192,10 @@ def pushed(checkpoint: Path, hub: Path) -> None:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its path."""
-    found = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() or p.is_symlink()}
+    result = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() or p.is_symlink()}
     return {
         n: b"" if p.is_symlink() and not p.exists() else p.read_bytes()
-        for n, p in found.items()
+        for n, p in result.items()
         if p.name not in UNTOLD and not n.startswith("state/")
     }
 
@@ -334,8 +334,8 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
 
     stopped_at(Command(name, lambda to: run(to / "out")), folder, rng.randrange(5, 90), "kill")
     for path in model.glob("*.safetensors"):
-        found = {n: t * 2 if t.is_floating_point() else t for n, t in load_file(path).items()}
-        save_file(found, path, metadata={"format": "pt"})
+        result = {n: t * 2 if t.is_floating_point() else t for n, t in load_file(path).items()}
+        save_file(result, path, metadata={"format": "pt"})
     refused = False
     try:
         run(folder / "out")
@@ -345,7 +345,7 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
             shutil.rmtree(folder / "out", ignore_errors=True)
         run(folder / "out", fresh=True)
     run(folder / "new")
-    said = differences(files(folder / "new"), files(folder / "out"), f"{name}, source changed after a kill")
+    output = differences(files(folder / "new"), files(folder / "out"), f"{name}, source changed after a kill")
     left = [p.name for p in folder.iterdir() if p.name not in ("model", "out", "new", "state", "cache", "tmp")]
     left += [f"tmp/{p.name}" for p in (folder / "tmp").iterdir()]
-    return name, (said and f"{said} (refused first: {refused})") or (f"{name}: left {left[0]}" if left else "")
+    return name, (output and f"{output} (refused first: {refused})") or (f"{name}: left {left[0]}" if left else "")

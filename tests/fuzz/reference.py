@@ -37,12 +37,12 @@ def reading(name: str, folder: Path) -> dict[str, torch.Tensor] | None:
         (path,) = folder.glob("*.safetensors")
         with safe_open(path, framework="pt") as file:
             tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118  (not a dict)
-        found: dict[str, torch.Tensor] = {}
+        result: dict[str, torch.Tensor] = {}
         for n in tensors:
             module, _, leaf = n.rpartition(".")
             if leaf in LEAF[name] and (made := READERS[name](config, tensors, module)) is not None:
-                found |= made if isinstance(made, dict) else {module: made}
-        return {n.removesuffix(".weight"): t.float() for n, t in tensors.items()} | found
+                result |= made if isinstance(made, dict) else {module: made}
+        return {n.removesuffix(".weight"): t.float() for n, t in tensors.items()} | result
     except Exception:
         return None
 
@@ -52,12 +52,12 @@ def gguf(path: Path) -> dict[str, torch.Tensor] | None:
     from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
     try:
-        found = GGUFReader(path)
-        facts = {name: field.contents() for name, field in found.fields.items() if "attention.head_count" in name}
+        result = GGUFReader(path)
+        facts = {name: field.contents() for name, field in result.fields.items() if "attention.head_count" in name}
         heads = next(v for name, v in facts.items() if name.endswith("head_count"))
         of_keys = next((v for name, v in facts.items() if name.endswith("head_count_kv")), heads)
         read = {}
-        for t in found.tensors:
+        for t in result.tensors:
             one_bit = t.tensor_type == GGMLQuantizationType.Q1_0  # which the package has no reader of
             w = torch.from_numpy(_signs(t.data) if one_bit else dequantize(t.data, t.tensor_type).copy()).float()
             _, _, stem = t.name.removesuffix(".weight").rpartition(".")
@@ -213,26 +213,26 @@ def _compressed_e2m1(config: Any, t: Tensors, p: str) -> torch.Tensor:
 
 
 def _gpt_oss(config: Any, t: Tensors, p: str) -> dict[str, torch.Tensor]:
-    found = {}
+    result = {}
     for leaf in ("gate_up_proj", "down_proj"):
         for e, of in enumerate(t.get(f"{p}.{leaf}_blocks", ())):
             W = _blocks_of_32(nibbles(of.flatten(1)), t[f"{p}.{leaf}_scales"][e])
             parts = {"gate_proj": W[0::2], "up_proj": W[1::2]} if leaf == "gate_up_proj" else {"down_proj": W}
-            found |= {f"{p}.{e}.{name}": w for name, w in parts.items()}
-    return found
+            result |= {f"{p}.{e}.{name}": w for name, w in parts.items()}
+    return result
 
 
 def _bitsandbytes(config: Any, t: Tensors, p: str) -> torch.Tensor:
     kind = config["quantization_config"]["bnb_4bit_quant_type"]
-    said = json.loads(bytes(t[f"{p}.weight.quant_state.bitsandbytes__{kind}"].tolist()))
-    assert said["quant_type"] == kind
+    output = json.loads(bytes(t[f"{p}.weight.quant_state.bitsandbytes__{kind}"].tolist()))
+    assert output["quant_type"] == kind
     table, scales = BNB[kind], t[f"{p}.weight.absmax"]
     if scales.dtype == torch.uint8:
-        shared = t[f"{p}.weight.nested_absmax"].repeat_interleave(said["nested_blocksize"])[: len(scales)]
-        scales = t[f"{p}.weight.nested_quant_map"][scales.long()] * shared + said["nested_offset"]
+        shared = t[f"{p}.weight.nested_absmax"].repeat_interleave(output["nested_blocksize"])[: len(scales)]
+        scales = t[f"{p}.weight.nested_quant_map"][scales.long()] * shared + output["nested_offset"]
     raw = t[f"{p}.weight"].flatten().numpy()
-    values = table[np.stack((raw >> 4, raw & 15), -1).flatten()].reshape(-1, said["blocksize"])
-    return grouped(values, 0, scales.reshape(-1, 1)).reshape(said["shape"])
+    values = table[np.stack((raw >> 4, raw & 15), -1).flatten()].reshape(-1, output["blocksize"])
+    return grouped(values, 0, scales.reshape(-1, 1)).reshape(output["shape"])
 
 
 def _gemlite(config: Any, t: Tensors, p: str) -> torch.Tensor:

@@ -141,9 +141,9 @@ async def one(
             seen.counts["half"] += 1
             return
         status, answer = await client.ask(path, raws.get(bad, raw), slowly if bad == "slow" else None)
-        wanted = {"large": 413, "slow": 200}.get(bad, 400)
+        expected = {"large": 413, "slow": 200}.get(bad, 400)
         seen.counts[f"{bad} {status}"] += 1
-        if status != wanted or (bad != "slow" and "error" not in json.loads(answer)):
+        if status != expected or (bad != "slow" and "error" not in json.loads(answer)):
             seen.wrong.append({"kind": bad, "status": status, "body": answer[:300].decode(errors="replace")})
         if bad != "slow":
             return
@@ -172,11 +172,11 @@ def spread(waits: list[float]) -> dict[str, float]:
 def prompts_of(rng: random.Random, count: int) -> list[str]:
     """Different prompts, some of them with a beginning in common that is longer than a block of the cache."""
     common = " ".join(rng.choice(WORDS) for _ in range(100))
-    made = []
+    results = []
     for i in range(count):
         own = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(2, 60)))
-        made.append(f"{common} {own}" if i % 3 == 0 else f"{i} {own}")
-    return made
+        results.append(f"{common} {own}" if i % 3 == 0 else f"{i} {own}")
+    return results
 
 
 async def soak(
@@ -208,8 +208,8 @@ async def soak(
     async def watch() -> None:
         while not done:
             processes = [pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # the engine's among them
-            told = [Path(f"/proc/{p}/status").read_text() for p in processes]
-            seen.rss.append(sum(int(t.partition("VmRSS:")[2].split()[0]) for t in told) / 1000)
+            output = [Path(f"/proc/{p}/status").read_text() for p in processes]
+            seen.rss.append(sum(int(t.partition("VmRSS:")[2].split()[0]) for t in output) / 1000)
             await asyncio.sleep(1)
 
     watching = asyncio.create_task(watch())

@@ -73,11 +73,11 @@ def make_models(folder: Path, names: tuple[str, ...] = NAMES, dtype: torch.dtype
 
 def children(pid: int) -> list[int]:
     """The engines of a server: with a model, while one is loaded, and the one that waits for the next."""
-    found = set[int]()
+    result = set[int]()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread that has ended since
-            found |= {int(p) for p in (task / "children").read_text().split()}
-    return [p for p in sorted(found) if not ended(p) and b"resource_tracker" not in command(p)]
+            result |= {int(p) for p in (task / "children").read_text().split()}
+    return [p for p in sorted(result) if not ended(p) and b"resource_tracker" not in command(p)]
 
 
 def command(pid: int) -> bytes:
@@ -104,8 +104,8 @@ def ended(pid: int) -> bool:
 
 def rss_mb(pid: int) -> float:
     """Resident megabytes of one process."""
-    told = Path(f"/proc/{pid}/status").read_text()
-    return int(told.partition("VmRSS:")[2].split()[0]) / 1000
+    output = Path(f"/proc/{pid}/status").read_text()
+    return int(output.partition("VmRSS:")[2].split()[0]) / 1000
 
 
 class Run:
@@ -134,9 +134,9 @@ class Run:
                 await asyncio.sleep(min(1.0, float(answer.headers.get("retry-after", 0.2))))
                 continue
             assert answer.status_code == 200, answer.text
-            told = answer.json()
-            assert told["model"] == model, told
-            return told["choices"][0]["text"]
+            output = answer.json()
+            assert output["model"] == model, output
+            return output["choices"][0]["text"]
 
     async def user(self, client: httpx.AsyncClient, left: Iterator[int], alone: dict[tuple[str, str], str]) -> None:
         """One user's requests."""
@@ -240,7 +240,7 @@ def arguments(args: argparse.Namespace, folder: str) -> list[str]:
 
 def kill_server(args: argparse.Namespace, folder: str) -> list[dict[str, object]]:
     """Kill a server with two models while it loads a third, while it answers, while it unloads; its engines end, too."""
-    found = []
+    result = []
     for phase in ("loading", "answering", "unloading"):
         with serving(*arguments(args, folder)) as (server, url, _):
             body = {"prompt": BEGINNING, "max_tokens": 400 if phase == "answering" else 1, "ignore_eos": True}
@@ -250,20 +250,20 @@ def kill_server(args: argparse.Namespace, folder: str) -> list[dict[str, object]
             ]
             for thread in asking:
                 thread.start()
-            wanted = {"loading": "loading", "answering": "ready", "unloading": "draining"}[phase]
+            expected = {"loading": "loading", "answering": "ready", "unloading": "draining"}[phase]
             until = time.monotonic() + 60
             while time.monotonic() < until:
                 states = [m["state"] for m in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
-                if wanted in states and (phase != "loading" or "ready" in states):
+                if expected in states and (phase != "loading" or "ready" in states):
                     break
             engines = children(server.pid)
             server.kill()
             began = time.monotonic()
             while (alive := [p for p in engines if not ended(p)]) and time.monotonic() < began + 60:
                 time.sleep(0.05)
-            found.append({"phase": phase, "seen": wanted in states, "engines": len(engines), "left": len(alive)})
-            found[-1]["seconds"] = round(time.monotonic() - began, 1)
-    return found
+            result.append({"phase": phase, "seen": expected in states, "engines": len(engines), "left": len(alive)})
+            result[-1]["seconds"] = round(time.monotonic() - began, 1)
+    return result
 
 
 def _quietly(url: str, body: dict[str, object]) -> None:
@@ -284,9 +284,9 @@ def main() -> None:
     args = ask_.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder), dtype=torch.float32 if args.kv_host else None)
-        with serving(*arguments(args, folder)) as (server, url, said):
+        with serving(*arguments(args, folder)) as (server, url, output):
             row = asyncio.run(swaps(url, server.pid, args))
-        row |= {"exit_code": server.returncode, "internal_errors": sum("internal error" in s for s in said)}
+        row |= {"exit_code": server.returncode, "internal_errors": sum("internal error" in s for s in output)}
         print(json.dumps(row, indent=1), flush=True)
         row["servers_killed"] = kill_server(args, folder) if args.kills else []
     if args.kills:

@@ -78,11 +78,11 @@ def test_a_fault_is_seen(ground):
 
 def test_a_stopped_command_leaves_the_same_bytes_and_nothing_else(ground):
     for seed in range(KILLS):
-        name, how, said = ground.kills(seed)
-        assert not said, f"seed {seed}: {name}, {how}: {said}"
-    wanted, _ = ground.prepared(next(c for c in ground.commands if c.name == "one file"))
-    assert kills.differences(wanted, {**wanted, ".x": b""}, "it") == "it: left .x"
-    assert kills.differences(wanted, {}, "it").startswith("it: lost")
+        name, how, output = ground.kills(seed)
+        assert not output, f"seed {seed}: {name}, {how}: {output}"
+    expected, _ = ground.prepared(next(c for c in ground.commands if c.name == "one file"))
+    assert kills.differences(expected, {**expected, ".x": b""}, "it") == "it: left .x"
+    assert kills.differences(expected, {}, "it").startswith("it: lost")
 
 
 def test_it_runs_as_a_module(tmp_path):

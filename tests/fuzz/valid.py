@@ -55,9 +55,9 @@ def dense(folder: Path, sizes: dict[str, Any] = SIZES) -> Path:
 def weights(model: Path) -> dict[str, torch.Tensor]:
     """Every tensor that lowq reads of a model, dense."""
     if is_checkpoint(model):
-        with (found := open_checkpoint(model)).source:
-            read = {t.name: found.read_matrix(t).dequantize() for t in found.tensors if t.scheme}
-            return read | {t.name.removesuffix(".weight"): found.read_plain(t).float() for t in found.tensors if not t.scheme}
+        with (result := open_checkpoint(model)).source:
+            read = {t.name: result.read_matrix(t).dequantize() for t in result.tensors if t.scheme}
+            return read | {t.name.removesuffix(".weight"): result.read_plain(t).float() for t in result.tensors if not t.scheme}
     with open_decoded(model) as source:
         return {n.removesuffix(".weight"): source.read(n).reshape(h.shape).float() for n, h in source.headers.items()}
 
@@ -83,9 +83,9 @@ def all_valid(folder: Path) -> list[Valid]:
 def second_of_each(folder: Path) -> dict[str, Valid]:
     """Another file of each format: other widths, groups, zeros and sizes, and a head of its own."""
     model = dense(folder / "dense", WIDER)
-    found = {"dense": Valid("dense", model, weights(model))}
+    result = {"dense": Valid("dense", model, weights(model))}
     quantize(model, folder / "fp8", format="fp8")
-    found["fp8"] = Valid("fp8", folder / "fp8", weights(folder / "fp8"))
+    result["fp8"] = Valid("fp8", folder / "fp8", weights(folder / "fp8"))
     for name, (bits, group, zero) in SECOND.items():
         packed = folder / f"packed-{name}"
         quantize(model, packed, bits=bits, group=group, method="rtn", zero=zero, lm_head="keep")
@@ -95,5 +95,5 @@ def second_of_each(folder: Path) -> dict[str, Valid]:
             path.parent.mkdir(exist_ok=True)
             export(packed, name, path, rounding=True)
             shutil.rmtree(packed)
-        found[name] = Valid(name, path, weights(path))
-    return found
+        result[name] = Valid(name, path, weights(path))
+    return result

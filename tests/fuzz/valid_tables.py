@@ -36,7 +36,7 @@ def all_tables(folder: Path) -> tuple[list[Valid], dict[str, Valid]]:
     """The first file of each, and the second."""
     sizes = SIZES, WIDER
     models = [dense(folder / f"dense{i}", size) for i, size in enumerate(sizes)]
-    found: list[list[Valid]] = [[], []]
+    result: list[list[Valid]] = [[], []]
     for name, files in FORMS.items():
         for i, (form, to) in enumerate(files):
             made = folder / f"{form}-{i}"
@@ -45,7 +45,7 @@ def all_tables(folder: Path) -> tuple[list[Valid], dict[str, Valid]]:
             if to:
                 export(made, to, out := folder / f"{to}-{form}-{i}", rounding=True)
             path = out if to else made
-            found[i].append(Valid(name, path, weights(path)))
+            result[i].append(Valid(name, path, weights(path)))
     for i, model in enumerate(models):
         group = (32, 64)[i]
         others = {
@@ -54,8 +54,8 @@ def all_tables(folder: Path) -> tuple[list[Valid], dict[str, Valid]]:
             "mxfp4": _gpt_oss(folder / f"mxfp4-{i}", (2, 3)[i]),
             "gguf, tables": _gguf(folder / f"gguf-{i}", GGUF_KINDS[i]),
         }
-        found[i] += [Valid(name, path, weights(path)) for name, path in others.items()]
-    return found[0], {v.format: v for v in found[1]}
+        result[i] += [Valid(name, path, weights(path)) for name, path in others.items()]
+    return result[0], {v.format: v for v in result[1]}
 
 
 def _rewritten(model: Path, out: Path, section: dict[str, Any], packed: Any) -> Path:
@@ -76,16 +76,16 @@ def _bitsandbytes(model: Path, out: Path, kind: str, double: bool) -> Path:
 
     def packed(name: str, W: torch.Tensor) -> dict[str, torch.Tensor]:
         blocks, w = W.numel() // 64, f"{name}.weight"
-        said: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float16", "shape": list(W.shape)}
-        found = {w: torch.randint(256, (W.numel() // 2, 1), generator=g, dtype=torch.uint8), f"{w}.quant_map": table.clone()}
-        found[f"{w}.absmax"] = torch.rand(blocks, generator=g) / 8
+        output: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float16", "shape": list(W.shape)}
+        result = {w: torch.randint(256, (W.numel() // 2, 1), generator=g, dtype=torch.uint8), f"{w}.quant_map": table.clone()}
+        result[f"{w}.absmax"] = torch.rand(blocks, generator=g) / 8
         if double:
-            said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625}
-            found[f"{w}.absmax"] = torch.randint(256, (blocks,), generator=g, dtype=torch.uint8)
-            found[f"{w}.nested_absmax"] = torch.rand(-(-blocks // 256), generator=g) / 8
-            found[f"{w}.nested_quant_map"] = torch.linspace(-1, 1, 256)
-        state = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
-        return found | {f"{w}.quant_state.bitsandbytes__{kind}": state}
+            output |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0625}
+            result[f"{w}.absmax"] = torch.randint(256, (blocks,), generator=g, dtype=torch.uint8)
+            result[f"{w}.nested_absmax"] = torch.rand(-(-blocks // 256), generator=g) / 8
+            result[f"{w}.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        state = torch.tensor(list(json.dumps(output).encode()), dtype=torch.uint8)
+        return result | {f"{w}.quant_state.bitsandbytes__{kind}": state}
 
     q = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
     return _rewritten(model, out, {"quantization_config": q}, packed)
@@ -95,8 +95,8 @@ def _gemlite(model: Path, out: Path, bits: int, group: int, zero: str) -> Path:
     """The tensors of GemLite's state_dict."""
     made = out.with_name(f"{out.name}-packed")
     quantize(model, made, bits=bits, group=group, method="rtn", zero=zero, lm_head="keep")
-    with (found := open_checkpoint(made)).source:
-        read = {t.name: found.read_matrix(t) for t in found.tensors if t.scheme}
+    with (result := open_checkpoint(made)).source:
+        read = {t.name: result.read_matrix(t) for t in result.tensors if t.scheme}
     return _rewritten(model, out, {}, lambda name, W: gemlite_writer.write(name, read[name], {}))
 
 

@@ -137,11 +137,11 @@ class Blocks:
             x = x + F.linear(F.silu(gate) * up, w[f"{p}.mlp.down_proj.weight"])
         y = rms(x, w["norm.weight"], eps)
         y = y if c.get("sample_from_anchor", c["kind"] == "DSpark") else y[1:]
-        found, s = [], torch.zeros(c.get("markov_rank", 0))
+        result, s = [], torch.zeros(c.get("markov_rank", 0))
         for k in range(K):
             logits = F.linear(y[k], self.lm_head)
             if c["kind"] == "DSpark" and c["markov_rank"]:
-                before = w["markov_head.markov_w1.weight"][found[-1] if found else anchor]
+                before = w["markov_head.markov_w1.weight"][result[-1] if result else anchor]
                 if c["markov_head_type"] == "gated":
                     join = F.linear(
                         torch.cat((y[k], before)), w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"]
@@ -154,8 +154,8 @@ class Blocks:
                     before = o.tanh()
                 logits = logits + F.linear(before, w["markov_head.markov_w2.weight"])
             best = int(logits.argmax())
-            found.append(best + int(self.w["d2t"][best]) if "d2t" in self.w else best)
-        return found
+            result.append(best + int(self.w["d2t"][best]) if "d2t" in self.w else best)
+        return result
 
 
 class Mtp:

@@ -55,8 +55,8 @@ def made(folder, name):
     named = {n if n in ("d2t", "t2d") or "head" in n else prefix + n: t for n, t in tensors.items()}
     pub.written(folder, config, named)
     own = {**config, **config.get("dflash_config", {})}
-    said = {**QWEN3, **own, "kind": kind, "is_causal": own.get("causal")}
-    return tensors, {"markov_head_type": "vanilla", "markov_rank": 0, **said}
+    output = {**QWEN3, **own, "kind": kind, "is_causal": own.get("causal")}
+    return tensors, {"markov_head_type": "vanilla", "markov_rank": 0, **output}
 
 
 @pytest.fixture(scope="module")

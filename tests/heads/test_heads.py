@@ -130,12 +130,12 @@ def test_eagle3_guesses_what_the_reference_guesses(name, llama, tmp_path):
     plan = heads.load(str(tmp_path / "head"), ours)
     assert plan.layers == taps
     reference = Eagle3(tensors, config, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
-    wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, taps)], 5)
+    expected = reference(TEXT[1:], [x[:-1] for x in theirs(model, taps)], 5)
     states = states_of(ours, plan.layers)
     torch.testing.assert_close(states, theirs(model, taps), rtol=2e-4, atol=2e-4)
-    found = guessed(plan, TEXT[1:], [x[:-1] for x in states], 5)
-    assert found[0] == wanted[0]
-    torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-3)
+    result = guessed(plan, TEXT[1:], [x[:-1] for x in states], 5)
+    assert result[0] == expected[0]
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
 def _first(head, **changed):
@@ -166,14 +166,14 @@ WRONG = {  # what of a head is read otherwise than it is meant
 def test_a_fact_of_eagle3_that_is_read_otherwise_shows(fact, llama, tmp_path):
     model, ours = llama
     tensors, config, taps = eagle(tmp_path / "head", "layers by what enters them")
-    wanted = Eagle3(tensors, config, model.model.embed_tokens.weight.detach())(
+    expected = Eagle3(tensors, config, model.model.embed_tokens.weight.detach())(
         TEXT[1:], [x[:-1] for x in theirs(model, taps)], 5
     )
     plan = heads.load(
         str(tmp_path / "head"), ours, lambda *given: replace(r := heads.read_head(*given), head=WRONG[fact](r.head))
     )
     _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 5)
-    assert float((logits - wanted[1]).norm() / wanted[1].norm()) > 0.005
+    assert float((logits - expected[1]).norm() / expected[1].norm()) > 0.005
 
 
 def rounds(drafter, model, text, K):
@@ -181,7 +181,7 @@ def rounds(drafter, model, text, K):
     drafter.make_room(2, 64)
     states = states_of(model, drafter.layers, text)
     there = torch.zeros(1, dtype=torch.int64) + 1  # the second place: rows name their place
-    found = []
+    result = []
     for t in range(2, len(text) - 1):
         drafter.make_room(2, 64)
         at = torch.arange(t, dtype=torch.int32)
@@ -190,10 +190,10 @@ def rounds(drafter, model, text, K):
         hidden = dict(zip(drafter.layers, (x[t - 2 : t + 1] for x in states), strict=True))
         ids, last = text[t - 1 : t + 2].clone(), torch.tensor([1])
         ids[2] = 3  # drawn after a draft that was wrong: the row is of no use, and was written
-        found.append(
+        result.append(
             drafter.draft(ids, hidden, DraftRows(at[-1:] + torch.arange(-1, 2).int(), there.expand(3), 3), last, K)[0].tolist()
         )
-    return found
+    return result
 
 
 def test_rounds_of_p_eagle_are_those_of_the_reference(llama, tmp_path):
@@ -204,10 +204,10 @@ def test_rounds_of_p_eagle_are_those_of_the_reference(llama, tmp_path):
     drafter, reference = load(str(tmp_path / "head"), ours), PEagle(tensors, config)
     assert drafter.name == "P-EAGLE"
     states = theirs(model, drafter.layers)
-    wanted = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
-    assert rounds(drafter, ours, TEXT, 4) == wanted
+    expected = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
+    assert rounds(drafter, ours, TEXT, 4) == expected
     other = PEagle(tensors, config | {"mask_token_id": 8})
-    assert [other(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)] != wanted
+    assert [other(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)] != expected
 
 
 def test_rounds_of_a_drafter_are_those_of_the_reference(llama, tmp_path):
@@ -216,8 +216,8 @@ def test_rounds_of_a_drafter_are_those_of_the_reference(llama, tmp_path):
     drafter = load(str(tmp_path / "head"), ours)
     reference = Eagle3(tensors, config, model.model.embed_tokens.weight.detach())
     states = theirs(model, taps)
-    wanted = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
-    assert rounds(drafter, ours, TEXT, 4) == wanted
+    expected = [reference(TEXT[1 : t + 1], [x[:t] for x in states], 4)[0] for t in range(2, len(TEXT) - 1)]
+    assert rounds(drafter, ours, TEXT, 4) == expected
 
 
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
@@ -274,10 +274,10 @@ def test_mtp_layers_guess_what_the_reference_guesses(mtp):
     plan = inside(folder, ours)
     states = states_of(ours, plan.layers)
     torch.testing.assert_close(states, theirs(model, (-1,)), rtol=2e-3, atol=2e-3)
-    wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
-    found = guessed(plan, TEXT[1:], [x[:-1] for x in states], 4)
-    assert found[0] == wanted[0]
-    torch.testing.assert_close(found[1], wanted[1], rtol=5e-3, atol=5e-3)
+    expected = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
+    result = guessed(plan, TEXT[1:], [x[:-1] for x in states], 4)
+    assert result[0] == expected[0]
+    torch.testing.assert_close(result[1], expected[1], rtol=5e-3, atol=5e-3)
 
 
 def _beside(read, change):
@@ -299,10 +299,10 @@ WRONG_MTP = {
 @pytest.mark.parametrize("fact", WRONG_MTP)
 def test_a_fact_of_mtp_layers_that_is_read_otherwise_shows(fact, mtp):
     _, folder, ours, reference, model = mtp
-    _, wanted = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
+    _, expected = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
     plan = inside(folder, ours, lambda *given: WRONG_MTP[fact](heads.mtp.read(*given)))
     _, logits = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 4)
-    assert float((logits - wanted).norm() / wanted.norm()) > 0.005
+    assert float((logits - expected).norm() / expected.norm()) > 0.005
 
 
 def without(*names):

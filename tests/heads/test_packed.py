@@ -26,11 +26,11 @@ ROUND = {"group": 16, "method": "rtn"}
 
 def values(folder):
     """Every tensor of a checkpoint as its codes say."""
-    found = open_checkpoint(folder)
-    with found.source:
-        packed = {f"{t.name}.weight": found.read_matrix(t).dequantize().float() for t in found.tensors if t.scheme}
-        kept = [t for t in found.tensors if not t.scheme and t.name not in ("d2t", "t2d")]
-        return packed | {t.name: found.read_plain(t).float() for t in kept}
+    checkpoint = open_checkpoint(folder)
+    with checkpoint.source:
+        packed = {f"{t.name}.weight": checkpoint.read_matrix(t).dequantize().float() for t in checkpoint.tensors if t.scheme}
+        kept = [t for t in checkpoint.tensors if not t.scheme and t.name not in ("d2t", "t2d")]
+        return packed | {t.name: checkpoint.read_plain(t).float() for t in kept}
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,12 @@ def test_a_folder_of_a_head_is_quantized_and_run_as_its_codes_say(bits, llama, t
     assert len(packed) == 6  # q, k, v as one; o; gate and up as one; down; the product of the features; the output head
     held = values(tmp_path / "packed") | {"d2t": tensors["d2t"]}
     config = {**pub.FLAT, "norm_before_residual": False}
-    wanted = Eagle3(held, config, model.model.embed_tokens.weight.detach())(
+    expected = Eagle3(held, config, model.model.embed_tokens.weight.detach())(
         TEXT[1:], [x[:-1] for x in theirs(model, (2, 3, 3))], 4
     )
-    found = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 4)
-    assert found[0] == wanted[0]
-    torch.testing.assert_close(found[1], wanted[1], rtol=5e-3, atol=5e-3)
+    result = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 4)
+    assert result[0] == expected[0]
+    torch.testing.assert_close(result[1], expected[1], rtol=5e-3, atol=5e-3)
 
 
 def test_the_command_says_what_a_packed_head_is_for_and_remembers_the_model(tmp_path, monkeypatch):
@@ -81,6 +81,6 @@ def test_a_quantized_checkpoint_has_its_mtp_layer_and_runs_it(family, tmp_path):
     dense = inside(tmp_path / "dense", native(tmp_path / "dense"))
     assert any(isinstance(m, QuantLinear) for m in plan.linears.modules())
     states = [x[:-1] for x in states_of(native(tmp_path / "dense"), plan.layers)]
-    wanted = guessed(dense, TEXT[1:], states, 1)[1]
-    found = guessed(plan, TEXT[1:], [x.to(plan.dtype) for x in states], 1)[1]
-    assert float((found.float() - wanted).norm() / wanted.norm()) < 0.05
+    expected = guessed(dense, TEXT[1:], states, 1)[1]
+    result = guessed(plan, TEXT[1:], [x.to(plan.dtype) for x in states], 1)[1]
+    assert float((result.float() - expected).norm() / expected.norm()) < 0.05

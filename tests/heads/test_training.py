@@ -32,11 +32,11 @@ J, WORDS = GUESSES["eagle3"], 8192
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small random model with the demo's tokenizer."""
-    found = tmp_path_factory.mktemp("model")
-    pub.target(found, vocab_size=WORDS, max_position_embeddings=64)
+    result = tmp_path_factory.mktemp("model")
+    pub.target(result, vocab_size=WORDS, max_position_embeddings=64)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, found)
-    return found
+        shutil.copy(DEMO / name, result)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def test_what_learns_guesses_as_the_reference_does_on_the_same_words(model):
     learner = Learner(of, {}, torch.device("cpu"), seed=4)
     ids = torch.randint(3, WORDS, (2, L), generator=torch.Generator().manual_seed(2))
     embeddings, features, _, _ = teacher_of(model, of, L)(ids)
-    found = learner(embeddings, features, J)
+    result = learner(embeddings, features, J)
     reference = Eagle3(learner.tensors(), {**of.config(), "rms_norm_eps": of.eps}, plan_of(model).embedding.weight)
     for text, states, t in ((0, features[0], 0), (1, features[1], L - J - 1), (1, features[1], 4)):
         f, rows = F.linear(states[: t + 1], reference.w["fc.weight"]), ids[text, 1:]
         for j in range(J):  # rows up to t, then the words that come, each on the head's own state
             o = reference.layer(rows[: t + 1 + j], f)
             y = torch.nn.functional.rms_norm(o[-1], (of.hidden,), reference.w["norm.weight"], of.eps)
-            torch.testing.assert_close(found[j][text, t], F.linear(y, reference.lm_head), rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(result[j][text, t], F.linear(y, reference.lm_head), rtol=2e-4, atol=2e-4)
             f = torch.cat((f, o[-1:]))
 
 
@@ -70,12 +70,12 @@ def test_what_learns_to_guess_at_once_does_so_as_the_reference(model):
     learner, teacher = Learner(of, {}, torch.device("cpu"), seed=4), teacher_of(model, of, L)
     ids = torch.randint(3, WORDS, (1, L), generator=torch.Generator().manual_seed(2))
     embeddings, features, _, _ = teacher(ids)
-    found = learner(embeddings, features, of.in_a_row, teacher.mask)
+    result = learner(embeddings, features, of.in_a_row, teacher.mask)
     flat = {**of.config()["transformer_layer_config"], **of.config()}
     reference = PEagle(learner.tensors(), flat, plan_of(model).embedding.weight)
     for t in (0, 5, L - of.in_a_row - 1):
-        _, wanted = reference(ids[0, 1 : t + 2], list(features[0, : t + 1].chunk(3, -1)), of.in_a_row)
-        torch.testing.assert_close(torch.stack([x[0, t] for x in found]), wanted, rtol=2e-4, atol=2e-4)
+        _, expected = reference(ids[0, 1 : t + 2], list(features[0, : t + 1].chunk(3, -1)), of.in_a_row)
+        torch.testing.assert_close(torch.stack([x[0, t] for x in result]), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_a_guess_sees_only_its_own_and_what_came_before():
@@ -100,8 +100,8 @@ def test_it_learns_all_guesses(model):
     teacher, learner = teacher_of(model, of, 24), Learner(of, {}, torch.device("cpu"))
     before, adam = training.judged(learner, teacher, ids), torch.optim.Adam(learner.parameters(), 3e-3)
     for _ in range(120):
-        embeddings, features, wanted, _ = teacher(ids)
-        loss = loss_of(learner(embeddings, features, J), wanted)
+        embeddings, features, expected, _ = teacher(ids)
+        loss = loss_of(learner(embeddings, features, J), expected)
         adam.zero_grad()
         loss.backward()
         adam.step()
@@ -168,18 +168,18 @@ def test_a_model_writes_what_its_head_learns_from_half_of_it_greedily(folder, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     of, model, tokenizer = planned(folder, tmp_path / "head", text="self")
     steps = training._text(of, model, tokenizer)
-    told = []
+    message = []
     while True:
         try:
-            told.append(next(steps))
+            message.append(next(steps))
         except StopIteration as e:
             drawn, greedy = e.value
             break
-    assert told[-1].total == 8192  # the least that is written
+    assert message[-1].total == 8192  # the least that is written
     assert len(drawn) == len(greedy) == 64
     teacher = training.Teacher(plan_of(model), of.of, torch.arange(WORDS), 2, 64)
-    said, chance = ((teacher(ids[:2])[3][:, 16:-1] == ids[:2, 18:]).float().mean() for ids in (greedy, drawn))
-    assert said > 0.9
+    output, chance = ((teacher(ids[:2])[3][:, 16:-1] == ids[:2, 18:]).float().mean() for ids in (greedy, drawn))
+    assert output > 0.9
     assert chance < 0.5
     result = done(training.train(of, model, tokenizer))
     assert result.steps == of.steps

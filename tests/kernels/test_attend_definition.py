@@ -108,27 +108,27 @@ def paged(caches, spare=5):
 def test_steps(name, shape):
     qkv, caches, pos, tables, h = case(name, shape)
     theirs = [c.clone() for c in caches]
-    wanted = truth(qkv, theirs, pos, tables, h)
+    expected = truth(qkv, theirs, pos, tables, h)
     ours = [c.clone() for c in caches]
-    assert error(reference.attend_fixed(qkv, *ours, pos, *tables, h), wanted) < 1e-6
+    assert error(reference.attend_fixed(qkv, *ours, pos, *tables, h), expected) < 1e-6
     for mine, truly in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, truly, atol=1e-6, equal_nan=True)  # k and v are written, and nothing else
     pools, table = paged(caches)
     before = [p.isnan().sum() for p in pools]
-    assert error(reference.attend_fixed(qkv, *pools, pos, *tables, h, table), wanted) < 1e-6
+    assert error(reference.attend_fixed(qkv, *pools, pos, *tables, h, table), expected) < 1e-6
     written = qkv.shape[0] * h.HKV * h.D if h.writes else 0
     assert [p.isnan().sum() for p in pools] == [n - written for n in before]
     for attend in (reference.attend, cpu.attend, dispatched):
         clean = [c.nan_to_num() for c in caches]
-        assert error(attend(qkv, *clean, pos, *tables, h), wanted) < 1e-5
+        assert error(attend(qkv, *clean, pos, *tables, h), expected) < 1e-5
         pools, table = paged(clean)
-        assert error(attend(qkv, *pools, pos, *tables, h, table), wanted) < 1e-5
+        assert error(attend(qkv, *pools, pos, *tables, h, table), expected) < 1e-5
     for fact, plain in {"softcap": 0.0, "chunk": 0, "window": 0, "sinks": None}.items():
         if getattr(h, fact) is not None and getattr(h, fact) != plain:
             less = reference.attend_fixed(
                 qkv, *[c.nan_to_num() for c in caches], pos, *tables, dataclasses.replace(h, **{fact: plain})
             )
-            assert error(less, wanted) > 1e-3, fact
+            assert error(less, expected) > 1e-3, fact
 
 
 @pytest.mark.parametrize("kind", ["fp8", "4"])
@@ -152,16 +152,16 @@ def test_prompts(name, shape):
     qkv = torch.randn(1, T, (h.HQ + (2 * h.HKV if h.writes else 0)) * h.D)
     theirs = [c.clone() for c in caches]
     at = torch.arange(start, start + T, dtype=torch.int32)
-    wanted = torch.cat([truth(qkv[:, t], theirs, at[t : t + 1], tables, h) for t in range(T)])
+    expected = torch.cat([truth(qkv[:, t], theirs, at[t : t + 1], tables, h) for t in range(T)])
     for attend in (reference.attend_prompt, prompt.attend_prompt):
         ours = [c.clone() for c in caches]
-        assert error(attend(qkv, *ours, start, *tables, h)[0], wanted) < 1e-6
+        assert error(attend(qkv, *ours, start, *tables, h)[0], expected) < 1e-6
         assert all(map(torch.allclose, ours, theirs))
     tiles = torch.tensor([[0, 20], [20, 20], [20, T]], dtype=torch.int32)
     for attend in (reference.attend_packed, prompt.attend_packed):
         pools, table = paged(caches)
         p = Packed(table, torch.zeros(T, dtype=torch.int32), at, tiles)
-        assert error(attend(qkv[0], *pools, p, *tables, h), wanted) < 1e-6
+        assert error(attend(qkv[0], *pools, p, *tables, h), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["softcap", "chunk", "keys of another layer"])
@@ -170,8 +170,8 @@ def test_triton_prompts_in_half_precision(name):
     caches = [torch.randn(1, 2, S, 16).half() for _ in range(2)]
     tables = [torch.ones(S, 16), torch.zeros(S, 16)]
     qkv = torch.randn(1, 40, (4 if not h.writes else 8) * 16).half()
-    wanted = reference.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h)
-    assert error(prompt.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h), wanted) < 2e-3
+    expected = reference.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h)
+    assert error(prompt.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h), expected) < 2e-3
 
 
 def test_kernels_refuse_what_they_do_not_know():
@@ -202,13 +202,13 @@ def test_kernels_turn_nothing_by_the_tables_of_no_rotation():
     caches, qkv = [torch.randn(2, 2, S, 16).half() for _ in range(2)], torch.randn(2, 8 * 16).half()
     pos = torch.tensor([9, 50], dtype=torch.int32)
     none, unrotated = [torch.empty(S, 0).half()] * 2, prepare.unrotated(S, 16, qkv)
-    wanted = reference.attend(qkv, *[c.clone() for c in caches], pos, *none, h)
-    assert torch.equal(reference.attend(qkv, *[c.clone() for c in caches], pos, *unrotated, h), wanted)
+    expected = reference.attend(qkv, *[c.clone() for c in caches], pos, *none, h)
+    assert torch.equal(reference.attend(qkv, *[c.clone() for c in caches], pos, *unrotated, h), expected)
     for tables in (none, unrotated):
-        assert error(attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), wanted) < 2e-3
-        assert error(cpu.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), wanted) < 2e-3
+        assert error(attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), expected) < 2e-3
+        assert error(cpu.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), expected) < 2e-3
     run = torch.randn(1, 20, 8 * 16).half()
-    wanted = reference.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *none, h)
-    assert error(prompt.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *unrotated, h), wanted) < 2e-3
+    expected = reference.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *none, h)
+    assert error(prompt.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *unrotated, h), expected) < 2e-3
     call = AttendCall(1, 8192, 0, 8, 2, 64, None, torch.bfloat16, "cuda", (9, 0))
     assert "R=0" in refusals(call)["cuda/attend"]  # it would read a row of no dims

@@ -69,9 +69,9 @@ def replayed(step, held, inputs, draw):
         for t, old in zip(held, before, strict=True):
             t.copy_(old)
         again = step(*inputs)
-        for ours, wanted in zip(recorded, again if isinstance(again, tuple) else (again,), strict=True):
-            assert error(ours.float(), wanted.float()) < 1e-6
-            assert not wanted.isnan().any()
+        for ours, expected in zip(recorded, again if isinstance(again, tuple) else (again,), strict=True):
+            assert error(ours.float(), expected.float()) < 1e-6
+            assert not expected.isnan().any()
         assert all(map(torch.equal, after, held))
         assert not held or not all(map(torch.equal, after, before))
         outputs.append(recorded[0])

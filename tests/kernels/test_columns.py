@@ -30,10 +30,10 @@ def test_a_block_as_torch_rounds_it(B, levels):
     args = case(21, B, levels)
     before = args[0].clone()
     codes, errors = round_block_triton(*args)
-    wanted, wanted_errors = round_block_torch(*args)
+    expected, wanted_errors = round_block_torch(*args)
     assert torch.equal(args[0], before)
     # a code that falls the other way by fp32 rounding moves every later one of its row
-    same = (codes == wanted).all(1)
+    same = (codes == expected).all(1)
     assert same.float().mean() > 0.9
     torch.testing.assert_close(errors[same], wanted_errors[same], rtol=1e-4, atol=1e-4)
     assert (codes.amin(), codes.amax()) == (0, levels - 1)

@@ -47,8 +47,8 @@ class Machine:
 
     @property
     def library(self) -> Path:
-        (found,) = (self.cache / "lowq" / "cpu").glob("*.so")
-        return found
+        (result,) = (self.cache / "lowq" / "cpu").glob("*.so")
+        return result
 
     @property
     def built(self) -> int:
@@ -66,10 +66,10 @@ def first(tmp_path_factory):
 @pytest.fixture
 def machine(first, tmp_path):
     """One on which the library was built before."""
-    found = Machine(tmp_path)
-    shutil.copytree(first.cache, found.cache, dirs_exist_ok=True)
-    shutil.copy(first.links, found.links)
-    return found
+    result = Machine(tmp_path)
+    shutil.copytree(first.cache, result.cache, dirs_exist_ok=True)
+    shutil.copy(first.links, result.links)
+    return result
 
 
 def cut(n):
@@ -186,13 +186,13 @@ def test_a_cache_folder_mounted_noexec_is_reported(tmp_path, no_programs):
 
 
 def test_a_build_says_how_far_it_is(tmp_path):
-    cxx, told = tmp_path / "c++", []
+    cxx, output = tmp_path / "c++", []
     cxx.write_text('#!/bin/sh\n[ $1 = --version ] && exit 0\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.5; : > "$2"\n')
     cxx.chmod(0o755)
-    building.build(str(cxx), {"bf16.cpp": (), "avx2.cpp": ()}, tmp_path, told.append)
-    assert told
-    assert told == sorted(told)
-    assert 0 < told[0] <= told[-1] < 1
+    building.build(str(cxx), {"bf16.cpp": (), "avx2.cpp": ()}, tmp_path, output.append)
+    assert output
+    assert output == sorted(output)
+    assert 0 < output[0] <= output[-1] < 1
 
 
 WAITS = """#!/bin/sh

@@ -230,9 +230,9 @@ def test_waiting_for_the_compiler_is_reported(tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", str(quick))
     monkeypatch.delenv("LOWQ_CPU_ISA", raising=False)
     native.forget()
-    wanted = building.compiler() is not None and building.units_here() is not None
-    assert (native.why_built() != "") == wanted
-    if wanted:
+    expected = building.compiler() is not None and building.units_here() is not None
+    assert (native.why_built() != "") == expected
+    if expected:
         assert native.library()
         native.forget()
         assert not native.why_built()  # it is there

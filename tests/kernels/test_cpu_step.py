@@ -54,10 +54,10 @@ def test_norms_and_gates(isa, dtype, M, H):
     weight, post = (draw(H, dtype=dtype, seed=i) for i in (2, 3))
     pair = draw(M, 2 * H, dtype=dtype) * 4
     cases = [(None, None), (delta, None), (delta, post)]
-    wanted = [(a := x.clone(), reference.add_norm(a, d, weight, 1e-5, p)) for d, p in cases]
+    expected = [(a := x.clone(), reference.add_norm(a, d, weight, 1e-5, p)) for d, p in cases]
     gates = [reference.gated(pair, act) for act in ("silu", "gelu_tanh")]
     with calls() as made:
-        for (d, p), (stream, ref) in zip(cases, wanted, strict=True):
+        for (d, p), (stream, ref) in zip(cases, expected, strict=True):
             a = x.clone()
             assert close(cpu.add_norm(a, d, weight, 1e-5, p), ref, dtype)
             assert close(a, stream, dtype)
@@ -127,11 +127,11 @@ def test_a_step_made_again_as_one_call_has_the_same_bits(isa, threads, number):
     threads(number)
     fn = two_products(pack(weight(128, 64, 4, 32), "cpu"), pack(weight(48, 64, 3, 32), "cpu"))
     again, inputs = partial(Repeated(), fn), [draw(2, 64, dtype=torch.bfloat16, seed=i) for i in range(4)]
-    wanted = [fn(x.clone()) for x in inputs]
-    assert torch.equal(again(inputs[0]), wanted[0])
+    expected = [fn(x.clone()) for x in inputs]
+    assert torch.equal(again(inputs[0]), expected[0])
     before = inputs[1].clone()
     with calls() as made:
-        for x, y in zip(inputs[1:], wanted[1:], strict=True):
+        for x, y in zip(inputs[1:], expected[1:], strict=True):
             assert torch.equal(again(x), y)
         assert not made  # nothing goes through Python
     assert torch.equal(inputs[1], before)

@@ -38,8 +38,8 @@ def test_add_norm(H, kind):
     args = (weight, 1e-5, post if kind == "sandwich" else None)
     residual, wanted_residual = x.clone(), x.clone()
     y = elementwise.add_norm(residual, delta, *args)
-    wanted = reference.add_norm(wanted_residual, delta, *args)
-    assert error(y, wanted) < TOLERANCE
+    expected = reference.add_norm(wanted_residual, delta, *args)
+    assert error(y, expected) < TOLERANCE
     assert error(residual, wanted_residual) < TOLERANCE
     assert torch.equal(residual, x) == (kind == "norm")
 
@@ -102,8 +102,8 @@ def test_attend(name):
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
         y = attend_triton.attend(qkv, *ours, pos, *tables, h, config=CUT)
-    wanted = reference.attend(qkv, *theirs, pos, *tables, h)
-    assert error(y, wanted) < TOLERANCE
+    expected = reference.attend(qkv, *theirs, pos, *tables, h)
+    assert error(y, expected) < TOLERANCE
     for b, p in enumerate(pos.tolist()):
         for cache, truth, before in zip(ours, theirs, caches, strict=True):
             assert error(cache[b, :, p], truth[b, :, p]) < TOLERANCE
@@ -155,12 +155,12 @@ def test_attend_over_a_paged_cache(name, page):
     """By the kernel and by the reference, against the reference over caches of their own."""
     qkv, caches, pos, tables, h = attention_case(name)
     theirs = [c.nan_to_num() for c in caches]
-    wanted = reference.attend(qkv, *theirs, pos, *tables, h)
+    expected = reference.attend(qkv, *theirs, pos, *tables, h)
     for attend in (partial(attend_triton.attend, config=CUT), reference.attend):
         pools, table = paginate(caches, page)
         before = [p.clone() for p in pools]
         y = attend(qkv, *pools, pos, *tables, h, table)
-        assert error(y, wanted) < TOLERANCE
+        assert error(y, expected) < TOLERANCE
         for pool, old, cache, truth in zip(pools, before, caches, theirs, strict=True):
             new = collected(pool, table)
             for b, p in enumerate(pos.tolist()):
@@ -178,10 +178,10 @@ def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not():
     caches, qkv = [randn(2, 1, 400, 16) for _ in range(2)], randn(2, 4 * 16)
     pos = torch.tensor([399, 60], dtype=torch.int32, device=DEVICE)
     tables = [torch.rand(400, 16).to(DEVICE, DTYPE) for _ in range(2)]
-    wanted = reference.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    expected = reference.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
     pools, table = paginate(caches, 16)
     cut = {"SPLITS": 4, "LEAST": 128}
-    assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table, config=cut), wanted) < TOLERANCE
+    assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table, config=cut), expected) < TOLERANCE
 
 
 PASSES = {
@@ -213,8 +213,8 @@ def test_attend_prompt(name):
             cache[:, :, start:] = float("nan")  # nothing past the text so far may be read
         qkv = randn(2, end - start, (HQ + 2 * HKV) * D)
         y = prompt.attend_prompt(qkv, *ours, start, *tables, h, config)
-        wanted = reference.attend_prompt(qkv, *theirs, start, *tables, h)
-        assert error(y, wanted) < TOLERANCE
+        expected = reference.attend_prompt(qkv, *theirs, start, *tables, h)
+        assert error(y, expected) < TOLERANCE
         for cache, truth in zip(ours, theirs, strict=True):
             assert error(cache[:, :, :end], truth[:, :, :end]) < TOLERANCE
             assert cache[:, :, end:].isnan().all()
@@ -248,11 +248,11 @@ def test_attend_packed(name, page):
         for cache in caches:
             cache[b, :, start:] = float("nan")
     qkv = randn(sum(new for _, new in pieces) + 3, (HQ + 2 * HKV) * D)
-    rows, pos, tiles, wanted, truth = [], [], [], [], []
+    rows, pos, tiles, expected, truth = [], [], [], [], []
     for b, (start, new) in enumerate(pieces):
         own = [c[b : b + 1].nan_to_num() for c in caches]
         first = len(rows)
-        wanted.append(reference.attend_prompt(qkv[None, first : first + new], *own, start, *turned, h)[0])
+        expected.append(reference.attend_prompt(qkv[None, first : first + new], *own, start, *turned, h)[0])
         truth.append(own)
         rows += [b] * new
         pos += range(start, start + new)
@@ -265,7 +265,7 @@ def test_attend_packed(name, page):
         p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in filled))
         y = attend(qkv, *pools, p, *turned, h)
         assert y.isfinite().all()
-        assert error(y[: len(pos)], torch.cat(wanted)) < TOLERANCE
+        assert error(y[: len(pos)], torch.cat(expected)) < TOLERANCE
         for i, pool in enumerate(pools):
             for b, (start, new) in enumerate(pieces):
                 assert error(collected(pool, table)[b, :, : start + new], truth[b][i][0, :, : start + new]) < TOLERANCE
@@ -279,10 +279,10 @@ def test_queries_of_a_layer_that_attends_to_the_keys_of_another(name, kind):
     qkv, caches, pos, tables, h = attention_case(name)
     caches = [kv.holding(kind, c.nan_to_num()) for c in caches]
     alone, q = dataclasses.replace(h, writes=False, k_norm=None), qkv[:, : h.HQ * h.D].contiguous()
-    wanted = attend_triton.attend(qkv, *caches, pos, *tables, h, config=CUT)
+    expected = attend_triton.attend(qkv, *caches, pos, *tables, h, config=CUT)
     before = [kv_triton.numbers(c).clone() for c in caches]
-    assert error(attend_triton.attend(q, *caches, pos, *tables, alone, config=CUT), wanted) < TOLERANCE
-    assert error(reference.attend(q, *caches, pos, *tables, alone), wanted) < TOLERANCE
+    assert error(attend_triton.attend(q, *caches, pos, *tables, alone, config=CUT), expected) < TOLERANCE
+    assert error(reference.attend(q, *caches, pos, *tables, alone), expected) < TOLERANCE
     rows = torch.arange(len(pos), dtype=torch.int32, device=DEVICE)
     for page in (0, 16):
         if not page and kind == kv.PLAIN:
@@ -293,7 +293,7 @@ def test_queries_of_a_layer_that_attends_to_the_keys_of_another(name, kind):
             y = prompt.attend_packed(q, *pools, reference.Packed(table, rows, pos, tiles), *tables, alone)
         else:
             continue
-        assert error(y, wanted[: len(y)]) < TOLERANCE
+        assert error(y, expected[: len(y)]) < TOLERANCE
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(kv_triton.numbers(cache), old)
 
@@ -344,9 +344,9 @@ def test_route(E, H, top_k, normalise, rounded):
     facts = RouterFacts(weight, top_k, normalise=normalise, rounded=rounded, logits_bias=bias)
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
         ids, weights = routed(x, facts)
-    wanted_ids, wanted = route_by(x, facts)
+    wanted_ids, expected = route_by(x, facts)
     assert torch.equal(ids, wanted_ids)
-    assert torch.allclose(weights, wanted, atol=1e-3 if rounded else 1e-6)
+    assert torch.allclose(weights, expected, atol=1e-3 if rounded else 1e-6)
 
 
 def test_route_of_nan_still_names_experts():
@@ -388,8 +388,8 @@ def test_choose_follows_the_probabilities():
     n = 4000 if DEVICE == "cuda" else 64  # the interpreter takes 0.1 s per program, most of it Philox
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, 2.5, -30.0], device=DEVICE)
     drawn = torch.tensor(pick(row.expand(n, -1).contiguous(), 3, 0.5, block=16))
-    wanted = (row.cpu() / 0.5).softmax(-1)
-    assert (torch.bincount(drawn, minlength=6) / n - wanted).abs().max() < 2 / n**0.5  # 4 sigma of a share of one half
+    expected = (row.cpu() / 0.5).softmax(-1)
+    assert (torch.bincount(drawn, minlength=6) / n - expected).abs().max() < 2 / n**0.5  # 4 sigma of a share of one half
     assert 5 not in drawn.tolist()
 
 

@@ -97,8 +97,8 @@ def through_a_layer(values, dtype, act):
 @pytest.mark.parametrize("values", STREAMS)
 def test_a_stream_through_a_layer(values, dtype, act):
     """As tile_mma's in test_fold_emulated.py."""
-    for name, (found, truth, tolerance) in through_a_layer(values, dtype, act).items():
-        assert emulation.error(found, truth) < tolerance, name
+    for name, (result, truth, tolerance) in through_a_layer(values, dtype, act).items():
+        assert emulation.error(result, truth) < tolerance, name
 
 
 def test_which_products_may():

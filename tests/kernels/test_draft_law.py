@@ -54,12 +54,12 @@ def deviations(texts, table):
     """How many standard deviations the chi-square of the joint distribution lies above its mean."""
     p = table.double().softmax(-1)
     joint = (p[0][:, None, None] * p[:, :, None] * p[None, :, :]).flatten()
-    found = torch.bincount((texts[:, 0] * V + texts[:, 1]) * V + texts[:, 2], minlength=V**3).double()
+    result = torch.bincount((texts[:, 0] * V + texts[:, 1]) * V + texts[:, 2], minlength=V**3).double()
     expected = joint * len(texts)
     many = expected >= 5  # the rest count as one kind
-    terms = ((found - expected) ** 2 / expected)[many].sum()
+    terms = ((result - expected) ** 2 / expected)[many].sum()
     rest = expected[~many].sum()
-    terms += (found[~many].sum() - rest) ** 2 / rest if rest else 0
+    terms += (result[~many].sum() - rest) ** 2 / rest if rest else 0
     df = int(many.sum())
     return float((terms - df) / (2 * df) ** 0.5)
 

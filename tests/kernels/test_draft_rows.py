@@ -73,13 +73,13 @@ def test_attention_of_rows_is_that_of_one_row_after_another(case, fact):
     qkv, k, v, pos, table = rows_of(CASES[case], torch.float32, DEVICE, 32)
     h = heads(32, FACTS[fact], torch.float32)
     cos, sin = (f(torch.rand(6 * BLOCK, 16, device=DEVICE).repeat(1, 2)) for f in (torch.cos, torch.sin))
-    wanted = one_by_one(qkv, k.clone(), v.clone(), pos, table, cos, sin, h)
+    expected = one_by_one(qkv, k.clone(), v.clone(), pos, table, cos, sin, h)
     counts = [n for _, n in CASES[case]] + [0]  # of no sequence: what fills up
     first = torch.tensor([sum(counts[:i]) for i in range(len(counts) - 1)] + [0], device=DEVICE)
     for groups in (None, (first, torch.tensor(counts, device=DEVICE), 16)):
         caches = k.clone(), v.clone()
-        found = attend_rows.attend_rows(qkv, *caches, pos, cos, sin, h, table, groups=groups)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        result = attend_rows.attend_rows(qkv, *caches, pos, cos, sin, h, table, groups=groups)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,11 +90,11 @@ def test_on_a_cpu_the_bits_are_those_of_one_row_after_another(case):
         qkv, k, v, pos, table = rows_of(CASES[case], torch.bfloat16, "cpu", 32)
         h, cos = Heads(4, 2, 32, 0.3), torch.ones(6 * BLOCK, 32, dtype=torch.bfloat16)
         caches = k.clone(), v.clone()
-        wanted = [
+        expected = [
             cpu.attend(qkv[i : i + 1], *caches, pos[i : i + 1], cos, cos * 0.5, h, table[i : i + 1]) for i in range(len(qkv))
         ]
         caches = k.clone(), v.clone()
-        assert torch.equal(cpu.attend(qkv, *caches, pos, cos, cos * 0.5, h, table), torch.cat(wanted))
+        assert torch.equal(cpu.attend(qkv, *caches, pos, cos, cos * 0.5, h, table), torch.cat(expected))
         torch.set_num_threads(before)
 
 
@@ -108,9 +108,9 @@ def test_over_a_cache_in_few_bits_rows_are_as_near_as_its_steps(kind):
         held = kv.zeros(kind, cache.shape, cache.dtype, DEVICE)
         held[:] = torch.nan_to_num(cache)
         coded.append(held)
-    found = attend_rows.attend_rows(qkv, *coded, pos, cos, cos * 0, h, table)
-    wanted = one_by_one(qkv, *coded, pos, table, cos, cos * 0, h)
-    assert (found - wanted).float().norm() < 1e-2 * wanted.float().norm()
+    result = attend_rows.attend_rows(qkv, *coded, pos, cos, cos * 0, h, table)
+    expected = one_by_one(qkv, *coded, pos, table, cos, cos * 0, h)
+    assert (result - expected).float().norm() < 1e-2 * expected.float().norm()
 
 
 @pytest.mark.parametrize("accept", [reference.accept, sample.accept], ids=["torch", "triton"])
@@ -118,21 +118,21 @@ def test_drafts_are_right_up_to_the_first_that_is_not(accept):
     g = torch.Generator().manual_seed(0)
     for _ in range(20):
         counts = torch.randint(1, MOST_DRAFTS + 2, (5,), generator=g).tolist()
-        ids, drawn, wanted = [], [], []
+        ids, drawn, expected = [], [], []
         for count in counts:
             own = torch.randint(0, 50, (count + 1,), generator=g).tolist()
             depth = int(torch.randint(0, count, (1,), generator=g))
             ids += own[: depth + 1] + [99] * (count - depth - 1)
             drawn += own[1:]
-            wanted.append((depth, own[depth + 1]))
+            expected.append((depth, own[depth + 1]))
         first = torch.tensor([sum(counts[:i]) for i in range(5)], device=DEVICE)
         rows = torch.tensor([6, 0, 3, 1, 4], device=DEVICE)
         token, pos = torch.zeros(8, dtype=torch.int64, device=DEVICE), torch.full((8,), 30, dtype=torch.int32, device=DEVICE)
         accepted = torch.full((5,), -1, device=DEVICE)
         given = (torch.tensor(t, device=DEVICE) for t in (drawn, ids))
         accept(*given, first, torch.tensor(counts, device=DEVICE), rows, token, pos, accepted)
-        assert accepted.tolist() == [depth for depth, _ in wanted]
-        assert token[rows].tolist() == [t for _, t in wanted]
+        assert accepted.tolist() == [depth for depth, _ in expected]
+        assert token[rows].tolist() == [t for _, t in expected]
         assert (pos[rows] - 31).tolist() == accepted.tolist()
         assert token.tolist()[2] == 0
         assert pos.tolist()[2] == 30

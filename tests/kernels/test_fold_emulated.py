@@ -124,12 +124,12 @@ def test_layers_that_cannot_be_fused_say_why():
 def test_which_products_may(changed, doing, why):
     product = replace(registry.Call(1, 4096, 4096, Scheme(4, 32), "tile", F16, "cuda", (9, 0)), **changed)
     call = fold.FoldedCall(product, doing, None)
-    found = registry.find(call)
+    result = registry.find(call)
     if why is None:
-        assert found[0].name == "cuda/tile_mma_folded"
-        assert found[1] in found[0].legal_configs(call)
+        assert result[0].name == "cuda/tile_mma_folded"
+        assert result[1] in result[0].legal_configs(call)
     else:
-        assert found is None
+        assert result is None
         assert why in registry.refusals(call)["cuda/tile_mma_folded"]
 
 
@@ -145,6 +145,6 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits):
         alone, pairs = registry.select(call)[1], policy.gate_up(call, tile_mma.KEYS)[0]
         assert (config(tile_mma.SILU), config(tile_mma.NORMED)) == (pairs, alone)
     in_steps, odd = tile_mma.config_of(8, 2, 256, 2, 1), tile_mma.config_of(8, 1, 256, 1, 1)
-    for choice, wanted in ((in_steps, in_steps), (odd, pairs)):
+    for choice, expected in ((in_steps, in_steps), (odd, pairs)):
         with registry.asking(lambda call, choice=choice: ("cuda/tile_mma", choice)):
-            assert config(tile_mma.GELU_TANH) == wanted
+            assert config(tile_mma.GELU_TANH) == expected

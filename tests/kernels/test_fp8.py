@@ -93,10 +93,10 @@ def test_definition_error():
 def test_quantizer_gives_the_same_bits(block, shape):
     x = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
     x[: shape[0] // 3, : shape[1] // 3] = 0
-    wanted = fp8.quantize(x, block)
+    expected = fp8.quantize(x, block)
     for plan in PLANS if block[0] > 1 else [block_quant.plan_for(*shape, block)]:
         for _ in range(2 if GPU else 1):  # a second launch finds the counters as the first one did
-            assert same_bits(block_quant.fp8_block_quant(x, block, plan), wanted), plan
+            assert same_bits(block_quant.fp8_block_quant(x, block, plan), expected), plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

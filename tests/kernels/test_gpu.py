@@ -40,13 +40,13 @@ def test_a_row_that_contradicts_itself_is_refused(wrong):
 
 def test_facts_of_gpus_stand_nowhere_else():
     """In code; comments may say what was measured where."""
-    found = {}
+    result = {}
     for path in (*KERNELS.rglob("*"), *(KERNELS.parent / "lowq_cli").rglob("*.py")):
         if path.suffix in (".py", ".cu", ".cuh"):
             code = re.sub(r'"{3}.*?"{3}', "", sources.code_of(path.read_text(), path.name), flags=re.S)
             if lines := [line for line in code.splitlines() if CONSTANTS.search(line)]:
-                found[path.name] = lines
-    assert set(found) == {"gpu.py"}, found
+                result[path.name] = lines
+    assert set(result) == {"gpu.py"}, result
 
 
 def test_a_gpu_newer_than_the_rows_is_like_the_newest_before_it_and_an_older_one_like_no_nvidia_gpu():
@@ -131,5 +131,5 @@ def test_every_kernel_compiles_for_every_row_that_takes_it(on):
     entries = {p.name for p in KERNELS.rglob("*.cu")}
     assert {f"{name}.cu" for name in INSTANCES} == entries, "a source without an instance here"
     for instance in INSTANCES.values():
-        if found := instance(on):
-            assert nvrtc.compiled(*found, on.arch).resources["registers"] <= 255
+        if result := instance(on):
+            assert nvrtc.compiled(*result, on.arch).resources["registers"] <= 255

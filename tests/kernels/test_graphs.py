@@ -186,5 +186,5 @@ def test_a_recording_inside_a_recording_is_an_error():
 def test_graphs_are_made_in_one_place():
     """Any other would be freed at any time, or free others while it is recorded."""
     sources = [p for folder in ("packers", "kernels", "lowq_cli") for p in (ROOT / folder).rglob("*.py")]
-    found = {p.name for p in sources if re.search(r"CUDAGraph\b|cuda\.graph\(|capture_begin", p.read_text())}
-    assert found == {"graphs.py"}
+    result = {p.name for p in sources if re.search(r"CUDAGraph\b|cuda\.graph\(|capture_begin", p.read_text())}
+    assert result == {"graphs.py"}

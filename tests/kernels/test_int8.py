@@ -47,10 +47,10 @@ def test_rows_are_those_of_the_definition(K):
     x[1] = 0
     x[2, 3] = 6e4
     q, scales, sums = kernel.quantize_rows(x, 32)
-    wanted, wanted_scales = int8_rows(x)
-    assert torch.equal(q, wanted)
+    expected, wanted_scales = int8_rows(x)
+    assert torch.equal(q, expected)
     assert torch.equal(scales, wanted_scales[:, 0])
-    assert torch.equal(sums.t(), wanted.float().view(5, -1, 32).sum(-1))
+    assert torch.equal(sums.t(), expected.float().view(5, -1, 32).sum(-1))
 
 
 def test_rounding_is_by_quotients():

@@ -46,13 +46,13 @@ def check(bits, x):
     assert sorted(k.tolist()) == list(range(128))
     two = torch.empty(2 * M, steps, 128, dtype=torch.int32)
     two[:, :, k] = planes.view(torch.int8).int().reshape(2 * M, steps, 128) << (i % 2 * place).int()
-    found = 256 * two[0::2] + two[1::2]
+    result = 256 * two[0::2] + two[1::2]
     padded = torch.nn.functional.pad(x.cpu().double(), (0, steps * 128 - K)).reshape(M, steps, 128)
     finite = padded.isfinite().all(-1)
     unit, total = units[:, :M, 0].t().double(), units[:, :M, 1].t()
     assert torch.equal(unit.isnan(), ~finite)
-    assert torch.equal(total[finite], found.sum(-1).float()[finite])
-    error = (found * unit[..., None] - padded).abs().amax(-1)[finite]
+    assert torch.equal(total[finite], result.sum(-1).float()[finite])
+    error = (result * unit[..., None] - padded).abs().amax(-1)[finite]
     assert (error <= padded.abs().amax(-1)[finite] * 1.01 * 2.0 ** -(14, 14, 13)[place]).all()
     assert (unit[finite] == 2.0 ** unit[finite].log2().round()).all()
 

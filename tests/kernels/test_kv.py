@@ -132,12 +132,12 @@ def attention_case(name, kind, page):
 def test_tritons_step_reads_and_writes_codes(name, kind, page):
     triton, cut = pytest.importorskip("lowq_kernels.decode.attend_triton"), {"SPLITS": 4 if page else 2, "LEAST": 0}
     qkv, ours, theirs, pos, tables, h, table = attention_case(name, kind, page)
-    wanted = reference.attend(qkv, *theirs, pos, *tables, h, table)
-    assert error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), wanted) < 2e-3
+    expected = reference.attend(qkv, *theirs, pos, *tables, h, table)
+    assert error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), expected) < 2e-3
     for a, b in zip(ours, theirs, strict=True):
         assert error(a[:], b[:]) < 1e-3  # sums of q/k norms may round one value otherwise
     ours[0].codes[:] ^= 0x11
-    assert not error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), wanted) < 2e-2
+    assert not error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), expected) < 2e-2
 
 
 @pytest.mark.parametrize("page", [False, True])
@@ -152,13 +152,13 @@ def test_tritons_prompts_read_and_write_codes(name, kind, page):
         qkv = heads(2, new, (h.HQ + 2 * h.HKV) * h.D).half().to(DEVICE)
         if table is None:
             y = prompt.attend_prompt(qkv, *ours, start, *tables, h, config)
-            wanted = reference.attend_prompt(qkv, *theirs, start, *tables, h)
+            expected = reference.attend_prompt(qkv, *theirs, start, *tables, h)
         else:
             rows, pos = torch.tensor([0, 1]).repeat_interleave(new).int(), torch.arange(start, start + new).repeat(2).int()
             spans = torch.tensor([[0, new], [new, 2 * new]], dtype=torch.int32)
             p = Packed(table, *(t.to(DEVICE) for t in (rows, pos, spans)))
             y = prompt.attend_packed(qkv.flatten(0, 1), *ours, p, *tables, h, config)
-            wanted = reference.attend_packed(qkv.flatten(0, 1), *theirs, p, *tables, h)
-        assert error(y, wanted) < 2e-3
+            expected = reference.attend_packed(qkv.flatten(0, 1), *theirs, p, *tables, h)
+        assert error(y, expected) < 2e-3
     for a, b in zip(ours, theirs, strict=True):
         assert error(a[:], b[:]) < 1e-3

@@ -90,13 +90,13 @@ def test_steps_and_prompts_in_any_cut(name, shape):
     f = facts(SHAPES[shape], **CASES[name])
     T, start, turned, width = 40, 33, tables(f), f.rank + f.rotated
     q, rows = operands(f, 2, T)
-    wanted = torch.stack([truth(q[b], rows[b], 0, turned, f) for b in range(2)])
+    expected = torch.stack([truth(q[b], rows[b], 0, turned, f) for b in range(2)])
     cache = torch.full((3, 1, S, width), float("nan"))
     parts = [latent.prompt(q[:, a:b], rows[:, a:b], cache[:2], a, *turned, f) for a, b in ((0, 1), (1, 20), (20, start))]
-    assert error(torch.cat(parts, 1), wanted[:, :start]) < 1e-6
+    assert error(torch.cat(parts, 1), expected[:, :start]) < 1e-6
     for t in range(start, T):
         pos = torch.tensor([t, t], dtype=torch.int32)
-        assert error(latent.step(q[:, t], rows[:, t], cache[:2], pos, *turned, f), wanted[:, t]) < 1e-6
+        assert error(latent.step(q[:, t], rows[:, t], cache[:2], pos, *turned, f), expected[:, t]) < 1e-6
     assert cache[2].isnan().all()
     assert cache[:2, :, T:].isnan().all()
 
@@ -108,12 +108,12 @@ def test_steps_and_prompts_in_any_cut(name, shape):
     assert latent.runs(p) == [(0, 21), (21, 21 + start)]
     given = [torch.cat((x[1, :21], x[0, :start])) for x in (q, rows)]
     y = latent.packed(*given, pool, p, *turned, f)
-    assert error(y[:21], wanted[1, :21]) < 1e-6
-    assert error(y[21:], wanted[0, :start]) < 1e-6
+    assert error(y[:21], expected[1, :21]) < 1e-6
+    assert error(y[21:], expected[0, :start]) < 1e-6
     pos = torch.tensor([start, 21], dtype=torch.int32)  # texts of other lengths
     token = [torch.stack((x[0, start], x[1, 21])) for x in (q, rows)]
     y = latent.dispatched(*token, pool, pos, *turned, f, table)
-    assert error(y, torch.stack((wanted[0, start], wanted[1, 21]))) < 1e-6
+    assert error(y, torch.stack((expected[0, start], expected[1, 21]))) < 1e-6
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,19 +121,19 @@ def test_each_fact_matters(name):
     f = facts(SHAPES["as published, in small"], **CASES[name])
     q, rows = operands(f, 12)
     turned = tables(f)
-    wanted = truth(q, rows, 0, turned, f)
+    expected = truth(q, rows, 0, turned, f)
 
     def by(f):
         return latent.prompt(q[None], rows[None], torch.empty(1, 1, S, f.rank + f.rotated), 0, *turned, f)[0]
 
-    assert error(by(f), wanted) < 1e-6
+    assert error(by(f), expected) < 1e-6
     other = {"halves": "neighbours", "neighbours": "halves"}[f.pairing]
     changed = {
         "pairing": other, "norm": Norm(None, EPS), "scale": 0.2, "k_up": f.k_up.flip(0), "v_up": f.v_up.flip(0),
         "position_scale": None if f.position_scale else PositionScale(0.1, 2.0),
     }  # fmt: skip
     for fact, value in changed.items():
-        assert error(by(dataclasses.replace(f, **{fact: value})), wanted) > 1e-3, fact
+        assert error(by(dataclasses.replace(f, **{fact: value})), expected) > 1e-3, fact
 
 
 @pytest.mark.parametrize(("piece", "absorbs"), [(31, False), (3, True)])
@@ -157,9 +157,9 @@ def test_what_a_graph_holds_is_the_step():
     for b, p in enumerate(pos.tolist()):
         cache[b, :, :p] = torch.randn(1, p, f.rank + f.rotated)
     ours = cache.clone()
-    wanted = latent.step(q, rows, cache, pos, *turned, f)
-    assert error(latent.step_fixed(q, rows, ours, pos, *turned, f), wanted) < 1e-6
-    assert not wanted.isnan().any()
+    expected = latent.step(q, rows, cache, pos, *turned, f)
+    assert error(latent.step_fixed(q, rows, ours, pos, *turned, f), expected) < 1e-6
+    assert not expected.isnan().any()
     assert torch.equal(ours.nan_to_num(7.0), cache.nan_to_num(7.0))
 
 
@@ -167,11 +167,11 @@ def test_what_a_graph_holds_is_the_step():
 def test_a_cache_in_few_bits(kind):
     f = facts(SHAPES["as published, in small"])
     turned, (q, rows) = tables(f), operands(f, 1, 30)
-    wanted = truth(q[0], rows[0], 0, turned, f)
+    expected = truth(q[0], rows[0], 0, turned, f)
     cache = kv.zeros(kind, (1, 1, S, 40), torch.float32, torch.device("cpu"))
     y = latent.prompt(q[:, :20], rows[:, :20], cache, 0, *turned, f)[0]
     y = torch.cat((y, *[latent.step(q[:, t], rows[:, t], cache, torch.tensor([t]), *turned, f) for t in range(20, 30)]))
-    assert 1e-3 < error(y, wanted) < (0.08 if kind == "fp8" else 0.4)
+    assert 1e-3 < error(y, expected) < (0.08 if kind == "fp8" else 0.4)
 
 
 def test_rounded_once():
@@ -220,7 +220,7 @@ def test_attention_is_that_of_transformers(family, interleave, q_rank):
     given = (a[None, :T].cos(), a[None, :T].sin())
     if family is deepseek_v2:
         given = torch.polar(torch.ones(1, T, R // 2), a[None, :T, : R // 2])
-    wanted = m(x, position_embeddings=given, attention_mask=mask)[0][0]
+    expected = m(x, position_embeddings=given, attention_mask=mask)[0][0]
     up = m.kv_b_proj.weight.reshape(4, 28, 24)
     norm = Norm(m.kv_a_layernorm.weight, m.kv_a_layernorm.variance_epsilon)
     f = Latent(4, 16, R, 12, 24, m.scaling, up[:, :16], up[:, 16:], norm, pairing)
@@ -229,7 +229,7 @@ def test_attention_is_that_of_transformers(family, interleave, q_rank):
     cache = torch.full((1, 1, S, 32), float("nan"))
     y = forms.prompt(q[:, :15], rows[:, :15], cache, 0, *turned, f)[0]
     y = torch.cat((y, *[forms.step(q[:, t], rows[:, t], cache, torch.tensor([t]), *turned, f) for t in range(15, T)]))
-    assert error(m.o_proj(y), wanted) < 1e-6
+    assert error(m.o_proj(y), expected) < 1e-6
 
 
 def test_kernels_are_asked_by_the_call():

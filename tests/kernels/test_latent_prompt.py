@@ -46,10 +46,10 @@ def test_prompts_of_a_static_cache(shape, name, dtype):
     cache[:, :, start:] = float("nan")
     q, x = randn(B, T, f.heads * (f.nope + f.rotated), dtype=dtype), randn(B, T, f.rank + f.rotated, dtype=dtype)
     ours, theirs, tables = cache.clone(), cache.clone(), angles(f, S, dtype)
-    y, wanted = latent_prompt.prompt(q, x, ours, start, *tables, f), latent.prompt(q, x, theirs, start, *tables, f)
+    y, expected = latent_prompt.prompt(q, x, ours, start, *tables, f), latent.prompt(q, x, theirs, start, *tables, f)
     assert y.dtype == dtype
     assert not latent_prompt.refuse(q, cache, f)
-    for row, other in zip(y.flatten(0, 1), wanted.flatten(0, 1), strict=True):
+    for row, other in zip(y.flatten(0, 1), expected.flatten(0, 1), strict=True):
         assert error(row, other) < 2 * DTYPES[dtype]
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert error(ours.nan_to_num(), theirs.nan_to_num()) < DTYPES[dtype]
@@ -78,15 +78,15 @@ def test_pieces_of_prompts_of_a_paged_cache(shape, name, dtype):
     cache, p, runs = pieces(f, dtype, 32)
     q, x = randn(78, f.heads * (f.nope + f.rotated), dtype=dtype), randn(78, f.rank + f.rotated, dtype=dtype)
     ours, theirs, tables = cache.clone(), cache.clone(), angles(f, 9 * BLOCK, dtype)
-    y, wanted = latent_prompt.packed(q, x, ours, p, *tables, f, runs), latent.packed(q, x, theirs, p, *tables, f)
+    y, expected = latent_prompt.packed(q, x, ours, p, *tables, f, runs), latent.packed(q, x, theirs, p, *tables, f)
     for run in runs.each:
         for i in range(run.first, run.end):
-            assert error(y[i], wanted[i]) < 2 * DTYPES[dtype]
+            assert error(y[i], expected[i]) < 2 * DTYPES[dtype]
     assert y.isfinite().all()
     assert torch.equal(ours[1:].isnan(), theirs[1:].isnan())
     assert error(ours[1:].nan_to_num(), theirs[1:].nan_to_num()) < DTYPES[dtype]
     other = Runs([*runs.each[:2], Run(70, 75, 0, 65, 0)], 78, runs.device)  # another text's latents
-    assert not error(latent_prompt.packed(q, x, cache.clone(), p, *tables, f, other)[70:75], wanted[70:75]) < 0.05
+    assert not error(latent_prompt.packed(q, x, cache.clone(), p, *tables, f, other)[70:75], expected[70:75]) < 0.05
 
 
 def test_what_is_left_to_the_definition():

@@ -54,14 +54,14 @@ def test_step(shape, name, block, dtype):
         cache[b, :, p:] = float("nan")
     q, x = randn(B, f.heads * (f.nope + f.rotated), dtype=dtype), randn(B, f.rank + f.rotated, dtype=dtype)
     theirs = cache.nan_to_num()
-    wanted = latent.step_fixed(q, x, theirs, pos, *tables, f)
+    expected = latent.step_fixed(q, x, theirs, pos, *tables, f)
     ours, table = (cache.clone(), None) if not block else paged(cache, block)
     before = ours.clone()
     cut = {"SPLITS": 4} if DEVICE == "cpu" else None  # the interpreter runs one program after the other
     y = latent_triton.step(q, x, ours, pos, *tables, f, table, config=cut)
     assert y.dtype == dtype
     for b in range(B):
-        assert error(y[b], wanted[b]) < DTYPES[dtype]
+        assert error(y[b], expected[b]) < DTYPES[dtype]
     held = ours if table is None else ours[table.long()].transpose(1, 2).flatten(2, 3)
     for b, p in enumerate(POSITIONS):
         assert error(held[b, :, p], theirs[b, :, p]) < DTYPES[dtype]
@@ -74,8 +74,8 @@ def test_however_it_is_split(splits):
     tables, pos = [randn(S, 2, dtype=torch.float16) for _ in range(2)], torch.tensor([150], dtype=torch.int32, device=DEVICE)
     cache = randn(1, 1, S, 11, dtype=torch.float16)
     q, x = randn(1, 21, dtype=torch.float16), randn(1, 11, dtype=torch.float16)
-    wanted = latent.step_fixed(q, x, cache.clone(), pos, *tables, f)
-    assert error(latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits}), wanted) < 2e-3
+    expected = latent.step_fixed(q, x, cache.clone(), pos, *tables, f)
+    assert error(latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits}), expected) < 2e-3
 
 
 def test_dispatch():

@@ -166,16 +166,16 @@ def test_attention_is_that_of_transformers(family):
         given = torch.polar(torch.ones(1, T, R // 2), a[None, START : START + T, : R // 2])
     if family is cohere2:
         given = [t[..., : R // 2].repeat_interleave(2, -1) for t in tables]
-    wanted = m(x, position_embeddings=given, attention_mask=mask, **more)[0][0]
+    expected = m(x, position_embeddings=given, attention_mask=mask, **more)[0][0]
     qkv = qkv_of(m, x[0])
-    assert error(computed(m, p, qkv, a, m.scaling), wanted) < 1e-6
+    assert error(computed(m, p, qkv, a, m.scaling), expected) < 1e-6
     facts = [(f, plain) for f, plain in TAKEN_OUT.items() if getattr(p, f) not in (None, plain)]
     for fact, plain in facts:
         if fact == "over" or (fact == "norm_last" and family is llama4):
             continue  # weights of all heads do not fit one head; a norm without a weight may come before or after
         less = dataclasses.replace(p, **{fact: plain})
-        assert error(computed(m, less, qkv, a, m.scaling), wanted) > 1e-3, fact
-    assert error(computed(m, p, qkv, angles(R), m.scaling), wanted) > 1e-3  # other positions
+        assert error(computed(m, less, qkv, a, m.scaling), expected) > 1e-3, fact
+    assert error(computed(m, p, qkv, angles(R), m.scaling), expected) > 1e-3  # other positions
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def test_a_layer_without_rotation_and_with_a_scale_of_positions():
     config = Llama4TextConfig(**SIZES, no_rope_layers=[1, 1, 1, 0], attn_temperature_tuning=True, floor_scale=4, attn_scale=0.2)
     m = redrawn(Llama4TextAttention(config, 3))
     x, mask = torch.randn(1, T, HIDDEN), torch.full((T, T), -torch.inf).triu(1)[None, None]
-    wanted = m(x, position_embeddings=torch.ones(1, T, D // 2), attention_mask=mask)[0][0]
+    expected = m(x, position_embeddings=torch.ones(1, T, D // 2), attention_mask=mask)[0][0]
     p = Prepared(HQ, HKV, D, position_scale=PositionScale(0.2, 4, 1))
     rows, gate = prepare.prepare(qkv_of(m, x[0]), p, torch.arange(T))
     assert gate is None
@@ -192,10 +192,10 @@ def test_a_layer_without_rotation_and_with_a_scale_of_positions():
     def attended(rows):
         return m.o_proj(reference.attend_prompt(rows[None], *caches, 0, *prepare.unrotated(S, D, rows), h)[0])
 
-    assert error(attended(rows), wanted) < 1e-6
+    assert error(attended(rows), expected) < 1e-6
     for scale in (None, PositionScale(0.2, 4), PositionScale(0.2, 5, 1), PositionScale(0.1, 4, 1)):
         other = prepare.prepare(qkv_of(m, x[0]), dataclasses.replace(p, position_scale=scale), torch.arange(T))[0]
-        assert error(attended(other), wanted) > 1e-4
+        assert error(attended(other), expected) > 1e-4
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def test_queries_alone_attend_to_the_keys_of_another_layer():
     a, tables = embedded(D)
     x, mask = torch.randn(2, 1, T, HIDDEN), torch.full((T, T), -torch.inf).triu(1)[None, None]
     own(x[0], tables, mask, **more)
-    wanted = sharing(x[1], tables, mask, **more)[0][0]
+    expected = sharing(x[1], tables, mask, **more)[0][0]
     pos = torch.arange(START, START + T)
     caches = [torch.zeros(1, HKV, S, D) for _ in range(2)]
     nothing = prepare.unrotated(S, D, x)
@@ -222,7 +222,7 @@ def test_queries_alone_attend_to_the_keys_of_another_layer():
     assert q.shape == (T, HQ * D)
     h = reference.Heads(HQ, HKV, D, 1.0, writes=False)
     y = reference.attend_prompt(q[None], *caches, 0, *nothing, h)[0]
-    assert error(sharing.o_proj(y), wanted) < 1e-6
+    assert error(sharing.o_proj(y), expected) < 1e-6
     assert all(map(torch.equal, caches, before))
 
 

@@ -47,17 +47,17 @@ def test_steps_and_runs(name):
     f = CASES[name]()
     T = 70
     x = torch.randn(2, T, features(f))
-    wanted = torch.stack([truth(one, f) for one in x])
+    expected = torch.stack([truth(one, f) for one in x])
     held, slots = states(f), torch.tensor([4, 1])
     for t in held.values():
         t[[0, 2, 3]] = float("nan")
     y = torch.stack([kind(f).step(x[:, t], f, held, slots) for t in range(T)], 1)
-    assert error(y, wanted) < 1e-5
+    assert error(y, expected) < 1e-5
     assert all(t[[0, 2, 3]].isnan().all() for t in held.values())
     for cuts in ((), (1,), (2, 3, 4), (64,), (63, 65), (1, 2, 30, 69)):
         for b, slot in enumerate(slots.tolist()):
             run, after = pieces(x[b], f, cuts)
-            assert error(run, wanted[b]) < 1e-5, cuts
+            assert error(run, expected[b]) < 1e-5, cuts
             assert all(error(t, held[n][slot]) < 1e-5 or not t.numel() for n, t in after.items()), cuts
 
 
@@ -116,13 +116,13 @@ def changed(f):
 def test_each_fact_matters(name):
     f = CASES[name]()
     x = torch.randn(20, features(f))
-    wanted = truth(x, f)
+    expected = truth(x, f)
     for fact, other in changed(f):
-        assert error(pieces(x, other, (7,))[0], wanted) > 1e-3, fact
+        assert error(pieces(x, other, (7,))[0], expected) > 1e-3, fact
         slot = torch.tensor([0])
         held = states(f)
         y = torch.cat([kind(f).step(x[t : t + 1], other, held, slot) for t in range(20)])
-        assert error(y, wanted) > 1e-3, fact
+        assert error(y, expected) > 1e-3, fact
 
 
 def test_rounded_once():
@@ -243,15 +243,15 @@ MODULES = {
 def test_mixers_are_those_of_transformers(name):
     m, f, given, out = MODULES[name]()
     x = torch.randn(1, 77, 32)
-    wanted = m(x)[0]
+    expected = m(x)[0]
     rows = given(x[0])
     assert rows.shape[1] == features(f)
-    assert error(out(pieces(rows, f, (11, 12))[0]), wanted) < 2e-6
-    assert error(out(pieces(rows, f, ())[0]), wanted) < 2e-6
+    assert error(out(pieces(rows, f, (11, 12))[0]), expected) < 2e-6
+    assert error(out(pieces(rows, f, ())[0]), expected) < 2e-6
     mixer = getattr(ops("cpu"), kind(f).__name__.rsplit(".", 1)[1])
     held = states(f)
     y = torch.cat([mixer.step(rows[t : t + 1], f, held, torch.tensor([0])) for t in range(77)])
-    assert error(out(y), wanted) < 5e-6
+    assert error(out(y), expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["delta", "mamba2", "short_conv"])
@@ -264,12 +264,12 @@ def test_by_dispatch(name):
         ours, theirs = states(f), states(f)
         y = named(f"torch/{name}").launch(given, f, ours, where, {})
         if where is runs:
-            wanted = torch.zeros_like(y)
+            expected = torch.zeros_like(y)
             for run in runs.each:
-                wanted[run.first : run.end] = kind(f).run(x[run.first : run.end], f, theirs, run.slot)
+                expected[run.first : run.end] = kind(f).run(x[run.first : run.end], f, theirs, run.slot)
         else:
-            wanted = kind(f).step(given, f, theirs, slots)
-        assert torch.equal(y, wanted)
+            expected = kind(f).step(given, f, theirs, slots)
+        assert torch.equal(y, expected)
         assert all(torch.equal(ours[n], theirs[n]) for n in ours)
         assert any(t.any() for t in ours.values())
     assert f.call(x, True) != f.call(x, False)

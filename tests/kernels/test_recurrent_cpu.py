@@ -73,10 +73,10 @@ def test_the_bits_depend_on_no_thread_and_no_other_sequence(name):
 def test_rows_of_one_sequence_leave_the_state_after_each(name):
     """As drafts need it: the state after row i is copied into a slot of its own."""
     f, x, held = drawn(name, torch.float32)
-    wanted = [(steps(f, x[:1, : i + 1], one := drawn(name, torch.float32)[2], SLOTS[:1]), one) for i in range(3)]
+    expected = [(steps(f, x[:1, : i + 1], one := drawn(name, torch.float32)[2], SLOTS[:1]), one) for i in range(3)]
     y = dispatched(x[0, :3].contiguous(), f, held, Rows(SLOTS[:1], torch.tensor([0, 3])))
-    assert torch.equal(y, wanted[2][0][0])
-    for slot, (_, one) in zip((0, 3, 4), wanted, strict=True):
+    assert torch.equal(y, expected[2][0][0])
+    for slot, (_, one) in zip((0, 3, 4), expected, strict=True):
         assert all(torch.equal(held[key][slot], one[key][4]) for key in held)
 
 

@@ -88,9 +88,9 @@ def test_steps(name, dtype):
     theirs = {key: t.clone() for key, t in ours.items()}
     for _ in range(3):
         x = (torch.randn(3, features(f)) * 2).to(DEVICE, dtype)
-        y, wanted = step(x, f, ours, slots, {}), definition.step(x, f, theirs, slots)
+        y, expected = step(x, f, ours, slots, {}), definition.step(x, f, theirs, slots)
         assert y.dtype == dtype
-        assert error(y, wanted) < TOLERANCE[dtype]
+        assert error(y, expected) < TOLERANCE[dtype]
     for key, t in ours.items():
         assert t.isnan().sum() == theirs[key].isnan().sum()
         assert t.shape[-1] == 0 or error(t[slots], theirs[key][slots]) < TOLERANCE[dtype]
@@ -105,8 +105,8 @@ def test_rows_of_one_sequence_with_a_copy_of_the_state_after_each(name, dtype):
         ours = states(f, dtype, places.slot)
         theirs = {key: t.clone() for key, t in ours.items()}
         x = (torch.randn(T, features(f)) * 2).to(DEVICE, dtype)
-        y, wanted = step(x, f, ours, places, {}), definition.DEFINITION.either(x, f, theirs, places)
-        assert error(y, wanted) < 2 * TOLERANCE[dtype]  # the interpreter cuts bf16 where the definition rounds
+        y, expected = step(x, f, ours, places, {}), definition.DEFINITION.either(x, f, theirs, places)
+        assert error(y, expected) < 2 * TOLERANCE[dtype]  # the interpreter cuts bf16 where the definition rounds
         for key, t in ours.items():
             assert torch.equal(t.isnan(), theirs[key].isnan())
             for slot in (*places.slot.tolist(), *places.copies.tolist()):
@@ -136,12 +136,12 @@ def run_error(f, x, runs, dtype, run, garbled=lambda held: None):
     garbled(ours)
     with poisoned():
         y = run(x, f, ours, runs, {})
-    wanted = KINDS[type(f)][0].DEFINITION.either(x, f, theirs, runs)
+    expected = KINDS[type(f)][0].DEFINITION.either(x, f, theirs, runs)
     assert y.dtype == dtype
     assert y.isfinite().all()
     mine, slots = torch.cat([torch.arange(run.first, run.end) for run in runs.each]), [run.slot for run in runs.each]
     assert all(t.isnan().sum() == theirs[key].isnan().sum() for key, t in ours.items())
-    return error(y[mine], wanted[mine]), max(error(t[slots], theirs[key][slots]) for key, t in ours.items() if t.shape[-1])
+    return error(y[mine], expected[mine]), max(error(t[slots], theirs[key][slots]) for key, t in ours.items() if t.shape[-1])
 
 
 @contextmanager

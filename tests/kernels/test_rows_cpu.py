@@ -47,8 +47,11 @@ def test_updates_and_norms(isa, ran, dtype, M, H):
         x, delta, second = (torch.randn(M, H).to(dtype) for _ in range(3))
         more = {"scale": 0.3, "after": torch.tensor([1.7]), "second": second} if post is norm else {}
         ours, theirs = x.clone(), x.clone()
-        y, wanted = rows_cpu.update_norm(ours, delta, norm, post, **more), norms.update_norm(theirs, delta, norm, post, **more)
-        assert error(y, wanted) < TOLERANCE[dtype]
+        y, expected = (
+            rows_cpu.update_norm(ours, delta, norm, post, **more),
+            norms.update_norm(theirs, delta, norm, post, **more),
+        )
+        assert error(y, expected) < TOLERANCE[dtype]
         assert error(ours, theirs) < TOLERANCE[dtype]
         assert error(rows_cpu.normed(x, *norm), norms.normed(x, *norm)) < TOLERANCE[dtype]
         ours, theirs = x.clone(), x.clone()
@@ -91,9 +94,9 @@ def test_queries_keys_and_values_before_attention(isa, ran, dtype):
         N = 3 * p.HQ * D if p.order == "heads" else p.HQ * D * (2 if p.gated else 1) + values
         x, pos = torch.randn(3, N).to(dtype), torch.tensor([0, 5, 17], dtype=torch.int32)
         tables = [torch.randn(32, R).to(dtype) if R else None for _ in range(2)]
-        (y, gate), (wanted, wanted_gate) = rows_cpu.prepare(x, p, pos, *tables), prepare.prepare(x, p, pos, *tables)
-        assert y.shape == wanted.shape
-        assert error(y, wanted) < TOLERANCE[dtype], p
+        (y, gate), (expected, wanted_gate) = rows_cpu.prepare(x, p, pos, *tables), prepare.prepare(x, p, pos, *tables)
+        assert y.shape == expected.shape
+        assert error(y, expected) < TOLERANCE[dtype], p
         assert gate is wanted_gate is None or torch.equal(gate, wanted_gate)
     assert ran() == ["prepare"] * len(cases)
 

@@ -105,9 +105,9 @@ def launch(case, q=None):
 def built(request):
     """Builds every instance that the selected cases launch, those of one source in one go."""
     with emulation.hopper(*MODULES):
-        found = [i.callspec.params for i in request.session.items if i.module is request.module and hasattr(i, "callspec")]
+        result = [i.callspec.params for i in request.session.items if i.module is request.module and hasattr(i, "callspec")]
         with emulation.built_at_once():
-            for params in found:
+            for params in result:
                 if "case" in params:
                     launch(params["case"])
         yield
@@ -115,8 +115,8 @@ def built(request):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_right_numbers(case):
-    y, wanted = emulation.twice(lambda: launch(case))
-    assert emulation.error(y, wanted) < TOLERANCE[case.dtype]
+    y, expected = emulation.twice(lambda: launch(case))
+    assert emulation.error(y, expected) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[12]], ids=str)
@@ -128,8 +128,8 @@ def test_one_wrong_code_shows(case):
 
 def test_row_tiles_of_two_tables_go_the_whole_way():
     case = Case(NVFP4, F16, 2, 48, 64, tables=6)  # tables of 8 rows
-    y, wanted = launch(case)
-    assert emulation.error(y, wanted) < TOLERANCE[F16]
+    y, expected = launch(case)
+    assert emulation.error(y, expected) < TOLERANCE[F16]
 
 
 def test_schemes_without_a_tile_kernel_say_so():

@@ -81,12 +81,12 @@ def test_a_comment_leaves_entries_fresh_and_code_does_not():
 
 def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
     pytest.importorskip("triton")
-    found = {Path(name).name for name in sources.closure("lowq_kernels.products.triton.gemm")}
-    assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= found
-    assert not {"gemv_splitk.py", "gemm_streamk.py", "read.py", "registry.py"} & found
-    found = {Path(name).name for name in sources.closure("lowq_kernels.products.cuda.tile_mma")}
-    assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= found
-    assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py", "registry.py"} & found
+    result = {Path(name).name for name in sources.closure("lowq_kernels.products.triton.gemm")}
+    assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= result
+    assert not {"gemv_splitk.py", "gemm_streamk.py", "read.py", "registry.py"} & result
+    result = {Path(name).name for name in sources.closure("lowq_kernels.products.cuda.tile_mma")}
+    assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= result
+    assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py", "registry.py"} & result
 
 
 def test_the_source_of_the_choice_is_shown(tmp_path, monkeypatch):
@@ -131,10 +131,10 @@ def test_an_entry_that_no_longer_fits_its_kernel_falls_back_to_the_rule(tmp_path
 
 def test_other_versions_are_ignored_with_a_notice(tmp_path):
     tuning_file.write_file(tmp_path / tuning_file.FILE, dataclasses.replace(HERE, torch="1.0"), [entry(1)])
-    said: list[str] = []
-    assert tuning.use(tmp_path, CPU, said.append) == 0
-    assert "1 entries" in said[0]
-    assert "lowq tune" in said[0]
+    output: list[str] = []
+    assert tuning.use(tmp_path, CPU, output.append) == 0
+    assert "1 entries" in output[0]
+    assert "lowq tune" in output[0]
 
 
 def test_entries_written_by_concurrent_processes_are_all_kept(tmp_path):
@@ -161,9 +161,9 @@ def test_entries_of_other_types_are_a_damaged_file(tmp_path, fault):
     content = json.loads((tmp_path / tuning_file.FILE).read_text())
     content["machines"][0]["entries"][0] |= fault
     (tmp_path / tuning_file.FILE).write_text(json.dumps(content))
-    said: list[str] = []
-    assert tuning.use(tmp_path, CPU, said.append) == 0
-    assert "is not a tuning file" in said[0]
+    output: list[str] = []
+    assert tuning.use(tmp_path, CPU, output.append) == 0
+    assert "is not a tuning file" in output[0]
 
 
 @pytest.mark.parametrize("name", ["gpu", "capability", "torch", "triton"])
@@ -180,9 +180,9 @@ def test_machines_of_other_types_are_a_damaged_file(tmp_path, name, value):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 9, "machines": []}', '{"format": 2, "machines": [{"gpu": 3}]}'])
 def test_a_damaged_file_is_ignored_with_a_notice_and_refused_by_the_reader(tmp_path, text):
     (tmp_path / tuning_file.FILE).write_text(text)
-    said: list[str] = []
-    assert tuning.use(tmp_path, CPU, said.append) == 0
-    assert tuning_file.FILE in said[0]
+    output: list[str] = []
+    assert tuning.use(tmp_path, CPU, output.append) == 0
+    assert tuning_file.FILE in output[0]
     with pytest.raises(DamagedError, match="lowq tune"):
         tuning_file.read_file(tmp_path / tuning_file.FILE)
 
@@ -200,10 +200,10 @@ def test_the_preferred_layout_is_the_faster_one_over_the_batches_that_all_have()
 
 def test_measuring_a_shape_gives_a_winner_per_layout_and_M_that_dispatch_accepts():
     shape = Shape(32, 64, Scheme(4, 32), torch.bfloat16)
-    found = list(measure.measure(shape, (1, 4), CPU, Budget()))
+    result = list(measure.measure(shape, (1, 4), CPU, Budget()))
     first = ranked(shape.scheme, shape.N, shape.K, shape.dtype, CPU)[0]
-    assert {(e.layout, e.M) for e in found} >= {("rowstream", 1), ("rowstream", 4), (first, 1)}
-    for e in found:
+    assert {(e.layout, e.M) for e in result} >= {("rowstream", 1), ("rowstream", 4), (first, 1)}
+    for e in result:
         assert e.us > 0
         assert e.kernel != "reference"
         spec = registry.kernels()[e.kernel]

@@ -36,8 +36,8 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str
 
 def leaves(folder: Path) -> Tensors:
     """The matrix's tensors by their leaves."""
-    found = load_file(folder / "model.safetensors")
-    return {name.removeprefix(f"{NAME}."): t for name, t in found.items() if name.startswith(NAME)}
+    tensors = load_file(folder / "model.safetensors")
+    return {name.removeprefix(f"{NAME}."): t for name, t in tensors.items() if name.startswith(NAME)}
 
 
 def decoded(folder: Path) -> torch.Tensor:
@@ -63,21 +63,21 @@ def there_and_back(
     imported = runnable(str(folder))
     if not is_checkpoint(imported):
         return False
-    with (found := open_checkpoint(imported)).source:
-        promised = to in exportable(found)
-        (t,) = (t for t in found.tensors if t.scheme)
-        wanted = found.read_matrix(t).dequantize()
+    with (result := open_checkpoint(imported)).source:
+        promised = to in exportable(result)
+        (t,) = (t for t in result.tensors if t.scheme)
+        expected = result.read_matrix(t).dequantize()
     out = folder.parent / f"{folder.name}-out"
     try:
         export(imported, to, out, rounding=rounding)
     except UnsupportedError as e:
-        said = str(e)
+        output = str(e)
     else:
-        said = ""
-    assert promised == (not said), said
-    if said:
+        output = ""
+    assert promised == (not output), output
+    if output:
         return False
     theirs = decode(out)
-    ours = wanted.to(theirs.dtype).float()
-    assert (theirs.float() - ours).abs().max() <= tolerance * wanted.abs().max()
+    ours = expected.to(theirs.dtype).float()
+    assert (theirs.float() - ours).abs().max() <= tolerance * expected.abs().max()
     return True

@@ -53,8 +53,8 @@ def test_every_variant(kind, storage, nested, tmp_path):
             for N, K in SHAPES:
                 folder = tmp_path / f"{block}-{dtype}-{N}-{K}"
                 saved(folder, kind, block, nested, storage, dtype, N, K)
-                wanted = by_library(folder)
-                assert (decoded(folder).float() - wanted.to(dtype).float()).abs().max() <= 1e-6 * wanted.abs().max()
+                expected = by_library(folder)
+                assert (decoded(folder).float() - expected.to(dtype).float()).abs().max() <= 1e-6 * expected.abs().max()
                 held = there_and_back(folder, "bitsandbytes", by_library, 1e-6)
                 assert held == (kind == "nf4" and K % block == 0), (block, dtype, N, K)
 

@@ -143,7 +143,7 @@ def test_every_variant(name, tmp_path):
             if v.refusal:
                 refused(folder, v.refusal)
                 continue
-            found = decoded(folder)
-            assert torch.equal(found.float(), expected.to(found.dtype).float()), (dtype, N, K)
+            result = decoded(folder)
+            assert torch.equal(result.float(), expected.to(result.dtype).float()), (dtype, N, K)
             nv = "nvfp4" in v.form  # whose factors are reciprocals, of which 17% are none
             assert there_and_back(folder, "compressed-tensors", by_library, 1e-6 * nv, nv) == v.kept

@@ -60,11 +60,11 @@ def test_every_type(kind, tmp_path):
     with open_decoded(path) as source:
         for theirs, name in (("attn_v", "self_attn.v_proj"), ("ffn_down", "mlp.down_proj"), ("ffn_up", "mlp.up_proj")):
             shape = SHAPES[f"blk.0.{theirs}"]
-            found = source.read(f"model.layers.0.{name}.weight").reshape(shape)
+            result = source.read(f"model.layers.0.{name}.weight").reshape(shape)
             if kind.name == "Q1_0":  # which the package cannot decode
-                assert found.unique().numel() > 1
+                assert result.unique().numel() > 1
                 continue
-            wanted = torch.from_numpy(quants.dequantize(stored[f"blk.0.{theirs}"], kind)).reshape(shape)
-            off = (found.float() - wanted.to(found.dtype).float()).abs().max()
+            expected = torch.from_numpy(quants.dequantize(stored[f"blk.0.{theirs}"], kind)).reshape(shape)
+            off = (result.float() - expected.to(result.dtype).float()).abs().max()
             exact = kind.name != "Q4_1"  # whose offsets become zeros, which rounds once more
-            assert off <= (0 if exact else 1e-3) * wanted.abs().max()
+            assert off <= (0 if exact else 1e-3) * expected.abs().max()

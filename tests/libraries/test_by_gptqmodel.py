@@ -67,14 +67,14 @@ def saved(folder: Path, v: Variant, N: int, K: int) -> torch.Tensor:
     codes = torch.randint(0, 1 << v.bits, (N, K))
     dense = torch.nn.Linear(K, N, bias=False)
     dense.weight.data = (codes - zeros[:, index]) * scales[:, index]
-    made = layer(v, N, K)
-    made.pack_original(dense, scales.clone(), zeros.float(), index.int())
+    module = layer(v, N, K)
+    module.pack_original(dense, scales.clone(), zeros.float(), index.int())
     config = QuantizeConfig(
         bits=v.bits, group_size=v.group, sym=v.sym, desc_act=v.order, format=FORMAT(v.form), pack_dtype=v.words
     )
     if v.form == "gptq":
-        convert_gptq_v2_to_v1_format_module(made, SimpleNamespace(bits=v.bits, pack_dtype=v.words))
-    write(folder, {n: getattr(made, n) for n in BUFFERS}, {"dtype": "float16", "quantization_config": config.to_dict()})
+        convert_gptq_v2_to_v1_format_module(module, SimpleNamespace(bits=v.bits, pack_dtype=v.words))
+    write(folder, {n: getattr(module, n) for n in BUFFERS}, {"dtype": "float16", "quantization_config": config.to_dict()})
     return by_library(folder)
 
 
@@ -83,14 +83,14 @@ def by_library(folder: Path) -> torch.Tensor:
     q, tensors = json.loads((folder / "config.json").read_text())["quantization_config"], leaves(folder)
     words = getattr(torch, q["pack_dtype"])
     v = Variant(q["bits"], q["group_size"], q["sym"], q.get("checkpoint_format", q.get("format")), q["desc_act"], words)
-    made = layer(v, tensors["scales"].shape[1], tensors["g_idx"].shape[0])
+    module = layer(v, tensors["scales"].shape[1], tensors["g_idx"].shape[0])
     for name in BUFFERS:
-        setattr(made, name, tensors[name])
+        setattr(module, name, tensors[name])
     if v.form == "gptq":
-        convert_gptq_v1_to_v2_format_module(made, v.bits, words)
-    made.scales = made.scales.float()
-    made.post_init()
-    return made.dequantize_weight().t().float().contiguous()
+        convert_gptq_v1_to_v2_format_module(module, v.bits, words)
+    module.scales = module.scales.float()
+    module.post_init()
+    return module.dequantize_weight().t().float().contiguous()
 
 
 @pytest.mark.parametrize("v", GPTQ, ids=lambda v: "-".join(map(str, v[:5])))
@@ -102,8 +102,8 @@ def test_every_gptq_variant(v, tmp_path):
             continue  # the library packs 3 bits 32 at a time
         folder = tmp_path / f"{N}-{K}"
         expected = saved(folder, v, N, K)
-        found = decoded(folder)
-        assert torch.equal(found, expected.to(found.dtype)), (N, K)
+        result = decoded(folder)
+        assert torch.equal(result, expected.to(result.dtype)), (N, K)
         held = there_and_back(folder, "gptq", by_library)
         whole = N * v.bits % 32 == 0 and K * v.bits % 32 == 0
         one = v.group == -1 or v.group >= K  # group, which no order changes

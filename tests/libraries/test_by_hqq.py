@@ -53,15 +53,15 @@ def test_every_variant(nbits, axis, view, tmp_path):
     for group in GROUPS:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for N, K in SHAPES:
-                made = layer(nbits, group, axis, view, N, K, dtype)
-                if made is None:
+                module = layer(nbits, group, axis, view, N, K, dtype)
+                if module is None:
                     continue
-                folder = write(tmp_path / f"{group}-{dtype}-{N}-{K}", made.state_dict(), {"quantization_config": SAID})
-                wanted, found = in_fp32(made), decoded(folder)
-                off = (found.float() - wanted.to(found.dtype).float()).abs().max()
-                assert off <= 1e-6 * wanted.abs().max(), (group, dtype, N, K)
+                folder = write(tmp_path / f"{group}-{dtype}-{N}-{K}", module.state_dict(), {"quantization_config": SAID})
+                expected, result = in_fp32(module), decoded(folder)
+                off = (result.float() - expected.to(result.dtype).float()).abs().max()
+                assert off <= 1e-6 * expected.abs().max(), (group, dtype, N, K)
                 there_and_back(folder, "hqq", by_library, 1e-6)
-                of_pickle(tmp_path / f"pt-{group}-{dtype}-{N}-{K}", made, found)
+                of_pickle(tmp_path / f"pt-{group}-{dtype}-{N}-{K}", module, result)
                 walked += 1
     assert walked
 
@@ -81,6 +81,6 @@ def of_pickle(folder: Path, made: Any, found: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("nbits", [8, 4, 2])
 def test_one_scale_for_all_weights(nbits, tmp_path):
-    made = layer(nbits, None, 1, False, 64, 128, torch.float32, channel_wise=False)
-    folder = write(tmp_path / "m", made.state_dict(), {"quantization_config": SAID})
+    module = layer(nbits, None, 1, False, 64, 128, torch.float32, channel_wise=False)
+    folder = write(tmp_path / "m", module.state_dict(), {"quantization_config": SAID})
     refused(folder, "one scale for all weights is not supported")

@@ -16,8 +16,8 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 def to_torch(a) -> torch.Tensor:
     if a.dtype == mx.bfloat16:
         return torch.from_numpy(np.array(a.astype(mx.float32))).bfloat16()
-    found = np.array(a)
-    return torch.from_numpy(found.view(np.int32)).view(torch.uint32) if found.dtype == np.uint32 else torch.from_numpy(found)
+    result = np.array(a)
+    return torch.from_numpy(result.view(np.int32)).view(torch.uint32) if result.dtype == np.uint32 else torch.from_numpy(result)
 
 
 def by_library(folder: Path) -> torch.Tensor:
@@ -41,9 +41,9 @@ def test_every_variant(bits, group, dtype, N, K, tmp_path):
     q = {"group_size": group, "bits": bits, "mode": "affine"}
     tensors = {n: to_torch(t) for n, t in parts.items()}
     folder = write(tmp_path / "m", tensors, {"dtype": dtype, "quantization": q, "quantization_config": q})
-    wanted, found = by_library(folder), decoded(folder)
-    rounding = torch.finfo(found.dtype).eps * wanted.abs() + 1e-6 * wanted.abs().max()
-    assert ((found.float() - wanted).abs() <= rounding).all()
+    expected, result = by_library(folder), decoded(folder)
+    rounding = torch.finfo(result.dtype).eps * expected.abs() + 1e-6 * expected.abs().max()
+    assert ((result.float() - expected).abs() <= rounding).all()
     there_and_back(folder, "mlx", by_library, 1e-5)
 
 

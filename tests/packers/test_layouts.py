@@ -60,8 +60,8 @@ def test_transposed_scales_and_zeros_are_laid_out_anew(layout):
     """GPTQ and GemLite store scales as (G, N): a transposed view has strides that kernels do not support."""
     q = random_q(64, 128, 32, 4)
     view = QuantizedTensor(q.W_q, q.scales.t().contiguous().t(), q.zeros.t().contiguous().t(), 4, 32)
-    p, wanted = pack(view, layout), pack(q, layout)
-    assert (p.scales.stride(), p.zeros.stride()) == (wanted.scales.stride(), wanted.zeros.stride())
+    p, expected = pack(view, layout), pack(q, layout)
+    assert (p.scales.stride(), p.zeros.stride()) == (expected.scales.stride(), expected.zeros.stride())
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])

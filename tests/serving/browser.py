@@ -58,11 +58,11 @@ class Browser:
         os.write(self.out, json.dumps(message).encode() + b"\0")
         until = time.monotonic() + self.seconds
         while True:
-            told = self._next(until)
-            if told.get("id") == self.number:
-                assert "error" not in told, told["error"]
-                return told["result"]
-            self.events.append(told)
+            output = self._next(until)
+            if output.get("id") == self.number:
+                assert "error" not in output, output["error"]
+                return output["result"]
+            self.events.append(output)
 
     def _next(self, until):
         while b"\0" not in self.held:
@@ -88,9 +88,9 @@ class Browser:
 
     def run(self, script):
         """The value of an expression in the page."""
-        told = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        output = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in output, output["exceptionDetails"]
+        return output["result"].get("value")
 
     def wait(self, script):
         """Wait until an expression is true."""

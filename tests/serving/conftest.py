@@ -41,8 +41,8 @@ class Server:
             assert time.monotonic() < until, "".join(self.said)
             assert self.process.poll() is None, "".join(self.said)
             time.sleep(0.02)
-            found = [re.search(r"listening on (http://\S+)", line) for line in self.said]
-            self.url = next((m[1] for m in found if m), "")
+            result = [re.search(r"listening on (http://\S+)", line) for line in self.said]
+            self.url = next((m[1] for m in result if m), "")
         return self
 
     def read(self):
@@ -93,25 +93,25 @@ def talk(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(talk):
-    found = begin(talk)
-    yield found
-    assert not [line for line in found.said if "internal error" in line]
-    found.process.kill()
+    result = begin(talk)
+    yield result
+    assert not [line for line in result.said if "internal error" in line]
+    result.process.kill()
 
 
 @contextmanager
 def starting():
     """A function that starts a server on a folder; all are ended after the block."""
-    made = []
+    results = []
 
     def one(folder, *flags, **how):
-        made.append(begin(folder, *flags, **how))
-        return made[-1]
+        results.append(begin(folder, *flags, **how))
+        return results[-1]
 
     try:
         yield one
     finally:
-        for s in made:
+        for s in results:
             s.process.kill()
             s.process.wait()
 

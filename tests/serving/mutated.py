@@ -31,18 +31,18 @@ def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 def _files(kind: str) -> list[bytes]:
     """Whole files of a kind: sizes, modes, EXIF, several frames."""
     a, b = sighted.drawing(1, (40, 30)), sighted.drawing(2, (33, 61))
-    found = [sighted.encoded(a, kind), sighted.encoded(b, kind)]
-    found.append(sighted.encoded(a.convert("L"), kind))
+    result = [sighted.encoded(a, kind), sighted.encoded(b, kind)]
+    result.append(sighted.encoded(a.convert("L"), kind))
     if kind != "GIF":
         exif = Image.Exif()
         exif[0x0112] = 6
-        found.append(sighted.encoded(a, kind, exif=exif))
+        result.append(sighted.encoded(a, kind, exif=exif))
     if kind != "JPEG":
-        found.append(sighted.encoded(a, kind, save_all=True, append_images=[a.rotate(90)]))
-        found.append(sighted.encoded(a.convert("RGBA"), kind))
+        result.append(sighted.encoded(a, kind, save_all=True, append_images=[a.rotate(90)]))
+        result.append(sighted.encoded(a.convert("RGBA"), kind))
     else:
-        found += [sighted.encoded(a.convert("CMYK"), kind), sighted.encoded(a, kind, progressive=True)]
-    return found
+        result += [sighted.encoded(a.convert("CMYK"), kind), sighted.encoded(a, kind, progressive=True)]
+    return result
 
 
 def _flip(data: bytearray, r: random.Random) -> None:

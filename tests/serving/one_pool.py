@@ -18,14 +18,14 @@ class Pool:
         return len(self.blank) + len(self.kept)
 
     def find(self, tokens):
-        found, name = [], 0
+        result, name = [], 0
         for first in range(0, len(tokens) - self.size + 1, self.size):
             entry = self.named.get((name, tuple(tokens[first : first + self.size])))
             if entry is None:
                 break
-            found.append(entry[0])
+            result.append(entry[0])
             name = entry[1]
-        return found, name
+        return result, name
 
     def hold(self, blocks):
         for block in blocks:
@@ -170,14 +170,14 @@ class Schedule:
             t, active = self.waiting[0], self.active()
             if len(active) >= len(self.running):
                 break
-            found, name = self.pool.find(t.tokens[:-1]) if not self.fixed else ([], 0)
-            wanted = len(t.tokens) // size + 1 - len(found)
-            if self.pool.free() - sum(not self.pool.holders[b] for b in found) < wanted + len(active):
+            result, name = self.pool.find(t.tokens[:-1]) if not self.fixed else ([], 0)
+            expected = len(t.tokens) // size + 1 - len(result)
+            if self.pool.free() - sum(not self.pool.holders[b] for b in result) < expected + len(active):
                 break
             self.waiting.popleft()
-            self.pool.hold(found)
-            t.blocks, t.named, t.name, t.computed = found, len(found), name, len(found) * size
-            for _ in range(wanted):
+            self.pool.hold(result)
+            t.blocks, t.named, t.name, t.computed = result, len(result), name, len(result) * size
+            for _ in range(expected):
                 t.blocks.append(self.pool.take(t.blocks[-1] if t.blocks else 0))
             t.cached = t.computed if t.cached < 0 else t.cached
             self.prefix_hits += t.computed

@@ -97,10 +97,10 @@ def message(answer):
     """(content, calls as (name, arguments), finish_reason) of a chat's answer, whole or streamed."""
     if isinstance(answer, dict):
         choice = answer["choices"][0]
-        said, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
-        return said or "", [(c["function"]["name"], c["function"]["arguments"]) for c in calls], choice["finish_reason"]
+        output, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
+        return output or "", [(c["function"]["name"], c["function"]["arguments"]) for c in calls], choice["finish_reason"]
     choices = [chunk["choices"][0] for chunk in answer if chunk["choices"]]
-    said = "".join(c["delta"].get("content") or "" for c in choices)
+    output = "".join(c["delta"].get("content") or "" for c in choices)
     calls = []
     for c in (c for choice in choices for c in choice["delta"].get("tool_calls", [])):
         if "id" in c:
@@ -108,4 +108,4 @@ def message(answer):
             calls.append([c["function"]["name"], ""])
         else:
             calls[c["index"]][1] += c["function"]["arguments"]
-    return said, [tuple(c) for c in calls], choices[-1]["finish_reason"]
+    return output, [tuple(c) for c in calls], choices[-1]["finish_reason"]

@@ -25,7 +25,7 @@ class Checked(CacheManager):
     """A cache whose matches are compared with a search through all beginnings, longest first."""
 
     def match(self, seq):
-        found, names = super().match(seq), [START]
+        result, names = super().match(seq), [START]
         for first in range(0, len(seq.tokens) - SIZE + 1, SIZE):
             names.append(name_after(names[-1], seq.tokens[first : first + SIZE]))
 
@@ -37,8 +37,8 @@ class Checked(CacheManager):
             return self.states is None or n == 0 or self.states.find(names[n]) + self.host_states.find(names[n]) > 0
 
         longest = next(n for n in range((len(seq.tokens) - 1) // SIZE, -1, -1) if there(n)) if self.shared else 0
-        assert found.tokens == longest * SIZE
-        return found
+        assert result.tokens == longest * SIZE
+        return result
 
 
 class Truth:
@@ -311,8 +311,8 @@ class Driver:
             places = [*host._free, *host._named.values()]
             assert sorted(places) == list(range(1, host.places + 1))
             for name, place in host._named.items() if not self.cache.swaps else ():
-                whole, wanted = self.device.away[g][place], self.contents(name)
-                assert whole == (wanted if g < len(self.cache.pages) else wanted[-1])
+                whole, expected = self.device.away[g][place], self.contents(name)
+                assert whole == (expected if g < len(self.cache.pages) else expected[-1])
         for seq in self.scheduler.waiting:
             assert [seq.tables, seq.slot, seq.pending, seq.drafts] == [[], 0, [], []]
 

@@ -42,10 +42,10 @@ def pairs_of(p):
     open_, close, key, key_end, value, value_end = p.tags
 
     def one(name, arguments):
-        found = [
+        result = [
             f"{key}{k}{key_end}\n{value}{v if isinstance(v, str) else as_json(v)}{value_end}\n" for k, v in arguments.items()
         ]
-        return f"{open_}{name}\n{''.join(found)}{close}"
+        return f"{open_}{name}\n{''.join(result)}{close}"
 
     return lambda calls: "".join(one(*c) for c in calls)
 
@@ -135,22 +135,22 @@ def pieces(text, rng):
 
 
 def read(ways, text, rng=None, offered=OFFERED, inside=False, cut=False):
-    reader, found = Reader(ways, offered, inside), []
+    reader, result = Reader(ways, offered, inside), []
     parts = list(text) if rng is None else pieces(text, rng)
     for i, piece in enumerate(parts):
-        found += reader.push(piece, i + 1 == len(parts), cut and i + 1 == len(parts))
-    return [(p.kind, p.text, p.index) for p in joined(found)]
+        result += reader.push(piece, i + 1 == len(parts), cut and i + 1 == len(parts))
+    return [(p.kind, p.text, p.index) for p in joined(result)]
 
 
 def calls_in(parts):
-    found = []
+    result = []
     for kind, text, index in parts:
         if kind == "call":
-            assert index == len(found)
-            found.append([text, ""])
+            assert index == len(result)
+            result.append([text, ""])
         elif kind == "arguments":
-            found[index][1] += text
-    return [(name, json.loads(arguments)) for name, arguments in found]
+            result[index][1] += text
+    return [(name, json.loads(arguments)) for name, arguments in result]
 
 
 def text_in(parts, kind="text"):
@@ -176,8 +176,8 @@ def test_calls_are_read_as_they_were_written_however_they_are_cut(name, calls, b
     text = ("" if name in FIRST else before) + written(calls)
     parts = read(Ways(way, None), text, random.Random(seed))
     typed = [(n, a if n != "get.it-2" or name.split()[0] not in ("elements", "glm", "longcat") else None) for n, a in calls]
-    for (found, arguments), (n, a) in zip(calls_in(parts), typed, strict=True):
-        assert found == n
+    for (result, arguments), (n, a) in zip(calls_in(parts), typed, strict=True):
+        assert result == n
         assert a is None or arguments == a
     assert text_in(parts).strip() == ("" if name in FIRST else before)
 
@@ -214,9 +214,9 @@ def test_events_of_a_truncated_text_are_a_prefix_of_those_of_the_whole(name, cal
     sure = [(p.kind, p.text, p.index) for p in joined(reader.push(text[:kept]))]
     whole = read(Ways(way, None), text)
     assert len(sure) <= len(whole)
-    for i, (kind, said, index) in enumerate(sure):
+    for i, (kind, output, index) in enumerate(sure):
         assert (kind, index) == (whole[i][0], whole[i][2])
-        assert whole[i][1].startswith(said) if i + 1 == len(sure) else whole[i][1] == said
+        assert whole[i][1].startswith(output) if i + 1 == len(sure) else whole[i][1] == output
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.open)

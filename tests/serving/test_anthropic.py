@@ -30,21 +30,21 @@ def streamed(engine, **more):
 
 
 def facts(message):
-    found = []
+    result = []
     for block in message.content:
         if block.type == "tool_use":
-            found.append(("tool_use", block.name, block.input))
+            result.append(("tool_use", block.name, block.input))
         else:
-            found.append((block.type, block.thinking if block.type == "thinking" else block.text))
-    return found, message.stop_reason
+            result.append((block.type, block.thinking if block.type == "thinking" else block.text))
+    return result, message.stop_reason
 
 
 def test_thoughts_text_and_calls_are_blocks_whole_and_as_they_come():
-    wanted = [("thinking", "hm"), ("text", "I look.\n"), ("tool_use", "weather", {"town": "Ulm"})], "tool_use"
+    expected = [("thinking", "hm"), ("text", "I look.\n"), ("tool_use", "weather", {"town": "Ulm"})], "tool_use"
     whole = created(Heard(CALL), tools=[TOOL])
-    assert facts(whole) == wanted
+    assert facts(whole) == expected
     kinds, last = streamed(Heard(CALL), tools=[TOOL])
-    assert facts(last) == wanted
+    assert facts(last) == expected
     assert (kinds[0], kinds[-1], kinds.count("content_block_stop")) == ("message_start", "message_stop", 3)
     assert last.usage.output_tokens == whole.usage.output_tokens == len(Heard(CALL).tokens)
 
@@ -151,8 +151,8 @@ def test_an_agents_request_with_long_tools_and_streamed_arguments():
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x" * 200} for i in range(20)}}
     tools = [{"name": f"tool_{i}", "description": "does it " * 50, "input_schema": schema} for i in range(12)]
     code = "def f():\n    return '<a>'\n" * 40
-    said = f"<tool_call>\n{json.dumps({'name': 'tool_7', 'arguments': {'p0': 'a.py', 'p1': code}})}\n</tool_call>"
-    engine = Heard(said)
+    output = f"<tool_call>\n{json.dumps({'name': 'tool_7', 'arguments': {'p0': 'a.py', 'p1': code}})}\n</tool_call>"
+    engine = Heard(output)
     engine.limits = engine.limits.__class__(1 << 17, 8, 64, 1 << 17, 0)
     system = [{"type": "text", "text": "You are an agent. " * 200, "cache_control": {"type": "ephemeral"}}]
     kinds, last = streamed(engine, tools=tools, system=system, max_tokens=8192, metadata={"user_id": "u"})

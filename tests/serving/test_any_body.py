@@ -206,7 +206,7 @@ class Told(Heard):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(asked=st.lists(bodies(), min_size=40, max_size=40))
 def test_any_body_is_answered_or_refused(asked):
-    found = []
+    result = []
 
     async def run():
         engine = Told('<think>hm</think>x<tool_call>{"name": "f", "arguments": {}}</tool_call>')
@@ -215,10 +215,10 @@ def test_any_body_is_answered_or_refused(asked):
         transport = httpx.ASGITransport(app=make_app(served))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             for path, body in asked:
-                found.append((path, body, await client.post(path, content=json.dumps(body).encode())))
+                result.append((path, body, await client.post(path, content=json.dumps(body).encode())))
 
     asyncio.run(run())
-    for path, body, answer in found:
+    for path, body, answer in result:
         assert answer.status_code in (200, 400, 404, 413, 429), (path, body, answer.status_code, answer.text)
         assert "internal error" not in answer.text, (path, body, answer.text)
         if answer.status_code != 200:

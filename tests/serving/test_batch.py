@@ -45,13 +45,13 @@ def test_answers_are_those_of_the_server_and_a_killed_batch_goes_on(server, talk
     done = batch(file, talk, "--json", "--max-batch", 1)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(row) for row in out.read_text().splitlines()]
-    found = {row["custom_id"]: row["response"] for row in rows}
-    assert len(rows) == len(found) == len(lines)
+    result = {row["custom_id"]: row["response"] for row in rows}
+    assert len(rows) == len(result) == len(lines)
     for name, body in list(bodies.items())[::7]:
-        wanted = server.post("completions", body).json()["choices"][0]["text"]
-        assert found[name]["body"]["choices"][0]["text"] == wanted
-    assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
-    refused = {name: row["status_code"] for name, row in found.items() if row["status_code"] != 200}
+        expected = server.post("completions", body).json()["choices"][0]["text"]
+        assert result[name]["body"]["choices"][0]["text"] == expected
+    assert result["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    refused = {name: row["status_code"] for name, row in result.items() if row["status_code"] != 200}
     assert refused == {"bad": 400, "nowhere": 404, "other": 404}
     again = json.loads(batch(file, talk, "--json").stdout)
     assert (again["answered"], again["refused"], again["requests"]) == (0, 0, len(lines))

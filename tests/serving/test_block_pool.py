@@ -12,10 +12,10 @@ SIZE = 2
 
 def names(tokens):
     """Of each whole block of a text."""
-    found = [START]
+    result = [START]
     for first in range(0, len(tokens) - SIZE + 1, SIZE):
-        found.append(name_after(found[-1], tokens[first : first + SIZE]))
-    return found[1:]
+        result.append(name_after(result[-1], tokens[first : first + SIZE]))
+    return result[1:]
 
 
 def find(pool, tokens):
@@ -48,8 +48,8 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 def test_blocks_are_held_by_their_texts_alone(steps, blocks):
     pool, held, contents = BlockPool(blocks), [], {}
     for tokens, ending in steps:
-        found = find(pool, tokens)
-        for i, block in enumerate(found):  # what is found is what was written there last
+        result = find(pool, tokens)
+        for i, block in enumerate(result):  # what is found is what was written there last
             assert contents[block] == tokens[: (i + 1) * SIZE]
         mine = read(pool, tokens, contents)
         if mine is None:

@@ -118,8 +118,8 @@ def test_answers_are_those_of_each_alone():
     try:
         numbers = [client.ask([*start, *p]) for p in own]
         client.engine.cancel(numbers[0])  # the one whose blocks the others wait for
-        got = client.tokens(*numbers[1:])
-        assert got == expected[1:]
+        response = client.tokens(*numbers[1:])
+        assert response == expected[1:]
         assert client.engine.stats().prefix_hits >= (len(own) - 2) * (300 // BLOCK * BLOCK)
     finally:
         client.engine.stop(0)

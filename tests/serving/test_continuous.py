@@ -21,14 +21,14 @@ def windowed():
 
 @pytest.fixture
 def client(model, request):
-    made = []
+    results = []
 
     def make(of=model, **how):
-        made.append(Client(of, **how))
-        return made[-1]
+        results.append(Client(of, **how))
+        return results[-1]
 
     yield make
-    for c in made:
+    for c in results:
         c.engine.stop(0)
 
 
@@ -45,26 +45,26 @@ LENGTHS = (3, 130, 64, 65, 1, 200, 17, 63, 128, 40)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_each_answer_is_the_one_of_the_prompt_alone(kind, deterministic, client, request):
     model = request.getfixturevalue(kind)
-    asked = prompts(*LENGTHS)
+    prompt_ids = prompts(*LENGTHS)
     c = client(model, running=4, deterministic=deterministic)
-    wanted = [alone(model, p, 5 + i) for i, p in enumerate(asked)]
-    numbers = [c.ask(p, 5 + i) for i, p in enumerate(asked)]
-    assert c.tokens(*numbers) == wanted
+    expected = [alone(model, p, 5 + i) for i, p in enumerate(prompt_ids)]
+    numbers = [c.ask(p, 5 + i) for i, p in enumerate(prompt_ids)]
+    assert c.tokens(*numbers) == expected
     assert {e.finish_reason for n in numbers for e in c.heard[n][:-1]} == {None}
     assert {c.heard[n][-1].finish_reason for n in numbers} == {"length"}
     s = c.engine.stats()
     assert (s.running, s.waiting, s.blocks_used) == (0, 0, 0)
     assert s.prompt_tokens == sum(LENGTHS)
-    assert s.new_tokens == sum(map(len, wanted))
+    assert s.new_tokens == sum(map(len, expected))
 
 
 @pytest.mark.parametrize(("tokens", "kv"), [(192, "16"), (320, "16"), (192, "fp8"), (192, "4")])
 def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens, kv):
     """Texts give back their blocks and are computed again."""
-    asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
+    prompt_ids = prompts(*(30 + 7 * i for i in range(8)), seed=5)
     c = client(running=6, cache_tokens=tokens, kv=kv)
-    wanted = [alone(model, p, 90, kv) for p in asked]
-    assert c.tokens(*[c.ask(p, 90) for p in asked]) == wanted
+    expected = [alone(model, p, 90, kv) for p in prompt_ids]
+    assert c.tokens(*[c.ask(p, 90) for p in prompt_ids]) == expected
     assert c.engine.stats().preemptions > 0
     assert c.engine.stats().blocks_used == 0
 
@@ -74,12 +74,12 @@ def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens, k
 def test_a_cache_in_few_bits_answers_each_as_alone(model, client, kv, deterministic):
     """With beginnings that are shared."""
     common = prompts(130)[0]
-    asked = [*([*common, *p] for p in prompts(20, 9, 40)), *prompts(70, 33, 64)]
+    requests = [*([*common, *p] for p in prompts(20, 9, 40)), *prompts(70, 33, 64)]
     drawn = {"temperature": 2.0, "seed": 5}  # greedy, models of random weights say much the same whatever they hold
-    wanted = [alone(model, p, 40, kv, **drawn) for p in asked]
-    assert wanted != [alone(model, p, 40, **drawn) for p in asked]
+    expected = [alone(model, p, 40, kv, **drawn) for p in requests]
+    assert expected != [alone(model, p, 40, **drawn) for p in requests]
     c = client(running=4, kv=kv, deterministic=deterministic, cache_tokens=256)
-    assert c.tokens(*[c.ask(p, 40, **drawn) for p in asked]) == wanted
+    assert c.tokens(*[c.ask(p, 40, **drawn) for p in requests]) == expected
     assert c.engine.stats().prefix_hits + deterministic > 0
 
 
@@ -98,23 +98,23 @@ class Parity:
 
 
 def test_deterministic_answers_are_the_same_to_the_last_bit_also_where_they_were_computed_again(model, client):
-    asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
+    prompt_ids = prompts(*(30 + 7 * i for i in range(8)), seed=5)
     settings = {"temperature": 1.0, "logprobs": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
 
     def ask(c, i):
         mask = Parity() if i % 3 == 0 else None
-        return c.engine.submit(Request(tuple(asked[i]), 90, draw=Draw(**settings, seed=i), mask=mask)), mask
+        return c.engine.submit(Request(tuple(prompt_ids[i]), 90, draw=Draw(**settings, seed=i), mask=mask)), mask
 
     roomy, narrow = (client(running=6, cache_tokens=n, deterministic=True) for n in (4000, 320))
-    alone = [roomy.follow(ask(roomy, i)[0])[0] for i in range(len(asked))]
-    numbers = [ask(narrow, i) for i in range(len(asked))]
+    alone = [roomy.follow(ask(roomy, i)[0])[0] for i in range(len(prompt_ids))]
+    numbers = [ask(narrow, i) for i in range(len(prompt_ids))]
     assert narrow.follow(*(n for n, _ in numbers)) == alone
     s = narrow.engine.stats()
     assert s.preemptions > 0
-    assert s.new_tokens == sum(map(len, alone)) == 90 * len(asked)
+    assert s.new_tokens == sum(map(len, alone)) == 90 * len(prompt_ids)
     assert all(m.accepted == [e.token for e in narrow.heard[n]] for n, m in numbers if m)
     loose = client(running=6, cache_tokens=320)
-    assert loose.follow(*[ask(loose, i)[0] for i in range(len(asked))]) != alone  # read as prompts: other sums
+    assert loose.follow(*[ask(loose, i)[0] for i in range(len(prompt_ids))]) != alone  # read as prompts: other sums
 
 
 def test_equal_beginnings_are_computed_once(model, client):
@@ -150,34 +150,34 @@ def test_how_a_text_is_drawn_is_decided_once_not_in_every_pass(model, client, mo
 
 def test_stop_ids_end_a_text(model, client):
     prompt = prompts(20)[0]
-    wanted = alone(model, prompt, 30)
-    stop = wanted[9]
+    expected = alone(model, prompt, 30)
+    stop = expected[9]
     c = client()
     n, m = c.ask(prompt, 30, stop=[stop, 5]), c.ask(prompt, 1)
-    cut = wanted[: wanted.index(stop) + 1]
-    assert c.tokens(n, m) == [cut, wanted[:1]]
+    cut = expected[: expected.index(stop) + 1]
+    assert c.tokens(n, m) == [cut, expected[:1]]
     assert [c.heard[i][-1].finish_reason for i in (n, m)] == ["stop", "length"]
 
 
 def test_cancelled_requests_end_and_the_others_do_not_notice(model, client):
-    asked = prompts(*(20 + i for i in range(9)))
-    wanted = [alone(model, p, 60) for p in asked]
+    prompt_ids = prompts(*(20 + i for i in range(9)))
+    expected = [alone(model, p, 60) for p in prompt_ids]
     c = client(running=4)
-    numbers = [c.ask(p, 60) for p in asked]
+    numbers = [c.ask(p, 60) for p in prompt_ids]
     for n in numbers[1::3]:  # some run, some wait
         c.engine.cancel(n)
     c.engine.cancel(999)
     while len(c.heard.get(numbers[0], ())) < 5:
         c.hear()
     c.engine.cancel(numbers[3])
-    for i, (events, want) in enumerate(zip(c.follow(*numbers), wanted, strict=True)):
-        got = [e.token for e in events if e.token is not None]
+    for i, (events, want) in enumerate(zip(c.follow(*numbers), expected, strict=True)):
+        result = [e.token for e in events if e.token is not None]
         assert events[-1].finish_reason == ("cancelled" if i in (1, 3, 4, 7) else "length")
-        assert got == want[: len(got)]
-        assert i in (1, 3, 4, 7) or len(got) == 60
+        assert result == want[: len(result)]
+        assert i in (1, 3, 4, 7) or len(result) == 60
     c.engine.cancel(numbers[0])  # over already
-    again = c.ask(asked[0], 60)
-    assert c.tokens(again) == [wanted[0]]
+    again = c.ask(prompt_ids[0], 60)
+    assert c.tokens(again) == [expected[0]]
     assert c.events.empty()
 
 
@@ -185,17 +185,17 @@ def test_samples_of_a_seed_do_not_depend_on_other_requests(model, client):
     prompt, *others = prompts(40, 9, 100, 33)
     how = {"temperature": 1.0, "seed": 12345}
     alone_drawn = Client(model)
-    wanted = alone_drawn.tokens(alone_drawn.ask(prompt, 20, **how))
+    expected = alone_drawn.tokens(alone_drawn.ask(prompt, 20, **how))
     c = client(running=4)
     busy = [c.ask(p, 25, temperature=0.7, seed=i) for i, p in enumerate(others)]
     n, other_seed = c.ask(prompt, 20, **how), c.ask(prompt, 20, temperature=1.0, seed=12346)
-    assert c.tokens(n) == wanted
-    assert c.tokens(other_seed) != wanted
+    assert c.tokens(n) == expected
+    assert c.tokens(other_seed) != expected
     assert len({tuple(t) for t in c.tokens(*busy)}) == 3
     small = client(running=4, cache_tokens=128)  # nor on being put back
     texts = [small.ask(p, 40, **how) for p in (prompt, others[0], others[2])]
     small.follow(*texts)
-    assert small.tokens(texts[0])[0][:20] == wanted[0]
+    assert small.tokens(texts[0])[0][:20] == expected[0]
     alone_drawn.engine.stop(0)
 
 

@@ -130,9 +130,9 @@ def asked(c, *texts, **how):
     """Texts at once; their answers, and what was guessed for each."""
     drafters, drafts = [], c.engine.drafts
     make, drafts.drafter = drafts.drafter, lambda: drafters.append(make()) or drafters[-1]
-    found = c.tokens(*[c.ask(p, n, stop=STOPS, **how) for p, n in texts])
+    result = c.tokens(*[c.ask(p, n, stop=STOPS, **how) for p, n in texts])
     drafts.drafter = make
-    return found, [d.kept for d in drafters]
+    return result, [d.kept for d in drafters]
 
 
 def reference(model, drafter, text, n, K):
@@ -154,13 +154,13 @@ def reference(model, drafter, text, n, K):
 def test_answers_and_guesses_are_those_alone(both, client):
     model, drafter = both
     texts = [(p, 20) for p in prompts(3, 70, 64, 40)]
-    wanted = [alone(model, *one) for one in texts]
+    expected = [alone(model, *one) for one in texts]
     c = client(running=3)
-    found, kept = asked(c, *texts)
-    assert found == wanted
+    result, kept = asked(c, *texts)
+    assert result == expected
     s = counted(c)
     assert s.accepted >= 0.7 * s.drafted or drafter.name != "model itself"  # but where a text passes its last block
-    for (prompt, _), answer, guesses in zip(texts, wanted, kept, strict=True):
+    for (prompt, _), answer, guesses in zip(texts, expected, kept, strict=True):
         assert guesses
         for n, guess in guesses[:: max(1, len(guesses) // 3)]:
             text = prompt + answer
@@ -177,14 +177,14 @@ FEW = ("EAGLE-3", "MTP of qwen3_5_text", "itself")
 def test_thirty_two_at_once_and_cancellations(both, client):
     model, _ = both
     texts = [(p, 10) for p in prompts(*(5 + 2 * i for i in range(32)), seed=9)]
-    wanted = [alone(model, *one) for one in texts[::4]]
+    expected = [alone(model, *one) for one in texts[::4]]
     c = client(running=32)
     numbers = [c.ask(p, n, stop=STOPS) for p, n in texts]
     for i in (1, 9, 30):
         while not c.heard.get(numbers[i]):
             c.hear()
         c.engine.cancel(numbers[i])
-    assert c.tokens(*numbers)[::4] == wanted
+    assert c.tokens(*numbers)[::4] == expected
     counted(c)
 
 
@@ -193,9 +193,9 @@ def test_a_cache_too_small_for_all(both, client):
     """Texts that are put back are read again, by the drafter, too."""
     model, _ = both
     texts = [(p, 40) for p in prompts(*(34 + 7 * i for i in range(6)), seed=5)]
-    wanted = [alone(model, *one) for one in texts]
+    expected = [alone(model, *one) for one in texts]
     c = client(running=6, cache_tokens=320)
-    assert c.tokens(*[c.ask(p, n, stop=STOPS) for p, n in texts]) == wanted
+    assert c.tokens(*[c.ask(p, n, stop=STOPS) for p, n in texts]) == expected
     counted(c)
 
 
@@ -232,10 +232,10 @@ def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):
         numbers = [c.ask(p, n, stop=STOPS, **how) for (p, n), how in zip((one, two, three), draws, strict=True)]
         return c.tokens(*numbers)
 
-    wanted = told(plain)
+    expected = told(plain)
     plain.engine.stop(0)
     c = client(running=3)
-    assert told(c) == wanted
+    assert told(c) == expected
     counted(c)
 
 
@@ -255,9 +255,9 @@ def test_a_text_takes_the_guesses_that_promise_more_and_n_grams_go_on_behind_the
     alone = text.guess(4)
     assert alone.tokens[:3] == [7, 8, 9]
     text.give([7, 8])
-    found = text.guess(6)
-    assert list(found.tokens) == [7, 8, 9, 10, 11, 5]
-    assert found.chances[:2] == [0.8, 0.8]
+    result = text.guess(6)
+    assert list(result.tokens) == [7, 8, 9, 10, 11, 5]
+    assert result.chances[:2] == [0.8, 0.8]
     text.give([3, 4])
     assert list(text.guess(6).tokens) == [3, 4]
     for _ in range(200):

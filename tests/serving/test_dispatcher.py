@@ -85,8 +85,8 @@ class Talk:
 
 
 def served(engine, tokenizer, **how):
-    found = served_by(engine, tokenizer, frozenset(), **how)
-    return found, make_app(found)
+    result = served_by(engine, tokenizer, frozenset(), **how)
+    return result, make_app(result)
 
 
 async def until(true):
@@ -131,14 +131,14 @@ def test_a_slow_reader_gets_what_came_meanwhile_in_one_piece(tokenizer):
 
 def test_an_unread_stream_ends_in_time(tokenizer):
     async def go():
-        engine, said = Scripted([300]), []
-        s, app = served(engine, tokenizer, answer_s=0.1, log=said.append)
+        engine, output = Scripted([300]), []
+        s, app = served(engine, tokenizer, answer_s=0.1, log=output.append)
         await s.models.start(lambda n, of: None)
         whole, streamed = (Talk(app, {"prompt": "Once", "stream": b}) for b in (False, True))
         assert (await whole.run())[0] == 504
         assert b"took longer than 0 s" in (await streamed.run())[1]
         assert engine.cancelled == [1, 2]
-        assert "took longer" in said[0]
+        assert "took longer" in output[0]
 
     asyncio.run(go())
 

@@ -104,13 +104,13 @@ def test_adapters_and_blocks_in_host_memory(kind, tmp_path):
     texts = [begin + p if i % 2 else p * 3 for i, p in enumerate(prompts(20, 30, 40, 25))]
     requests = [("text", {"prompt": p, "max_tokens": 14, "model": n}) for p in texts for n in names]
     facts, tokenizer = Facts(adapters=names[1:]), byte_tokenizer()
-    wanted, _, _ = asked(model, tokenizer, requests, "none", facts, running=12)
-    assert len(set(wanted)) > 8
+    expected, _, _ = asked(model, tokenizer, requests, "none", facts, running=12)
+    assert len(set(expected)) > 8
     memory = HostMemory(8 << 20, 1)
     draft = "ngram" if kind == "ngram" else drafter
-    found, usages, counts = asked(model, tokenizer, requests, draft, facts, running=3, cache_tokens=768, host=memory.lend("m"))
+    result, usages, counts = asked(model, tokenizer, requests, draft, facts, running=3, cache_tokens=768, host=memory.lend("m"))
     memory.close()
-    assert found == wanted * 2
+    assert result == expected * 2
     assert counts.host_hits
     assert details(usages) == (counts.accepted, counts.drafted - counts.accepted)
     assert counts.drafted > 0
@@ -128,21 +128,21 @@ def sees(tmp_path_factory):
     asyncio.run(reader.read([("picture", PICTURE)]))
     texts = [message(PICTURE), message(text="one two one two one two one two"), message(PICTURE, text="x y x y x y x y")]
     requests = [("chat", {"messages": [m], "max_tokens": 24}) for m in texts]
-    wanted, _, _ = asked(model, tokenizer, requests, "none", pictures=reader)
-    return model, tokenizer, reader, requests, wanted
+    expected, _, _ = asked(model, tokenizer, requests, "none", pictures=reader)
+    return model, tokenizer, reader, requests, expected
 
 
 @pytest.mark.parametrize("kind", ["ngram", "itself"])
 def test_pictures(kind, sees):
     """Texts with and without pictures in one batch; rows after a picture rotate by positions of three parts."""
-    model, tokenizer, reader, requests, wanted = sees
+    model, tokenizer, reader, requests, expected = sees
     plan = plan_of(model)
     draft = kind if kind == "ngram" else ModelDrafter(plan, "itself", plan.vocabulary)
     memory = HostMemory(8 << 20, 1)
-    found, usages, counts = asked(
+    result, usages, counts = asked(
         model, tokenizer, requests, draft, pictures=reader, running=2, cache_tokens=512, host=memory.lend("m")
     )
     memory.close()
-    assert found == wanted * 2
+    assert result == expected * 2
     assert details(usages) == (counts.accepted, counts.drafted - counts.accepted)
     assert counts.drafted > 0

@@ -135,16 +135,16 @@ def test_the_process_ends_with_its_engine_and_answers_before():
     ],
 )
 def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line):
-    engine, told = ApartEngine(counting.make, fault), []
+    engine, output = ApartEngine(counting.make, fault), []
 
     def begin():
         engine.made()
-        engine.start(lambda batch: None, lambda n, of: told.append((n, of)))
+        engine.start(lambda batch: None, lambda n, of: output.append((n, of)))
 
     try:
         with pytest.raises(kind, match=line):
             begin()
-        assert told == ([(1, 2)] if fault == "start" else [])
+        assert output == ([(1, 2)] if fault == "start" else [])
     finally:
         engine.stop(0)
 
@@ -179,8 +179,8 @@ def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(st
 
 
 def _engines(server):
-    found = []
+    result = []
     for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            found.append(int(pid))
-    return found
+            result.append(int(pid))
+    return result

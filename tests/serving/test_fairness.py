@@ -47,10 +47,10 @@ def test_a_few_tokens_do_not_wait_for_thousands(model, others, cache_tokens):
         while client.engine.stats().running < 4:
             client.hear()
         few = ask(client, short, 4, others or "hog")
-        found, ends = followed(client, few, *numbers)
+        result, ends = followed(client, few, *numbers)
         assert ends[few] - before < 600  # of 4,000
-        assert found[0] == alone[2][:4]
-        assert [found[1], found[2]] == alone[:2]
+        assert result[0] == alone[2][:4]
+        assert [result[1], result[2]] == alone[:2]
         order = sorted(numbers, key=ends.get)
         assert set(order[:3]) <= set(numbers[:6])  # equals keep their order, but for who gave way
     finally:

@@ -55,10 +55,10 @@ def asked(model, requests):
     engine = engine_of(model, 200)
     served = served_by(engine, byte_tokenizer(template=TEMPLATE))
     try:
-        *found, last = posts(served, *requests, ("completions", {"prompt": "x", "max_tokens": 1}))
+        *result, last = posts(served, *requests, ("completions", {"prompt": "x", "max_tokens": 1}))
         assert last[0] == 200, last
         assert not engine.closed
-        return found
+        return result
     finally:
         engine.stop(0)
 
@@ -104,12 +104,12 @@ def test_a_range_says_what_can_be_drawn(name, value):
 @pytest.mark.parametrize("path", ["generate", "server"])
 def test_however_small_top_p_is_the_likeliest_token_stays(model, top_p, path):
     tokenizer, body = byte_tokenizer(), {"prompt": "once", "max_tokens": 6, "seed": 1, "ignore_eos": True}
-    wanted = stream(model, tokenizer, "once", max_new_tokens=6)
-    list(wanted)
+    expected = stream(model, tokenizer, "once", max_new_tokens=6)
+    list(expected)
     if path == "generate":
-        found = stream(model, tokenizer, "once", max_new_tokens=6, temperature=1.0, top_p=top_p, seed=1)
-        list(found)
-        assert found.tokens == wanted.tokens
+        result = stream(model, tokenizer, "once", max_new_tokens=6, temperature=1.0, top_p=top_p, seed=1)
+        list(result)
+        assert result.tokens == expected.tokens
         return
     greedy, drawn = asked(model, [("completions", body | {"temperature": 0}), ("completions", body | {"top_p": top_p})])
     assert drawn[1]["choices"][0]["text"] == greedy[1]["choices"][0]["text"]

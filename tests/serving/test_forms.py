@@ -114,9 +114,9 @@ def test_a_forced_call_has_its_arguments(make, choice, streamed):
         reason = chunks[-1].finish_reason
         assert not "".join(c.delta.content or "" for c in chunks).strip()
     else:
-        found = make(**how).choices[0]
-        (call,), reason = found.message.tool_calls, found.finish_reason
-        assert found.message.content is None
+        result = make(**how).choices[0]
+        (call,), reason = result.message.tool_calls, result.finish_reason
+        assert result.message.content is None
     assert reason == "tool_calls"
     assert call.id.startswith("call_")
     assert call.function.name == "weather" or choice == "required"
@@ -138,8 +138,8 @@ def test_a_tools_result_goes_back_to_the_model(make):
         call.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "rain"},
     ]
-    found = make(messages=answered, tools=[WEATHER], max_tokens=4)
-    assert found.usage.prompt_tokens > 60  # the tools, the call and what came of it are in the prompt
+    result = make(messages=answered, tools=[WEATHER], max_tokens=4)
+    assert result.usage.prompt_tokens > 60  # the tools, the call and what came of it are in the prompt
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ HERMES = ways_of("<tool_call>", {})
 
 def pushed(text, tools, size=1000):
     """The parts of a text that comes in pieces of a size."""
-    reader, found = Reader(HERMES, tools.offered), []
+    reader, result = Reader(HERMES, tools.offered), []
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     for i, piece in enumerate(pieces):
-        found += reader.push(piece, i + 1 == len(pieces))
-    return joined(found)
+        result += reader.push(piece, i + 1 == len(pieces))
+    return joined(result)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -156,8 +156,8 @@ def test_a_head_has_its_time(half, after_an_answer):
             await asyncio.sleep(0.01)
             assert here.connections
             here.later(IDLE_S + 1)
-            said = await reader.read()
-            assert said.startswith(b"HTTP/1.1 408") if half else not said
+            output = await reader.read()
+            assert output.startswith(b"HTTP/1.1 408") if half else not output
 
     asyncio.run(run())
 

@@ -44,41 +44,41 @@ def model(models, request):
 
 @pytest.fixture
 def lend():
-    made = []
+    results = []
 
     def one(bytes_=16 << 20):
-        made.append(HostMemory(bytes_, 1))
-        return made[-1]
+        results.append(HostMemory(bytes_, 1))
+        return results[-1]
 
     yield one
-    for memory in made:
+    for memory in results:
         memory.close()
 
 
 def held(client):
     """Every name in host memory with the bytes of its block."""
-    cache, found = client.engine._host, {}
+    cache, result = client.engine._host, {}
     for g, host in enumerate(client.engine.scheduler.cache._places):
         for name, place in host.record():
-            found[g, name] = torch.cat([there[place - 1].flatten() for _, there in cache.groups[g]])
-    return found
+            result[g, name] = torch.cat([there[place - 1].flatten() for _, there in cache.groups[g]])
+    return result
 
 
 @pytest.mark.parametrize(
     ("model", "kv"), [*((kind, "16") for kind in KINDS), ("llama", "fp8"), ("llama", "4")], indirect=["model"]
 )
 def test_texts_go_on_from_blocks_that_came_back_as_from_those_that_stayed(model, lend, kv):
-    asked = prompts(200, 150, 190, 140, 170, 160)
+    prompt_ids = prompts(200, 150, 190, 140, 170, 160)
     drawn = {"temperature": 1.5, "seed": 5}
     roomy, small = Client(model, running=8, kv=kv), Client(model, running=2, kv=kv, cache_tokens=448, host=lend().lend("m"))
     for c in (roomy, small):
-        for p in asked:
+        for p in prompt_ids:
             c.tokens(c.ask(p, 70 if kv == "16" else 9, **drawn))
     before = held(small)
-    for i, p in enumerate(asked):
-        wanted, told = (c.follow(c.ask(p, 9, **drawn))[0] for c in (roomy, small))
-        assert [e.token for e in told] == [e.token for e in wanted]
-        assert told[0].cached == wanted[0].cached > 0, i
+    for i, p in enumerate(prompt_ids):
+        expected, output = (c.follow(c.ask(p, 9, **drawn))[0] for c in (roomy, small))
+        assert [e.token for e in output] == [e.token for e in expected]
+        assert output[0].cached == expected[0].cached > 0, i
     after, stats = held(small), small.engine.stats()
     assert stats.host_hits > 0 == roomy.engine.stats().host_hits
     assert any(k in before for k in after)
@@ -92,15 +92,15 @@ def test_texts_go_on_from_blocks_that_came_back_as_from_those_that_stayed(model,
 def test_the_next_engine_of_the_same_model_goes_on_from_what_one_left(model, lend):
     memory, asked = lend(), prompts(200, 150, 190)
     first = Client(model, running=2, host=(lent := memory.lend("m")))
-    wanted = first.tokens(*[first.ask(p, 20) for p in asked])
+    expected = first.tokens(*[first.ask(p, 20) for p in asked])
     first.engine.stop(0)
     kept = first.engine.keep()
     memory.take_back("m", lent, kept)
     assert memory.kept_bytes("m") == kept.bytes > 0
     later = Client(model, running=2, host=memory.lend("m"))
-    told = later.follow(*[later.ask(p, 20) for p in asked])
-    assert [[e.token for e in events] for events in told] == wanted
-    assert [events[0].cached for events in told] == [192, 128, 128]
+    output = later.follow(*[later.ask(p, 20) for p in asked])
+    assert [[e.token for e in events] for events in output] == expected
+    assert [events[0].cached for events in output] == [192, 128, 128]
     assert later.engine.stats().host_hits == 448
     later.engine.stop(0)
 
@@ -113,16 +113,16 @@ def test_adapters_drafts_and_blocks_in_host_memory_together(models, model, lend,
     """Each text is that of the merged model alone, also by the next engine, which has the adapters in another order."""
     kind, names = request.node.callspec.params["model"], ("none", "a", "b")
     folders = {n: adapter(tmp_path / n, model, seed) for seed, n in enumerate(names[1:])}
-    begin, memory, wanted = prompts(140)[0], lend(), {}
-    asked = [begin + p if i % 2 else p for i, p in enumerate(prompts(70, 90, 110, 130))]
+    begin, memory, expected = prompts(140)[0], lend(), {}
+    requests = [begin + p if i % 2 else p for i, p in enumerate(prompts(70, 90, 110, 130))]
     for name in names:
         merged = build(kind, **KINDS[kind])
         for layer, (A, B) in read_adapter(folders[name]).factors.items() if name != "none" else ():
             merged.get_submodule(layer).weight.data += B @ A
         alone = Client(merged, running=1)
-        wanted |= {(name, i): alone.tokens(alone.ask(p, 20))[0] for i, p in enumerate(asked)}
+        expected |= {(name, i): alone.tokens(alone.ask(p, 20))[0] for i, p in enumerate(requests)}
         alone.engine.stop(0)
-    assert len(set(map(tuple, wanted.values()))) == len(wanted)
+    assert len(set(map(tuple, expected.values()))) == len(expected)
     for order in (["none", "a", "b"], ["none", "b", "a"]):
         own = build(kind, **KINDS[kind])
         adapt(plan_of(own), [read_adapter(folders[n], n) for n in order[1:]])
@@ -130,9 +130,9 @@ def test_adapters_drafts_and_blocks_in_host_memory_together(models, model, lend,
         c = Client(own, running=3, cache_tokens=512, host=(lent := memory.lend("m")), draft=drafter)
         if drafter != "ngram":
             always(c)
-        todo = random.Random(len(order[1])).sample(list(wanted) * 2, 14)
-        numbers = [c.engine.submit(Request(tuple(asked[i]), 20, adapter=order.index(n))) for n, i in todo]
-        assert c.tokens(*numbers) == [wanted[t] for t in todo]
+        todo = random.Random(len(order[1])).sample(list(expected) * 2, 14)
+        numbers = [c.engine.submit(Request(tuple(requests[i]), 20, adapter=order.index(n))) for n, i in todo]
+        assert c.tokens(*numbers) == [expected[t] for t in todo]
         assert c.engine.stats().host_hits > 0
         c.engine.stop(0)
         memory.take_back("m", lent, c.engine.keep())
@@ -223,8 +223,8 @@ def ask(server, model):
     prompt = " ".join(["Once upon a time there was a king"] * 12)
     answer = server.post("completions", {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0})
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    return told["choices"][0]["text"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    output = answer.json()
+    return output["choices"][0]["text"], output["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def engine_of(server):
@@ -243,9 +243,9 @@ def test_a_model_that_was_unloaded_remembers_what_it_read_but_not_one_that_was_k
     assert cached == 0
     birch, cached = ask(s, "birch")
     assert (cached, birch != ash) == (0, True)
-    told = {m["id"]: m["kv_host_bytes"] for m in httpx.get(f"{s.url}/v1/models", timeout=30).json()["data"]}
-    assert told["ash"] > 0 == told["birch"]
-    assert f'lowq_kv_host_bytes{{model="ash"}} {float(told["ash"])}' in httpx.get(f"{s.url}/metrics", timeout=30).text
+    output = {m["id"]: m["kv_host_bytes"] for m in httpx.get(f"{s.url}/v1/models", timeout=30).json()["data"]}
+    assert output["ash"] > 0 == output["birch"]
+    assert f'lowq_kv_host_bytes{{model="ash"}} {float(output["ash"])}' in httpx.get(f"{s.url}/metrics", timeout=30).text
     assert ask(s, "ash") == (ash, 64)
     os.kill(engine_of(s), signal.SIGKILL)
     end = time.monotonic() + 60

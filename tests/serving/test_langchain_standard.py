@@ -51,20 +51,20 @@ class Able(Heard):
 
     def answer(self, prompt):
         tools = re.findall(r"^(\w+)\(\{", prompt, re.M)
-        said = prompt.rpartition("\nuser[")[2] if "\nuser[" in prompt else prompt
-        if tools and "tool[" not in said:
+        output = prompt.rpartition("\nuser[")[2] if "\nuser[" in prompt else prompt
+        if tools and "tool[" not in output:
             name = next((t for t in tools if t in ARGUMENTS), tools[0])
-            named = re.search(r"customer named '([^']+)'", said)
+            named = re.search(r"customer named '([^']+)'", output)
             arguments = {"customer_name": named[1], "description": "New"} if named else ARGUMENTS.get(name)
             call = {"name": name, "arguments": json.loads(JOKE) if arguments is None else arguments}
             return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-        return JOKE if "joke" in said.lower() else "It is so. It goes on, " + "and on, " * 4
+        return JOKE if "joke" in output.lower() else "It is so. It goes on, " + "and on, " * 4
 
 
 @pytest.fixture(scope="module")
 def url():
-    with running(Able()) as found:
-        yield found
+    with running(Able()) as result:
+        yield result
 
 
 class Standard(standard.ChatModelIntegrationTests):

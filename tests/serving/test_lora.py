@@ -36,15 +36,15 @@ def asked():
 @pytest.fixture(scope="module")
 def wanted(folders, asked):
     """The text of each merged model, alone, of its prompt."""
-    found = []
+    result = []
     for folder, prompt in zip(folders, asked, strict=True):
         model = build("llama")
         for name, (A, B) in read_adapter(folder).factors.items():
             model.get_submodule(name).weight.data += B @ A
         client = Client(model, running=1)
-        found.append(client.tokens(client.ask(prompt, 8))[0])
+        result.append(client.tokens(client.ask(prompt, 8))[0])
         client.engine.stop(0)
-    return found
+    return result
 
 
 def adapted(folders):
@@ -97,7 +97,7 @@ def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked
         "base", place.offer.path, {"lora": {n: str(f) for n, f in zip(names, folders, strict=True)}}
     )
     body = {"prompt": asked[2], "max_tokens": 8, "temperature": 0, "skip_special_tokens": False}
-    found = posts(
+    result = posts(
         Served(pool),
         *(
             ("completions", body | more)
@@ -107,10 +107,10 @@ def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked
         ("embeddings", {"input": "x", "model": "base"}),
     )
     text = tokenizer.decode(wanted[2])
-    assert [a["choices"][0]["text"] == text for _, a in found[:3]] == [True, True, False]
-    assert [a["model"] for _, a in found[:3]] == ["a2", "a2", "base"]
-    assert [status for status, _ in found] == [200, 200, 200, 404, 404, 200, 200]
-    assert found[5][1]["data"] != found[6][1]["data"]
+    assert [a["choices"][0]["text"] == text for _, a in result[:3]] == [True, True, False]
+    assert [a["model"] for _, a in result[:3]] == ["a2", "a2", "base"]
+    assert [status for status, _ in result] == [200, 200, 200, 404, 404, 200, 200]
+    assert result[5][1]["data"] != result[6][1]["data"]
     listed = {m["id"]: m.get("parent") for m in pool.entries()}
     assert listed == {"base": None, **dict.fromkeys(names, "base")}
     model.engine.stop(0)

@@ -14,11 +14,11 @@ def test_the_share_of_the_memorys_speed():
 
     A step reads 1 MB and 10 kB a sequence, and no more for more than 24.
     """
-    found = metrics.Roofline(100e6, tuple(1_000_000 + 10_000 * min(1 << i, 24) for i in range(8)))
+    result = metrics.Roofline(100e6, tuple(1_000_000 + 10_000 * min(1 << i, 24) for i in range(8)))
     before, now = Stats(steps=10, new_tokens=5, busy_s=1.0), Stats(steps=50, new_tokens=125, busy_s=1.5)
-    assert found.share(before, now) == pytest.approx(1_030_000 * 40 / 0.5 / 100e6)
-    assert found.share(before, Stats(steps=50, new_tokens=2805, busy_s=1.5)) == pytest.approx(1_240_000 * 40 / 0.5 / 100e6)
-    assert found.share(now, now) is None
+    assert result.share(before, now) == pytest.approx(1_030_000 * 40 / 0.5 / 100e6)
+    assert result.share(before, Stats(steps=50, new_tokens=2805, busy_s=1.5)) == pytest.approx(1_240_000 * 40 / 0.5 / 100e6)
+    assert result.share(now, now) is None
     all_ = metrics.Metrics()
     all_.watch("m", SimpleNamespace(stats=lambda: now), metrics.Roofline(100e6, (1_000_000,)))
     page = all_.text().decode()
@@ -43,8 +43,8 @@ def test_counters_of_a_model_that_is_loaded_again_go_on():
 def test_no_share_where_memory_is_not_the_limit():
     """The bundled model stays in the cache of a processor; a step of more sequences reads no less of its weights."""
     model, _ = ready("demo", "cpu")
-    found = metrics.roofline(model, 8)
-    assert found.speed is None
-    assert len(found.read) == 5
-    assert 0 < found.read[0] <= found.read[-1]
-    assert found.share(Stats(), Stats(steps=1, busy_s=1.0)) is None
+    result = metrics.roofline(model, 8)
+    assert result.speed is None
+    assert len(result.read) == 5
+    assert 0 < result.read[0] <= result.read[-1]
+    assert result.share(Stats(), Stats(steps=1, busy_s=1.0)) is None

@@ -70,8 +70,8 @@ def pool_of(names, room=2, **how):
 
     more = {k: v for k, v in how.items() if k in ("keep_alive", "waiting", "wait_s")}
     pinned = how.get("pinned", ())
-    found = {n: Offer(n, f"/nowhere/{n}", pin=n in pinned) for n in names}
-    pool = ModelPool(found, names[0], load, room * PROCESS + 1, **more)
+    result = {n: Offer(n, f"/nowhere/{n}", pin=n in pinned) for n in names}
+    pool = ModelPool(result, names[0], load, room * PROCESS + 1, **more)
     return pool, log
 
 
@@ -471,13 +471,13 @@ def test_the_file(tmp_path):
     (tmp_path / "models.toml").write_text(TOML)
     config = read_config(tmp_path / "models.toml")
     assert (config.default, config.memory, config.keep_alive) == ("small", 1_500_000_000, 5400.0)
-    found = gather(config)
-    small = found["small"]
+    result = gather(config)
+    small = result["small"]
     assert (small.pin, small.keep_alive, dict(small.draw)) == (True, 5.0, {"temperature": 0.5})
     assert dict(small.how) == {"running": 3, "kv": "fp8"}
-    assert {"two", "three"} <= set(found)
-    assert not {"one", "no"} & set(found)  # the first under its other name alone
-    assert found["two"].published() == {"max_model_len": 77, "chat": False}
+    assert {"two", "three"} <= set(result)
+    assert not {"one", "no"} & set(result)  # the first under its other name alone
+    assert result["two"].published() == {"max_model_len": 77, "chat": False}
 
 
 @pytest.mark.parametrize(
@@ -539,10 +539,10 @@ def states(server):
 
 def until(true, seconds=90):
     end = time.monotonic() + seconds
-    while not (found := true()):
+    while not (result := true()):
         assert time.monotonic() < end
         time.sleep(0.02)
-    return found
+    return result
 
 
 def whole(connection):

@@ -86,14 +86,14 @@ def said_by(package, script):
 
 
 def test_openai():
-    said = said_by("openai", OPENAI)
-    assert said["models"] == ["m"]
-    assert said["whole"] == [TEXT, "hm", CALL, "tool_calls"]
-    assert said["stream"] == [TEXT, CALL, True]
-    first, text, arguments, last = said["responses"]
+    output = said_by("openai", OPENAI)
+    assert output["models"] == ["m"]
+    assert output["whole"] == [TEXT, "hm", CALL, "tool_calls"]
+    assert output["stream"] == [TEXT, CALL, True]
+    first, text, arguments, last = output["responses"]
     assert (first, text, arguments) == ("response.created", TEXT, CALL["arguments"])
     assert last == ["response.completed", None, ["reasoning", "message", "function_call"]]
-    assert said["error"] == ["BadRequestError", 400, "temperature"]
+    assert output["error"] == ["BadRequestError", 400, "temperature"]
 
 
 def test_anthropic():

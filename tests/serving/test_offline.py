@@ -20,12 +20,12 @@ def model():
 
 
 def alone(model, asked, **how):
-    made = []
+    results = []
     for p in asked:
         g = stream(model, TOKENIZER, p, **how)
         list(g)
-        made.append((g.texts[0], g.tokens[0], g.finish_reasons[0]))
-    return made
+        results.append((g.texts[0], g.tokens[0], g.finish_reasons[0]))
+    return results
 
 
 def together(model, asked, n, sampling=None, **how):
@@ -34,24 +34,24 @@ def together(model, asked, n, sampling=None, **how):
 
 @pytest.mark.parametrize("at_once", [1, 3, None])
 def test_texts_and_reasons_are_those_of_each_alone(model, at_once):
-    asked = prompts(3, 70, 505, 20, 64)  # the context ends at 512
-    wanted = alone(model, asked, max_new_tokens=30)
-    assert [reason for _, _, reason in wanted] == ["length", "length", "context", "length", "length"]
-    assert together(model, asked, 30, at_once=at_once) == wanted
-    stop = [wanted[0][0][4:6], wanted[3][0][9:10]]
-    cut = alone(model, asked, max_new_tokens=30, stop=stop)
+    prompt_ids = prompts(3, 70, 505, 20, 64)  # the context ends at 512
+    expected = alone(model, prompt_ids, max_new_tokens=30)
+    assert [reason for _, _, reason in expected] == ["length", "length", "context", "length", "length"]
+    assert together(model, prompt_ids, 30, at_once=at_once) == expected
+    stop = [expected[0][0][4:6], expected[3][0][9:10]]
+    cut = alone(model, prompt_ids, max_new_tokens=30, stop=stop)
     assert "stop" in [reason for _, _, reason in cut]
-    assert together(model, asked, 30, stop=stop, at_once=at_once) == cut
+    assert together(model, prompt_ids, 30, stop=stop, at_once=at_once) == cut
 
 
 def test_no_tokens_and_seeds(model):
-    asked = prompts(9, 9, 9)
-    assert together(model, asked, 0) == [("", [], "length")] * 3
+    prompt_ids = prompts(9, 9, 9)
+    assert together(model, prompt_ids, 0) == [("", [], "length")] * 3
     how = Sampling(temperature=1.0, seed=5)
-    drawn = together(model, [asked[0]] * 3, 12, how)
+    drawn = together(model, [prompt_ids[0]] * 3, 12, how)
     assert len({tuple(tokens) for _, tokens, _ in drawn}) == 3
-    assert together(model, [asked[0]] * 3, 12, how, at_once=1) == drawn
-    assert together(model, [asked[0]] * 2, 12, Sampling(temperature=1.0, seed=6)) == drawn[1:]
+    assert together(model, [prompt_ids[0]] * 3, 12, how, at_once=1) == drawn
+    assert together(model, [prompt_ids[0]] * 2, 12, Sampling(temperature=1.0, seed=6)) == drawn[1:]
 
 
 def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
@@ -86,8 +86,8 @@ def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
     monkeypatch.setattr(offline, "ContinuousEngine", Late)
     monkeypatch.setattr(model_runner, "capture", capture)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    asked = prompts(20, 20, 20)
-    wanted = alone(model, asked, max_new_tokens=30)
-    assert together(model, asked, 30, at_once=2) == wanted
+    prompt_ids = prompts(20, 20, 20)
+    expected = alone(model, prompt_ids, max_new_tokens=30)
+    assert together(model, prompt_ids, 30, at_once=2) == expected
     assert len(recorded) == len(made[0].captured) < len(made[0].met)
     assert len(replayed) > 30

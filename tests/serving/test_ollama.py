@@ -28,26 +28,26 @@ def facts(message):
 
 
 def test_a_chat_whole_and_as_it_comes():
-    wanted = ("hm", "I look.", [("weather", {"town": "Ulm"})])
-    found = chat(Heard(CALL), tools=[TOOL])
-    assert facts(found.message) == wanted
-    assert (found.done, found.done_reason, found.eval_count) == (True, "stop", len(Heard(CALL).tokens))
+    expected = ("hm", "I look.", [("weather", {"town": "Ulm"})])
+    result = chat(Heard(CALL), tools=[TOOL])
+    assert facts(result.message) == expected
+    assert (result.done, result.done_reason, result.eval_count) == (True, "stop", len(Heard(CALL).tokens))
 
     def streamed(client):
         return list(client.chat(model="m:latest", messages=HI, tools=[TOOL], stream=True))
 
     parts = ask(Heard(CALL), streamed)
     assert [p.done for p in parts] == [False] * (len(parts) - 1) + [True]
-    said = [facts(p.message) for p in parts]
-    assert "".join(t or "" for t, _, _ in said) == "hm"
-    assert "".join(c or "" for _, c, _ in said) == "I look."
-    assert [c for _, _, calls in said for c in calls] == wanted[2]
-    assert parts[-1].prompt_eval_count == found.prompt_eval_count
+    output = [facts(p.message) for p in parts]
+    assert "".join(t or "" for t, _, _ in output) == "hm"
+    assert "".join(c or "" for _, c, _ in output) == "I look."
+    assert [c for _, _, calls in output for c in calls] == expected[2]
+    assert parts[-1].prompt_eval_count == result.prompt_eval_count
 
 
 def test_a_conversation_with_tools_reaches_the_template():
     engine = Heard("Rain.")
-    said = [
+    output = [
         {"role": "system", "content": "Be kind."},
         *HI,
         {
@@ -58,7 +58,7 @@ def test_a_conversation_with_tools_reaches_the_template():
         },
         {"role": "tool", "tool_name": "weather", "content": "wet"},
     ]
-    chat(engine, messages=said, tools=[TOOL])
+    chat(engine, messages=output, tools=[TOOL])
     assert engine.prompts[0].splitlines()[1:] == [
         "system[]: Be kind.",
         "user[]: Hi",
@@ -79,11 +79,11 @@ def test_options_and_thinking():
         "repeat_penalty": 1.5,
         "stop": ["!"],
     }
-    found = chat(engine, options=options, think=False, keep_alive="5m")
+    result = chat(engine, options=options, think=False, keep_alive="5m")
     request = engine.requests[0]
     assert (request.draw.temperature, request.draw.top_k, request.draw.seed) == (0.5, 7, 4)
     assert (request.draw.repetition_penalty, request.max_tokens) == (1.5, 3)
-    assert (found.done_reason, found.message.content) == ("length", "Yes")
+    assert (result.done_reason, result.message.content) == ("length", "Yes")
     assert engine.prompts[0].endswith("</think>\n\n")
 
 
@@ -113,8 +113,8 @@ def test_models_are_listed():
     def asked(client):
         return client.list(), client.ps(), client.show("m:latest")
 
-    found, loaded, shown = ask(Heard("x"), asked)
-    assert [m.model for m in found.models] == [m.model for m in loaded.models] == ["m"]
+    result, loaded, shown = ask(Heard("x"), asked)
+    assert [m.model for m in result.models] == [m.model for m in loaded.models] == ["m"]
     assert set(shown.capabilities) == {"completion", "tools", "thinking"}
 
 
@@ -135,12 +135,12 @@ def test_texts_and_conversations_as_tokens_and_back():
     with running(engine) as url:
 
         def post(path, body):
-            found = httpx.post(f"{url}/{path}", json=body)
-            return found.status_code, found.json()
+            result = httpx.post(f"{url}/{path}", json=body)
+            return result.status_code, result.json()
 
-        _, found = post("tokenize", {"prompt": "a<x>é"})
-        assert (found["count"], found["tokens"]) == (4, engine.tokenizer("a<x>é")["input_ids"])
-        assert post("detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "a<x>é", "content": "a<x>é"}
+        _, result = post("tokenize", {"prompt": "a<x>é"})
+        assert (result["count"], result["tokens"]) == (4, engine.tokenizer("a<x>é")["input_ids"])
+        assert post("detokenize", {"tokens": result["tokens"]})[1] == {"prompt": "a<x>é", "content": "a<x>é"}
         _, pieces = post("tokenize", {"content": "ab", "with_pieces": True})
         assert [t["piece"] for t in pieces["tokens"]] == ["a", "b"]
         _, conversation = post("tokenize", {"messages": HI})

@@ -36,34 +36,34 @@ def client(server):
 
 
 def test_models(client):
-    found = client.models.list().data
-    assert [m.id for m in found] == ["talk"]
+    response = client.models.list().data
+    assert [m.id for m in response] == ["talk"]
     assert client.models.retrieve("talk").owned_by == "lowq"
     with pytest.raises(openai.NotFoundError, match='"gpt-4" is not served here; this server has "talk"'):
         client.models.retrieve("gpt-4")
 
 
 def test_a_completion_is_the_text_of_generate(client, alone):
-    found = client.completions.create(model="talk", prompt=PROMPT, temperature=0)
-    assert found.choices[0].text == alone(PROMPT, 16)
-    assert found.choices[0].finish_reason == "length"
-    u = found.usage
+    response = client.completions.create(model="talk", prompt=PROMPT, temperature=0)
+    assert response.choices[0].text == alone(PROMPT, 16)
+    assert response.choices[0].finish_reason == "length"
+    u = response.usage
     assert (u.prompt_tokens, u.completion_tokens, u.total_tokens) == (5, 16, 21)
 
 
 def test_a_chat_is_the_text_of_its_template(client, alone):
-    found = client.chat.completions.create(model="talk", messages=SAID, temperature=0, max_completion_tokens=12)
-    assert found.choices[0].message.content == alone(RENDERED, 12)
-    assert found.choices[0].message.role == "assistant"
+    response = client.chat.completions.create(model="talk", messages=SAID, temperature=0, max_completion_tokens=12)
+    assert response.choices[0].message.content == alone(RENDERED, 12)
+    assert response.choices[0].message.role == "assistant"
     parts = [SAID[0], {"role": "user", "content": [{"type": "text", "text": "Once upon "}, {"type": "text", "text": "a time"}]}]
     again = client.chat.completions.create(model="talk", messages=parts, temperature=0, max_tokens=12)
-    assert again.choices[0].message.content == found.choices[0].message.content
+    assert again.choices[0].message.content == response.choices[0].message.content
 
 
 def test_a_switch_of_the_template_is_passed_on(client, alone):
     how = {"model": "talk", "messages": SAID, "temperature": 0, "max_tokens": 8}
-    found = client.chat.completions.create(**how, extra_body={"chat_template_kwargs": {"shout": True}})
-    assert found.choices[0].message.content == alone(RENDERED + " LOUD", 8)
+    response = client.chat.completions.create(**how, extra_body={"chat_template_kwargs": {"shout": True}})
+    assert response.choices[0].message.content == alone(RENDERED + " LOUD", 8)
     for wrong in ({"whisper": True}, {"messages": []}, {"chat_template": "x"}):
         with pytest.raises(openai.BadRequestError, match="knows no switch"):
             client.chat.completions.create(**how, extra_body={"chat_template_kwargs": wrong})
@@ -106,8 +106,8 @@ def test_many_at_once_by_the_async_client(server, alone):
 
 def test_several_prompts_and_token_ids(client, alone):
     prompts = [PROMPT, "The old man"]
-    found = client.completions.create(model="talk", prompt=prompts, temperature=0, max_tokens=6)
-    assert [c.text for c in found.choices] == [alone(p, 6) for p in prompts]
+    response = client.completions.create(model="talk", prompt=prompts, temperature=0, max_tokens=6)
+    assert [c.text for c in response.choices] == [alone(p, 6) for p in prompts]
     ids = client.completions.create(model="talk", prompt=[5, 6, 7], temperature=0, max_tokens=6, echo=True)
     assert ids.choices[0].text.endswith(alone([5, 6, 7], 6))
     assert ids.usage.prompt_tokens == 3
@@ -117,18 +117,18 @@ def test_stop_strings_are_no_part_of_the_text(client, alone):
     whole = alone(PROMPT, 16)
     stop = whole[20:24]
     how = {"model": "talk", "prompt": PROMPT, "temperature": 0, "max_tokens": 16, "stop": [stop, "zebra"]}
-    found = client.completions.create(**how).choices[0]
-    assert (found.text, found.finish_reason) == (whole[: whole.index(stop)], "stop")
+    response = client.completions.create(**how).choices[0]
+    assert (response.text, response.finish_reason) == (whole[: whole.index(stop)], "stop")
     pieces = [c.choices[0] for c in client.completions.create(**how, stream=True)]
-    assert "".join(p.text for p in pieces) == found.text
+    assert "".join(p.text for p in pieces) == response.text
     assert pieces[-1].finish_reason == "stop"
 
 
 def test_logprobs_of_both_endpoints(client):
-    found = client.completions.create(model="talk", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=2).choices[0]
-    logs = found.logprobs
-    assert "".join(logs.tokens) == found.text
-    assert [found.text[o:][: len(t)] for o, t in zip(logs.text_offset, logs.tokens, strict=True)] == logs.tokens
+    response = client.completions.create(model="talk", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=2).choices[0]
+    logs = response.logprobs
+    assert "".join(logs.tokens) == response.text
+    assert [response.text[o:][: len(t)] for o, t in zip(logs.text_offset, logs.tokens, strict=True)] == logs.tokens
     assert all(max(t.values()) == p for t, p in zip(logs.top_logprobs, logs.token_logprobs, strict=True))
     how = {"model": "talk", "messages": SAID, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
     chat = client.chat.completions.create(**how).choices[0]
@@ -183,9 +183,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "line"), WRONG, ids=lambda v: v[:20] if isinstance(v, str) else "")
 def test_errors_have_openais_shape(server, change, line):
-    found = server.post("completions", {"prompt": PROMPT} | change)
-    assert found.status_code == 400, found.text
-    error = found.json()["error"]
+    response = server.post("completions", {"prompt": PROMPT} | change)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert line in error["message"]
@@ -206,9 +206,9 @@ WRONG_CHAT = [
 
 @pytest.mark.parametrize(("body", "line"), WRONG_CHAT, ids=lambda v: v[:20] if isinstance(v, str) else "")
 def test_invalid_messages_are_refused(server, body, line):
-    found = server.post("chat/completions", body)
-    assert found.status_code == 400
-    assert line in found.json()["error"]["message"] or "messages" not in body
+    response = server.post("chat/completions", body)
+    assert response.status_code == 400
+    assert line in response.json()["error"]["message"] or "messages" not in body
 
 
 RAW = [
@@ -226,17 +226,17 @@ RAW = [
 
 @pytest.mark.parametrize(("raw", "status", "line"), RAW, ids=lambda v: str(v)[:20])
 def test_invalid_bodies_are_refused(server, raw, status, line):
-    found = server.post("completions", raw)
-    assert (found.status_code, line in found.json()["error"]["message"]) == (status, True), found.text
+    response = server.post("completions", raw)
+    assert (response.status_code, line in response.json()["error"]["message"]) == (status, True), response.text
 
 
 def test_paths_and_methods_that_are_not_served(server):
     import httpx
 
     for method, path, status in [("GET", "/v1/images", 404), ("GET", "/v1/completions", 405), ("POST", "/", 405)]:
-        found = httpx.request(method, server.url + path)
-        assert found.status_code == status
-        assert path in found.json()["error"]["message"]
+        result = httpx.request(method, server.url + path)
+        assert result.status_code == status
+        assert path in result.json()["error"]["message"]
 
 
 def test_curl_as_it_is_printed(server):

@@ -25,8 +25,8 @@ def test_lm_evals_local_completions_says_what_eval_says(server, talk, tmp_path, 
     client = completions.LocalCompletionsAPI(model="talk", **how)
     pairs = [("Once upon a time there was a little", ende) for ende in (" girl", " xylophone quantum", " dog. He")]
     pairs += [("", "The sun"), ("She saw a", " cat")]
-    asked = [SimpleNamespace(args=p) for p in pairs]
-    mine, theirs = judge.loglikelihood(asked), client.loglikelihood(asked, disable_tqdm=True)
+    requests = [SimpleNamespace(args=p) for p in pairs]
+    mine, theirs = judge.loglikelihood(requests), client.loglikelihood(requests, disable_tqdm=True)
     for (a, greedy), (b, also), pair in zip(mine, theirs, pairs, strict=True):
         assert math.isclose(a, b, abs_tol=1e-3), pair
         assert greedy == also, pair
@@ -51,8 +51,8 @@ def test_langchain():
     with running(engine) as url:
         model = langchain.ChatOpenAI(model="m", base_url=f"{url}/v1", api_key="none")
         tool = {"type": "function", "function": {"name": "weather", "parameters": TOWN}}
-        found = model.bind_tools([tool]).invoke("Rain?")
-        assert [(c["name"], c["args"]) for c in found.tool_calls] == [("weather", {"town": "Ulm"})]
+        result = model.bind_tools([tool]).invoke("Rain?")
+        assert [(c["name"], c["args"]) for c in result.tool_calls] == [("weather", {"town": "Ulm"})]
         whole = None
         for chunk in model.bind_tools([tool]).stream("Rain?"):
             whole = chunk if whole is None else whole + chunk
@@ -67,8 +67,8 @@ def test_litellm():
     with running(Heard("<think>hm</think>Yes.")) as url:
         how = {"messages": [{"role": "user", "content": "Hi"}], "api_key": "none"}
         for name, base in (("openai/m", f"{url}/v1"), ("anthropic/m", url), ("ollama_chat/m", url)):
-            found = litellm.completion(model=name, api_base=base, max_tokens=100, **how).choices[0].message
-            assert found.content == "Yes."
+            result = litellm.completion(model=name, api_base=base, max_tokens=100, **how).choices[0].message
+            assert result.content == "Yes."
         assert litellm.responses(model="openai/m", input="Hi", api_base=f"{url}/v1", api_key="none").output_text == "Yes."
 
 
@@ -79,11 +79,13 @@ def test_instructor():
     class Town(pydantic.BaseModel):
         town: str
 
-    said = json.dumps({"name": "Town", "arguments": {"town": "Ulm"}})
-    with running(Heard(f"<tool_call>\n{said}\n</tool_call>")) as url:
+    output = json.dumps({"name": "Town", "arguments": {"town": "Ulm"}})
+    with running(Heard(f"<tool_call>\n{output}\n</tool_call>")) as url:
         client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"))
-        found = client.chat.completions.create(model="m", response_model=Town, messages=[{"role": "user", "content": "Where?"}])
-        assert found.town == "Ulm"
+        response = client.chat.completions.create(
+            model="m", response_model=Town, messages=[{"role": "user", "content": "Where?"}]
+        )
+        assert response.town == "Ulm"
 
 
 def test_llm(tmp_path, monkeypatch):
@@ -117,7 +119,7 @@ def test_many_clients_of_every_dialect_at_once(server):
     async def all_of_them():
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             paths = list(bodies) * 4
-            found = await asyncio.gather(*(client.post(f"/{p}", json=bodies[p]) for p in paths))
-            return [text[p](a.json()) for p, a in zip(paths, found, strict=True)]
+            result = await asyncio.gather(*(client.post(f"/{p}", json=bodies[p]) for p in paths))
+            return [text[p](a.json()) for p, a in zip(paths, result, strict=True)]
 
     assert len(set(asyncio.run(all_of_them()))) == 1

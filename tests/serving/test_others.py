@@ -21,9 +21,9 @@ def test_fields_without_a_meaning_are_left_out_by_name(chat):
     body = CHAT if chat else {"prompt": "x"}
     plain = fields.read(dict(body), chat)
     for name in HARMLESS | set(WITH):
-        found = fields.read(body | {name: 3}, chat)
-        assert (found.given, found.draw, found.left_out) == (plain.given, plain.draw, (name,))
-        assert name in found.ignored
+        result = fields.read(body | {name: 3}, chat)
+        assert (result.given, result.draw, result.left_out) == (plain.given, plain.draw, (name,))
+        assert name in result.ignored
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -35,8 +35,8 @@ def test_fields_that_would_change_the_answer_are_refused_unless_they_do_not(name
 
 
 def test_other_names_mean_the_same():
-    found = fields.read(CHAT | {"repeat_penalty": 1.5, "n_predict": 7, "thinking_budget": 9}, True)
-    assert (found.draw["repetition_penalty"], found.max_tokens, found.thinking) == (1.5, 7, 9)
+    result = fields.read(CHAT | {"repeat_penalty": 1.5, "n_predict": 7, "thinking_budget": 9}, True)
+    assert (result.draw["repetition_penalty"], result.max_tokens, result.thinking) == (1.5, 7, 9)
     assert fields.read({"prompt": "x", "n_predict": -1}, False).max_tokens is None
     assert not set(RENAMED) & (set(fields.CHAT) | HARMLESS | set(NEUTRAL))
     assert not (HARMLESS | set(NEUTRAL) | set(WITH) | set(FORMS)) & (set(fields.CHAT) | set(fields.COMPLETION))
@@ -47,11 +47,11 @@ def test_other_names_mean_the_same():
 def test_an_unknown_field_is_named_in_one_line(name, value):
     if name in {**fields.CHAT, **RENAMED, **NEUTRAL, **WITH, **dict.fromkeys((*HARMLESS, *FORMS))}:
         return
-    found = fields.read(CHAT | {name: value}, True)
-    assert found.unknown == (name,)
-    assert "\n" not in found.ignored
+    result = fields.read(CHAT | {name: value}, True)
+    assert result.unknown == (name,)
+    assert "\n" not in result.ignored
     with pytest.raises(Refusal, match="unknown field"):
-        found.check_known()
+        result.check_known()
 
 
 def test_unknown_fields_are_refused_by_a_strict_server_alone():
@@ -124,8 +124,8 @@ class Following(Heard):
     """Says its tokens as far as the mask lets it, and else the one token that it has to."""
 
     def submit(self, request):
-        said, left = [], list(self.tokens)
-        while left and len(said) < request.max_tokens:
+        output, left = [], list(self.tokens)
+        while left and len(output) < request.max_tokens:
             words = np.zeros(-(-self.vocabulary // 32), np.int32)
             request.mask.fill(words)
             token = left[0]
@@ -134,18 +134,18 @@ class Following(Heard):
             else:
                 token = next((t for t in range(self.vocabulary) if (words[t // 32] >> t % 32) & 1), None)
             request.mask.accept(token)
-            said.append(token)
+            output.append(token)
             if token in request.stop_ids:
                 break
-        self.tokens = said
+        self.tokens = output
         return super().submit(request)
 
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "tokens"])
 @pytest.mark.parametrize("budget", [1, 4, 40])
 def test_thoughts_end_when_their_budget_is_used_up(special, budget):
-    said = "<think>" + "u" * 20 + ("" if budget < 20 else "</think>\n\nYes.")
-    engine = Following(said, special)
+    output = "<think>" + "u" * 20 + ("" if budget < 20 else "</think>\n\nYes.")
+    engine = Following(output, special)
     ((status, answer),) = posts(
         served_by(engine, engine.tokenizer), ("chat/completions", CHAT | {"thinking_token_budget": budget, "max_tokens": 80})
     )

@@ -10,12 +10,12 @@ import pytest
 def page(server, tmp_path):
     if browser.found() is None:
         pytest.skip(f"no browser here: one of {', '.join(browser.NAMES)} (Debian: apt install chromium)")
-    found = browser.Browser(tmp_path / "profile")
-    found.look(1100, 800)
-    found.open(server.url)
-    found.wait("document.querySelector('#model').textContent === 'talk'")
-    yield found
-    found.close()
+    result = browser.Browser(tmp_path / "profile")
+    result.look(1100, 800)
+    result.open(server.url)
+    result.wait("document.querySelector('#model').textContent === 'talk'")
+    yield result
+    result.close()
 
 
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
@@ -41,8 +41,8 @@ def test_a_conversation(page, server):
     say(page, "And then?")  # the second turn includes the first, and the system message
     page.wait("document.querySelectorAll('.assistant').length === 2 && document.querySelector('#go').textContent === 'Send'")
     messages = [{"role": "system", "content": "Be brief."}, *body["messages"], {"role": "assistant", "content": whole}]
-    wanted = server.post("chat/completions", body | {"messages": [*messages, {"role": "user", "content": "And then?"}]})
-    assert page.run(f"{LAST}.querySelector('div').textContent") == wanted.json()["choices"][0]["message"]["content"].lstrip()
+    expected = server.post("chat/completions", body | {"messages": [*messages, {"role": "user", "content": "And then?"}]})
+    assert page.run(f"{LAST}.querySelector('div').textContent") == expected.json()["choices"][0]["message"]["content"].lstrip()
 
     say(page, "A long one", tokens=900)  # Stop, while it streams: at temperature 0 it repeats itself
     page.wait(f"document.querySelectorAll('.assistant').length === 3 && {LAST}.textContent.length > 60")
@@ -118,8 +118,8 @@ def test_conversations_are_kept_edited_and_answered_again(page, server):
     page.run("[...document.querySelectorAll('.user nav button')].find(b => b.textContent === 'Send').click()")
     page.wait(f"document.querySelector('#go').textContent === 'Send' && {LAST}")
     body = {"messages": [{"role": "user", "content": "The king"}], "temperature": 0, "max_tokens": 12}
-    wanted = server.post("chat/completions", body).json()["choices"][0]["message"]["content"]
-    assert page.run(f"{LAST}.querySelector('div').textContent") == wanted.lstrip()
+    expected = server.post("chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert page.run(f"{LAST}.querySelector('div').textContent") == expected.lstrip()
     assert page.run("JSON.parse(localStorage['lowq.talks']).map(t => [t.title, t.turns.length])") == [["The king", 2]]
     page.run("document.querySelector('#talks li button:last-child').click()")
     assert page.run("[localStorage['lowq.talks'], document.querySelectorAll('.turn').length]") == ["[]", 0]
@@ -137,6 +137,6 @@ def test_a_full_context_is_told_from_a_limit_and_settings_are_sent(page, server)
     page.wait(f"document.querySelector('#go').textContent === 'Send' && {LAST}")
     body = {"messages": [{"role": "user", "content": "Once"}], "temperature": 1, "max_tokens": 8, "top_k": 3, "seed": 5}
     body |= {"min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.1}
-    wanted = server.post("chat/completions", body).json()["choices"][0]["message"]["content"]
-    assert page.run(f"{LAST}.querySelector('div').textContent") == wanted.lstrip()
+    expected = server.post("chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert page.run(f"{LAST}.querySelector('div').textContent") == expected.lstrip()
     assert page.run(f"{LAST}.querySelector('small').textContent").endswith("longest answer reached")

@@ -69,8 +69,8 @@ def test_a_prompt_is_echoed_with_how_likely_its_tokens_are(tiny, ask, streamed, 
     assert rows["text_offset"][: len(ids)] == list(range(len(TEXT)))
     logs = logs_of(model, ids)
     assert rows["token_logprobs"][0] is rows["top_logprobs"][0] is None
-    wanted = [float(logs[i, token]) for i, token in enumerate(ids[1:])]
-    assert rows["token_logprobs"][1 : len(ids)] == pytest.approx(wanted, abs=1e-4)
+    expected = [float(logs[i, token]) for i, token in enumerate(ids[1:])]
+    assert rows["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
     best = [float(logs[i].max()) for i in range(len(ids) - 1)]
     assert [max(t.values()) for t in rows["top_logprobs"][1 : len(ids)]] == pytest.approx(best, abs=1e-4)
 
@@ -85,9 +85,9 @@ def test_texts_are_vectors(tiny, ask):
     for pooling, pooled in (("last", lambda h: h[-1]), ("mean", lambda h: h.mean(0)), ("first", lambda h: h[0])):
         status, answer = ask("embeddings", {"input": texts, "pooling": pooling})
         assert status == 200, answer
-        for h, found in zip(hidden, answer["data"], strict=True):
-            wanted = pooled(h) / pooled(h).norm()
-            assert found["embedding"] == pytest.approx(wanted.tolist(), abs=1e-4)
+        for h, result in zip(hidden, answer["data"], strict=True):
+            expected = pooled(h) / pooled(h).norm()
+            assert result["embedding"] == pytest.approx(expected.tolist(), abs=1e-4)
     assert [d["index"] for d in answer["data"]] == [0, 1, 2]
     assert answer["data"][0]["embedding"] == answer["data"][2]["embedding"]
     assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer(t)["input_ids"]) for t in texts)
@@ -96,8 +96,8 @@ def test_texts_are_vectors(tiny, ask):
 def test_vectors_cut_encoded_and_as_they_are(ask):
     plain = ask("embeddings", {"input": TEXT, "normalize": False})[1]["data"][0]["embedding"]
     cut = ask("embeddings", {"input": TEXT, "dimensions": 8})[1]["data"][0]["embedding"]
-    wanted = np.array(plain[:8]) / np.linalg.norm(plain[:8])
-    assert cut == pytest.approx(wanted.tolist(), abs=1e-5)
+    expected = np.array(plain[:8]) / np.linalg.norm(plain[:8])
+    assert cut == pytest.approx(expected.tolist(), abs=1e-5)
     raw = ask("embeddings", {"input": TEXT, "encoding_format": "base64", "normalize": False})[1]["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(raw), np.float32).tolist() == plain
 
@@ -149,8 +149,8 @@ def test_how_a_folder_says_that_vectors_are_made(tmp_path):
 def test_openais_client_and_texts_beside_vectors(server):
     openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    found = client.embeddings.create(model="talk", input=["one", "two"], dimensions=16)
-    assert [len(d.embedding) for d in found.data] == [16, 16]
+    response = client.embeddings.create(model="talk", input=["one", "two"], dimensions=16)
+    assert [len(d.embedding) for d in response.data] == [16, 16]
     _, tokenizer = ready("demo", "cpu")
     echoed = client.completions.create(model="talk", prompt=TEXT, echo=True, logprobs=0, max_tokens=1)
     assert len(echoed.choices[0].logprobs.tokens) == len(tokenizer(TEXT)["input_ids"]) + 1

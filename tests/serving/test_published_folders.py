@@ -40,5 +40,5 @@ def test_a_published_folder_is_served(tmp_path, start_on, family, change, tools)
     chunks = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**how, stream=True)]
     assert "".join(chunks) == whole.choices[0].message.content
     if tools:
-        found = client.chat.completions.create(**how, tools=TOOLS)
-        assert found.usage.prompt_tokens == len(theirs.apply_chat_template(SAID, tools=TOOLS, **HOW))
+        response = client.chat.completions.create(**how, tools=TOOLS)
+        assert response.usage.prompt_tokens == len(theirs.apply_chat_template(SAID, tools=TOOLS, **HOW))

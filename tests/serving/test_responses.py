@@ -22,21 +22,21 @@ def created(engine, **more):
 
 
 def facts(output):
-    found = []
+    result = []
     for item in output:
         if item.type == "function_call":
-            found.append((item.type, item.name, json.loads(item.arguments)))
+            result.append((item.type, item.name, json.loads(item.arguments)))
         else:
-            found.append((item.type, item.content[0].text))
-    return found
+            result.append((item.type, item.content[0].text))
+    return result
 
 
 def test_thoughts_text_and_calls_are_items():
-    found = created(Heard(CALL), tools=[TOOL])
-    assert facts(found.output) == ITEMS
-    assert (found.status, found.output_text) == ("completed", "I look.")
-    assert found.usage.output_tokens == len(Heard(CALL).tokens)
-    assert found.usage.output_tokens_details.reasoning_tokens > 0
+    result = created(Heard(CALL), tools=[TOOL])
+    assert facts(result.output) == ITEMS
+    assert (result.status, result.output_text) == ("completed", "I look.")
+    assert result.usage.output_tokens == len(Heard(CALL).tokens)
+    assert result.usage.output_tokens_details.reasoning_tokens > 0
 
 
 def test_items_come_as_they_are_written():
@@ -99,8 +99,8 @@ def test_items_of_an_input_reach_the_template():
 
 
 def test_an_answer_that_was_cut_is_incomplete():
-    found = created(Heard("Yes."), max_output_tokens=2)
-    assert (found.status, found.incomplete_details.reason, found.output_text) == ("incomplete", "max_output_tokens", "Ye")
+    result = created(Heard("Yes."), max_output_tokens=2)
+    assert (result.status, result.incomplete_details.reason, result.output_text) == ("incomplete", "max_output_tokens", "Ye")
 
 
 def test_a_form_and_a_forced_call_are_masks():

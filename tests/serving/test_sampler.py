@@ -63,16 +63,16 @@ def by_definition(model, prompt, n, draw, mask=None):
 
 
 def test_greedy_requests_of_all_kinds_side_by_side(model, client):
-    asked = prompts(*(12 + 9 * i for i in range(len(DRAWS))))
+    prompt_ids = prompts(*(12 + 9 * i for i in range(len(DRAWS))))
     numbers = []
-    for name, prompt in zip(DRAWS, asked, strict=True):
+    for name, prompt in zip(DRAWS, prompt_ids, strict=True):
         draw = Draw(**DRAWS[name])
         mask = Every() if name == "mask" else None
         numbers.append(client.engine.submit(Request(tuple(prompt), 10, frozenset(), draw, mask)))
-    for name, prompt, tokens, number in zip(DRAWS, asked, client.tokens(*numbers), numbers, strict=True):
+    for name, prompt, tokens, number in zip(DRAWS, prompt_ids, client.tokens(*numbers), numbers, strict=True):
         draw = Draw(**DRAWS[name])
-        wanted, logs = by_definition(model, prompt, 10, draw, Every() if name == "mask" else None)
-        assert tokens == wanted, name
+        expected, logs = by_definition(model, prompt, 10, draw, Every() if name == "mask" else None)
+        assert tokens == expected, name
         for event, (logprob, top) in zip(client.heard[number], logs, strict=True):
             assert (event.logprob is None) == (draw.logprobs is None)
             assert event.logprob == pytest.approx(logprob, abs=1e-4)
@@ -119,14 +119,14 @@ def test_an_exception_of_one_texts_draw_ends_that_text_alone(model, client, name
 
 
 def test_penalties_survive_being_put_back(model):
-    asked = prompts(40, 60, 62)
+    prompt_ids = prompts(40, 60, 62)
     draw = Draw(repetition_penalty=1.4, frequency_penalty=0.3)
     c = Client(model, running=3, cache_tokens=256)
-    numbers = [c.engine.submit(Request(tuple(p), 80, frozenset(), draw)) for p in asked]
+    numbers = [c.engine.submit(Request(tuple(p), 80, frozenset(), draw)) for p in prompt_ids]
     tokens = c.tokens(*numbers)
     assert c.engine.stats().preemptions > 0
     c.engine.stop(0)
-    assert tokens == [by_definition(model, p, 80, draw)[0] for p in asked]
+    assert tokens == [by_definition(model, p, 80, draw)[0] for p in prompt_ids]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_restricting_by_row_is_restricting_each_row():
     scores[6, 10:] = float("-inf")  # as a mask leaves it
     settings = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.5, 0.0), (5, 0.5, 0.0), (90, 0.9, 0.0), (1, 0.1, 0.0), (20, 0.99, 0.0)]
     columns = torch.tensor(settings)
-    found = restrict_rows(scores, columns[:, :1].long(), columns[:, 1:2], columns[:, 2:])
+    result = restrict_rows(scores, columns[:, :1].long(), columns[:, 1:2], columns[:, 2:])
     for i, (k, p, _) in enumerate(settings):
-        assert torch.equal(found[i], restrict(scores[i : i + 1], k, p)[0]), settings[i]
+        assert torch.equal(result[i], restrict(scores[i : i + 1], k, p)[0]), settings[i]
     least = restrict_rows(scores, torch.zeros(7, 1, dtype=torch.int64), torch.ones(7, 1), torch.full((7, 1), 0.3))
     share = scores.softmax(-1) / scores.softmax(-1).amax(-1, keepdim=True)
     assert torch.equal(least.isfinite(), share >= 0.3)
@@ -161,9 +161,9 @@ def test_restricting_by_row_is_restricting_each_row():
 def test_a_bias_ends_with_its_text(model, client):
     """The next text to come into its row, from a row further on, has none."""
     first, second = prompts(9, 11, seed=5)
-    wanted = by_definition(model, second, 24, Draw(repetition_penalty=1.7))[0]
+    expected = by_definition(model, second, 24, Draw(repetition_penalty=1.7))[0]
     numbers = [client.ask(first, 4, logit_bias={17: 100.0}), client.ask(second, 24, repetition_penalty=1.7)]
-    assert client.tokens(*numbers) == [[17] * 4, wanted]
+    assert client.tokens(*numbers) == [[17] * 4, expected]
 
 
 class Lost:

@@ -33,10 +33,10 @@ def model():
 
 def drawn(ids):
     """What follows `ids`."""
-    found = 7
+    result = 7
     for i in ids:
-        found = (found * 31 + i) % 100_003
-    return found % V
+        result = (result * 31 + i) % 100_003
+    return result % V
 
 
 def alone(prompt, n, stop):
@@ -152,13 +152,13 @@ def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed):
             cancelled.add(rng.choice(list(asked)))
             c.engine.cancel(rng.choice(list(cancelled)))
     for number, events in zip(asked, c.follow(*asked), strict=True):
-        got = [e.token for e in events if e.token is not None]
+        result = [e.token for e in events if e.token is not None]
         if events[-1].finish_reason == "cancelled":
             assert number in cancelled
-            assert got == asked[number][: len(got)]
+            assert result == asked[number][: len(result)]
         else:
             assert events[-1].finish_reason in ("stop", "length")
-            assert got == asked[number]
+            assert result == asked[number]
     s = c.engine.stats()
     assert (s.running, s.waiting, s.blocks_used) == (0, 0, 0)
     c.engine.stop(0)

@@ -23,12 +23,12 @@ def demo():
 
 @pytest.fixture
 def engine(demo):
-    found = SequentialEngine(demo[0], waiting=4)
+    result = SequentialEngine(demo[0], waiting=4)
     events = queue.Queue()
-    found.start(lambda batch: [events.put(e) for e in batch])
-    found.events = events
-    yield found
-    found.stop(0)
+    result.start(lambda batch: [events.put(e) for e in batch])
+    result.events = events
+    yield result
+    result.stop(0)
 
 
 def prompt(demo, text="Once upon a time"):
@@ -37,14 +37,14 @@ def prompt(demo, text="Once upon a time"):
 
 def follow(engine, *numbers):
     """The events of requests, until all have ended."""
-    found = {n: [] for n in numbers}
+    result = {n: [] for n in numbers}
     open_ = set(numbers)
     while open_:
         number, event = engine.events.get(timeout=60)
-        found[number].append(event)
+        result[number].append(event)
         if event.finish_reason:
             open_.discard(number)
-    return [found[n] for n in numbers]
+    return [result[n] for n in numbers]
 
 
 def tokens(events):
@@ -54,15 +54,15 @@ def tokens(events):
 def test_the_tokens_are_those_of_generate(demo, engine):
     model, tokenizer = demo
     texts = ["Once upon a time", "The old man", "Once upon a time there was"]
-    wanted = []
+    expected = []
     for t in texts:
         g = stream(model, tokenizer, t, max_new_tokens=12)
         list(g)
-        wanted.append(g.tokens[0])
+        expected.append(g.tokens[0])
     numbers = [engine.submit(Request(prompt(demo, t), 12)) for t in texts]
-    found = follow(engine, *numbers)
-    assert [tokens(e) for e in found] == wanted
-    assert [e[-1].finish_reason for e in found] == ["length"] * 3
+    result = follow(engine, *numbers)
+    assert [tokens(e) for e in result] == expected
+    assert [e[-1].finish_reason for e in result] == ["length"] * 3
     s = engine.stats()
     assert (s.running, s.waiting, s.new_tokens, s.prompt_tokens) == (0, 0, 36, sum(len(prompt(demo, t)) for t in texts))
 
@@ -91,8 +91,8 @@ def test_cancelled_requests_end_at_once_and_the_next_is_answered(demo, engine):
 
 def test_the_same_seed_draws_the_same_text_and_another_another(demo, engine):
     draws = [Draw(temperature=1.0, seed=s) for s in (1, 1, 2)]
-    found = [tokens(e) for e in follow(engine, *(engine.submit(Request(prompt(demo), 16, draw=d)) for d in draws))]
-    assert found[0] == found[1] != found[2]
+    result = [tokens(e) for e in follow(engine, *(engine.submit(Request(prompt(demo), 16, draw=d)) for d in draws))]
+    assert result[0] == result[1] != result[2]
 
 
 def test_logprobs_are_those_of_the_model_and_do_not_change_the_text(demo, engine):
@@ -125,10 +125,10 @@ class Only:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_mask_restricts_the_next_tokens(demo, engine, temperature):
-    wanted = (31, 4095, 64, 8191)
-    mask = Only(*wanted)
+    expected = (31, 4095, 64, 8191)
+    mask = Only(*expected)
     events = follow(engine, engine.submit(Request(prompt(demo), 4, draw=Draw(temperature), mask=mask)))[0]
-    assert tuple(tokens(events)) == wanted == tuple(mask.accepted)
+    assert tuple(tokens(events)) == expected == tuple(mask.accepted)
 
 
 def test_a_request_that_fails_does_not_take_others_with_it(demo, engine):
@@ -193,12 +193,12 @@ def test_draws_follow_the_probabilities():
     logits, n = torch.tensor([[0.0, 1.0, 2.0, 0.5]]), 20000
     p = Picker(Draw(temperature=2.0, seed=3, frequency_penalty=0.25), None, [0], 4, torch.device("cpu"))
     counts = torch.tensor([3, 0, 2, 0], dtype=torch.int32)
-    wanted = ((logits[0] - 0.25 * counts) / 2).softmax(-1)
+    expected = ((logits[0] - 0.25 * counts) / 2).softmax(-1)
     drawn = torch.zeros(4)
     for _ in range(n):
         p.counts.copy_(counts)
         drawn[p.pick(logits)] += 1
-    assert (drawn / n - wanted).abs().max() < 0.015
+    assert (drawn / n - expected).abs().max() < 0.015
 
 
 def test_settings_out_of_range_are_refused():
@@ -218,18 +218,20 @@ def test_a_family_without_fused_layers_is_served_one_after_another(room):
     usual = engine_of(model)
     assert isinstance(usual, SequentialEngine)
     assert "gpt2" in usual.reason
-    found = SequentialEngine(model, 4, usual.reason, room=room)
-    assert found.limits.longest == 64
-    found.events = queue.Queue()
-    found.start(lambda batch: [found.events.put(e) for e in batch])
+    result = SequentialEngine(model, 4, usual.reason, room=room)
+    assert result.limits.longest == 64
+    result.events = queue.Queue()
+    result.start(lambda batch: [result.events.put(e) for e in batch])
     try:
         prompts = [(5, 6, 7), (8, 9, 10, 11), (12,)]
-        wanted = [model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+        expected = [
+            model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in prompts
+        ]
         draws = [Draw(), Draw(logprobs=2), Draw(temperature=1.0, top_k=1)]  # three ways to the likeliest token
-        numbers = [found.submit(Request(p, 20, frozenset([2]), d)) for p, d in zip(prompts, draws, strict=True)]
-        assert [tokens(e) for e in follow(found, *numbers)] == wanted
+        numbers = [result.submit(Request(p, 20, frozenset([2]), d)) for p, d in zip(prompts, draws, strict=True)]
+        assert [tokens(e) for e in follow(result, *numbers)] == expected
     finally:
-        found.stop(0)
+        result.stop(0)
 
 
 def test_a_cancelled_prompt_is_not_read_to_its_end(demo, engine, monkeypatch):

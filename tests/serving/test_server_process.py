@@ -155,10 +155,10 @@ def test_mistakes_are_one_line(talk, flags, line, capsys):
 
 def test_the_plan_is_one_json_object(talk, capsys):
     assert cli(talk, "--port", 0, "--dry-run", "--json", "--quiet") == 0
-    told = capsys.readouterr()
-    plan = json.loads(told.out)
+    output = capsys.readouterr()
+    plan = json.loads(output.out)
     assert (plan["model"], plan["longest"], plan["device"]) == ("talk", 1024, "cpu")
-    assert not told.err
+    assert not output.err
 
 
 def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
@@ -173,8 +173,8 @@ def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
 def engine_of(server):
     """The engine's process of a server's."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    (found,) = (int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
-    return found
+    (result,) = (int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
+    return result
 
 
 def test_idle_connections_do_not_end_service_nor_flood_the_log(start):
@@ -276,10 +276,10 @@ def test_the_second_server_on_a_port_fails_before_it_loads(talk):
             assert time.monotonic() < until
             time.sleep(0.02)
         (loser,) = ended
-        said = loser.stderr.read()
+        output = loser.stderr.read()
         assert loser.returncode == 2
-        assert said.count("\n") == 1
-        assert f"cannot listen on 127.0.0.1 port {port}" in said
+        assert output.count("\n") == 1
+        assert f"cannot listen on 127.0.0.1 port {port}" in output
         assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).status_code == 200
     finally:
         for p in both:
@@ -287,14 +287,14 @@ def test_the_second_server_on_a_port_fails_before_it_loads(talk):
 
 
 def test_systemd_is_notified_when_the_server_is_ready_and_when_it_stops(start, tmp_path, monkeypatch):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-        told.bind(str(tmp_path / "notify"))
-        told.settimeout(60)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as output:
+        output.bind(str(tmp_path / "notify"))
+        output.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         s = start()
-        assert told.recv(100) == b"READY=1"
+        assert output.recv(100) == b"READY=1"
         assert s.stop() == 0
-        assert told.recv(100) == b"STOPPING=1"
+        assert output.recv(100) == b"STOPPING=1"
 
 
 def test_no_process_runs_what_lies_in_the_working_folder(talk, tmp_path):

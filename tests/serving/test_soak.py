@@ -23,8 +23,8 @@ def soak(*args):
 
 def test_nothing_is_lost_or_mixed_up():
     """With a cache for a few of the longest texts, so that requests wait; this seed asks each kind of bad request."""
-    asked = ["--requests", "160", "--prompts", "12", "--users", "12", "--seed", "7", "--tokens", "10"]
-    row = soak(*asked, "--args=--deterministic --cache-tokens 512")
+    requests = ["--requests", "160", "--prompts", "12", "--users", "12", "--seed", "7", "--tokens", "10"]
+    row = soak(*requests, "--args=--deterministic --cache-tokens 512")
     assert row["counts"]["all"] == 160
     assert row["counts"]["equal"] > 80
     assert {"json 400", "types 400", "large 413", "long 400", "utf8 400", "half", "slow 200"} <= set(row["counts"])
@@ -35,8 +35,8 @@ def test_nothing_is_lost_or_mixed_up():
 @pytest.mark.slow
 def test_nothing_is_lost_where_the_cache_is_too_small():
     """Texts give back their blocks and are computed again."""
-    asked = ["--requests", "40", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
-    row = soak(*asked, "--args=--deterministic --cache-tokens 700")
+    requests = ["--requests", "40", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
+    row = soak(*requests, "--args=--deterministic --cache-tokens 700")
     assert row["preemptions"] > 0
     assert row["counts"]["equal"] > 15
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0

@@ -43,14 +43,14 @@ PARTS = st.lists(st.one_of(WORDS, CALLS), min_size=1, max_size=4).filter(lambda 
 def test_texts_and_calls_in_any_order_are_separated(parts, kind, streamed, several):
     """However the tags are tokens, the same texts and the same calls come out."""
     tokenizer = tokenizer_with(kind)
-    said = "".join(p if isinstance(p, str) else call(*p) for p in parts)
-    engine = Saying([*ids(tokenizer, said), tokenizer.eos_token_id])
+    output = "".join(p if isinstance(p, str) else call(*p) for p in parts)
+    engine = Saying([*ids(tokenizer, output), tokenizer.eos_token_id])
     body = CHAT | {"stream": streamed, "parallel_tool_calls": several}
     ((status, answer),) = posts(served_by(engine, tokenizer), ("chat/completions", body))
     assert status == 200, answer
     content, calls, finish = message(answer)
-    wanted = [(name, {"x": x}) for name, x in (p for p in parts if isinstance(p, tuple))]
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == (wanted if several else wanted[:1])
+    expected = [(name, {"x": x}) for name, x in (p for p in parts if isinstance(p, tuple))]
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == (expected if several else expected[:1])
     assert finish == "tool_calls"
     if several:
         assert content.strip() == "".join(p for p in parts if isinstance(p, str)).strip()
@@ -111,14 +111,14 @@ def small(request):
 def test_forced_calls_keep_to_their_form_however_tags_are_tokens(small):
     named = {"type": "function", "function": {"name": "g"}}
     with_refs = [{"type": "function", "function": {"name": "f", "parameters": DEFS}}, TOOLS[1]]
-    asked = [
+    requests = [
         CHAT | {"tool_choice": choice, "tools": tools, "stream": streamed, "temperature": t, "seed": 3, "max_tokens": 200}
         for choice in ("required", named)
         for tools in (TOOLS, with_refs)
         for streamed in (False, True)
         for t in (0, 1.0)
     ]
-    for body, (status, answer) in zip(asked, posts(small, *(("chat/completions", b) for b in asked)), strict=True):
+    for body, (status, answer) in zip(requests, posts(small, *(("chat/completions", b) for b in requests)), strict=True):
         assert status == 200, answer
         content, calls, finish = message(answer)
         assert (content, finish, len(calls)) == ("", "tool_calls", 1)
@@ -175,9 +175,9 @@ def test_text_offset_is_where_a_tokens_text_begins(text, streamed):
     ((_, answer),) = posts(served_by(Saying(tokens), tokenizer), ("completions", body))
     parts = [c for a in (answer if streamed else [answer]) for c in a["choices"]]
     assert "".join(c["text"] for c in parts) == text
-    found = [
+    result = [
         pair for c in parts if c["logprobs"] for pair in zip(c["logprobs"]["tokens"], c["logprobs"]["text_offset"], strict=True)
     ]
-    wanted = [i for i, character in enumerate(text) for _ in character.encode()]
-    assert [at for _, at in found] == [*wanted, len(text)]
-    assert found[-1][0] == END
+    expected = [i for i, character in enumerate(text) for _ in character.encode()]
+    assert [at for _, at in result] == [*expected, len(text)]
+    assert result[-1][0] == END

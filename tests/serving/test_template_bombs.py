@@ -30,11 +30,11 @@ SERVED = {"loops": 1, "writes without end": 2}  # with the number of chats at on
 @pytest.mark.parametrize("name", [name for name in BOMBS if name not in SERVED])
 def test_a_template_bomb_is_refused_in_one_line_and_the_next_conversation_is_rendered(name):
     bomb, line = BOMBS[name]
-    said = [{"role": "user", "content": "hi"}]
+    output = [{"role": "user", "content": "hi"}]
     with pytest.raises(DamagedError, match=line) as refused:
-        render(bomb, said, True, {})
+        render(bomb, output, True, {})
     check(str(refused.value), line)
-    assert render("{{ messages[0].content }}", said, True, {}) == "hi"
+    assert render("{{ messages[0].content }}", output, True, {}) == "hi"
 
 
 def check(message, line):

@@ -27,12 +27,12 @@ def ask(template, said, special=(), plain=(), **more):
     """(what was answered, the prompt that the engine was asked with)."""
     tokenizer = byte_tokenizer(special=special, plain=plain, template=template)
     engine = Saying([*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-    asked = []
+    requests = []
     submit = engine.submit
-    engine.submit = lambda request: asked.append(request) or submit(request)
+    engine.submit = lambda request: requests.append(request) or submit(request)
     ((status, answer),) = posts(served_by(engine, tokenizer), ("chat/completions", ASKED | more))
     assert status == 200, answer
-    return answer, tokenizer.decode(list(asked[0].prompt))
+    return answer, tokenizer.decode(list(requests[0].prompt))
 
 
 def thought(answer):
@@ -44,8 +44,8 @@ def thought(answer):
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "tokens"])
 def test_thoughts_are_apart(streamed, special):
-    for template, said in ((THINKS, "<think>\nhm, é\n</think>\n\nYes."), (OPENS, "hm, é\n</think>\n\nYes.")):
-        answer, _ = ask(template, said, special, stream=streamed)
+    for template, output in ((THINKS, "<think>\nhm, é\n</think>\n\nYes."), (OPENS, "hm, é\n</think>\n\nYes.")):
+        answer, _ = ask(template, output, special, stream=streamed)
         assert (thought(answer), message(answer)) == ("hm, é", ("Yes.", [], "stop"))
     assert (thought(ask(OPENS, "hm", max_tokens=2, stream=streamed)[0])) == "hm"
 
@@ -73,14 +73,14 @@ def test_the_templates_own_switch_is_used():
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_earlier_thoughts_go_back_to_the_model(name):
-    said = [*ASKED["messages"], {"role": "assistant", name: "hm", "content": "Yes."}, {"role": "user", "content": "Why?"}]
-    assert "assistant:hm|Yes.;" in ask(THINKS, "So.", messages=said)[1]
+    output = [*ASKED["messages"], {"role": "assistant", name: "hm", "content": "Yes."}, {"role": "user", "content": "Why?"}]
+    assert "assistant:hm|Yes.;" in ask(THINKS, "So.", messages=output)[1]
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 def test_channels(streamed):
-    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
-    answer, _ = ask(HARMONY, said + '<|message|>{"n": 1}<|call|>', MARKS, tools=TOOLS, stream=streamed)
+    output = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
+    answer, _ = ask(HARMONY, output + '<|message|>{"n": 1}<|call|>', MARKS, tools=TOOLS, stream=streamed)
     assert (thought(answer), message(answer)) == ("hm", ("", [("f", '{"n": 1}')], "tool_calls"))
 
 

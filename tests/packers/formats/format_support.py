@@ -56,13 +56,13 @@ def fetcher(tensors):
 def read(tensors, config):
     """The matrices of a checkpoint, decoded, by name."""
     fmt = formats.detect(config, headers(tensors))
-    found = fmt.matrices(config, headers(tensors), fetcher(tensors))
-    for m in found:
+    result = fmt.matrices(config, headers(tensors), fetcher(tensors))
+    for m in result:
         q = m.read(fetcher(tensors))
         assert (q.scheme if isinstance(q, QuantizedTensor) else None) == m.scheme, "what was promised is what is read"
         assert tuple(q.shape) == m.shape
         assert set(m.parts) <= tensors.keys()
-    return {m.name: m.read(fetcher(tensors)) for m in found}
+    return {m.name: m.read(fetcher(tensors)) for m in result}
 
 
 def scheme_of(bits, kind, group):

@@ -50,8 +50,8 @@ def test_codes_by_hand():
 
 def _with(edit):
     def bend(t):
-        said = json.loads(bytes(t.tolist()))
-        return torch.tensor(list(json.dumps({**said, **edit}).encode()), dtype=torch.uint8)
+        output = json.loads(bytes(t.tolist()))
+        return torch.tensor(list(json.dumps({**output, **edit}).encode()), dtype=torch.uint8)
 
     return bend
 
@@ -82,8 +82,8 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_hostile_tensors_are_refused_in_one_line(what):
     tensors, config = written(formats.get("bitsandbytes"), random_q(4, 32, "nf4", 8, 64))
-    leaf, bend, said = BAD[what]
-    with pytest.raises(LowqError, match=said) as e:
+    leaf, bend, output = BAD[what]
+    with pytest.raises(LowqError, match=output) as e:
         decoded({**tensors, f"{NAME}.{leaf}": bend(tensors.get(f"{NAME}.{leaf}"))}, config, (8, 64))
     assert "\n" not in str(e.value)
 

@@ -117,8 +117,8 @@ def test_ct_float_quantized():
     W = torch.linspace(-2, 2, 192 * 160).reshape(192, 160).to(torch.float8_e4m3fn)
     tensors = {f"{NAME}.weight": W, f"{NAME}.weight_scale": torch.rand(192, 1)}
     config = ct_config(8, None, kind="float", fmt="float-quantized")
-    for said, dtype in ({}, "float32"), ({"dtype": "float32"}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16"):
-        (w,) = read(tensors, {**config, **said}).values()
+    for output, dtype in ({}, "float32"), ({"dtype": "float32"}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16"):
+        (w,) = read(tensors, {**config, **output}).values()
         assert torch.equal(w, (W.float() * tensors[f"{NAME}.weight_scale"]).to(getattr(torch, dtype)))
         assert w.dtype == getattr(torch, dtype), "the model's dtype; the scales' where config.json names none"
     tensors[f"{NAME}.weight_scale"] = torch.rand(2, 2)
@@ -152,8 +152,8 @@ def test_ct_target_of_a_group():
         "b": {"targets": ["Linear"], "weights": {"num_bits": 4}},
         "c": {"targets": [NAME], "weights": {"num_bits": 2}},
     }
-    found = [
+    result = [
         compressed_tensors._Groups({"config_groups": groups}).weights(n, "pack-quantized", {})["num_bits"]
         for n in ("x.down_proj", "x.up_proj", NAME)
     ]
-    assert found == [8, 4, 2]
+    assert result == [8, 4, 2]

@@ -29,10 +29,10 @@ UNKNOWN = {"transform": {"type": "hadamard"}, "permutation": [1, 0], "scale_by":
 
 
 def decoded(tensors, config, shape):
-    found = formats.detect(config, headers(tensors))
-    if found is None:
+    result = formats.detect(config, headers(tensors))
+    if result is None:
         raise LowqError("no format")
-    matrices = found.matrices(config, headers(tensors), fetcher(tensors))
+    matrices = result.matrices(config, headers(tensors), fetcher(tensors))
     check_used(matrices, headers(tensors))
     if not matrices:
         raise LowqError("nothing is quantized")
@@ -105,13 +105,13 @@ def test_every_edit_of_a_config_is_the_same_weights_or_an_error(name):
                 edited = put(config, (section, *path), value)
                 tried += 1
                 try:
-                    found = decoded(tensors, edited, shape)
+                    result = decoded(tensors, edited, shape)
                 except LowqError:
                     continue
                 accepted += 1
-                if not torch.equal(found, original) and path[-1] not in MEANT.get(name, ()):
+                if not torch.equal(result, original) and path[-1] not in MEANT.get(name, ()):
                     theirs = their_decode(name, tensors, edited)
-                    same = theirs is not None and torch.equal(found, theirs)
+                    same = theirs is not None and torch.equal(result, theirs)
                     assert same, f"{spelled}: {'.'.join(path)}={value!r} changes weights"
     assert tried > 500
     assert 0 < accepted < tried
@@ -138,10 +138,10 @@ def test_every_number_of_gemlites_metadata(position):
                 continue  # other modes are other weights, as GemLite's kernels have it: test_gemlite
             meta[position] = value
             try:
-                found = decoded({**tensors, f"{NAME}.metadata": meta}, config, shape)
+                result = decoded({**tensors, f"{NAME}.metadata": meta}, config, shape)
             except LowqError:
                 continue
-            assert torch.equal(found, original), f"{spelled}: metadata[{position}]={value} changes weights"
+            assert torch.equal(result, original), f"{spelled}: metadata[{position}]={value} changes weights"
 
 
 @pytest.mark.parametrize("leaf", ["nbits", "group_size", "axis", "channel_wise", "view_as_float", "quant_scale", "quant_zero"])
@@ -153,7 +153,7 @@ def test_every_setting_of_hqqs_tensors_is_what_hqq_makes_of_it_or_an_error(leaf)
         for value in (0, 1, 2, 3, 4, 8, 32, 64):
             edited = {**tensors, f"{NAME}.{leaf}": torch.tensor(value, dtype=torch.int32)}
             try:
-                found = decoded(edited, {"quantization_config": {"quant_method": "hqq"}}, shape)
+                result = decoded(edited, {"quantization_config": {"quant_method": "hqq"}}, shape)
             except LowqError:
                 continue
             get = lambda k, t=edited: t[f"{NAME}.{k}"]  # noqa: E731
@@ -164,7 +164,7 @@ def test_every_setting_of_hqqs_tensors_is_what_hqq_makes_of_it_or_an_error(leaf)
                 "unpack_view_dtype": torch.uint8, "quant_scale": False, "quant_zero": False,
             }  # fmt: skip
             theirs = hqq.Quantizer.dequantize(get("W_q"), meta)
-            assert torch.allclose(found, theirs, rtol=2e-3, atol=1e-6), f"{spelled}: {leaf}={value}"
+            assert torch.allclose(result, theirs, rtol=2e-3, atol=1e-6), f"{spelled}: {leaf}={value}"
 
 
 def packed():
@@ -199,10 +199,10 @@ def unknown_fields(name, read=decoded):
                 try:
                     read(tensors, edited, shape)
                 except LowqError as e:
-                    said = str(e)
+                    output = str(e)
                 else:
                     pytest.fail(f"{spelled}: {key} is not looked at")
-                assert key in said
+                assert key in output
 
 
 @pytest.mark.parametrize("name", [f.name for f in WRITERS if f.name != "gemlite"])

@@ -31,9 +31,9 @@ def fixture(name):
 @pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "mxfp4-pack-quantized"])
 def test_files_of_compressed_tensors_are_read_as_it_reads_them(name):
     tensors, config, dense = fixture(name)
-    found = read(tensors, config)
-    assert found.keys() == dense.keys()
-    for module, q in found.items():
+    result = read(tensors, config)
+    assert result.keys() == dense.keys()
+    for module, q in result.items():
         assert torch.equal(q.dequantize(dense[module].dtype), dense[module])
         again = formats.get("compressed-tensors").write(module, q, config)
         for n, t in again.items():
@@ -129,10 +129,10 @@ def test_hostile_tensors_are_refused_in_one_line(name, what):
     from test_fields import decoded
 
     tensors, config = written(formats.get(name), random_q(4, 16, "e2m1/e4m3", 8, 64))
-    leaf, bend, said = BAD[what]
+    leaf, bend, output = BAD[what]
     tensor = f"{NAME}.{LEAVES[name].get(leaf, leaf)}"
     bent = {**tensors, tensor: None if bend is None else bend(tensors.get(tensor))}
-    with pytest.raises(LowqError, match=said) as e:
+    with pytest.raises(LowqError, match=output) as e:
         decoded({n: t for n, t in bent.items() if t is not None}, config, (8, 64))
     assert "\n" not in str(e.value)
 

@@ -41,12 +41,12 @@ def checked(tensors):
 def test_experts_are_what_transformers_makes_of_them():
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     tensors = stored()
-    found = checked(tensors)
-    assert len(found) == 3 * E
+    result = checked(tensors)
+    assert len(result) == 3 * E
     for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
         theirs = mxfp4.convert_moe_packed_tensors(tensors[f"{P}.{stack}_blocks"], tensors[f"{P}.{stack}_scales"])  # (E, K, N)
         for e in range(E):
-            ours = [found[f"{P}.{e}.{name}"].dequantize(torch.bfloat16) for name in parts]
+            ours = [result[f"{P}.{e}.{name}"].dequantize(torch.bfloat16) for name in parts]
             assert torch.equal(torch.stack(ours, 1).flatten(0, 1), theirs[e].T)
 
 

@@ -46,8 +46,8 @@ def spoilt(tensors, name, how):
 def read_or_refuse(tensors, config):
     """Whatever is read has the shape that was promised."""
     with contextlib.suppress(LowqError):
-        found = formats.detect(config, headers(tensors))
-        for m in found.matrices(config, headers(tensors), fetcher(tensors)) if found else ():
+        result = formats.detect(config, headers(tensors))
+        for m in result.matrices(config, headers(tensors), fetcher(tensors)) if result else ():
             assert tuple(m.read(fetcher(tensors)).shape) == m.shape
 
 

@@ -35,16 +35,16 @@ def test_hqq_agrees_with_the_library(bits, axis, view):
     config = library.BaseQuantizeConfig(nbits=bits, group_size=64, axis=axis, view_as_float=view)
     layer = library.HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu", del_orig=False)
     tensors = {f"{NAME}.{leaf}": t.detach() for leaf, t in layer.state_dict().items()}
-    (found,) = read(tensors, {}).values()
+    (result,) = read(tensors, {}).values()
     theirs = layer.dequantize().float()
     if axis == 1:
         words = layer.W_q.view(layer.meta["unpack_view_dtype"])
         codes = library.Quantizer.unpack[layer.meta["packing"]](words, dtype=torch.uint8)[: 80 * 2]
-        assert torch.equal(found.W_q.reshape(-1, 64), codes)
-        assert torch.equal(found.scales.flatten(), layer.meta["scale"].flatten())
-        assert torch.equal(found.zeros.flatten(), layer.meta["zero"].flatten())
-        found = found.dequantize()
-    assert (found.float() - theirs).abs().max() <= 2e-3 * theirs.abs().max()  # theirs is computed in fp16
+        assert torch.equal(result.W_q.reshape(-1, 64), codes)
+        assert torch.equal(result.scales.flatten(), layer.meta["scale"].flatten())
+        assert torch.equal(result.zeros.flatten(), layer.meta["zero"].flatten())
+        result = result.dequantize()
+    assert (result.float() - theirs).abs().max() <= 2e-3 * theirs.abs().max()  # theirs is computed in fp16
 
 
 def test_hqq_loads_what_we_write_with_its_own_loader():

@@ -33,10 +33,10 @@ def test_they_match_what_re_matches(pattern):
 def test_so_do_random_ones(pattern, name):
     try:
         expected = bool(re.match(pattern, name))
-        found = Rules([(pattern, True)]).first(name) is True
+        result = Rules([(pattern, True)]).first(name) is True
     except (re.error, LowqError, FutureWarning, OverflowError):
         return
-    assert found == expected
+    assert result == expected
 
 
 @pytest.mark.parametrize("pattern", SLOW)

@@ -41,9 +41,9 @@ def matrices(name, tensors, config):
     def fetch(tensor, index=None, /):
         return tensors[tensor].view(torch.int32) if tensors[tensor].dtype == torch.uint32 else tensors[tensor]
 
-    found = formats.get(name).matrices(config, headers, fetch)
-    formats.check_used(found, headers)
-    return [m.read(fetch) for m in found]
+    result = formats.get(name).matrices(config, headers, fetch)
+    formats.check_used(result, headers)
+    return [m.read(fetch) for m in result]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,8 +101,8 @@ def test_settings_of_bitsandbytes(field, value, error):
     q = type(q).of(Scheme(4, 64, "none", "nf4"), q.W_q, q.scales.float(), None, None)
     tensors, config = written(formats.get("bitsandbytes"), q)
     (state,) = [n for n in tensors if "quant_state" in n]
-    said = json.loads(bytes(tensors[state].tolist())) | {field: value}
-    changed = tensors | {state: torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)}
+    output = json.loads(bytes(tensors[state].tolist())) | {field: value}
+    changed = tensors | {state: torch.tensor(list(json.dumps(output).encode()), dtype=torch.uint8)}
     assert matrices("bitsandbytes", tensors, config)
     with pytest.raises(error):
         matrices("bitsandbytes", changed, config)
