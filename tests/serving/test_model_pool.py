@@ -279,6 +279,41 @@ def test_offers_that_are_read_again_while_their_model_is_loaded(how):
     run(go())
 
 
+def test_a_model_that_is_not_there_unloads_no_other():
+    async def go():
+        pool, log = pool_of("ab", room=1)
+
+        def check(offer):
+            if offer.name == "b":
+                raise LowqError("there is no folder /nowhere/b")
+
+        pool.loads.check = check
+        await pool.start(lambda n, of: None)
+        assert await use(pool, "a") == "a"
+        with pytest.raises(Refusal, match="there is no folder"):
+            await use(pool, "b")
+        assert log == [("begin", "a")]
+        assert pool.places["a"].state is State.READY
+
+    run(go())
+
+
+def test_a_memory_too_small_for_any_model_holds_one_at_a_time():
+    async def go():
+        pool, log = pool_of("ab", room=0)
+        await pool.start(lambda n, of: None)
+        assert [await use(pool, name) for name in "aba"] == ["a", "b", "a"]
+        assert log == [("begin", "a"), ("stop", "a"), ("begin", "b"), ("stop", "b"), ("begin", "a")]
+        pool.update({"a": Offer("a", "/nowhere/a", pin=True)})
+        while (len(log), pool.places["a"].state) != (7, State.READY):
+            await asyncio.sleep(0)
+        with pytest.raises(Refusal, match=r"536\.9 MB do not fit beside the pinned models into 1 B; pin fewer"):
+            await use(pool, "b")
+        assert await use(pool, "a") == "a"
+
+    run(go())
+
+
 def test_an_offer_that_was_mended_is_loaded_without_a_pause():
     async def go():
         pool, _ = pool_of("ab", fails={"b": "its file is damaged"})

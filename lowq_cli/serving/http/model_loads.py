@@ -29,6 +29,7 @@ class ModelLoads:
         places: the models by name. load: begins to load a model; called in a thread.
         memory: max. bytes of all loaded models together, or None. metrics: the server's numbers.
     Attributes:
+        check: called in a thread before others are unloaded for a model; raises what makes it certain that it cannot be loaded.
         prepare: called in a thread, at the start and after each load, to prepare the next one. say: writes to the log.
     """
 
@@ -36,6 +37,7 @@ class ModelLoads:
         self, places: dict[str, Place], load: Callable[[Offer], Loading] | None, memory: int | None, metrics: Metrics
     ) -> None:
         self.places, self.load, self.memory, self.metrics = places, load, memory, metrics
+        self.check: Callable[[Offer], object] = lambda offer: None
         self.prepare: Callable[[], object] = lambda: None
         self.say: Callable[[str], None] = lambda line: None
         self.stopping = False
@@ -87,6 +89,7 @@ class ModelLoads:
         """Make room for a model and load it."""
         ending = [p.task for p in self.places.values() if p.task and (p is place or p.state is not State.DRAINING)]
         await asyncio.gather(*ending)  # processes of engines that failed hold memory until they have ended
+        await asyncio.to_thread(self.check, place.offer)
         await self._make_room(place)
         if not place.wanted or self.stopping:  # its requests have left meanwhile
             return

@@ -105,6 +105,7 @@ class Opening:
         pool.reports.host = self.host
         pool.adopt(model)
         pool.loads.say, pool.loads.prepare = say, self.loader.prepare
+        pool.loads.check = lambda offer: check_there(offer.path)
         pool.refresh = dict if self.asked.one else lambda: self.asked.read().models
         return pool
 
