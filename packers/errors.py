@@ -17,7 +17,13 @@ _MACHINE = (  # errors of this machine, which no file's bytes cause
 _OURS = ("lowq_packers", "lowq_kernels", "lowq_cli")
 _LOST = (  # texts of CUDA errors after which a process can no longer use its GPU, in messages of torch, Triton and the driver
     *("illegal memory access", "illegal instruction", "misaligned address", "invalid program counter"),
-    *("unspecified launch failure", "device-side assert", "hardware stack error", "launch timed out", "context is destroyed"),
+    *(
+        "unspecified launch failure",
+        "device-side assert triggered",
+        "hardware stack error",
+        "launch timed out",
+        "context is destroyed",
+    ),
     *("operation not supported on global/shared address space", "uncorrectable ECC error", "uncorrectable NVLink error"),
 )
 

@@ -11,6 +11,7 @@ import torch
 from lowq_packers import errors
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError, device_lost, library_errors
 
+HINT = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."  # below every error of a released torch
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
 
 
@@ -88,6 +89,8 @@ def test_a_missing_library_is_not_a_damaged_file():
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
         (UnsupportedError("CUDA driver: launching tile_mma: an illegal instruction was encountered"), True),
         (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
+        (torch.AcceleratorError(f"CUDA error: operation not permitted when stream is capturing\n{HINT}"), False),
+        (torch.AcceleratorError(f"CUDA error: device-side assert triggered\n{HINT}"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (ValueError("an illegal memory access"), False),
     ],
