@@ -110,18 +110,19 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, t
     from lowq_packers.arch.config import read_config
 
     images = read_config(json.loads((sees / "config.json").read_text()))[1].images
-    reader = pictures.PictureReader(str(sees), images)
-    whole = sighted.encoded(sighted.drawing(1))
+    reader, whole = pictures.PictureReader(str(sees), images), sighted.encoded(sighted.drawing(1))
+    (started,) = reader._processes  # before any picture is sent
     first = reader._ask(whole)
-    held = [reader._free.get() for _ in range(pictures.READERS)]
-    started = next(p for p in held if p is not None)
     started.process.kill()
     started.process.join()
-    for p in sorted(held, key=lambda p: p is None):
-        reader._free.put(p)
     with pytest.raises(LowqError, match="ended the process"):
         reader._ask(whole)
     assert reader._ask(whole) == first
+    busy = reader._free.get()
+    assert reader._ask(whole) == first  # by one that is started because the other is busy
+    reader._free.put(busy)
+    assert reader._ask(whole) == first
+    assert len(reader._processes) == 2
     reader.stop()
     empty = pictures.PictureReader(str(tmp_path), images)
     for _ in range(2):

@@ -16,6 +16,7 @@ import re
 import signal
 import socket
 import ssl
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
 MOST = 16  # max. images per request
 DATA = re.compile(r"data:image(/[\w.+-]+)?;base64,", re.ASCII)
-READERS = 2  # processes that decode images; an image of 1,024 x 1,024 takes 60 ms
+READERS = min(4, max(2, (os.cpu_count() or 1) // 4))  # max. processes that decode images, of 350 MB; 1,024 x 1,024 takes 25 ms
 READ_S = 30.0  # max. seconds that a process may take for one image
 FETCH_S, REDIRECTS = 10.0, 3
 KEPT_BYTES = 1 << 28  # max. bytes of the cache of preprocessed images: a conversation sends its images again with each turn
@@ -87,10 +88,10 @@ class PictureReader:
 
     def __init__(self, folder: str, images: Images, urls: bool = False) -> None:
         self.folder, self.images, self.urls = folder, images, urls
-        self._free = queue.SimpleQueue[_Process | None]()
-        for _ in range(READERS):
-            self._free.put(None)
+        self._free = queue.SimpleQueue[_Process | Exception]()  # ready processes, and errors of those that did not start
+        self._lock, self._processes, self._starting = threading.Lock(), list[_Process](), False
         self._kept = OrderedDict[bytes, Packed]()
+        self._start()  # it imports for seconds; the others start when one is not enough
 
     async def read(self, given: list[tuple[str, str]]) -> tuple[Packed, ...]:
         """The preprocessed images of (field, URL) pairs. Raises Refusal, naming the field."""
@@ -127,23 +128,54 @@ class PictureReader:
         except UsageError as e:
             raise wrong(name, str(e)) from None
 
+    def _start(self) -> None:
+        """Start one more process, unless one is starting or there are READERS; it is taken from `_free` once it is ready."""
+        with self._lock:
+            if not self._starting and len(self._processes) < READERS:
+                self._starting, process = True, _Process(self.folder, self.images)
+                self._processes.append(process)
+                threading.Thread(target=self._wait, args=(process,), name="lowq-pictures", daemon=True).start()
+
+    def _wait(self, process: "_Process") -> None:
+        ready: _Process | Exception = process
+        try:
+            process.wait()
+        except Exception as e:  # whoever waits for a process raises it
+            self._remove(process)
+            ready = e
+        with self._lock:
+            self._starting = False
+        self._free.put(ready)
+
+    def _remove(self, process: "_Process") -> None:
+        process.kill()
+        with self._lock:
+            self._processes.remove(process)
+
     def _ask(self, data: bytes) -> Packed:
         """The image, read by one of the processes; a process that crashes or takes too long is replaced. Raises LowqError."""
+        if self._free.empty():
+            self._start()
         process = self._free.get()
+        if isinstance(process, Exception):
+            self._start()  # for others who wait
+            raise process
         try:
-            if process is None:
-                process = _Process(self.folder, self.images)
-            return process.ask(data)
+            picture = process.ask(data)
         except _Ended as e:
-            process = None
+            self._remove(process)
+            self._start()
             raise UsageError(str(e)) from None
-        finally:
+        except BaseException:
             self._free.put(process)
+            raise
+        self._free.put(process)
+        return picture
 
     def stop(self) -> None:
         """End the processes."""
-        for _ in range(READERS):
-            if (process := self._free.get()) is not None:
+        with self._lock:
+            for process in self._processes:
                 process.kill()
 
 
@@ -160,12 +192,14 @@ class _Process:
         self.process = context.Process(target=_serve, args=(theirs, folder, images), name="lowq-pictures", daemon=True)
         self.process.start()
         theirs.close()
+
+    def wait(self) -> None:
+        """Until it is ready. Raises the error with which it did not start."""
         try:
             failed = self.pipe.recv()  # after its imports; no limit of time, which is the picture's
         except (EOFError, OSError):
             failed = LowqError("the process that reads pictures does not start; try: lowq doctor")
         if failed is not None:
-            self.kill()
             raise failed
 
     def ask(self, data: bytes) -> Packed:
