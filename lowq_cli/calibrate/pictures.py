@@ -14,7 +14,7 @@ import torch
 from lowq_cli.calibrate import texts
 from lowq_cli.files.picture_file import read_picture
 from lowq_cli.files.source import Source
-from lowq_cli.hf.pictures import Picture, Processor, expanded, framed
+from lowq_cli.hf.pictures import PIXELS, Picture, Processor, expanded, framed, normalised
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -34,6 +34,7 @@ class Pictured:
 
     def __init__(self, source: Source, base: Any, tokenizer: Any, text: texts.Text, tokens: int, window: int) -> None:
         self.images, self.takes = _images(source), inspect.signature(base.forward).parameters
+        self.dtype = base.dtype
         assert source.folder
         processor = Processor(source.folder, self.images)
         count = max(1, tokens // window // texts.BATCH) * texts.BATCH
@@ -69,8 +70,9 @@ class Pictured:
 
     def __call__(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arguments of transformers' model for windows (n, T)."""
-        seen = [self.pictures[-1 - int(row.min())] for row in ids]
-        arguments = {key: torch.cat([p.inputs[key] for p in seen]) for key in seen[0].inputs}
+        seen = [normalised(self.pictures[-1 - int(row.min())].inputs) for row in ids]
+        arguments = {key: torch.cat([one[key] for one in seen]) for key in seen[0]}
+        arguments[PIXELS] = arguments[PIXELS].to(self.dtype)  # Llama 4 takes no other
         kinds = next((k for k in ("mm_token_type_ids", "token_type_ids") if k in self.takes), None)
         if kinds:
             arguments[kinds] = (ids < 0).long()
@@ -85,8 +87,6 @@ def _images(source: Source) -> Images:
         raise UnsupportedError(f"{source.name} cannot be calibrated on pictures: {e}; give a text") from None
     if images is None:
         raise UnsupportedError(f"{source.name} has no picture inputs to calibrate on; give a text")
-    if images.form == "tiles":
-        raise UnsupportedError(f"{source.name} takes pictures in tiles, which lowq cannot calibrate on; give a text")
     return images
 
 

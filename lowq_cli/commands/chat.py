@@ -1,6 +1,7 @@
 """lowq chat: talk to a checkpoint; the cache is kept between turns, so an answer never waits for the whole conversation."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -345,13 +346,24 @@ def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[
     elif name == "image":
         if not rest:
             raise UsageError("/image needs a file: /image photo.jpg")
-        talk.show(rest)
-        console.say(f"{rest} will be sent with your next message")
+        for file in _files(rest):
+            talk.show(file)
+            console.say(f"{file} will be sent with your next message")
     elif name == "save":
         _save(talk.messages, rest)
     else:
         raise UsageError(f"there is no command /{name}; /help lists them")
     return talk
+
+
+def _files(line: str) -> list[str]:
+    """The files that a line names: itself, or its words, with spaces escaped as by a terminal onto which a file is dropped."""
+    if Path(line).expanduser().is_file():
+        return [line]
+    try:
+        return shlex.split(line)
+    except ValueError:  # an open quote
+        return [line]
 
 
 def _save(messages: list[dict[str, str]], name: str) -> None:

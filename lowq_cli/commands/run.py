@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from lowq_cli import completion, console, recipes
 from lowq_cli.commands import Device, Draft, KeepAlive, NoThink, Seed, Temperature
 from lowq_cli.run_report import follow
+from lowq_packers.errors import UsageError
 
 EXAMPLES = """Examples:
   lowq run demo 'Once upon a time'
@@ -49,9 +51,11 @@ def run(
     from lowq_cli.commands.chat import chat
     from lowq_cli.commands.generate import answer, check_pictures
 
-    if prompt is not None:  # what stands behind the model are pictures then
+    if prompt is None:
+        text, pictures = _prompt_and_pictures(text, pictures or [], model)
+    else:  # what stands behind the model are pictures then
         text, pictures = prompt, [*([] if text is None else [text]), *(pictures or [])]
-    check_pictures(model, pictures or [])
+    check_pictures(model, pictures)
     folder = state.run_of(model, recipe) or _quantized(model, recipe, device)
     state.remember_run(model, recipe, folder)
     if text is None and sys.stdin.isatty() and not as_json:
@@ -59,10 +63,22 @@ def run(
         chat(folder, max_new_tokens=max_new_tokens, **drawn, device=device, draft=draft, keep_alive=keep_alive)  # type: ignore[arg-type]
         return
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "chat": None}
-    settings |= {"images": pictures or [], "draft": draft, "think": False if no_think else None}
+    settings |= {"images": pictures, "draft": draft, "think": False if no_think else None}
     here = "--draft and pictures do not go to a running server" if draft != "auto" or pictures else ""
     text = "-" if text is None else text
     answer(folder, text, None, settings, seed, "conversation", device=device, as_json=as_json, keep_alive=keep_alive, here=here)
+
+
+def _prompt_and_pictures(text: str | None, pictures: list[str], model: str) -> tuple[str | None, list[str]]:
+    """The prompt and the pictures, which may come first. Raises UsageError for pictures without a prompt."""
+    from lowq_cli.files.picture_file import is_picture
+
+    if text is None or not is_picture(text):
+        return text, pictures
+    prompts = [given for given in pictures if not Path(given).expanduser().is_file()]
+    if not prompts:
+        raise UsageError(f"{text} is a picture; say what you ask about it: lowq run {model} 'What is this?' {text}")
+    return prompts[0], [text, *(given for given in pictures if given is not prompts[0])]
 
 
 def _quantized(model: str, recipe: str | None, device: str) -> str:

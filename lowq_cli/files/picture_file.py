@@ -31,6 +31,16 @@ def read_picture(path: str | os.PathLike[str]) -> "Image":
     return decode(read_regular(file, MOST_BYTES), str(path))
 
 
+def is_picture(path: str) -> bool:
+    """Whether this is a file in one of FORMATS, by its first bytes."""
+    with suppress(OSError, ValueError):
+        file = Path(path).expanduser()
+        if file.is_file():
+            with file.open("rb") as f:
+                return f.read(max(map(len, STARTS.values()))).startswith(tuple(STARTS.values()))
+    return False
+
+
 def decode(data: bytes, name: str = "the picture") -> "Image":
     """The RGB pixels of an image. Raises UsageError, with the limit, if it cannot be read or is too large."""
     Image, ImageOps = _pil()

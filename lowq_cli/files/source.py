@@ -51,7 +51,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (  # files that a checkpoint needs besides its weights; copied unchanged
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template*", f"{OTHERS}/*.jinja", "preprocessor_config.json", "processor_config.json",
-    "1_Pooling/config.json",
+    "video_preprocessor_config.json", "1_Pooling/config.json",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")

@@ -7,16 +7,17 @@ second tokenizer.
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.source import open_source
 from lowq_packers.arch.parts import Images
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError, library_errors
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, library_errors
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
@@ -27,14 +28,17 @@ NAMES = ("preprocessor_config.json", "processor_config.json")
 MOST_ROWS = 1 << 16  # max. rows of features per image; Qwen's largest image makes 16,384
 MOST_SIDE, MOST_AREA = 1 << 13, 1 << 26  # max. side and max. area of resized images in a processor's config, in pixels
 AREAS = ("min_pixels", "max_pixels")
+PIXELS = "pixel_values"  # the input that holds an image
+MEAN, STD = "level_mean", "level_std"  # inputs of an image whose pixels are levels 0 .. 255, per channel or for all
+TRIED = (61, 40)  # width and height of the image with which a processor is tried; odd, so that it is resized and padded
 
 
 @dataclass(frozen=True)
 class Picture:
     """One image of a text.
 
-    inputs: the arguments of the tower. rows: number of feature rows. grid: that number in height and width; () where it is not
-    needed. tiles: number of Llama 4's tiles in height and width.
+    inputs: the arguments of the tower, before `normalised`. rows: number of feature rows. grid: that number in height and
+    width; () where it is not needed. tiles: number of Llama 4's tiles in height and width.
     """
 
     inputs: "Mapping[str, torch.Tensor]"
@@ -50,6 +54,17 @@ class Picture:
             h.update(f"{key} {t.dtype} {tuple(t.shape)} ".encode())
             h.update(t.contiguous().view(torch.uint8).numpy().data)
         return h.digest()
+
+
+def normalised(inputs: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """The arguments of the tower. Pixels that are levels 0 .. 255 become (level - mean) / std in fp32."""
+    arguments = {k: t for k, t in inputs.items() if k not in (MEAN, STD)}
+    if MEAN in inputs:
+        levels, mean, std = arguments[PIXELS], inputs[MEAN][:, None], inputs[STD][:, None]
+        # (patches, channels * pixels of one) or (images, channels, height, width); one mean for all takes any shape
+        channels = levels.unflatten(1, (len(mean), -1)) if levels.dim() == 2 else levels.flatten(2)
+        arguments[PIXELS] = ((channels.float() - mean) / std).reshape(levels.shape)
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,8 @@ class Processor:
             raise NotFoundError(f"{folder} has no {NAMES[0]}, which says how pictures are prepared; copy the original model's")
         from transformers import AutoImageProcessor
 
+        if images.form == "tiles" and find_spec("torchvision") is None:
+            raise UnsupportedError(f"the processor of {folder} needs torchvision; pip install torchvision")
         unread = library_errors(DamagedError, f"the processor of {folder} cannot be read")
         with unread, open_source(folder) as source, only_its_files(source) as view:
             self.own: Any = AutoImageProcessor.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
@@ -91,37 +108,75 @@ class Processor:
 
     def __call__(self, image: "Image") -> Picture:
         """The image as the tower takes it. Raises UsageError if the processor refuses it."""
-        how: dict[str, Any] = {"return_tensors": "pt"}
+        return self._of_levels(image, *self._levels) if self._levels else self._prepared(image)
+
+    @cached_property
+    def _levels(self) -> "tuple[torch.Tensor, torch.Tensor] | None":
+        """Mean and deviation of each channel's levels, or one for all; None where pixels are not (level - mean) / std.
+
+        Levels take a quarter of the bytes on their way to the device, which are hashed and copied between processes.
+        """
+        own, ones = self.own, ([0.0] * 3, [1.0] * 3)
+        mean, std = (own.image_mean, own.image_std) if getattr(own, "do_normalize", False) else ones
+        if not getattr(own, "do_rescale", False) or not mean or not std:
+            return None
+        by = torch.tensor([mean, std]) / own.rescale_factor
+        by = by[:, :1] if (by == by[:, :1]).all() else by
+        try:
+            image = _noise()
+            pixels = self._prepared(image).inputs[PIXELS]
+            tried = normalised(self._of_levels(image, by[0], by[1]).inputs)[PIXELS]
+        except LowqError:  # it refuses this image; what it says of the user's is more useful
+            return None
+        same = pixels.shape == tried.shape and torch.allclose(pixels.float(), tried, rtol=0, atol=1e-5)
+        return (by[0], by[1]) if same else None
+
+    def _of_levels(self, image: "Image", mean: "torch.Tensor", std: "torch.Tensor") -> Picture:
+        """As `_prepared`, with pixels as levels."""
+        picture = self._prepared(image, do_rescale=False, do_normalize=False)
+        levels = picture.inputs[PIXELS].to(torch.uint8)
+        return replace(picture, inputs={**picture.inputs, PIXELS: levels, MEAN: mean, STD: std})
+
+    def _prepared(self, image: "Image", **how: Any) -> Picture:
         if self.images.form == "rows":
             how["patch_size"] = self.images.patch * self.images.merge
         with library_errors(UsageError, "the model's processor refuses the picture"):
-            prepared = dict(self.own(images=[image], **how))
+            prepared = dict(self.own(images=[image], return_tensors="pt", **how))
         return self._picture(prepared)
 
     def _picture(self, made: dict[str, Any]) -> Picture:
-        images, pixels = self.images, made["pixel_values"]
+        images, pixels = self.images, made[PIXELS]
         if any(int(n) for n in made.get("num_crops", ())):
             raise UnsupportedError(f"{self.folder}/{NAMES[0]} has do_pan_and_scan, which lowq does not write; take it out")
         if images.rows:
-            picture = Picture(_only(made, "pixel_values"), images.rows * pixels.shape[0])
+            picture = Picture(_only(made, PIXELS), images.rows * pixels.shape[0])
         elif images.form == "run":
             _, h, w = (int(n) for n in made["image_grid_thw"][0])
             h, w = h // images.merge, w // images.merge
-            picture = Picture(_only(made, "pixel_values", "image_grid_thw"), h * w, (h, w))
+            picture = Picture(_only(made, PIXELS, "image_grid_thw"), h * w, (h, w))
         elif images.form == "rows":
             h, w = (int(n) // (images.patch * images.merge) for n in made["image_sizes"][0])
             sizes = torch.as_tensor(made["image_sizes"])
-            picture = Picture({"pixel_values": pixels, "image_sizes": sizes}, h * w, (h, w))
+            picture = Picture({PIXELS: pixels, "image_sizes": sizes}, h * w, (h, w))
         elif images.form == "tiles":
             each = (pixels.shape[-2] // images.patch) * (pixels.shape[-1] // images.patch) // images.merge**2
             tiles = tuple(int(n) for n in made["aspect_ratios"][0])
-            picture = Picture({"pixel_values": pixels.flatten(0, -4)}, each * pixels.shape[-4], tiles=tiles)
+            picture = Picture({PIXELS: pixels.flatten(0, -4)}, each * pixels.shape[-4], tiles=tiles)
         else:
             rows = int(made["num_soft_tokens_per_image"][0])
-            picture = Picture(_only(made, "pixel_values", "image_position_ids"), rows)
+            picture = Picture(_only(made, PIXELS, "image_position_ids"), rows)
         if not 0 < picture.rows <= MOST_ROWS:
             raise UsageError(f"the picture makes {picture.rows} tokens; allowed are 1 to {MOST_ROWS}, change its size")
         return picture
+
+
+def _noise() -> "Image":
+    """An image of random levels."""
+    from PIL import Image
+
+    w, h = TRIED
+    levels = torch.randint(0, 256, (h, w, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return Image.fromarray(levels.numpy())
 
 
 def _only(made: Mapping[str, Any], *names: str) -> "dict[str, torch.Tensor]":

@@ -16,6 +16,7 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_tensors import beside_prefixes
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
+from lowq_cli.hf.pictures import PIXELS, normalised
 from lowq_cli.hf.skeleton import config_object, model_class
 from lowq_packers.errors import DamagedError, library_errors
 
@@ -38,11 +39,20 @@ class Tower:
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
 
-    @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The features (n, H) of one image, and those for each of the first layers, from the processor's output."""
-        there = {k: t.to(self.device) for k, t in inputs.items()}
-        there["pixel_values"] = there["pixel_values"].to(self.dtype)
+        return self.run(self.arguments(inputs))
+
+    @torch.inference_mode()
+    def arguments(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The processor's output as `run` takes it."""
+        there = normalised({k: t.to(self.device) for k, t in inputs.items()})
+        there[PIXELS] = there[PIXELS].to(self.dtype)
+        return there
+
+    @torch.inference_mode()
+    def run(self, there: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """As `__call__`, from arguments on the device."""
         more = {}
         parameter = signature(self.model.get_image_features).parameters.get(STRATEGY)
         if (

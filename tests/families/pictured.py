@@ -6,7 +6,7 @@ import torch
 from described import TOWER, config
 from described import model as random_model
 
-from lowq_cli.hf.pictures import Picture
+from lowq_cli.hf.pictures import Picture, normalised
 
 TOKEN = 9  # stands for a row of a picture in all of them
 VOCAB = 160
@@ -92,8 +92,9 @@ def inputs_of(config: Any, ids: list[int], pictures: list[Picture]) -> dict[str,
     """The arguments of transformers' model: the pictures of a text stacked, and padded if their sizes differ."""
     there, inputs = torch.tensor([ids]), dict[str, Any]()
     family = config.model_type
-    for key in pictures[0].inputs if pictures else ():
-        rows = [p.inputs[key] for p in pictures]
+    each = [normalised(p.inputs) for p in pictures]
+    for key in each[0] if each else ():
+        rows = [one[key] for one in each]
         if key == "pixel_values" and rows[0].dim() == 4:
             sides = [max(t.shape[i] for t in rows) for i in (2, 3)]
             rows = [torch.nn.functional.pad(t, (0, sides[1] - t.shape[3], 0, sides[0] - t.shape[2])) for t in rows]
@@ -112,4 +113,7 @@ def logits_of(theirs: Any, ids: list[int], pictures: list[Picture]) -> torch.Ten
     """transformers' logits (T, V) of a whole text with its pictures."""
     if hasattr(getattr(theirs, "model", None), "rope_deltas"):
         theirs.model.rope_deltas = None  # of the text before
-    return theirs(**inputs_of(theirs.config, ids, pictures), use_cache=False).logits[0].float()
+    inputs = inputs_of(theirs.config, ids, pictures)
+    if pictures:
+        inputs["pixel_values"] = inputs["pixel_values"].to(theirs.dtype)  # Llama 4's are in bf16
+    return theirs(**inputs, use_cache=False).logits[0].float()

@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "max_patches": 4,
         **MEAN,
     },
+    "llama4": {
+        "image_processor_type": "Llama4ImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "max_patches": 4,
+        **MEAN,
+    },
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 48}, "patch_size": 4, **MEAN},
 }
@@ -57,7 +64,8 @@ TEMPLATE = (
     "{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NAMES = tuple(n for n in pictured.SIZES if n not in ("llama4", "llava/pixtral"))  # Llama 4's processor needs torchvision
+TILES = find_spec("torchvision") is not None  # which transformers' processor of Llama 4 needs
+NAMES = tuple(n for n in pictured.SIZES if n != "llava/pixtral" and (n != "llama4" or TILES))
 
 
 def tokenizer(family: str) -> Tokenizer:

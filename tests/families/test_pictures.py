@@ -5,6 +5,7 @@ alone give other logits.
 """
 
 import queue
+import statistics
 import sys
 import threading
 from copy import deepcopy
@@ -317,3 +318,28 @@ def test_a_model_without_a_tower_refuses_pictures_when_they_are_asked_for():
     with pytest.raises(UnsupportedError, match="llama has no picture inputs"):
         engine.submit(Request((1, 2, 3), 1, pictures=(packed(pictured.picture("qwen3_vl", 1)),)))
     engine.stop(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", pictured.NAMES)
+def test_on_a_gpu_pictures_give_the_logits_of_the_cpu(name):
+    """In fp16 beside fp32: a whole text of two pictures, then its steps, next to a text without."""
+    a, b, words = pictured.picture(name, 1, 4, 5), pictured.picture(name, 2, 3, 2), texts(pictured.VOCAB, 5, 7, 6)
+    ids, pictures = pictured.text(words[0], a, words[1], b, words[2])
+    logits = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
+        decoder, tower = NativeDecoder(planned(pictured.model(name).to(device, dtype))), Tower(pictured.model(name))
+        shown = Shown(decoder.plan.model.images, ids, pictures)
+        shown.see([tower(p.inputs) for p in pictures], decoder.device, decoder.dtype)
+        rows = [*decoder.logits(torch.tensor([ids], device=device), [shown])[0].float().cpu()]
+        decoder.start([ids, words[2]], Sampling(), 12, shown=[shown, None])
+        assert (decoder.run is not None) == (device == "cuda"), decoder.reason
+        for token in (3, 50, 90, 12, 33):
+            rows += decoder.sampler.logits.float().cpu()
+            with torch.inference_mode():
+                decoder.token.fill_(token)
+            decoder.step()
+        logits[device] = torch.stack(rows)
+    rows = [off(ours, wanted) for ours, wanted in zip(logits["cuda"], logits["cpu"], strict=True)]
+    assert 1e-5 < statistics.median(rows) < 1e-2  # a token may go to other experts where two are nearly as likely
+    assert max(rows) < 3e-2 or name in ("qwen3_vl_moe", "qwen3_5_moe", "llama4")

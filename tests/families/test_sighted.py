@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.prompts import spelled_by
 from lowq_cli.engine.vision import sight_of
 from lowq_cli.files.source import open_source
-from lowq_cli.hf.pictures import Picture, written
+from lowq_cli.hf.pictures import Picture, Processor, normalised, written
 from lowq_cli.hf.tower import Tower
 from lowq_packers.arch.config import read_config
 from lowq_packers.arch.parts import Images
@@ -137,13 +138,17 @@ def test_rows_of_a_picture_end_in_tokens_of_their_own():
 def test_a_conversation_shows_pictures_as_it_goes_on(folders, run, tmp_path, monkeypatch):
     sighted.drawing(3).save(tmp_path / "a.png")
     sighted.drawing(4).save(tmp_path / "b.webp")
-    lines = ("/image a.png", "What?", "And then?", "/image b.webp", "This?", "/image nothing.png", "/save t.json", "")
+    sighted.drawing(5).save(tmp_path / "c d.png")
+    shown = ("/image a.png 'c d.png'", "/image c d.png", "/image c\\ d.png", "/image 'c")
+    lines = ("/image a.png", "What?", "And then?", "/image b.webp", "This?", "/image nothing.png", "/save t.json", *shown, "")
     monkeypatch.chdir(tmp_path)
     done = run(
         "chat", folders("qwen3_vl"), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "5", stdin="\n".join(lines)
     )
     assert done.returncode == 0, done.stderr
     assert "there is no picture nothing.png" in done.stderr
+    assert "there is no picture 'c" in done.stderr
+    assert done.stderr.count("\nc d.png will be sent with your next message") == 3
     messages = json.loads((tmp_path / "t.json").read_text())
     assert [type(m["content"]).__name__ for m in messages] == ["list", "str", "str", "str", "list", "str"]
 
@@ -156,6 +161,11 @@ def test_generate_and_run_take_files_of_pictures(folders, run, tmp_path):
     assert one.returncode == 0, one.stderr
     two = run("run", folder, QUESTION, tmp_path / "a.png", "--temperature", "0", *how)
     assert two.returncode == 0, two.stderr
+    turned = run("run", folder, tmp_path / "a.png", QUESTION, "--temperature", "0", *how)  # the picture before the question
+    assert json.loads(turned.stdout)["text"] == json.loads(two.stdout)["text"]
+    alone = run("run", folder, tmp_path / "a.png", *how)
+    assert alone.returncode == 2
+    assert "a.png is a picture; say what you ask about it: lowq run" in alone.stderr
     one, two = json.loads(one.stdout), json.loads(two.stdout)
     assert one["prompt_tokens"] == two["prompt_tokens"] > 35
     without = json.loads(run("generate", folder, "--prompt", QUESTION, "--chat", *how).stdout)
@@ -270,20 +280,37 @@ def test_pictures_of_several_prompts_and_copies(folders):
         lowq.stream(model, tokenizer, [QUESTION, QUESTION], 5, images=[[a]])
 
 
-def test_pixels_are_those_of_their_processor(folders):
-    """Of a PNG, alike by path, bytes and image."""
+MEANS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+
+
+@pytest.mark.parametrize("name", [*sighted.NAMES, "llava/means", "qwen3_vl/means", "gemma3/floats"])
+def test_pixels_are_those_of_their_processor(name, folders, tmp_path):
+    """They are levels in 8 bits; its own numbers where it makes them of others, or rounds them to bf16 (Llama 4)."""
+    folder, (family, _, kind) = folders(name.partition("/")[0]), name.partition("/")
+    if kind:
+        changed = {"means": MEANS, "floats": {"do_rescale": False}}[kind]
+        folder = Path(shutil.copytree(folder, tmp_path / "model"))
+        file = folder / "preprocessor_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with open_source(folder) as source:
+        images = read_config(source.config, len(source.headers))[1].images
+    processor, how = Processor(folder, images), {"patch_size": 8} if family == "mistral3" else {}
+    for size in ((60, 44), (31, 75), (16, 16), (200, 90)):
+        image = sighted.drawing(size[0], size)
+        own, ours = processor.own(images=[image], return_tensors="pt", **how), processor(image).inputs
+        assert (ours["pixel_values"].dtype == torch.uint8) == (kind != "floats" and name != "llama4")
+        torch.testing.assert_close(
+            normalised(ours)["pixel_values"].float(), torch.as_tensor(own["pixel_values"]).float(), rtol=0, atol=2e-6
+        )
+
+
+def test_a_picture_is_the_same_by_path_bytes_and_image(folders):
     model, tokenizer = ready(str(folders("mistral3")), "cpu")
     sight, image = sight_of(model), sighted.drawing(6)
-    from transformers import AutoImageProcessor
-
-    own = AutoImageProcessor.from_pretrained(str(folders("mistral3")))(images=[image], patch_size=8, return_tensors="pt")
-    assert torch.equal(sight.picture(image).inputs["pixel_values"], own["pixel_values"])
     assert sight.picture(image).name == sight.picture(sighted.encoded(image)).name
     assert sight.picture(image).name != sight.picture(sighted.drawing(7)).name
     assert spelled_by(tokenizer)(sight.images.token) == "[IMG]"
     assert isinstance(image, Image.Image)
-    with open_source(folders("mistral3")) as source:
-        assert source.folder is not None
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "mistral3", "qwen2_5_vl"])
