@@ -7,7 +7,7 @@
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
     gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate); softcapped: logits
     normed     any family's norm; beside: two rows, each normed and then concatenated, for draft heads
-    add        the update of the residual stream; update_norm: both in one
+    add        the update of the residual stream; update_norm: both in one; update_norms: with two norms
     prepare    changes of q, k, v before attention that `attend` does not fuse: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
     delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
@@ -34,7 +34,7 @@ from lowq_kernels.decode import reference
 from lowq_kernels.decode.activation import activated, opened, opened_by, softcapped
 from lowq_kernels.decode.latent import DEFINITION as LATENT
 from lowq_kernels.decode.latent import Forms
-from lowq_kernels.decode.norms import add, beside, normed, update_norm
+from lowq_kernels.decode.norms import add, beside, normed, update_norm, update_norms
 from lowq_kernels.decode.prepare import prepare as prepared
 from lowq_kernels.decode.recurrent import Mixer, dispatched
 from lowq_kernels.decode.recurrent.delta import DEFINITION as DELTA
@@ -91,6 +91,7 @@ class Ops:
     beside: Callable[..., torch.Tensor] = beside
     add: Callable[..., None] = add
     update_norm: Callable[..., torch.Tensor] = update_norm
+    update_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]] = update_norms
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepared
     latent: Forms = LATENT
     delta: Mixer = DELTA
@@ -118,6 +119,7 @@ def ops(device_type: str) -> Ops:
             normed=rows_cpu.normed,
             add=rows_cpu.add,
             update_norm=rows_cpu.update_norm,
+            update_norms=rows_cpu.update_norms,
             prepare=rows_cpu.prepare,
             opened=rows_cpu.opened,
         )
@@ -139,5 +141,5 @@ def ops(device_type: str) -> Ops:
         latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed), **mixers,
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
-    rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "beside")}
+    rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "update_norms", "beside")}
     return replace(operations, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)

@@ -64,9 +64,16 @@ def add(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    own: tuple[Norm, Norm] | None = None,
 ) -> None:
-    """x <- (x + scale * post(delta + second)) * after in place, rounded once. x, delta, second (M, H); after: one value."""
-    added = delta.float() if second is None else delta.float() + second.float()
+    """x <- (x + scale * post(delta + second)) * after in place, rounded once. x, delta, second (M, H); after: one value.
+
+    own: norms of delta and of second, each applied before the sum.
+    """
+    one, two = own or (None, None)
+    added = delta.float() if one is None else in_fp32(delta, *one)
+    if second is not None:
+        added = added + (second.float() if two is None else in_fp32(second, *two))
     added = added if post is None else in_fp32(added, *post)
     y = torch.add(x.float(), added, alpha=scale)
     x.copy_(y if after is None else y * after.float())
@@ -80,8 +87,22 @@ def update_norm(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    own: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """`add` if delta is given, then the norm of x (M, H)."""
     if delta is not None:
-        add(x, delta, post, scale, after, second)
+        add(x, delta, post, scale, after, second, own)
     return normed(x, *norm)
+
+
+def update_norms(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norms: tuple[Norm, Norm],
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `update_norm`, with two norms of the same x: those of the branches of a parallel block."""
+    return update_norm(x, delta, norms[0], post, scale, after, second), normed(x, *norms[1])

@@ -1,6 +1,7 @@
 """Any family's norm, and the update of the residual stream with the norm behind it, in one kernel.
 
-Maths   x <- (x + scale * post(delta + second)) * after, rounded; y = norm(x). Each part may be missing
+Maths   x <- (x + scale * post(delta + second)) * after, rounded; y = norm(x). Each part may be missing, delta and second may
+        each be normed before they are added (OWN), and x may have two norms (ALSO)
 Grid    (rows); a row is (groups, values of a group), of which there is one group but in Mamba2's norms
 Limits  rows of up to 65,536 values; factors and biases of one row, for all rows
 Source  own
@@ -38,12 +39,12 @@ def _normed(
 
 @triton.jit
 def _update_norm_kernel(
-    x_ptr, delta_ptr, second_ptr, after_ptr, y_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, n, eps, post_eps,
-    scale,
+    x_ptr, delta_ptr, second_ptr, after_ptr, y_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, delta_weight_ptr,
+    second_weight_ptr, also_ptr, also_weight_ptr, also_bias_ptr, n, eps, post_eps, delta_eps, second_eps, also_eps, scale,
     GROUPS: tl.constexpr, UPDATE: tl.constexpr, SECOND: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr,
-    POST_WEIGHT: tl.constexpr, POST_BIAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    POST_WEIGHT: tl.constexpr, POST_BIAS: tl.constexpr, OWN: tl.constexpr, ALSO: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     group, value = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
     offs, mask = group * n + value, (group < GROUPS) & (value < n)
@@ -56,7 +57,11 @@ def _update_norm_kernel(
     if UPDATE:
         delta = tl.load(delta_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
         if SECOND:
-            delta += tl.load(second_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(second_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
+            if OWN:
+                delta = _normed(delta, delta_weight_ptr, delta_weight_ptr, offs, mask, n, delta_eps, False, True, False)
+                second = _normed(second, second_weight_ptr, second_weight_ptr, offs, mask, n, second_eps, False, True, False)
+            delta += second
         if POST:
             delta = _normed(delta, post_weight_ptr, post_bias_ptr, offs, mask, n, post_eps, POST_LAYER, POST_WEIGHT, POST_BIAS)
         x = x + scale * delta
@@ -68,6 +73,9 @@ def _update_norm_kernel(
     if NORM:
         y = _normed(x, weight_ptr, bias_ptr, offs, mask, n, eps, LAYER, WEIGHT, BIAS)
         tl.store(y_ptr + row + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if ALSO:
+        y = _normed(x, also_weight_ptr, also_bias_ptr, offs, mask, n, also_eps, LAYER, WEIGHT, BIAS)
+        tl.store(also_ptr + row + offs, y.to(also_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -119,22 +127,38 @@ def refuse(x: torch.Tensor, *norms: Norm | None) -> str | None:
     return "norms of different groups" if len({norm.groups for norm in there}) > 1 else None
 
 
+def _form(norm: Norm) -> tuple[object, ...]:
+    """What of a norm is compiled into the kernel."""
+    weight, bias = norm.weight, norm.bias
+    return norm.kind, norm.groups, None if weight is None else weight.dtype, None if bias is None else bias.dtype
+
+
+NONE = Norm(None, 0.0)
+
+
 def _launch(
     x: torch.Tensor, delta: torch.Tensor | None, y: torch.Tensor | None, norm: Norm | None, post: Norm | None, scale: float,
-    after: torch.Tensor | None, second: torch.Tensor | None,
+    after: torch.Tensor | None, second: torch.Tensor | None, own: tuple[Norm, Norm] | None = None,
+    also: tuple[Norm, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    one, two = norm or Norm(None, 0.0), post or Norm(None, 0.0)
+    one, two, (of_delta, of_second), (other, z) = norm or NONE, post or NONE, own or (NONE, NONE), also or (NONE, None)
     K, groups = x.shape[-1], (norm or two).groups
     n = K // groups
     BLOCK, BLOCK_G = triton.next_power_of_2(n), triton.next_power_of_2(groups)
     _update_norm_kernel[(x.numel() // K,)](
-        x, delta, second, after, y, one.weight, one.bias, two.weight, two.bias, n, one.eps, two.eps, scale, GROUPS=groups,
+        x, delta, second, after, y, one.weight, one.bias, two.weight, two.bias, of_delta.weight, of_second.weight, z,
+        other.weight, other.bias, n, one.eps, two.eps, of_delta.eps, of_second.eps, other.eps, scale, GROUPS=groups,
         UPDATE=delta is not None, SECOND=second is not None, AFTER=after is not None, NORM=norm is not None,
         LAYER=one.kind == "layer", WEIGHT=one.weight is not None, BIAS=one.bias is not None, POST=post is not None,
-        POST_LAYER=two.kind == "layer", POST_WEIGHT=two.weight is not None, POST_BIAS=two.bias is not None, BLOCK_G=BLOCK_G,
-        BLOCK=BLOCK,
+        POST_LAYER=two.kind == "layer", POST_WEIGHT=two.weight is not None, POST_BIAS=two.bias is not None,
+        OWN=own is not None, ALSO=also is not None, BLOCK_G=BLOCK_G, BLOCK=BLOCK,
         num_warps=min(16, max(1, BLOCK * BLOCK_G // 256)), **pdl(x),
     )  # fmt: skip
+
+
+def _plain(own: tuple[Norm, Norm] | None, second: torch.Tensor | None) -> bool:
+    """Whether the kernel takes norms of delta and second: RMSNorms with a weight."""
+    return own is None or (second is not None and all(n.weight is not None and n[2:] == ("rms", None, 1) for n in own))
 
 
 def _closed(*deltas: torch.Tensor | None) -> bool:
@@ -165,12 +189,13 @@ def add(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    own: tuple[Norm, Norm] | None = None,
 ) -> None:
     """As `norms.add`."""
-    if refuse(x, post) or not _closed(delta, second):
-        definition.add(x, delta, post, scale, after, second)
+    if refuse(x, post, *(own or ())) or not _closed(delta, second) or not _plain(own, second):
+        definition.add(x, delta, post, scale, after, second, own)
     else:
-        _launch(x, delta, None, None, post, scale, after, second)
+        _launch(x, delta, None, None, post, scale, after, second, own)
 
 
 def update_norm(
@@ -181,10 +206,29 @@ def update_norm(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    own: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """As `norms.update_norm`."""
-    if refuse(x, norm, post) or not _closed(delta, second):
-        return definition.update_norm(x, delta, norm, post, scale, after, second)
+    if refuse(x, norm, post, *(own or ())) or not _closed(delta, second) or not _plain(own, second):
+        return definition.update_norm(x, delta, norm, post, scale, after, second, own)
     y = torch.empty_like(x)
-    _launch(x, delta, y, norm, post, scale, after, second)
+    _launch(x, delta, y, norm, post, scale, after, second, own)
     return y
+
+
+def update_norms(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norms: tuple[Norm, Norm],
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norms.update_norms`."""
+    one, other = norms
+    if refuse(x, one, other, post) or not _closed(delta, second) or _form(one) != _form(other):
+        return update_norm(x, delta, one, post, scale, after, second), normed(x, *other)
+    y, z = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, delta, y, one, post, scale, after, second, None, (other, z))
+    return y, z

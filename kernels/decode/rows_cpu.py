@@ -48,8 +48,11 @@ def update_norm(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    own: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """As `norms.update_norm`."""
+    if own is not None:
+        delta, second = _own(delta, second, own)
     if not _updates(x, delta, norm, post, after, second):
         return norms.update_norm(x, delta, norm, post, scale, after, second)
     y = torch.empty_like(x)
@@ -64,12 +67,35 @@ def add(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    own: tuple[Norm, Norm] | None = None,
 ) -> None:
     """As `norms.add`."""
+    if own is not None:
+        delta, second = _own(delta, second, own)
     if _updates(x, delta, None, post, after, second):
         _update(x, delta, None, post, scale, after, second, None)
     else:
         norms.add(x, delta, post, scale, after, second)
+
+
+def update_norms(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norms: tuple[Norm, Norm],
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norms.update_norms`."""
+    return update_norm(x, delta, norms[0], post, scale, after, second), normed(x, *norms[1])
+
+
+def _own(delta: torch.Tensor | None, second: torch.Tensor | None, own: tuple[Norm, Norm]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Delta and second, each normed; rounded, unlike in the definition."""
+    assert delta is not None
+    assert second is not None
+    return normed(delta, *own[0]), normed(second, *own[1])
 
 
 def normed(

@@ -79,6 +79,7 @@ class Compiler:
         self.pending: p.Update | None = None  # the update whose output is not added to the residual stream yet
         self.alone = True  # whether the current update has a single mixer and no branches
         self.beside = ""  # name of a kept value that the pending update adds to the residual stream together with y
+        self.own: tuple[Norm, Norm] | None = None  # norms of y and of that value before their sum
         self.entered: list[int] = []  # for each layer, and the end: steps before the stream is its input
         for number, layer in enumerate(model.layers):
             self.products.append({})
@@ -120,18 +121,33 @@ class Compiler:
         return s.Beside(e, h, part.hidden_first, part.zero_first, part.replaces)
 
     def _update(self, update: p.Update) -> None:
-        if update.beside is not None:
+        branches = [m for m in update.mixers if isinstance(m, p.Branch)]
+        two = branches if len(branches) == len(update.mixers) == 2 else []
+        plain = update.norm is None and update.beside is None and self.own is None
+        begins = plain and bool(two) and all(b.norm and b.into == 1.0 for b in two)
+        if begins:  # one step makes the inputs of both branches
+            self._add_norm(two[0].norm, two[1].norm)
+            two = [replace(b, norm=None) for b in two]
+        elif update.beside is not None:
             self._emit(self._beside(update.beside))
         else:
             self._add_norm(update.norm)
         if len(self.entered) == self.number:
             self.entered.append(len(self.steps))
-        self.alone, self.beside = len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch), ""
+        self.alone, self.beside, self.own = len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch), "", None
+        posts = [self.norm(b.post) for b in two if b.post and b.out == 1.0]
+        if len(posts) == 2 and all(map(s.is_plain, posts)):  # the step that adds both branches also norms them
+            self.own, two = (posts[1], posts[0]), [replace(b, post=None) for b in two]
         if self.alone:
             self._mixer(update.mixers[0])
+        elif begins:
+            self._mixer(two[0])
+            self.beside = "sum"
+            self._emit(s.Keep("sum"), s.Take("also", last=True))
+            self._mixer(two[1])
         else:
             self._emit(s.Keep("in"))
-            for i, mixer in enumerate(update.mixers):
+            for i, mixer in enumerate(two or update.mixers):
                 if i:
                     self._emit(s.Take("in"))
                 self._mixer(mixer)
@@ -140,18 +156,16 @@ class Compiler:
                     self._emit(s.Keep("sum", add=i > 0))
         self.pending = update
 
-    def _add_norm(self, norm: p.Norm | None) -> None:
-        """Emit the step that adds the pending update to the stream and norms the sum; if possible the fused `AddNorm`."""
+    def _add_norm(self, norm: p.Norm | None, also: p.Norm | None = None) -> None:
+        """Emit the step that adds the pending update to the stream and norms the sum; if possible the fused `AddNorm`.
+
+        also: the norm of a second branch."""
         last, self.pending = self.pending, None
         next_norm = None if norm is None else self.norm(norm)
         post = self.norm(last.post) if last and last.post else None
-        simple = last is None or (last.scale == 1.0 and not last.after and not self.beside)
-        alike = post is None or (s.is_plain(post) and next_norm is not None and post.eps == next_norm.eps)
-        if next_norm is not None and s.is_plain(next_norm) and simple and alike:
-            self._emit(s.AddNorm(next_norm, post.weight if post else None, first=last is None))
-            return
         after = self.weights.vector(last.after) if last and last.after else None
-        self._emit(s.UpdateNorm(next_norm, post, last.scale if last else 1.0, after, first=last is None, second=self.beside))
+        by, other = last.scale if last else 1.0, None if also is None else self.norm(also)
+        self._emit(s.added(s.UpdateNorm(next_norm, post, by, after, last is None, self.beside, self.own, other)))
 
     @singledispatchmethod
     def _mixer(self, part: Any) -> None:

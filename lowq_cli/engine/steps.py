@@ -89,7 +89,8 @@ class AddNorm(Step):
 class UpdateNorm(Step):
     """x = (x + scale * post(y)) * after, then y = norm(x), or y = x without a norm. With `first`, nothing is added.
 
-    second: the name of a kept value that is added to y first and then removed.
+    second: the name of a kept value that is added to y first and then removed. own: norms of y and of second before the sum.
+    also: a second norm of x, kept under the name "also".
     """
 
     norm: Norm | None
@@ -98,23 +99,38 @@ class UpdateNorm(Step):
     after: torch.Tensor | None = None
     first: bool = False
     second: str = ""
+    own: tuple[Norm, Norm] | None = None
+    also: Norm | None = None
     what = "norm"
 
     def compiled_for(self) -> tuple[object, ...]:
-        facts = ((n.kind, n.weight is None or n.weight.dtype, n.bias is None, n.groups) for n in (self.norm, self.post) if n)
-        return (*facts, self.norm is None, self.post is None, self.after is None, self.first, self.second)
+        norms = (self.norm, self.post, self.also, *(self.own or ()))
+        facts = ((n.kind, n.weight is None or n.weight.dtype, n.bias is None, n.groups) for n in norms if n)
+        return (*facts, *(n is None for n in norms), self.after is None, self.first, self.second)
 
     def reads(self, before: int) -> Mapping[str, int]:
         return {self.second: before} if self.second else {}
 
     def run(self, f: Frame) -> None:
         second = f.kept.pop(self.second) if self.second else None
-        if self.norm is not None:
-            f.y = f.ops.update_norm(f.x, None if self.first else f.y, self.norm, self.post, self.scale, self.after, second)
-            return
-        if not self.first:
-            f.ops.add(f.x, f.y, self.post, self.scale, self.after, second)
-        f.y = f.x
+        facts, y = (self.post, self.scale, self.after, second), None if self.first else f.y
+        if self.norm is not None and self.also is not None:
+            f.y, f.kept["also"] = f.ops.update_norms(f.x, y, (self.norm, self.also), *facts)
+        elif self.norm is not None:
+            f.y = f.ops.update_norm(f.x, y, self.norm, *facts, self.own)
+        else:
+            if y is not None:
+                f.ops.add(f.x, y, *facts, self.own)
+            f.y = f.x
+
+
+def added(step: UpdateNorm) -> AddNorm | UpdateNorm:
+    """The same as the `AddNorm` that computes it, where one does."""
+    norm, post = step.norm, step.post
+    simple = step.scale == 1.0 and step.after is None and not step.second and step.own is None and step.also is None
+    if norm is None or not is_plain(norm) or not simple or (post and not (is_plain(post) and post.eps == norm.eps)):
+        return step
+    return AddNorm(norm, post.weight if post else None, first=step.first)
 
 
 @dataclass(frozen=True, eq=False)

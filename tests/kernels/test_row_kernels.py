@@ -132,6 +132,45 @@ def test_update_norm(name, dtype):
     assert torch.equal(ours, x) == (update is None)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_branches_have_norms_of_their_own(dtype):
+    """What two branches give, each normed before the sum; with a norm after the sum, and with kinds that the kernel refuses."""
+    x, delta, second = (randn(3, 72, dtype=dtype) * s for s in (3, 0.7, 20))
+    after = torch.tensor([0.3], device=DEVICE, dtype=dtype)
+    for own in ((norm(72), norm(72)), (norm(72), norm(72, "layer"))):
+        given = (norm(72), 0.5, after, second, own)
+        ours, theirs, swapped = x.clone(), x.clone(), x.clone()
+        y = norms_triton.update_norm(ours, delta, norm(72), *given)
+        assert y.shape == x.shape
+        norms.add(theirs, delta, *given)
+        assert error(ours, theirs) < TOLERANCE[dtype]
+        norms_triton.add(swapped, delta, *given[:4], own[::-1])
+        assert error(swapped, theirs) > 10 * TOLERANCE[dtype]
+        ours = x.clone()
+        norms_triton.add(ours, delta, *given)
+        assert error(ours, theirs) < TOLERANCE[dtype]
+
+
+TWO = {"plain": ({}, {}), "layer norms": ({"kind": "layer", "bias": True}, {"kind": "layer", "bias": True})}
+TWO |= {"of two kinds": ({}, {"kind": "layer"}), "one without a weight": ({}, {"weight": False})}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", TWO)
+def test_two_norms_of_one_stream(name, dtype):
+    x, delta, pair = randn(3, 72, dtype=dtype) * 3, randn(3, 72, dtype=dtype), tuple(norm(72, **facts) for facts in TWO[name])
+    for update in (delta, None):
+        ours, theirs = x.clone(), x.clone()
+        found = norms_triton.update_norms(ours, update, pair, norm(72), 0.5)
+        if update is None:
+            assert torch.equal(ours, x)
+        else:
+            assert error(ours, x) > 0.01
+        theirs.copy_(ours)  # the update is `test_update_norm`'s
+        for y, wanted in zip(found, norms.update_norms(theirs, None, pair), strict=True):
+            assert error(y, wanted) < TOLERANCE[dtype]
+
+
 BESIDE = {  # the norms of two rows that are put side by side
     "both": ({}, {}),
     "neither": (None, None),
