@@ -5,6 +5,9 @@
 //         turn: the router is the A operand of mma, eight tokens are the columns of B. A lane reads 16 bytes of a row, which
 //         are its pairs of two mma; the order of k inside a product is free.
 // Sum     warps meet in shared memory, and each sum goes to the block that is its token's (meet.cuh).
+// Beyond  a softmax (BEYOND 1): logits in fp32, softmax or sigmoid, a bias for the choice, factors; the next best takes two
+//         `redux`, as a score is 32 bits. 2: x has a norm and a scale of its own: x * scale is split into two halves, which keep
+//         22 bits, the sum of x's squares travels as one more logit, and the norm becomes a factor of the sums.
 // Pick    a warp a token. A logit in 16 bits, mapped so that integers are ordered as they are, and the expert behind it are one
 //         number, so the next best is one `redux`. Equal logits: the lowest expert.
 // Early   the router's weights are on the multiprocessors before the previous kernel has ended.
@@ -27,14 +30,100 @@ __device__ __forceinline__ float sum_of_warp(float v) {
     return v;
 }
 
-template <int T, int TILES, int PARTS, int STEPS>
+struct Facts {  // of BEYOND
+    const void *choice, *each, *scale;  // (E), (E), (H), or null
+    int wide, sigmoid;                  // wide: 1, 2, 4: of the three those in fp32
+    float eps, root, sum_eps, factor;   // root: times scale
+};
+template <int T>
+__device__ __forceinline__ float value_at(const void* values, int i, bool wide) {
+    u16 v;
+    u32 w;
+    if (wide) {
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(w) : "l"((const u32*)values + i));
+        return __uint_as_float(w);
+    }
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"((const u16*)values + i));
+    return to_floats<T>(v).x;
+}
+// Eight halves times eight factors, each product as the sum of two halves; adds the squares of the halves to `square`.
+template <int T>
+__device__ __forceinline__ void split(const uint4& v, const float* factors, uint4& high, uint4& low, float& square) {
+    const u32 four[4] = {v.x, v.y, v.z, v.w};
+    u32 h[4], l[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 f = to_floats<T>(four[i]);
+        square += f.x * f.x + f.y * f.y;
+        const float a = f.x * factors[2 * i], b = f.y * factors[2 * i + 1];
+        h[i] = from_floats<T>(a, b);
+        const float2 rounded = to_floats<T>(h[i]);
+        l[i] = from_floats<T>(a - rounded.x, b - rounded.y);
+    }
+    high = make_uint4(h[0], h[1], h[2], h[3]), low = make_uint4(l[0], l[1], l[2], l[3]);
+}
+__device__ __forceinline__ u32 ordered(float v) {  // integers in the order of fp32 numbers, above 0
+    const u32 bits = __float_as_uint(v), key = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return key ? key : 1;
+}
+
+// The token's experts by facts beyond a softmax, by one warp; lane k gets the k-th, its score and its factor.
+template <int T, int MINE>
+__device__ __forceinline__ void choose(const float (&logit)[MINE], const float (&choice)[MINE], const float (&each)[MINE],
+                                       const Facts& f, int E, int top_k, int lane, int& id, float& chosen,
+                                       float& of_expert) {
+    float score[MINE], top = __uint_as_float(0xff800000u), total = 0.f;
+    u32 key[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; i++)
+        if (lane + 32 * i < E) top = logit[i] > top ? logit[i] : top;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, top, d);
+        top = other > top ? other : top;
+    }
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        score[i] = f.sigmoid ? 1.f / (1.f + exp2_of(-1.44269504f * logit[i])) : exp2_of((logit[i] - top) * 1.44269504f);
+        if (lane + 32 * i < E) total += score[i];
+    }
+    const float divisor = f.sigmoid ? 1.f : sum_of_warp(total);
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        score[i] /= divisor;
+        key[i] = lane + 32 * i < E ? ordered(score[i] + choice[i]) : 0;
+    }
+    id = 0, chosen = 0.f, of_expert = 1.f;
+#pragma unroll 1
+    for (int k = 0; k < top_k; k++) {
+        u32 best = 0, last = 0;
+        float own = 0.f, factor = 0.f;
+#pragma unroll
+        for (int i = 0; i < MINE; i++) best = key[i] > best ? key[i] : best;
+        best = most_of_warp(best);
+#pragma unroll
+        for (int i = MINE - 1; i >= 0; i--)
+            if (key[i] == best) last = 0xffff - (lane + 32 * i);
+        const int e = 0xffff - most_of_warp(last);
+#pragma unroll
+        for (int i = 0; i < MINE; i++)
+            if (e == lane + 32 * i) own = score[i], factor = each[i], key[i] = 0;
+        own = __shfl_sync(0xffffffffu, own, e & 31), factor = __shfl_sync(0xffffffffu, factor, e & 31);
+        if (lane == k) id = e, chosen = own, of_expert = factor;
+    }
+}
+
+template <int T, int TILES, int PARTS, int STEPS, int BEYOND = 0>
 __global__ void __launch_bounds__(WARPS * 32, 1)
 route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x, long long* ids, float* weights, int M,
-      int E, int H, int top_k, int normalise, int rounded) {
+      int E, int H, int top_k, int normalise, int rounded, const Facts f) {
     // experts of a block, of all, of a lane
     constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;
     __shared__ float sums[WARPS][ROWS * TOKENS];
     __shared__ float logits[PARTS][MOST];  // of this block's token
+    __shared__ float squares[WARPS][TOKENS];  // BEYOND 2: of x, of each warp
+    __shared__ float norms[PARTS];            // and of this block's token
+    __shared__ float scale_at[BEYOND == 2 ? STEPS * WARPS * 32 : 1];  // of this block's k
     __shared__ u64 all_there[1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, quad = lane & 3;
@@ -42,7 +131,7 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
               tokens = smaller(M - m0, TOKENS);
     next_grid_launch();
     const u32 meeting = shared_address(all_there);
-    if (threadIdx.x == 0) open(meeting, rank < tokens ? PARTS * MOST * 4 : 0);
+    if (threadIdx.x == 0) open(meeting, rank < tokens ? PARTS * (MOST + (BEYOND == 2)) * 4 : 0);
     join();
     auto k_of = [&](int step) { return ((step * PARTS + part) * WARPS + warp) * 32 + 8 * quad; };
     uint4 w[TILES][STEPS][2], v[STEPS];
@@ -65,11 +154,40 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
         if (bias != nullptr && lane + 32 * i < E)
             asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(beside[i]) : "l"(bias + lane + 32 * i));
     }
+    float choice[MINE], each[MINE];
+    if constexpr (BEYOND != 0) {
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            const int e = lane + 32 * i;
+            choice[i] = 0.f, each[i] = 1.f;
+            if (warp != 0 || e >= E) continue;
+            if (f.choice) choice[i] = value_at<T>(f.choice, e, f.wide & 1);
+            if (f.each) each[i] = value_at<T>(f.each, e, f.wide & 2);
+        }
+    }
+    if constexpr (BEYOND == 2) {
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {  // a warp reads what it wrote
+            const int k = ((s * PARTS + part) * WARPS + warp) * 32 + lane;
+            scale_at[(s * WARPS + warp) * 32 + lane] = f.scale == nullptr ? 1.f
+                                                       : k < H            ? value_at<T>(f.scale, k, f.wide & 4) * f.root
+                                                                          : 0.f;
+        }
+        __syncwarp();
+    }
     joined();
     previous_grid_wait();
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
         v[s] = r < tokens && k_of(s) < H ? load16_written(x + (size_t)(m0 + r) * H + k_of(s)) : make_uint4(0, 0, 0, 0);
+    uint4 rest[BEYOND == 2 ? STEPS : 1];  // what v, rounded, leaves of x times scale
+    if constexpr (BEYOND == 2) {
+        float square = 0.f;
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) split<T>(v[s], scale_at + (s * WARPS + warp) * 32 + 8 * quad, v[s], rest[s], square);
+        square += __shfl_xor_sync(0xffffffffu, square, 1), square += __shfl_xor_sync(0xffffffffu, square, 2);
+        if (quad == 0) squares[warp][r] = square;
+    }
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
         float acc[4] = {};
@@ -79,6 +197,10 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
             const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
             mma<T>(acc, low, v[s].x, v[s].y, acc[0], acc[1], acc[2], acc[3]);
             mma<T>(acc, high, v[s].z, v[s].w, acc[0], acc[1], acc[2], acc[3]);
+            if constexpr (BEYOND == 2) {
+                mma<T>(acc, low, rest[s].x, rest[s].y, acc[0], acc[1], acc[2], acc[3]);
+                mma<T>(acc, high, rest[s].z, rest[s].w, acc[0], acc[1], acc[2], acc[3]);
+            }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[warp][(16 * t + r + i / 2 * 8) * TOKENS + 2 * quad + i % 2] = acc[i];
@@ -91,8 +213,41 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
         for (int k = 0; k < WARPS; k++) sum += sums[k][i];
         push(i % TOKENS, meeting, shared_address(&logits[part][first + i / TOKENS]), sum);
     }
+    if (BEYOND == 2 && first == 0 && (int)threadIdx.x >= WARPS * 32 - TOKENS) {
+        const int token = threadIdx.x - (WARPS * 32 - TOKENS);
+        float sum = 0.f;
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) sum += squares[k][token];
+        if (token < tokens) push(token, meeting, shared_address(&norms[part]), sum);
+    }
     if (warp != 0 || rank >= tokens) return;
     barrier_wait(meeting, 0);
+    if constexpr (BEYOND != 0) {
+        float logit[MINE], factor = 1.f, chosen, of_expert;
+        if constexpr (BEYOND == 2) {
+            float square = 0.f;
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) square += norms[p];
+            asm("rsqrt.approx.f32 %0, %1;" : "=f"(factor) : "f"(square / H + f.eps));
+        }
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            logit[i] = 0.f;
+            if (lane + 32 * i >= E) continue;
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) logit[i] += logits[p][lane + 32 * i];
+            logit[i] = logit[i] * factor + to_floats<T>(beside[i]).x;
+        }
+        int id;
+        choose<T>(logit, choice, each, f, E, top_k, lane, id, chosen, of_expert);
+        if (normalise) chosen /= sum_of_warp(chosen) + f.sum_eps;
+        chosen *= f.factor * of_expert;
+        if (rounded) chosen = to_floats<T>(from_floats<T>(chosen, 0.f)).x;
+        if (lane >= top_k) return;
+        ids[(size_t)(m0 + rank) * top_k + lane] = id;
+        weights[(size_t)(m0 + rank) * top_k + lane] = chosen;
+        return;
+    }
 
     auto number = [](u32 key) { return to_floats<T>(key >> 31 ? key >> 16 & 0x7fff : ~key >> 16).x; };
     u32 key[MINE], best = 0;

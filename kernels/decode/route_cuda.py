@@ -6,22 +6,27 @@ Microseconds that it adds to a step on an H200 (in parentheses Triton): 128 expe
 
 import ctypes
 import math
+import struct
 from functools import cache
 
 import torch
 
 from lowq_kernels import gpu
-from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.decode.route import RouteCall, Routing, softmax_alone
+from lowq_kernels.decode.route import RouteCall, Routing
+from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 5, *(ctypes.c_int32,) * 6)
+FACTS = struct.Struct("@3Q2i4f")  # route.cu's Facts
+PARAMETERS = (*(ctypes.c_void_p,) * 5, *(ctypes.c_int32,) * 6, Folded)  # Folded: of as many bytes as Facts, and more
+TAKES = {"sigmoid", "choice_bias", "sum_eps", "factor", "norm", "scale", "each"}
 CLUSTER, WARPS, TOKENS = 8, 16, 8  # blocks per cluster, warps per block, tokens per cluster
 TILE, SPAN = 16, 32  # experts per row tile; k per warp and step
 MOST_TOKENS = 512
-MOST_LOADS = 20  # max. 16-byte loads of the router's weight per lane: 80 of its 128 registers
+# Max. 16-byte loads of the router's weight per lane: 80 of its 128 registers; of routers beyond a softmax 64, with a norm 48.
+MOST_LOADS = {0: 20, 1: 16, 2: 12}
 
 
 def _shape(E: int, H: int) -> tuple[int, int, int]:
@@ -31,13 +36,20 @@ def _shape(E: int, H: int) -> tuple[int, int, int]:
     return math.ceil(tiles / CLUSTER), parts, math.ceil(H / (SPAN * WARPS * parts))
 
 
+def _beyond(facts: tuple[str, ...]) -> int:
+    """The device code's template argument BEYOND."""
+    return 2 if "norm" in facts else int(bool(facts))
+
+
 def _refuse(call: RouteCall) -> str | None:
-    if why := softmax_alone(call):
-        return why
+    if more := set(call.beyond) - TAKES:
+        return f"takes no router with {', '.join(more)}"
+    if "scale" in call.beyond and "norm" not in call.beyond:
+        return "takes no scale without a norm"
     tiles, _, steps = _shape(call.E, call.H)
     if call.H % 8 or call.top_k > 32:
         return f"takes features in eights and up to 32 experts a token, not {call.H} and {call.top_k}"
-    if 2 * tiles * steps > MOST_LOADS:
+    if 2 * tiles * steps > MOST_LOADS[_beyond(call.beyond)]:
         return f"a router of {call.E} x {call.H} is more than a cluster's registers hold"
     return None
 
@@ -47,16 +59,37 @@ def _kernel(instance: str, device: int, serialize: bool) -> Kernel:
     return Kernel("route.cu", instance, device, 32 * WARPS, PARAMETERS, cluster=CLUSTER, serialize=serialize)
 
 
+def _facts(f: RouterFacts, H: int) -> bytes:
+    """The kernel's argument."""
+    tensors = (f.choice_bias, f.each, f.scale)
+    wide = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.dtype == torch.float32)
+    pointers = (0 if t is None else t.data_ptr() for t in tensors)
+    eps = 0.0 if f.norm is None else f.norm.eps
+    return FACTS.pack(*pointers, wide, f.score == "sigmoid", eps, H**-0.5, f.sum_eps, f.factor)
+
+
 CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 
 
 @register("cuda/route", op="route", min_capability=CLUSTERS, m_range=(1, MOST_TOKENS), rank=30, refuse=_refuse)
 def route(r: Routing, config: Config) -> torch.Tensor:
     """See `RouteCall`."""
-    M, E, H, top_k = r.sizes
-    instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}>"
+    (M, E, H, top_k), f = r.sizes, r.facts
+    beyond = _beyond(f.beyond)
+    instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}{f', {beyond}' if beyond else ''}>"
     kernel = _kernel(instance, r.x.device.index, launch.enabled)
-    f = r.facts
     pointers = (0 if t is None else t.data_ptr() for t in (f.weight, f.logits_bias, r.x, r.ids, r.weights))
-    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, f.normalise, f.rounded)
+    kernel(
+        CLUSTER,
+        math.ceil(M / TOKENS),
+        0,
+        *pointers,
+        M,
+        E,
+        H,
+        top_k,
+        f.normalise,
+        f.rounded,
+        _facts(f, H) if beyond else UNFOLDED,
+    )
     return r.ids

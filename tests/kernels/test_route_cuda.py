@@ -11,6 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 emulation.require("cuda/route", compiler=DEVICE == "cpu")
 from lowq_kernels.decode import route_cuda
 from lowq_kernels.decode import router as definition
+from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.route import RouteCall, Routing, route_by
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import named, select
@@ -33,8 +34,67 @@ CASES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def built():
-    with emulation.without_a_gpu(route_cuda, lambda: [routed(*operands(*case)) for case in CASES.values()]):
+    def every():
+        for case in CASES.values():
+            routed(*operands(*case))
+        for case in BEYOND.values():
+            routed(*beyond(*case))
+        routed(torch.ones(2, 64, dtype=F16), RouterFacts(torch.ones(128, 64, dtype=F16), 6, "sigmoid"))
+
+    with emulation.without_a_gpu(route_cuda, every):
         yield
+
+
+# tokens, experts, H, top_k, dtype, facts; numbers stand for tensors of that many values
+BEYOND = {
+    "gemma 4": (3, 40, 776, 8, F16, {"norm": True, "scale": 776, "each": 40}),
+    "gemma 4 in bf16, parts of k": (1, 16, 1032, 2, BF16, {"norm": True, "scale": 1032, "each": 16, "rounded": True}),
+    "glm": (1, 128, 520, 8, BF16, {"score": "sigmoid", "choice_bias": 128, "sum_eps": 1e-20, "factor": 2.5}),
+    "sigmoid, more tokens than a cluster has blocks": (11, 24, 64, 3, F16, {"score": "sigmoid", "normalise": False}),
+    "a softmax with a factor": (2, 60, 96, 4, F16, {"factor": 16.0, "normalise": False, "logits_bias": 60}),
+    "a bias for the choice of a softmax": (2, 250, 264, 6, F16, {"choice_bias": 250, "sum_eps": 1e-3}),
+}
+
+
+def beyond(M, E, H, top_k, dtype, facts):
+    torch.manual_seed(M + E)
+    own = torch.float32 if M % 2 else dtype  # of vectors
+    tensors = {n: torch.randn(v, device=DEVICE).to(own) for n, v in facts.items() if n in ("choice_bias", "each", "scale")}
+    if "scale" in tensors:
+        tensors["scale"] = (1 + tensors["scale"].float().abs() * 3).to(own)
+    if "logits_bias" in facts:
+        tensors["logits_bias"] = torch.randn(facts["logits_bias"], device=DEVICE).to(dtype)
+    if facts.get("norm"):
+        tensors["norm"] = Norm(None, 1e-6)
+    x = (torch.randn(M, H, device=DEVICE) * 30).to(dtype) if "norm" in facts else torch.randn(M, H, device=DEVICE).to(dtype)
+    return x, RouterFacts((torch.randn(E, H, device=DEVICE) / H**0.5).to(dtype), top_k, **(facts | tensors))
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_facts_beyond_a_softmax(name):
+    """The definition's experts and weights; without one of the facts the weights differ."""
+    x, f = beyond(*BEYOND[name])
+    ids, weights = emulation.twice(lambda: routed(x, f))
+    wanted_ids, wanted = definition.route_by(x, f)
+    assert torch.equal(ids, wanted_ids)
+    assert emulation.error(weights, wanted) < (2e-3 if f.rounded else 1e-5)
+    for fact in BEYOND[name][-1]:
+        plain = {f.name: f.default for f in dataclasses.fields(RouterFacts)}[fact]
+        other = dataclasses.replace(f, **{fact: plain if fact != "normalise" else True})
+        if fact not in ("rounded", "sum_eps"):
+            assert emulation.error(definition.route_by(x, other)[1], wanted) > 1e-3
+
+
+def test_equal_scores_go_by_their_number_and_nan_still_names_experts():
+    x, router = torch.ones(2, 64, dtype=F16, device=DEVICE), torch.zeros(128, 64, dtype=F16, device=DEVICE)
+    router[[77, 5, 120]] = 0.25
+    ids, weights = routed(x, RouterFacts(router, 6, "sigmoid"))
+    assert ids.tolist() == [[5, 77, 120, 0, 1, 2]] * 2
+    assert weights[0, 0] == weights[0, 2] > weights[0, 3]
+    for score in ("sigmoid", "softmax"):
+        ids, _ = routed(x * float("nan"), RouterFacts(router, 8, score, factor=2.0))
+        assert all(len(set(row)) == 8 for row in ids.tolist())
+        assert 0 <= ids.min() <= ids.max() < 128
 
 
 def operands(M, E, H, top_k, normalise, rounded, bias, dtype):
@@ -92,6 +152,11 @@ def test_who_takes_what():
     assert select(dataclasses.replace(CALL, capability=(8, 0)))[0].name == "triton/route"
     assert select(dataclasses.replace(CALL, E=512))[0].name == "triton/route"  # 32 loads a lane
     why = named("cuda/route").why_not
+    assert select(dataclasses.replace(CALL, H=2816, beyond=("norm", "scale", "each")))[0].name == "cuda/route"
+    assert "registers" in why(dataclasses.replace(CALL, H=4096, beyond=("norm", "scale", "each")))
+    assert select(dataclasses.replace(CALL, H=4096, beyond=("sigmoid", "choice_bias")))[0].name == "cuda/route"
+    assert "groups" in why(dataclasses.replace(CALL, beyond=("sigmoid", "groups")))
+    assert "factors" in why(dataclasses.replace(CALL, beyond=("norm", "a norm with factors")))
     assert "registers" in why(dataclasses.replace(CALL, H=8192))
     assert "eights" in why(dataclasses.replace(CALL, H=2044))
 
