@@ -3,6 +3,8 @@
 //   UP    h[s, i] = act(gate_i . x, up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
 //   Where there is a bias (E, rows), each product has its row's added.
+//   SHARED: an expert that every token takes, of weights and a width of its own, by blocks of UP and warps of DOWN in addition:
+//   h_shared = act(gate . x, up . x), times sigmoid(opening . x) where it has a gate; y has down . h_shared added.
 //
 // FORM    0: no zeros, 1: zeros; E2M1, BOOK, SCALES_*: values from a table (book.cuh), `zeros` then fp32 tables or factors, one
 //         for table_rows rows of all experts' (0: one for all)
@@ -12,7 +14,8 @@
 //         of an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and
 //         zeros come with the words, by way of shared memory: read where they are needed they would be a trip to memory a
 //         chunk.
-// Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
+// Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself. A shared
+//         expert's weights are asked for before the router has ended.
 // Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two
 //         where the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would
 //         share one and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than
@@ -35,11 +38,17 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-
 constexpr int groups_met(int group, int chunk, int count) {  // by so many chunks from any on; group 0: a row is one
     return group == 0 ? 1 : chunk % group == 0 ? count * chunk / group : (count * chunk - 1) / group + 2;
 }
-template <int BITS, int T, int GROUP, int FORM, int MODE, int AHEAD, int ONCE, int BLOCKS>
-__global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, BLOCKS)
+struct Beside {  // the shared expert; of UP: of width / 16 tiles of gate, then of up; of DOWN: of `parts` warps
+    const u32* words;
+    const u16 *scales, *zeros, *opening;  // opening, of UP: (K), or null
+    u16* h;                               // (tokens, width)
+    int width, chunks, groups, parts;     // parts, of UP: rows of blocks in the grid, before those of slots
+};
+template <int BITS, int T, int GROUP, int FORM, int MODE, int AHEAD, int ONCE, int BLOCKS, int SHARED = 0>
+__global__ void __launch_bounds__(MODE != DOWN ? 256 : SHARED ? 640 : 512, BLOCKS)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
         const u16* __restrict__ bias, const long long* ids, const float* weights, const u16* x, u16* y, int width, int K,
-        int chunks, int groups, int tiles, int top_k, int KS, int table_rows) {
+        int chunks, int groups, int tiles, int top_k, int KS, int table_rows, const Beside s) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
@@ -51,23 +60,44 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     constexpr int GROUPS = groups_met(GROUP, L::CHUNK, AHEAD), ROWS = of_bytes(FORM) ? 16 : 32, SCALES = GROUPS * ROWS,
                   METAS = SCALES * (ZEROS ? 2 : 1);
     extern __shared__ float4 shared[];  // of each warp: scales and zeros of AHEAD chunks, and x of its part of K
-    __shared__ float sums_at[16 * 16];
+    __shared__ float sums_at[(SHARED ? 20 : 16) * 16];
+    __shared__ float opened[8];  // of each part of K
+    __shared__ u64 out[2];       // where the block's y go, and how many: registers are short
     __shared__ u32 mask[C::PLACES];
     __shared__ uint4 books[BOOKS][2];  // of each warp
 
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, sub = warp / KS, part = warp % KS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
+    const bool beside = SHARED && (UP ? (int)blockIdx.y < s.parts : warp >= top_k * KS);  // the shared expert's
+    int sub = warp / KS, part = warp % KS;
+    u32 own_n = 0, own_row = 0;
+    if (SHARED) own_n = blockIdx.x * 16, own_row = UP && !beside ? blockIdx.y - s.parts : blockIdx.y;
+    auto n0 = [&] { return SHARED ? own_n : blockIdx.x * 16; };  // of the output
+    auto row = [&] { return SHARED ? own_row : blockIdx.y; };
+    char* own = (char*)shared;  // this product's shared memory
+    if (beside && UP) {
+        const int rows = (s.width + 16 * gridDim.x - 1) / (16 * gridDim.x);  // of blocks, for a token
+        own_row = blockIdx.y / rows, own_n += blockIdx.y % rows * gridDim.x * 16, width = s.width;
+        if ((int)own_n >= width) return;
+    } else if (beside) {
+        own += top_k * KS * (METAS + (chunks + KS - 1) / KS * L::CHUNK * 2);
+        sub = 0, part = warp - top_k * KS, KS = s.parts, K = s.width, chunks = s.chunks, groups = s.groups;
+    }
+    if (beside) words = s.words, scales = s.scales, zeros = s.zeros;
+    const bool opens = beside && UP && s.opening;
     if (!UP) next_grid_launch();
     if (threadIdx.x == 0) C::Masks::store(mask);
+    if (SHARED && threadIdx.x == 0) out[0] = (u64)((UP && beside ? s.h : y) + (size_t)own_row * width + own_n), out[1] = width - own_n;
     const int each = (chunks + KS - 1) / KS, begin = smaller(part * each, chunks), end = smaller(begin + each, chunks);
     __syncthreads();
     typename C::Masks masks;
     masks.load(mask);
-    if (UP) previous_grid_wait(), next_grid_launch();  // in this order: DOWN starts when the ids are known
+    if (UP && !beside) previous_grid_wait(), next_grid_launch();  // in this order: DOWN starts when the ids are known
 
-    const int slot = UP ? blockIdx.y : blockIdx.y * top_k + sub;
-    const int row_tile = blockIdx.x + (UP ? sub * (width / 16) : 0);
+    const int slot = UP ? row() : row() * top_k + sub;
+    const int row_tile = (SHARED ? own_n / 16 : blockIdx.x) + (UP ? sub * (width / 16) : 0);
     u64 expert;
-    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(expert) : "l"(ids + slot) : "memory");
+    if (beside) expert = 0;
+    else asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(expert) : "l"(ids + slot) : "memory");
     const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
     const size_t first_row = expert * (UP ? 2 * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
@@ -75,19 +105,21 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     if (lane % 4 == 0) {  // its sums begin as the bias, in shared memory: registers are short
 #pragma unroll
         for (int o = 0; o < 16; o += 8) {
-            const int n = blockIdx.x * 16 + r + o;
+            const int n = n0() + r + o;
             sums_at[warp * 16 + r + o] = bias && part == 0 && n < width ? to_floats<T>(bias[first_row + n]).x : 0.f;
         }
     }
     if constexpr (TABLE) {
-        const size_t own = table_rows ? (first_row + blockIdx.x * 16) / table_rows : 0;
+        const size_t at = table_rows ? (first_row + n0()) / table_rows : 0;
         const float* tables = (const float*)zeros;
         if constexpr (BOOKED)
-            unit = make_book<BITS, T>(tables + (own << BITS), (unsigned char*)books[warp], lane), __syncwarp();
-        else unit = (tables ? tables[own] : 1.f) * (SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
+            unit = make_book<BITS, T>(tables + (at << BITS), (unsigned char*)books[warp], lane), __syncwarp();
+        else unit = (tables ? tables[at] : 1.f) * (SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
     }
     const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
-    char* const metas = (char*)shared + warp * (METAS + each * L::CHUNK * 2);  // the warp's; then its x
+    if (beside) x_from = (UP ? x : s.h) + (size_t)own_row * K;
+    // the warp's; then its x, and of the opening
+    char* const metas = own + (beside && !UP ? part : warp) * (METAS + each * L::CHUNK * (opens ? 4 : 2));
     char* const mine = metas + METAS;
     const u32 x_at = shared_address(mine) + (lane >> 3) * 16;
     const char* metas_mine = metas + 2 * r * (ROWS / 16);  // of rows 2 r and 2 r + 1, r and r + 8 of a fragment
@@ -123,11 +155,33 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             }
     };
     load(begin);
-    if (!UP) previous_grid_wait();
+    if (opens && sub == 0)
+        for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {
+            const int k = begin * L::CHUNK + i;
+            copy_async_or_zero(shared_address(mine + 2 * (each * L::CHUNK + i)), s.opening + k, k < K ? 16 : 0);
+        }
+    if (!UP || beside) previous_grid_wait();
+    if (UP && beside) next_grid_launch();
 #pragma unroll 2
     for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {  // x of these chunks; past K: zeros
         const int k = begin * L::CHUNK + i;
         copy_async_or_zero(shared_address(mine + 2 * i), x_from + k, k < K ? 16 : 0);
+    }
+
+    if (opens && sub == 0) {  // before the products: their weights are on their way, and later registers are short
+        float sum = 0.f;
+        copy_commit(), copy_wait<0>();
+        __syncwarp();
+        for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256)
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const float2 a = to_floats<T>(*(const u32*)(mine + 2 * (i + j)));
+                const float2 b = to_floats<T>(*(const u32*)(mine + 2 * (each * L::CHUNK + i + j)));
+                sum += a.x * b.x + a.y * b.y;
+            }
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+        if (lane == 0) opened[part] = sum;
     }
 
     float acc0 = 0.f, acc1 = 0.f, all[4] = {};  // of rows r and r + 8; all: SCALED
@@ -186,8 +240,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         sums_at[warp * 16 + r + 8] += (SCALED ? all[2] : acc1) * unit;
     }
     __syncthreads();
-    const int i = threadIdx.x, n = blockIdx.x * 16 + i;
-    if (i >= 16 || n >= width) return;
+    const int i = threadIdx.x, n = n0() + i;
+    if (i >= 16 || (SHARED ? i >= (int)out[1] : n >= width)) return;
     auto product = [&](int sub) {
         float v = 0.f;
         for (int k = 0; k < KS; k++) v += sums_at[(sub * KS + k) * 16 + i];
@@ -197,8 +251,17 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     if constexpr (UP) {
         if constexpr (MODE == UP_CLAMPED) v = clamped_swiglu(product(0), product(1));
         else v = activation(MODE == UP_SILU, product(0)) * product(1);
+        if (opens) {
+            float sum = 0.f, e;
+            for (int k = 0; k < KS; k++) sum += opened[k];
+            asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * sum));
+            v /= 1.f + e;
+        }
     } else {
-        for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k);
+        for (int k = 0; k < top_k; k++) v += weights[row() * top_k + k] * product(k);
+        if constexpr (SHARED != 0)
+            for (int k = 0; k < s.parts; k++) v += sums_at[(top_k * KS + k) * 16 + i];
     }
-    y[(size_t)blockIdx.y * width + n] = (u16)from_floats<T>(v, 0.f);
+    if constexpr (SHARED != 0) ((u16*)out[0])[i] = (u16)from_floats<T>(v, 0.f);
+    else y[(size_t)row() * width + n] = (u16)from_floats<T>(v, 0.f);
 }

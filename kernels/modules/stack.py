@@ -74,12 +74,30 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """An expert that every token takes in addition to its own: its weights, and the weight (H,) of its gate or None.
+
+    gate_up (2 I, H): rows of gate, then of up. down (H, I). Its output is multiplied by sigmoid(opening x).
+    """
+
+    gate_up: PackedWeight
+    down: PackedWeight
+    opening: torch.Tensor | None = None
+
+    @property
+    def facts(self) -> tuple[Facts, Facts]:
+        """The facts that dispatch uses."""
+        return tuple((p.N, p.K, p.scheme, p.layout) for p in (self.gate_up, self.down))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
 class ExpertsCall:
     """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. act: as `activation.gated` has it,
     or UNGATED and what `activated` has.
 
     Its kernels are launch(x, ids, weights, gate_up, down, act, config) -> y: for each row of x (M, H) the sum over its experts
-    ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x), biases of stacks added.
+    ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x), biases of stacks added. With `shared`, the facts of a
+    `Shared`, which is then the last argument, its output is added.
     """
 
     op: ClassVar[Op] = "experts"
@@ -92,9 +110,12 @@ class ExpertsCall:
     dtype: torch.dtype
     device: str
     capability: tuple[int, int]
+    shared: tuple[Facts, Facts] | None = None
 
     @classmethod
-    def of(cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, M: int) -> "ExpertsCall":
+    def of(
+        cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, M: int, shared: Shared | None = None
+    ) -> "ExpertsCall":
         """The call of M tokens on the weights' device."""
-        device = up.words.device
-        return cls(M, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, device.type, capability(device))
+        device, facts = up.words.device, None if shared is None else shared.facts
+        return cls(M, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, device.type, capability(device), facts)

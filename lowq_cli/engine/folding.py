@@ -3,17 +3,22 @@
 Three rewrites of the list of steps, where `fold.why_not` allows a product for the number of rows:
     product, norm, product [, gate]   product_add, norm_product [norm_product_gate]
     product, gate                     product_gate
+and one where a kernel takes both (`SharedExperts`):
+    experts, product, gate, product   experts with their shared expert
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lowq_cli.engine import steps as s
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import FoldedProducts, Ops
 from lowq_kernels.decode.norms import Norm
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.modules.stack import Shared
 
 SCALE, STREAM = "scale", "stream"
 
@@ -84,6 +89,19 @@ class ProductGate(s.Step):
         f.y = f.ops.fold.product_gate(self.layer, f.y, self.act)
 
 
+@dataclass(frozen=True, eq=False)
+class SharedExperts(s.Experts):
+    """y = the weighted sum of a token's experts, plus the shared expert's output."""
+
+    shared: Shared = field(kw_only=True)
+
+    def compiled_for(self) -> tuple[object, ...]:
+        return (*self.shared.facts, self.shared.opening is None)
+
+    def run(self, f: s.Frame) -> None:
+        f.y = self.experts.with_shared(f.y, f.kept.pop("ids"), f.kept.pop("weights"), self.shared)
+
+
 def _facts(layer: Any) -> tuple[object, ...]:
     return layer.out_features, layer.in_features, getattr(layer, "scheme", None), layer.bias is None
 
@@ -103,6 +121,59 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
     """The steps for M rows with neighbours folded; the same list object where nothing is folded."""
     if ops.fold is None:
         return steps
+    joined = with_shared(steps, M, dtype)
+    folded = _fold_products(joined, ops, M, dtype)
+    return steps if folded is joined and len(joined) == len(steps) else folded
+
+
+def with_shared(steps: list[s.Step], M: int, dtype: torch.dtype) -> list[s.Step]:
+    """The steps with experts and their shared expert as one step, where a kernel computes both for M rows."""
+    made, i = list[s.Step](), 0
+    while i < len(steps):
+        joined = _shared(steps[i:][:11], M, dtype)
+        made += joined[0] if joined else [steps[i]]
+        i += joined[1] if joined else 1
+    return made
+
+
+def _shared(steps: list[s.Step], M: int, dtype: torch.dtype) -> tuple[list[s.Step], int] | None:
+    """What replaces the first of these steps, and how many of them; None where no kernel takes them.
+
+    A branch of a parallel block, whose norm does not add "routed", stays as it is.
+    """
+    opening: s.OpenBy | None = None
+    match steps:  # as `Compiler` emits them
+        case [
+            s.Keep(), s.Route() as route, s.Experts() as routed, s.Keep(name="routed"), s.Take(), s.Product() as up,
+            s.Gate() as gate, s.Product() as down, s.OpenBy() as opening, s.Drop(), s.UpdateNorm(second="routed") as norm,
+        ]:  # fmt: skip
+            taken = 11
+        case [
+            s.Keep(), s.Route() as route, s.Experts() as routed, s.Keep(name="routed"), s.Take(), s.Product() as up,
+            s.Gate() as gate, s.Product() as down, s.Drop(), s.UpdateNorm(second="routed") as norm, *_,
+        ]:  # fmt: skip
+            taken = 10
+        case _:
+            return None
+    experts, weight = routed.experts, None if opening is None else opening.weight.flatten()
+    if not isinstance(experts, QuantExperts) or routed.weigh_inputs or not gate.gated or gate.gate_scale != 1.0:
+        return None
+    if experts.act != gate.act or (weight is not None and weight.dtype != dtype) or not (_plain(up) and _plain(down)):
+        return None
+    shared = Shared(up.layer.packed, down.layer.packed, weight)  # type: ignore[arg-type]
+    if experts.fused(dtype, route.facts.top_k, M, shared) is None:
+        return None
+    return [route, SharedExperts(experts, shared=shared), s.added(replace(norm, second=""))], taken
+
+
+def _plain(product: s.Product) -> bool:
+    """Whether a product is only that of a packed weight, by whichever kernel."""
+    layer = product.layer
+    return type(layer) is QuantLinear and layer.bias is None and layer.kernel is None and layer.act == "none"
+
+
+def _fold_products(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.Step]:
+    assert ops.fold is not None
     folded, i = list[s.Step](), 0
     entering = False  # whether the product at i follows a ProductAdd
     while i < len(steps):

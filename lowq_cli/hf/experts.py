@@ -15,10 +15,10 @@ from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.mixture import mixture, takes_any_number
 from lowq_kernels.dispatch.layouts import best_layout
-from lowq_kernels.dispatch.registry import Choice, find
+from lowq_kernels.dispatch.registry import Choice, find, select
 from lowq_kernels.modules.linear import blank_table, only_moved
 from lowq_kernels.modules.ops import through_autograd
-from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.modules.stack import ExpertsCall, Shared, Stack
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
@@ -188,12 +188,18 @@ class QuantExperts(nn.Module):
         usual = usual and self.kind == Kind()
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
-    def fused(self, dtype: torch.dtype, top_k: int, M: int = 1) -> Choice | None:
-        """The kernel that computes the layer for M tokens without a device sync, or None."""
+    def fused(self, dtype: torch.dtype, top_k: int, M: int = 1, shared: Shared | None = None) -> Choice | None:
+        """The kernel that computes the layer, and a shared expert, for M tokens without a device sync, or None."""
         if not self.act:
             return None
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M)) if up.words.is_cuda else None
+        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M, shared))
+
+    def with_shared(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """As `forward`, with the output of a shared expert added; for calls for which `fused` has a kernel."""
+        up, down = (self.stack(name) for name in self.kind.stacks)
+        spec, config = select(ExpertsCall.of(up, down, ids.shape[-1], self.act, x.dtype, x.shape[0], shared))
+        return spec.launch(x, ids, weights, up, down, self.act, config, shared)  # type: ignore[no-any-return]
 
     def grouped(self, dtype: torch.dtype) -> bool:
         """Whether any number of tokens is computed without a device sync, so that a CUDA graph can capture it."""

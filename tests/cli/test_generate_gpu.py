@@ -10,6 +10,7 @@ import torch
 
 from lowq_cli import demo
 from lowq_cli.engine import native_loader, stream
+from lowq_cli.engine.folding import SharedExperts
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import open_source
@@ -133,7 +134,9 @@ def test_packed_models(bits, monkeypatch):
         assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 2), ("mixtral", 8), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 2), ("mixtral", 8), ("mixtral", 3), ("qwen2_moe", 4)]
+)
 def test_packed_mixtures(kind, bits):
     """The experts' kernel inside recorded steps, for one sequence and for several."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -141,6 +144,7 @@ def test_packed_mixtures(kind, bits):
     facts = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     facts |= {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     facts |= {"num_local_experts": 8} if kind == "mixtral" else {"num_experts": 8, "moe_intermediate_size": 64}
+    facts |= {"shared_expert_intermediate_size": 96} if kind == "qwen2_moe" else {}
     torch.manual_seed(5)
     config = AutoConfig.for_model(kind, **facts, num_experts_per_tok=2)
     truth = AutoModelForCausalLM.from_config(config).float().cuda().eval()
@@ -150,7 +154,7 @@ def test_packed_mixtures(kind, bits):
     model, scheme = copy.deepcopy(truth).half(), Scheme(bits, 32)
     for path, module in list(model.named_modules()):
         if type(module) is torch.nn.Linear and path != "lm_head":
-            q = rtn.quantize(module.weight.float(), Scheme(8, 64))
+            q = rtn.quantize(module.weight.float(), scheme if ".shared_expert." in path else Scheme(8, 64))
             truth.get_submodule(path).weight.data = q.dequantize()
             model.set_submodule(path, QuantLinear.from_quantized(q, dtype=torch.float16))
         if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
@@ -166,6 +170,8 @@ def test_packed_mixtures(kind, bits):
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
     decoder = NativeDecoder(model)
+    joined = [isinstance(step, SharedExperts) for step in decoder.plan.program(1)]
+    assert sum(joined) == (2 if kind == "qwen2_moe" else 0)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
     for prompts in (
         [5, 6, 7],

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import emulation
 from lowq_cli.engine import explain, folding, plan, stream
+from lowq_cli.engine import steps as s
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.decode import reference
+from lowq_kernels.dispatch.registry import KernelSpec
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
-from lowq_packers.layouts import pack
+from lowq_packers.layouts import pack, unpack
 from lowq_packers.scheme import Scheme
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -180,6 +183,8 @@ MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
     | {"decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+    | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 1},
     "qwen3_moe unnormed": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False},
 }
 
@@ -217,6 +222,50 @@ def test_mixtures_give_the_tokens_of_the_dequantized_model(name):
     assert explain.bytes_per_token(model, decoder) == alone
     rows = {k.layers: k.count for k in explain.kernels_of(explain.called(model, decoder), 1, torch.float32)}
     assert rows["layers.*.experts.down_proj"] % MIXTURES[name].get("num_experts", 4) == 0
+
+
+def both(x, ids, weights, up, down, act, config, shared):
+    """The op "experts" with a shared expert, by its definition."""
+
+    def mlp(x, gate_up, down):
+        return reference.gated(x @ unpack(gate_up).dequantize().T, act) @ unpack(down).dequantize().T
+
+    rows = [
+        sum(w * mlp(one, up.expert(e), down.expert(e)) for w, e in zip(of, row, strict=True))
+        for one, row, of in zip(x[:, None], ids.tolist(), weights, strict=True)
+    ]
+    return torch.cat(rows) + mlp(x, shared.gate_up, shared.down) * (x @ shared.opening).sigmoid()[:, None]
+
+
+@pytest.mark.parametrize("why", ["", "another scheme", "a kernel forced"])
+def test_a_shared_expert_joins_the_others_where_a_kernel_takes_both(why):
+    model = build("qwen2_moe")
+    pack_experts(model)
+    for path, module in list(model.named_modules()):
+        if ".shared_expert." in path and isinstance(module, torch.nn.Linear):
+            scheme = Scheme(8 if why == "another scheme" else 4, 16)
+            forced = "reference" if why == "a kernel forced" else None
+            packed = QuantLinear.from_quantized(rtn.quantize(module.weight, scheme), dtype=torch.float32)
+            packed.kernel = forced
+            model.set_submodule(path, packed)
+    decoder = NativeDecoder(model)
+    apart = decoder.plan.steps
+    wanted = tokens(model, decoder)
+    with emulation.changed_kernels() as kernels:
+
+        def refuse(call):
+            return None if call.shared and len({s for _, _, s, _ in (call.gate_up, *call.shared)}) == 1 else "no"
+
+        kernels["joined"] = KernelSpec("joined", both, "experts", ("cpu",), dtypes=(torch.float32,), refuse=refuse)
+        steps = folding.with_shared(apart, 1, torch.float32)
+        if why:
+            assert steps == apart
+            return
+        assert sum(isinstance(step, folding.SharedExperts) for step in steps) == 2
+        assert len(apart) - len(steps) == 2 * 8  # of 11 steps the router, the experts and the norm are left
+        assert isinstance(steps[-1], s.AddNorm)
+        decoder.plan.steps = steps
+        assert tokens(model, decoder) == wanted
 
 
 def test_bytes_are_the_same_joined_or_not():

@@ -115,6 +115,16 @@ def test_experts_of_tables():
     clean("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
 
 
+def test_shared_experts_and_routers():
+    """Instances with a shared expert; of routers beyond a softmax those that hold the most of it in registers."""
+    for scheme, K, top_k in ((Scheme(4, 128, "float"), 2048, 8), (Scheme(8, 64, "none"), 512, 4)):
+        for mode, down_of in ((0, None), (experts.DOWN, top_k)):
+            cut = experts.Cut.of(K if mode == 0 else 512, scheme, down_of)
+            clean("experts.cu", experts.expression(scheme, 0, mode, cut, True, True), "sm_90a")
+    for shape in ("0, 1, 1, 6, 2", "1, 1, 1, 8, 1", "0, 2, 1, 4, 1", "1, 1, 8, 2, 2"):
+        clean("route.cu", f"route<{shape}>", "sm_90a")
+
+
 @pytest.mark.parametrize("kv", [0, 8, 4])
 def test_attend(kv):
     # dtype, D, R, queries, norm; warps, blocks of a cluster, tiles on their way; slots of a block

@@ -23,7 +23,7 @@ from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
-from lowq_kernels.modules.stack import ExpertsCall
+from lowq_kernels.modules.stack import ExpertsCall, Shared
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -92,6 +92,16 @@ LAYERS = {
     "2 bits, tables": (2, 32, "fitted", "clamped_swiglu", F16, 288, 32),
 }
 
+# bits, group, zero, act, dtype, H, I, experts a token, tokens; width of the shared expert, whether it has a gate
+SHARED = {
+    "qwen3.5's": (4, 128, "float", "silu", F16, 512, 128, 4, 1, 128, True),
+    "without a gate, wider, two tokens": (4, 64, "float", "silu", BF16, 1216, 192, 3, 2, 320, False),
+    "narrower": (4, 32, "int", "gelu_tanh", F16, 288, 96, 2, 3, 32, True),
+    "many warps": (4, 32, "none", "silu", F16, 64, 1088, 6, 1, 1600, True),
+    "8 bits": (8, 64, "none", "silu", BF16, 192, 128, 4, 1, 192, True),
+    "3 bits": (3, 48, "float", "silu", F16, 336, 96, 4, 1, 48, False),
+}
+
 
 @pytest.fixture(autouse=True, scope="module")
 def a_gpu():
@@ -117,6 +127,8 @@ def a_gpu():
             coded(name)
         for name in LAYERS:
             layer(name)
+        for name in SHARED:
+            shared(name)
     yield
     for p in patches:
         p.stop()
@@ -350,6 +362,56 @@ def layer(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_experts(name):
     twice(lambda: layer(name), TOLERANCE[LAYERS[name][4]])
+
+
+@on_device
+def shared(name, defect=0.0):
+    """(y, truth) of a mixture layer with a shared expert."""
+    bits, group, zero, act, dtype, H, I, top_k, M, inner, gated = SHARED[name]  # noqa: E741
+    torch.manual_seed(bits)
+    up, up_weights = emulation.stack(13, 2 * I, H, bits, group, zero, dtype)
+    down, down_weights = emulation.stack(13, H, I, bits, group, zero, dtype)
+    more = [emulation.stack(1, N, K, bits, group, zero, dtype) for N, K in ((2 * inner, H), (H, inner))]
+    (own_up, U), (own_down, D) = ((s.side_by_side(), w[0]) for s, w in more)
+    x, weights, opening = torch.randn(M, H).to(dtype) * 0.3, torch.rand(M, top_k), torch.randn(H).to(dtype) / H**0.5
+    ids = torch.stack([torch.randperm(13)[:top_k] for _ in range(M)])
+    one = Shared(own_up, own_down, opening if gated else None)
+    call = dataclasses.replace(experts_call(up, down, top_k, act, dtype), M=M, shared=one.facts)
+    assert EXPERTS.why_not(call) is None
+    y = mixture.experts(x, ids, weights, up, down, act, {}, one)
+    both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float())
+    h = reference.gated(both.flatten(0, 1), act).to(dtype).float().reshape(M, top_k, I)
+    h_shared = reference.gated(x.float() @ U.T, act)
+    if gated:
+        h_shared = h_shared * (x.float() @ opening.float()).sigmoid()[:, None]
+    of_shared = h_shared.to(dtype).float() @ D.T
+    return y, torch.einsum("tk,tkhi,tki->th", weights, down_weights[ids], h) + of_shared * (1 - defect)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_expert(name):
+    tolerance = TOLERANCE[SHARED[name][4]]
+    twice(lambda: shared(name), tolerance)
+    y, other = shared(name, 0.1)
+    assert error(y, other) > 2 * tolerance  # a tenth of the shared expert would show
+
+
+def test_shared_experts_it_does_not_take():
+    good, _ = emulation.stack(9, 192, 64, 4, 32, "float", F16)
+    down, _ = emulation.stack(9, 64, 96, 4, 32, "float", F16)
+    call = experts_call(good, down, 2)
+
+    def why(inner=32, scheme=good.scheme, layout="tile", K=64, M=1):
+        facts = ((2 * inner, K, scheme, layout), (64, inner, scheme, layout))
+        return EXPERTS.why_not(dataclasses.replace(call, shared=facts, M=M))
+
+    assert why() is None
+    assert why(inner=4096) is None
+    assert "width" in why(K=96)
+    assert "where the others" in why(scheme=dataclasses.replace(good.scheme, bits=8))
+    assert "where the others" in why(layout="rowstream")
+    assert "5 tokens" in why(M=5)  # of nine experts, each token's two
+    assert "too wide" in why(inner=1 << 16)
 
 
 def test_layers_it_does_not_take():

@@ -80,6 +80,8 @@ def test_a_layer(case):
     y, wanted = grouped(case)
     if rows <= 32:
         assert torch.equal(y, grouped(case, -1)[0]), "the order of the threads changes the result"
+        with mock.patch.object(grouped_experts, "MOST_SORTED", 0):  # counted, placed and gathered
+            assert torch.equal(y, grouped(case)[0])
     assert emulation.error(y, wanted) < {torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
 
 
@@ -105,6 +107,22 @@ def test_places(T, E, top_k, rows):
     assert torch.equal(tokens[row.long()], torch.arange(T * top_k, dtype=torch.int32) // top_k + 1)
     assert torch.equal(of_tile[row.long() // rows].long(), ids.reshape(-1)), "a slot's tile is its expert's"
     assert int((tokens > 0).sum()) == T * top_k
+
+
+@pytest.mark.parametrize(("T", "E", "top_k", "rows", "H"), [(1, 8, 2, 16, 24), (33, 5, 3, 16, 1100), (100, 128, 8, 32, 40)])
+def test_sorts(T, E, top_k, rows, H):
+    """Each slot's token in a row of its own, an expert's rows in tiles that are its own, in the order of the tokens."""
+    g = torch.Generator().manual_seed(T)
+    ids, x = torch.stack([torch.randperm(E, generator=g)[:top_k] for _ in range(T)]), torch.randn(T, H, generator=g)
+    y, row, of_tile, valid = grouped_experts.sort(x, ids, E, rows)
+    at = row.long()
+    assert len(set(row.tolist())) == T * top_k
+    assert row.max() < valid.item() <= y.shape[0] == of_tile.shape[0] * rows
+    assert valid.item() == rows * sum(-(-n // rows) for n in ids.flatten().bincount().tolist())
+    assert torch.equal(y[at], x.repeat_interleave(top_k, 0))
+    assert torch.equal(of_tile[at // rows].long(), ids.flatten()), "a slot's tile is its expert's"
+    for e in ids.unique():
+        assert (at[ids.flatten() == e].diff() == 1).all()
 
 
 @pytest.mark.parametrize("way", experts_speed.WAYS)
