@@ -99,7 +99,7 @@ def here(index: int | None = None) -> Gpu:
 
 
 def with_sizes(known: Gpu, p: Any) -> Gpu:
-    """A row with the name and sizes that torch tells of a device: its `torch.cuda.get_device_properties`."""
+    """A row with the name and sizes that torch reports of a device: its `torch.cuda.get_device_properties`."""
     sizes: dict[str, Any] = {
         "smem_block": getattr(p, "shared_memory_per_block_optin", 0) or known.smem_block,
         "smem_sm": getattr(p, "shared_memory_per_multiprocessor", 0) or known.smem_sm,

@@ -224,7 +224,7 @@ def test_production_code_stays_within_its_budget():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
-def test_what_a_benchmark_imports_of_ours_is_there(path):
+def test_imports_of_benchmarks_exist(path):
     """No other test runs most of them: a name that moved would show on a GPU only."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("lowq", *FOLDERS):
@@ -234,7 +234,7 @@ def test_what_a_benchmark_imports_of_ours_is_there(path):
                 assert alias.name in names or importlib.util.find_spec(f"{node.module}.{alias.name}"), (node.module, alias.name)
 
 
-def test_what_tests_import_by_a_bare_name_has_that_name_alone():
+def test_modules_that_tests_import_have_unique_names():
     """Several folders of helpers are on the path of one run: of two `judge.py` every test would get the one imported first."""
     helpers = [p for p in (ROOT / "tests").rglob("*.py") if not p.name.startswith(("test_", "__")) and p.name != "conftest.py"]
     result = sorted(p.stem for p in helpers)

@@ -75,7 +75,7 @@ def test_no_file_names_a_benchmark_that_is_gone(folder):
     assert sorted(f"{p.relative_to(ROOT)}: {name}" for p, name in named if not (ROOT / name).exists()) == []
 
 
-def test_what_is_run_on_each_version_of_transformers_is_there():
+def test_files_of_the_ranges_page_exist():
     parts = next(
         node.value
         for node in ast.parse((ROOT / "benchmarks" / "ranges.py").read_text()).body

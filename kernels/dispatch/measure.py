@@ -207,7 +207,7 @@ def implausible(before: Sequence[Entry], new: Entry) -> list[Entry]:
     """The entries of one shape, `new` included, that contradict another one.
 
     More rows cannot take much less time than fewer, nor n times the rows much more than n times as long. On a busy machine
-    M = 1 once took 7,886 us beside 66 for M = 8.
+    M = 1 once took 7,886 us, M = 8 66 us.
     """
     slow = [e for e in before if e.M < new.M and e.us > IMPLAUSIBLE * new.us]
     fewer = [e for e in before if e.M < new.M and new.us > IMPLAUSIBLE * e.us * new.M / e.M]

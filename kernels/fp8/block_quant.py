@@ -131,7 +131,7 @@ def _spread_kernel(
 
 
 Plan = dict[str, int | str]
-# What the benchmark times beside the choice of `plan_for`: the baseline, and the article's plan at its own tile and at ours.
+# What the benchmark times besides the choice of `plan_for`: the baseline, and the article's plan at its own tile and at ours.
 TILE_PLANS: tuple[Plan, ...] = tuple({"PLAN": "tile", "num_warps": w} for w in (4, 8, 16, 32))
 STRIDE_PLANS: tuple[Plan, ...] = tuple(
     {"PLAN": "stride", "SUB_M": m, "SUB_K": k, "num_warps": w} for m, k, w in ((32, 32, 4), (32, 256, 8), (64, 256, 8))

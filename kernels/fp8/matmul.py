@@ -1,6 +1,6 @@
 """Products with fp8 weights. `registry.select` chooses the kernel (op "fp8_product"):
 
-Hopper                         cuda/fp8_gemm (gemm_wgmma.py); triton where NVRTC is missing or K is no multiple of 16
+Hopper                         cuda/fp8_gemm (gemm_wgmma.py); triton where NVRTC is missing or K is not a multiple of 16
 other GPUs with FP8 (8.9, 10+) triton/fp8_gemm
 many rows of 16 bits           fp8_widened: the weight widened a slab at a time
 anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which

@@ -157,7 +157,7 @@ def _in_steps(
 def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
     """The winners of each shape, a row for each run of batch sizes that differ in nothing but their times."""
 
-    def told(e: "Entry") -> tuple[str, ...]:
+    def row_of(e: "Entry") -> tuple[str, ...]:
         second = e.runners_up[0] if e.runners_up else None
         behind = f"{second['kernel']} {100 * (second['us'] / e.us - 1):+.0f}%" if second else ""
         scheme = f"{e.bits}-bit g{e.group}" + (f", {e.act} x" if e.act != "none" else "")
@@ -165,7 +165,7 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
 
     rows = []
     for (shape, scheme, layout, kernel, behind), run in groupby(
-        sorted(entries, key=lambda e: (-e.N * e.K, e.N, e.layout, e.act, e.M)), told
+        sorted(entries, key=lambda e: (-e.N * e.K, e.N, e.layout, e.act, e.M)), row_of
     ):
         first, *others = run
         last = others[-1] if others else None

@@ -97,7 +97,7 @@ def sight_of(model: Any) -> Sight:
         images, folder = plan_of(model).model.images, record.folder or getattr(model, "name_or_path", "")
         if images is None:
             raise UnsupportedError(
-                f"{model.config.model_type} has no picture inputs; a GGUF file needs its mmproj file beside it"
+                f"{model.config.model_type} has no picture inputs; a GGUF file needs its mmproj file next to it"
             )
         record.sight = Sight(Path(folder), images, model.device, model.dtype)
     sight: Sight = record.sight

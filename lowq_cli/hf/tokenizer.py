@@ -27,7 +27,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
             raise
         if "trust_remote_code" in str(e):
             raise UnsupportedError(
-                f"the tokenizer of {source.name} is code of its own, which lowq does not run; with a tokenizer.json beside it, "
+                f"the tokenizer of {source.name} is code of its own, which lowq does not run; with a tokenizer.json there, "
                 f"take auto_map out of tokenizer_config.json and write PreTrainedTokenizerFast for its tokenizer_class"
             ) from e
         if source.folder is not None and not _has_tokenizer(source):

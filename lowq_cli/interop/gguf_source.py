@@ -49,7 +49,7 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
     metadata, tensors, crc = read_gguf(path)
     arch = str(metadata.get("general.architecture"))
     if arch == CLIP:
-        raise UnsupportedError(f"{path} is the tower of a model; give the file of its text, and this one is found beside it")
+        raise UnsupportedError(f"{path} is the tower of a model; give the file of its text, and this one is found next to it")
     if arch not in CLASSES:
         raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {', '.join(sorted(CLASSES))}")
     tower, note = find_tower(path, arch, metadata)
@@ -149,7 +149,7 @@ def _check_beside(config: Mapping[str, Any], arch: str, metadata: Mapping[str, A
         mine = ours.get(field)
         numbers = type(mine) in (int, float) and type(theirs) in (int, float)
         if mine is not None and theirs is not None and not (numbers and abs(mine - theirs) <= 1e-5 * abs(theirs)):
-            raise DamagedError(f"config.json beside {path} says {field}={str(mine)[:40]}, the file {str(theirs)[:40]}")
+            raise DamagedError(f"config.json next to {path} says {field}={str(mine)[:40]}, the file {str(theirs)[:40]}")
 
 
 def _name(theirs: str) -> str | None:
@@ -166,15 +166,15 @@ def _name(theirs: str) -> str | None:
 def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
     """Make a config.json from metadata. Raises UnsupportedError if the metadata are not sufficient."""
     if "rope_freqs.weight" in tensors or metadata.get(f"{arch}.rope.scaling.type") not in (None, "none"):
-        raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json beside it")
+        raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json next to it")
     for key, value in metadata.items():
         if key.startswith(f"{arch}.") and key.removeprefix(f"{arch}.") not in ARCH_KEYS:
             raise UnsupportedError(
-                f"{path} has {key}={str(value)[:40]}, which lowq does not know; put the model's config.json beside it"
+                f"{path} has {key}={str(value)[:40]}, which lowq does not know; put the model's config.json next to it"
             )
     fields: dict[str, Any] = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
     if missing := [FIELDS[f] for f, v in fields.items() if v is None]:
-        raise DamagedError(f"{path} lacks the metadata {arch}.{missing[0]}; put the model's config.json beside it")
+        raise DamagedError(f"{path} lacks the metadata {arch}.{missing[0]}; put the model's config.json next to it")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise DamagedError(f"{path} lacks token_embd.weight")

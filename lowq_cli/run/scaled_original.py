@@ -18,7 +18,7 @@ AFTER = {  # norm -> the linears that read it, in the families whose files AWQ's
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 PAIRS = {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"}  # divided rows -> multiplied columns
-FAR = 0.7  # max. relative error of a file's matrix beside the scaled original's; 2-bit grids without zeros reach about 0.6
+FAR = 0.7  # max. relative error between a file's matrix and the scaled original's; 2-bit grids without zeros reach about 0.6
 
 
 @dataclass

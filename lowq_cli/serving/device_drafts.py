@@ -154,5 +154,5 @@ class DeviceDrafts:
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:
     """Return the reason why a model's passes cannot use a drafter, or ""."""
     if not any(isinstance(spec, Pages) and not spec.window for spec in plan.states):
-        return "none of its layers keeps keys and values of all tokens, whose blocks a drafter's would lie beside"
+        return "none of its layers keeps keys and values of all tokens, and those of a drafter are stored next to them"
     return "" if drafter.reach < BLOCK else f"it guesses {drafter.reach} tokens at once, {BLOCK - 1} at most are run"

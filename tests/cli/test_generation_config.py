@@ -30,7 +30,7 @@ def model(**said):
         ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
     ],
 )
-def test_what_a_file_asks_for(said, found):
+def test_settings_of_a_file_are_read(said, found):
     assert published(model(**said)) == found
 
 

@@ -72,7 +72,7 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
     assert first == second
 
 
-def test_what_rounds_as_gptq_does_carries_errors():
+def test_methods_that_round_as_gptq_does_carry_errors():
     """Facts are read from a method's file as they stand there: learn had CARRIES from gptq's, and --bpw did not know."""
     assert [m for m in quantizers.methods() if quantizers.carries_errors(m)] == ["distill", "gptq", "learn", "yaqa"]
 
@@ -114,7 +114,7 @@ IN_BYTES = [Scheme.of(4, 16, "e2m1/e4m3"), Scheme.of(4, 32, "e2m1/e8m0"), Scheme
     "scheme", [Scheme(1, 32, "none"), Scheme(3, 32), *(Scheme.of(b, 32, "fitted") for b in (4, 2)), *IN_BYTES], ids=str
 )
 @pytest.mark.parametrize("near", [False, True])
-def test_what_is_learnt_begins_as_what_was_given(scheme, near):
+def test_learning_begins_with_the_given_codes(scheme, near):
     W = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     q = quantizers.get("lsq")(W, scheme, torch.float16)
     if scheme.table == "fitted":  # in no order

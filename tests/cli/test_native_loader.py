@@ -344,7 +344,7 @@ def test_fp8_scales_that_are_not_finite_are_named(tmp_path, value):
     ],
     ids=["short scales", "scales of 16 bits", "no scales", "no norm"],
 )
-def test_what_is_not_whole_in_fp8(tmp_path, change, light_says, says):
+def test_damaged_fp8_scales_are_refused(tmp_path, change, light_says, says):
     folder = in_fp8(DEMO, tmp_path / "fp8")
     _rewritten(folder, lambda t: change(t, "model.layers.1.mlp.up_proj.weight_scale_inv"))
     with open_source(folder) as source, pytest.raises(NotPlain, match=light_says):

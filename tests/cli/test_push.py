@@ -150,7 +150,7 @@ def test_a_missing_login_is_reported_before_anything_is_measured(folder, monkeyp
     assert capsys.readouterr().err == "lowq: you are not logged in to the hub; run: hf auth login (or set HF_TOKEN)\n"
 
 
-def test_what_is_sent(folder, monkeypatch, capsys):
+def test_files_of_the_report_and_a_card_are_sent(folder, monkeypatch, capsys):
     calls = []
 
     class Hub:

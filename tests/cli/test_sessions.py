@@ -49,7 +49,7 @@ def test_a_running_server_answers_the_same_and_when_it_ends_the_conversation_goe
     assert chat(*SAID[:2], flags=("--session", "trip2")) + chat(SAID[2], flags=("--session", "trip2")) == whole
 
 
-def test_what_is_no_name_and_no_conversation(home):
+def test_bad_names_and_damaged_conversations_are_refused(home):
     for name in ("", "../x", ".hidden", "a/b", "x" * 65):
         with pytest.raises(UsageError, match="must be a name"):
             sessions.path_of(name)

@@ -103,7 +103,7 @@ def test_several_files_at_once_are_continued(one, tmp_path, stop):
     assert files(tmp_path / "three") == files(one)
 
 
-def test_what_goes_one_tensor_after_another_wants_one_device(tmp_path):
+def test_methods_that_go_tensor_by_tensor_need_one_device(tmp_path):
     with pytest.raises(UsageError, match="name one device"):
         pipeline.quantize("demo", tmp_path / "out", bits=3, group=64, method="gptq", device="cpu,cpu")
     assert not (tmp_path / "out").exists()

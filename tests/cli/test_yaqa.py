@@ -177,7 +177,7 @@ def test_a_run_and_a_rerun_give_the_same_bytes(family, family_checkpoints, text,
     [("gptq", 3, False, False), ("yaqa", 2, True, False), ("learn", 3, False, True)]
     + [("distill", b, b in (3, 4), b not in (3, 4)) for b in (1, 2, 3, 4, 8)],
 )
-def test_what_a_width_needs(method, bits, both, alone, family_checkpoints):
+def test_the_sides_that_a_width_rounds_and_learns(method, bits, both, alone, family_checkpoints):
     with open_source(family_checkpoints("mixtral", schemes={}).dense) as source:
         plan = make_plan(source, make_recipe(bits=bits, group=16, method=method, calib=texts.BUNDLED))
     for item in plan.items:

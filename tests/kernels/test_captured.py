@@ -147,7 +147,7 @@ def test_recurrent_mixers(name):
     assert all(error(parts[n].float(), whole[n].float()) < 1e-4 for n in whole)
 
 
-def test_what_is_row_wise():
+def test_row_wise_operations_are_recorded():
     n, after = Norm(randn(64), 1e-6), randn(1)
     x = randn(B, 64)
     replayed(lambda x: norms.normed(x, *n, ), [], (x,), lambda: (randn(B, 64),))  # fmt: skip

@@ -89,7 +89,7 @@ def test_one_late_step_changes_nothing():
     assert run(t, 50, quiet) == 50 * [2]
 
 
-def test_what_half_the_threads_need_is_known_though_they_were_tried_in_a_bad_moment():
+def test_the_time_of_half_the_threads_survives_a_bad_first_trial():
     t = timed()
     run(t, 1, quiet)
     assert run(t, 1, lambda _: 200.0) == [1]

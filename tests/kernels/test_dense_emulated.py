@@ -127,7 +127,7 @@ FIRST = [  # N, K, fold, dense_mma.KEYS
 
 
 @pytest.mark.parametrize(("N", "K", "doing", "values"), FIRST)
-def test_what_is_first_by_row_tiles_an_sm(N, K, doing, values):
+def test_the_first_config_depends_on_row_tiles_per_sm(N, K, doing, values):
     call = DenseCall(1, N, K, F16, "cuda", (9, 0))
     assert registry.find(fold.FoldedCall(call, doing, None))[1] == dict(zip(dense_mma.KEYS, values, strict=True))
     if not doing & fold.GATED:

@@ -149,7 +149,7 @@ def test_the_form_of_less_work_is_taken_and_both_are_the_same(piece, absorbs, at
     assert error(torch.cat(y), truth(q[0], rows[0], 0, turned, f)) < 1e-6
 
 
-def test_what_a_graph_holds_is_the_step():
+def test_a_graph_records_the_step():
     """The form whose shapes do not depend on positions: slots not yet written hold NaN."""
     f = facts(SHAPES["odd"])
     turned, (q, rows), pos = tables(f), operands(f, 3), torch.tensor([5, 70, 40], dtype=torch.int32)

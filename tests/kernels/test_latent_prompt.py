@@ -89,7 +89,7 @@ def test_pieces_of_prompts_of_a_paged_cache(shape, name, dtype):
     assert not error(latent_prompt.packed(q, x, cache.clone(), p, *tables, f, other)[70:75], expected[70:75]) < 0.05
 
 
-def test_what_is_left_to_the_definition():
+def test_calls_that_the_definition_computes():
     f = facts(SHAPES["odd"], torch.float16)
     q, cache = randn(1, 4, 21, dtype=torch.float16), randn(1, 1, 16, 11, dtype=torch.float32)
     assert "dtype" in latent_prompt.refuse(q, cache, f)

@@ -181,7 +181,7 @@ def test_the_emulator_notices(name):
         (1, 64, 2, "a chunk has more spans than B columns for them"),
     ],
 )
-def test_what_is_refused(bits, group, M, why):
+def test_unsupported_calls_are_refused(bits, group, M, why):
     scheme = Scheme.of(4, group, bits) if isinstance(bits, str) else Scheme(bits, group, "float")
     call = Call(M, 4096, 4096, scheme, "tile", F16, "cuda", (9, 0))
     assert registry.named("cuda/tile_mma").config_refuse(call, tile_mma.config_of(8, 2, 256, 1, 1, 1)) == why

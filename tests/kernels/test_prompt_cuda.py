@@ -135,7 +135,7 @@ def test_caches_in_blocks(name):
 CALL = PromptCall(256, 128, 64, "16", F16, "cuda", (9, 0))
 
 
-def test_what_it_refuses():
+def test_unsupported_calls_are_refused():
     why = named("cuda/prompt").why_not
     assert why(CALL) is None
     assert "not D=80" in why(dataclasses.replace(CALL, D=80))
@@ -144,6 +144,6 @@ def test_what_it_refuses():
     assert why(dataclasses.replace(CALL, capability=(8, 0)))
 
 
-def test_what_it_takes_is_its_own():
+def test_supported_calls_choose_it():
     assert select(CALL)[0].name == "cuda/prompt"
     assert select(dataclasses.replace(CALL, kv="fp8"))[0].name == "triton/prompt"

@@ -100,7 +100,7 @@ def other(name):
 
 
 @pytest.mark.parametrize("name", ["delta", "mamba2", "short_conv"])
-def test_what_it_does_not_take_is_computed_all_the_same(name):
+def test_unsupported_calls_are_computed_by_the_definition(name):
     for f, x, held in other(name):
         theirs = {key: t.clone() for key, t in held.items()}
         y = dispatched(x[:, 0].contiguous(), f, held, SLOTS)

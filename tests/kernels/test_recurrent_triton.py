@@ -199,7 +199,7 @@ def test_keys_that_are_all_the_same():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_kernels_refuse(name):
+def test_unsupported_calls_are_refused(name):
     f = CASES[name]()
     call = dataclasses.replace(
         f.call(torch.zeros(2, features(f), dtype=torch.bfloat16), False), device="cuda", capability=(9, 0)

@@ -120,7 +120,7 @@ def test_the_bits_depend_on_no_thread():
     assert all(map(torch.equal, *results))
 
 
-def test_what_it_does_not_take_is_computed_all_the_same(ran):
+def test_unsupported_calls_are_computed_by_the_definition(ran):
     x, norm = torch.randn(4, 6, 8), Norm(torch.randn(8), 1e-5)
     assert torch.equal(rows_cpu.normed(x, *norm), norms.normed(x, *norm))
     rows, by_head = x[:, 0], norm._replace(weight=torch.randn(4, 8))

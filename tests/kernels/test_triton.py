@@ -218,7 +218,7 @@ def portable(request, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_remains_without_cuda_kernels_is_dispatched(portable, bits):
+def test_calls_without_cuda_kernels_are_dispatched(portable, bits):
     """Weights are packed for Triton's kernels, and for any rows one of them is taken."""
     device = torch.device("cuda")
     for (N, K), group, zero in itertools.product([(4096, 4096), (1001, 3072), (57344, 8192)], (32, 128), ZERO_KINDS):
@@ -234,7 +234,7 @@ def test_what_remains_without_cuda_kernels_is_dispatched(portable, bits):
 @pytest.mark.skipif(GPU, reason="the interpreter takes the place of a GPU")
 @pytest.mark.parametrize("M", [1, 3, 70, 200])
 @pytest.mark.parametrize("bits", BITS)
-def test_what_remains_without_cuda_kernels_is_right(portable, bits, M):
+def test_calls_without_cuda_kernels_are_right(portable, bits, M):
     q = weight(33, 256, 64, bits, ZERO_KINDS[(bits + M) % 3], torch.float16)
     spec, config = select(Call(M, 33, 256, q.scheme, "strided", torch.float16, "cuda", portable))
     check(spec, config, q, M, torch.float16, biased=True)

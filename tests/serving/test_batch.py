@@ -75,7 +75,7 @@ def test_invalid_lines_are_refused(line, why):
         read(line, "f")
 
 
-def test_what_is_asked_again_and_what_is_no_file_of_answers(tmp_path):
+def test_failed_requests_are_sent_again_and_another_file_is_refused(tmp_path):
     def row(name, status):
         return json.dumps({"custom_id": name, "response": {"status_code": status, "body": {}}}).encode() + b"\n"
 

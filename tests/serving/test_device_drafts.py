@@ -293,7 +293,7 @@ def test_a_drafter_needs_layers_that_keep_all_tokens(tmp_path):
     c.engine.stop(0)
 
 
-def test_what_a_server_is_told_to_draft_by(tmp_path):
+def test_the_kind_of_draft_of_a_server(tmp_path):
     """As its process loads a model: a head's folder, MTP of the checkpoint, another checkpoint, names."""
     model, _ = made("EAGLE-3", tmp_path)
     words = SimpleNamespace(get_vocab=dict)

@@ -108,7 +108,7 @@ async def act(here, actions):
 
 @settings(max_examples=20, deadline=None)
 @given(clients=st.lists(ACTIONS, min_size=1, max_size=12), most=st.integers(2, 6))
-def test_whatever_clients_do_an_honest_one_is_answered_and_they_are_ended(clients, most):
+def test_hostile_clients_are_ended_and_an_honest_one_is_answered(clients, most):
     """More clients than places; those in the midst of a request hold theirs for as long as a body may take."""
 
     async def run():

@@ -116,7 +116,7 @@ def test_vectors_cut_encoded_and_as_they_are(ask):
     ],
     ids=str,
 )
-def test_what_is_refused(ask, path, body, line):
+def test_unsupported_queries_are_refused(ask, path, body, line):
     status, answer = ask(path, body)
     assert status == 400
     assert line in answer["error"]["message"]

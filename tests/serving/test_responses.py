@@ -123,7 +123,7 @@ def test_a_form_and_a_forced_call_are_masks():
     ],
     ids=str,
 )
-def test_what_is_refused(more, line):
+def test_unsupported_fields_are_refused(more, line):
     with pytest.raises(openai.APIStatusError, match=line):
         created(Heard("x"), **more)
 

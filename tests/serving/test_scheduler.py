@@ -131,7 +131,7 @@ def shadow(engine):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed):
+def test_each_answer_is_its_own_in_random_arrivals_and_departures(model, seed):
     rng = random.Random(seed)
 
     def made(*a, **kw):

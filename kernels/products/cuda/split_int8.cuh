@@ -200,7 +200,7 @@ struct Int8Planes {
 #pragma unroll
             for (int d = 1; d < SPAN / VALUES; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
             if (TASKS % 32 && task >= TASKS) continue;
-            if (mine % (SPAN / VALUES) == 0) {  // nan where an x is no finite number
+            if (mine % (SPAN / VALUES) == 0) {  // nan where an x is not a finite number
                 const u32 unit = e == 255 ? 0x7fffffffu : (e - SPLIT_HEAD) << 23,
                           total = __float_as_uint((float)(int)sum * (1 << SHIFT));
                 store2(unit_at[n], unit, total);

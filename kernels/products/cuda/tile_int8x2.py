@@ -56,7 +56,7 @@ def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> i
 
 
 def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
-    """(stages, dynamic shared memory): as many stages as fit beside the staging of sums."""
+    """(stages, dynamic shared memory): as many stages as fit next to the staging of sums."""
     stage = stage_bytes(M, bits, group, zeros, config)
     staging = config["WARPGROUPS_N"] * config["WARPGROUPS_K"] * columns(M) // 2 * 72 * 4
     stages = min(MAX_STAGES, (allowed(config) - staging) // stage)

@@ -91,7 +91,7 @@ def test_hostile_tensors_are_refused_in_one_line(what):
 @pytest.mark.parametrize(
     "edit", [{"load_in_8bit": True}, {"_load_in_8bit": True}, {"bnb_4bit_quant_type": "fp4"}, {"x": 1}], ids=str
 )
-def test_what_config_says_of_other_weights_is_refused(edit):
+def test_a_config_of_other_weights_is_refused(edit):
     tensors, config = written(formats.get("bitsandbytes"), random_q(4, 32, "nf4", 8, 64))
     with pytest.raises(LowqError):
         read(tensors, {"quantization_config": {**config["quantization_config"], **edit}})

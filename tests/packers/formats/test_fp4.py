@@ -153,7 +153,7 @@ def test_hostile_tensors_are_refused_in_one_line(name, what):
     ],
     ids=str,
 )
-def test_what_modelopt_says_of_other_weights_is_refused(edit, said):
+def test_a_modelopt_config_of_other_weights_is_refused(edit, said):
     tensors, config = written(formats.get("modelopt"), random_q(4, 16, "e2m1/e4m3", 8, 64))
     edited = {"quantization_config": {**config["quantization_config"], **edit}}
     with pytest.raises(LowqError, match=said):
