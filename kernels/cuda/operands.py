@@ -63,7 +63,7 @@ def tables_of(p: PackedWeight) -> tuple[torch.Tensor | None, int]:
 
 
 def book(p: PackedWeight) -> torch.Tensor | None:
-    """What the device code reads besides such a form, for every `rows_of_table` rows: fp32 tables, e2m1's factors, or nothing."""
+    """What the device code reads besides a form, for every `rows_of_table` rows: fp32 tables or e2m1's factors, if any."""
     if p.scheme.table in ("e2m1", "fitted"):
         return p.table
     table = values(p.scheme, None, p.words.device)
