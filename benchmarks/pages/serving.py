@@ -71,5 +71,20 @@ def swaps() -> str:
         f"answering, {counts['answers']:,} answers, each the text of its model and prompt alone. {r['wrong']} wrong or lost, "
         f"{loads:.0f} loads; half of all answers came within {wait['p50']:.0f} s and 99% within {wait['p99']:.0f}; the "
         f"server's own process held {rss['quarter']} MB after a quarter of the answers and {rss['end']} MB at the end "
-        "(`tests/fuzz/swaps.py`).\n"
+        f"(`tests/fuzz/swaps.py`).\n\n{kills()}"
+    )
+
+
+def kills() -> str:
+    """The same while engines and clients are killed, and the server at the end."""
+    r = read("cpu/serve_kills.json")
+    counts, wait, servers = r["counts"], r["wait_s"], r["servers_killed"]
+    left, seconds = sum(s["left"] for s in servers), max(s["seconds"] for s in servers)
+    return (
+        f"{r['requests']:,} requests of {r['users']} users while {counts['engines killed']} of the server's processes and "
+        f"{counts['clients killed']} clients were killed at random moments ({r['date']}, {r['seconds']:,.0f} s, with other "
+        f"work on the machine): {counts['broken off']:,} broken off, {counts['answers']:,} answers, {r['wrong']} wrong or "
+        f"lost; {counts['told of a death']} were refused or ended because a process had died, and were asked again; half of "
+        f"all answers came within {wait['p50']:.0f} s and 99% within {wait['p99']:.0f}. Then the server itself was killed "
+        f"while it loaded, answered and unloaded: {left} engines were left after {seconds:.0f} s.\n"
     )
