@@ -199,12 +199,12 @@ def test_every_template_of_a_folder_goes_there_and_back(tmp_path):
     assert result == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 
-def test_an_unsupported_tokenizer_can_be_given_as_a_file(demo4, tmp_path, monkeypatch):
+def test_an_unsupported_tokenizer_can_be_given_as_a_file(demo_gguf, tmp_path):
     """Also later: the import that was made without it takes it up."""
-    monkeypatch.setattr("lowq_cli.interop.gguf_tokenizer.PRE_TOKENIZERS", {})
-    out = tmp_path / "m" / "demo.gguf"
-    monkeypatch.setattr("lowq_cli.interop.gguf_tokenizer._pre_tokenizer", lambda content: "deepseek-coder")
-    export(demo4, "gguf", out)
+    out, name = tmp_path / "m" / "demo.gguf", b"llama-bpe"  # the file's rule for splitting text into words
+    out.parent.mkdir()
+    assert demo_gguf.read_bytes().count(name) == 1
+    out.write_bytes(demo_gguf.read_bytes().replace(name, b"other-bpe"))
     with pytest.raises(NotFoundError, match="has no tokenizer; copy"):
         lowq.load(out, device="cpu")
     for path in DEMO.glob("tokenizer*"):
