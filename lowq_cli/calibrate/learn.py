@@ -94,7 +94,7 @@ class Grid:
         N, K = q.W_q.shape
         codes, self.table = q.W_q.to(device), None
         if q.table_kind:
-            table, self.order = values(q.scheme, q.table, device)[0].sort(stable=True)
+            table, self.order = values(q.scheme, q.table, device)[0].to(device).sort(stable=True)
             largest = table.abs().max().clamp(min=TINY)
             self.span = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)  # a power of 2: divides exactly
             self.table = (table / self.span).requires_grad_(q.table_kind == "fitted")

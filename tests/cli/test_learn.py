@@ -153,6 +153,14 @@ def test_a_code_starts_where_its_weight_lies():
     assert moved == pytest.approx([0.25, 0.25, -0.49, 0])
 
 
+@pytest.mark.parametrize("scheme", [Scheme(3, 32), Scheme.of(3, 32, "fitted"), *IN_BYTES], ids=str)
+def test_all_parts_move_to_the_device(scheme):
+    W, device = torch.randn(8, 64), torch.device("meta")  # where mixing devices raises, as on a GPU
+    learnt = learn.Grid(quantizers.get("rtn")(W, scheme), torch.float32, device, 1e-3, 1e-2, W.to(device))
+    learnt.weight().sum().backward()
+    assert learnt.moved.grad.device == learnt.stretch.grad.device == device
+
+
 @pytest.mark.parametrize("scheme", IN_BYTES, ids=str)
 def test_scales_in_bytes_follow_their_gradients(scheme):
     W = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
