@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lowq_packers.errors import LowqError, NotFoundError
 from lowq_packers.home import state_dir
@@ -119,12 +119,12 @@ def lines(path: Path, what: str, body: object = None) -> Iterator[dict[str, Any]
             head = f"{how} /lowq/{what} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
             talk.sendall(head.encode() + raw)
             reader = talk.makefile("rb")
-            status = reader.readline().split()
-            while reader.readline().strip():
-                pass
+            status, chunked = reader.readline().split(), False
+            while header := reader.readline().strip():
+                chunked = chunked or header.lower().replace(b" ", b"") == b"transfer-encoding:chunked"
             if len(status) < 2 or status[1] != b"200":
                 raise Declined(_reason(reader.read()) if len(status) > 1 else f"process {path.stem} ended")
-            for line in reader:
+            for line in _chunked_lines(reader) if chunked else reader:
                 message = json.loads(line)
                 if "error" in message:
                     error = LowqError(message["error"])
@@ -133,6 +133,16 @@ def lines(path: Path, what: str, body: object = None) -> Iterator[dict[str, Any]
                 yield message
         except (OSError, ValueError) as e:
             raise Declined(f"process {path.stem} does not answer: {e}") from None
+
+
+def _chunked_lines(reader: BinaryIO) -> Iterator[bytes]:
+    """The lines of a body in chunks: with httptools installed, uvicorn sends chunks to a client of HTTP/1.0, too."""
+    rest = b""
+    while size := int(reader.readline().partition(b";")[0], 16):
+        *whole, rest = (rest + reader.read(size)).split(b"\n")
+        yield from whole
+        reader.readline()
+    yield from [rest] * bool(rest)
 
 
 def _reason(raw: bytes) -> str:

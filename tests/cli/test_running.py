@@ -139,7 +139,47 @@ def test_long_paths_work(tmp_path, monkeypatch):
     assert running.sockets() == []
 
 
-@pytest.mark.parametrize("half", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b'HTTP/1.1 200 OK\r\n\r\n{"process": 1}\n{"text": "a"}\n'])
+LAST = {"finish_reason": "stop", "tokens": [1, 2], "ttft_s": 0.1, "decode_tps": 2.0, "prefill_tps": 3.0}
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1000])
+def test_an_answer_comes_whole_or_in_chunks(home, size):
+    """uvicorn writes it in chunks where httptools is installed; a line may end anywhere in a chunk. 0: it is not in chunks."""
+    body = b"".join(json.dumps(line).encode() + b"\n" for line in ({"process": 1}, {"text": "a"}, {"text": "b"}, LAST))
+    sent = b"HTTP/1.1 200 OK\r\n" + b"transfer-encoding: chunked\r\n" * bool(size) + b"\r\n"
+    for part in [body[i : i + size] for i in range(0, len(body), size)] if size else []:
+        sent += b"%x\r\n%s\r\n" % (len(part), part)
+    sent += b"0\r\n\r\n" if size else body
+    bound = running.listen()
+
+    def answer():
+        other, _ = bound.accept()
+        other.recv(1 << 16)
+        other.sendall(sent)
+        other.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    reply = running.ask({})
+    assert (list(reply), reply.told, reply.tokens) == (["a", "b"], {"process": 1}, [[1, 2]])
+    thread.join()
+    bound.close()
+    running.forget()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        CHUNKED,
+        CHUNKED + b'1d\r\n{"process": 1}\n{"text": "a"}\n\r\n8\r\n{"te',
+        b"",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b'HTTP/1.1 200 OK\r\n\r\n{"process": 1}\n{"text": "a"}\n',
+    ],
+)
 def test_a_server_that_dies_while_it_answers(home, half):
     """Before its first piece the command does the work itself; after it, half a text is an error and no text."""
     bound = running.listen()
