@@ -27,7 +27,7 @@ MODULES = (  # imported by a standby process before the model is known
     *("lowq_cli.engine.open_model", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
 )
-ROOMY = 20 << 30  # min. bytes of a GPU on which a process stands by with a CUDA context: it takes 0.5 GB, and 1.4 s to make
+ROOMY = 20 << 30  # min. bytes of a GPU on which a process stands by with a CUDA context: about 0.5 GB, 0.8 to 1.4 s to make
 KEYED = ("kv", "act", "deterministic", "draft")  # options that change cache contents; block names hold the adapter
 SHARE = 0.25  # max. share of the memory of all models for the cache of one, in a server with several
 
