@@ -31,6 +31,8 @@ def _add_norm_kernel(
     mask = offs < H
     row = tl.program_id(0).to(tl.int64) * H + offs
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_POST:
+        post = tl.load(post_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if TRIGGER:
         gdc_launch_dependents()
     if PDL:
@@ -39,7 +41,6 @@ def _add_norm_kernel(
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row, mask=mask, other=0.0).to(tl.float32)
         if HAS_POST:
-            post = tl.load(post_ptr + offs, mask=mask, other=0.0).to(tl.float32)
             delta = delta * tl.rsqrt(tl.sum(delta * delta, 0) / H + eps) * post
             delta = delta.to(x_ptr.dtype.element_ty).to(tl.float32)
         rounded = (x + delta).to(x_ptr.dtype.element_ty)

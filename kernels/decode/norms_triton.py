@@ -23,24 +23,28 @@ MOST = 65536
 
 
 @triton.jit
-def _normed(
-    x, weight_ptr, bias_ptr, offs, mask, n, eps, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """The norm of x (groups, n) fp32, not rounded."""
+def _factors(weight_ptr, bias_ptr, offs, mask, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    """Weight and bias of a norm in fp32. They are loaded before the wait for the previous kernel."""
+    weight, bias = 1.0, 0.0
+    if WEIGHT:
+        weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit
+def _unit(x, mask, n, eps, LAYER: tl.constexpr):
+    """x (groups, n) fp32 over its root mean square, with LAYER over that of its distance from the mean."""
     if LAYER:
         x = tl.where(mask, x - (tl.sum(x, 1) / n)[:, None], 0.0)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]
-    if WEIGHT:
-        x = x * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        x = x + tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    return x
+    return x * tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]
 
 
 @triton.jit
 def _update_norm_kernel(
     x_ptr, delta_ptr, second_ptr, after_ptr, y_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, delta_weight_ptr,
-    second_weight_ptr, also_ptr, also_weight_ptr, also_bias_ptr, n, eps, post_eps, delta_eps, second_eps, also_eps, scale,
+    second_weight_ptr, also_ptr, also_weight_ptr, also_bias_ptr, n, eps, post_eps, delta_eps, second_eps, scale,
     GROUPS: tl.constexpr, UPDATE: tl.constexpr, SECOND: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr,
     POST_WEIGHT: tl.constexpr, POST_BIAS: tl.constexpr, OWN: tl.constexpr, ALSO: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -51,6 +55,14 @@ def _update_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * GROUPS * n
     if TRIGGER:
         gdc_launch_dependents()
+    weight, bias = _factors(weight_ptr, bias_ptr, offs, mask, NORM and WEIGHT, NORM and BIAS)
+    post_weight, post_bias = _factors(post_weight_ptr, post_bias_ptr, offs, mask, POST and POST_WEIGHT, POST and POST_BIAS)
+    delta_weight, _ = _factors(delta_weight_ptr, delta_weight_ptr, offs, mask, OWN, False)
+    second_weight, _ = _factors(second_weight_ptr, second_weight_ptr, offs, mask, OWN, False)
+    also_weight, also_bias = _factors(also_weight_ptr, also_bias_ptr, offs, mask, ALSO and WEIGHT, ALSO and BIAS)
+    after = 1.0
+    if AFTER:
+        after = tl.load(after_ptr).to(tl.float32)
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
@@ -59,23 +71,20 @@ def _update_norm_kernel(
         if SECOND:
             second = tl.load(second_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
             if OWN:
-                delta = _normed(delta, delta_weight_ptr, delta_weight_ptr, offs, mask, n, delta_eps, False, True, False)
-                second = _normed(second, second_weight_ptr, second_weight_ptr, offs, mask, n, second_eps, False, True, False)
+                delta = _unit(delta, mask, n, delta_eps, False) * delta_weight
+                second = _unit(second, mask, n, second_eps, False) * second_weight
             delta += second
         if POST:
-            delta = _normed(delta, post_weight_ptr, post_bias_ptr, offs, mask, n, post_eps, POST_LAYER, POST_WEIGHT, POST_BIAS)
-        x = x + scale * delta
-        if AFTER:
-            x = x * tl.load(after_ptr).to(tl.float32)
+            delta = _unit(delta, mask, n, post_eps, POST_LAYER) * post_weight + post_bias
+        x = (x + scale * delta) * after
         rounded = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row + offs, rounded, mask=mask)
         x = rounded.to(tl.float32)
     if NORM:
-        y = _normed(x, weight_ptr, bias_ptr, offs, mask, n, eps, LAYER, WEIGHT, BIAS)
-        tl.store(y_ptr + row + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
-    if ALSO:
-        y = _normed(x, also_weight_ptr, also_bias_ptr, offs, mask, n, also_eps, LAYER, WEIGHT, BIAS)
-        tl.store(also_ptr + row + offs, y.to(also_ptr.dtype.element_ty), mask=mask)
+        unit = _unit(x, mask, n, eps, LAYER)
+        tl.store(y_ptr + row + offs, (unit * weight + bias).to(y_ptr.dtype.element_ty), mask=mask)
+        if ALSO:
+            tl.store(also_ptr + row + offs, (unit * also_weight + also_bias).to(also_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -128,9 +137,9 @@ def refuse(x: torch.Tensor, *norms: Norm | None) -> str | None:
 
 
 def _form(norm: Norm) -> tuple[object, ...]:
-    """What of a norm is compiled into the kernel."""
+    """What two norms of one stream must have in common."""
     weight, bias = norm.weight, norm.bias
-    return norm.kind, norm.groups, None if weight is None else weight.dtype, None if bias is None else bias.dtype
+    return norm.kind, norm.groups, norm.eps, None if weight is None else weight.dtype, None if bias is None else bias.dtype
 
 
 NONE = Norm(None, 0.0)
@@ -147,7 +156,7 @@ def _launch(
     BLOCK, BLOCK_G = triton.next_power_of_2(n), triton.next_power_of_2(groups)
     _update_norm_kernel[(x.numel() // K,)](
         x, delta, second, after, y, one.weight, one.bias, two.weight, two.bias, of_delta.weight, of_second.weight, z,
-        other.weight, other.bias, n, one.eps, two.eps, of_delta.eps, of_second.eps, other.eps, scale, GROUPS=groups,
+        other.weight, other.bias, n, one.eps, two.eps, of_delta.eps, of_second.eps, scale, GROUPS=groups,
         UPDATE=delta is not None, SECOND=second is not None, AFTER=after is not None, NORM=norm is not None,
         LAYER=one.kind == "layer", WEIGHT=one.weight is not None, BIAS=one.bias is not None, POST=post is not None,
         POST_LAYER=two.kind == "layer", POST_WEIGHT=two.weight is not None, POST_BIAS=two.bias is not None,
