@@ -14,12 +14,12 @@
 //         of an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and
 //         zeros come with the words, by way of shared memory: read where they are needed they would be a trip to memory a
 //         chunk.
-// Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself. A shared
-//         expert's weights are asked for before the router has ended.
+// Early   DOWN asks for its words and routing weights while UP still computes; UP lets it start only once it has seen the ids
+//         itself. A shared expert's weights are asked for before the router has ended.
 // Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two
-//         where the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would
-//         share one and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than
-//         AHEAD.
+//         where the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers, or blocks of half as
+//         many warps (experts.py); else one: two would share one and leave others idle (A3B, one token: 6.7 us a layer instead
+//         of 4.4). ONCE: a warp's chunks are no more than AHEAD.
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
@@ -86,7 +86,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     const bool opens = beside && UP && s.opening;
     if (!UP) next_grid_launch();
     if (threadIdx.x == 0) C::Masks::store(mask);
-    if (SHARED && threadIdx.x == 0) out[0] = (u64)((UP && beside ? s.h : y) + (size_t)own_row * width + own_n), out[1] = width - own_n;
+    if (SHARED && threadIdx.x == 0)
+        out[0] = (u64)((UP && beside ? s.h : y) + (size_t)own_row * width + own_n), out[1] = width - own_n;
     const int each = (chunks + KS - 1) / KS, begin = smaller(part * each, chunks), end = smaller(begin + each, chunks);
     __syncthreads();
     typename C::Masks masks;
@@ -98,6 +99,9 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     u64 expert;
     if (beside) expert = 0;
     else asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(expert) : "l"(ids + slot) : "memory");
+    float weight = 1.f;  // of DOWN's product: asked for here, because a trip to L2 at the end would add its latency
+    if constexpr (!UP)
+        if (!beside) weight = load_float(weights + slot);
     const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
     const size_t first_row = expert * (UP ? 2 * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
@@ -236,8 +240,9 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         }
     }
     if (lane % 4 == 0) {
-        sums_at[warp * 16 + r] += (SCALED ? all[0] : acc0) * unit;
-        sums_at[warp * 16 + r + 8] += (SCALED ? all[2] : acc1) * unit;
+        float &first = sums_at[warp * 16 + r], &second = sums_at[warp * 16 + r + 8];
+        first += (SCALED ? all[0] : acc0) * unit, second += (SCALED ? all[2] : acc1) * unit;
+        if constexpr (!UP) first *= weight, second *= weight;
     }
     __syncthreads();
     const int i = threadIdx.x, n = n0() + i;
@@ -258,9 +263,9 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             v /= 1.f + e;
         }
     } else {
-        for (int k = 0; k < top_k; k++) v += weights[row() * top_k + k] * product(k);
-        if constexpr (SHARED != 0)
-            for (int k = 0; k < s.parts; k++) v += sums_at[(top_k * KS + k) * 16 + i];
+        const int warps = top_k * KS + (SHARED ? s.parts : 0);
+#pragma unroll 8
+        for (int k = 0; k < warps; k++) v += sums_at[k * 16 + i];
     }
     if constexpr (SHARED != 0) ((u16*)out[0])[i] = (u16)from_floats<T>(v, 0.f);
     else y[(size_t)row() * width + n] = (u16)from_floats<T>(v, 0.f);

@@ -32,6 +32,13 @@ MOST_WARPS, UP_WARPS = 16, 8  # max. warps per block of DOWN (the down product),
 UP_PRODUCTS = 2  # gate and up
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # bits -> chunks that a warp of experts.cu loads at once
 TWO_OF_DOWN = 6  # with 4-bit weights, this many chunks in flight let two blocks of DOWN share a multiprocessor
+# Chunks in flight of UP with 4-bit weights, where a warp has more than AHEAD and there is no shared expert. us a launch with 4
+# (8): gemma4/26b-a4b 8.7 (10.5), mixtral 43.6 (47.3); with shared experts glm4_moe 23.4 (21.4), granitemoehybrid 44.9 (37.0).
+SOME = 4
+# Max. warps per block of DOWN with 4-bit weights where there are more blocks than multiprocessors, so that two fit one. us a
+# launch with 8 (16): gemma4/26b-a4b 4.5 (6.6), mixtral 21.9 (26.4), granitemoehybrid 17.5 (21.9); 2 us of each are gained by
+# routing weights that are asked for early.
+CROWDED_WARPS = 8
 BLOCKS_OF_UP = {8: 3, 4: 3, 3: 2, 2: 3, 1: 1}  # bits -> blocks of UP per multiprocessor, as registers allow
 LIMIT = 96 << 10  # max. bytes of shared memory per block
 SHARED_WARPS = 20  # max. warps per block of DOWN with a shared expert
@@ -41,9 +48,9 @@ SHARED_WARPS = 20  # max. warps per block of DOWN with a shared expert
 READ_AGAIN = 9_000_000
 
 
-def parts(K: int, bits: int, top_k: int | None = None) -> int:
-    """Warps that share a row of K in a block of UP, or of DOWN for top_k experts."""
-    most = UP_WARPS // UP_PRODUCTS if top_k is None else MOST_WARPS // top_k
+def parts(K: int, bits: int, top_k: int | None = None, warps: int = MOST_WARPS) -> int:
+    """Warps that share a row of K in a block of UP, or of DOWN for top_k experts, of so many warps at most."""
+    most = UP_WARPS // UP_PRODUCTS if top_k is None else warps // top_k
     return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), most))
 
 
@@ -68,11 +75,15 @@ class Cut(NamedTuple):
     smem: int
 
     @classmethod
-    def of(cls, K: int, scheme: Scheme, top_k: int | None = None) -> "Cut":
+    def of(cls, K: int, scheme: Scheme, top_k: int | None = None, crowded: bool = False, shared: bool = False) -> "Cut":
+        """crowded: DOWN has more blocks than there are multiprocessors. shared: there is a shared expert."""
         bits, group, chunk = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size, CHUNK[scheme.bits]
-        n = parts(K, bits, top_k)
+        narrow = crowded and bits == 4 and not scheme.table
+        n = parts(K, bits, top_k, CROWDED_WARPS if narrow else MOST_WARPS)
         each, in_flight = math.ceil(chunks(K, bits) / n), AHEAD[bits]
-        if top_k is not None and bits == 4 and (each <= TWO_OF_DOWN or scheme.table == "e2m1"):
+        if top_k is None and bits == 4 and not scheme.table and each > in_flight and not shared:
+            in_flight = SOME
+        if top_k is not None and bits == 4 and not narrow and (each <= TWO_OF_DOWN or scheme.table == "e2m1"):
             in_flight = TWO_OF_DOWN
         of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
         of_warp = groups_met(group, chunk, in_flight) * of_group + each * chunk * 2
@@ -115,7 +126,8 @@ def _refuse_shared(call: ExpertsCall) -> str | None:
     if call.gate_up[1] != K or 2 * inner != N or inner % 16 or call.down[0] != call.shared[1][0]:
         return "a shared expert of another width"
     limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
-    return None if Beside.of(call.gate_up, call.down, call.shared, call.top_k).fits(limit) else "a shared expert too wide"
+    cuts = (Beside.of(call.gate_up, call.down, call.shared, call.top_k, crowded) for crowded in (False, True))
+    return None if all(cut.fits(limit) for cut in cuts) else "a shared expert too wide"
 
 
 class Beside(NamedTuple):
@@ -134,11 +146,11 @@ class Beside(NamedTuple):
     down_smem: int
 
     @classmethod
-    def of(cls, gate_up: Facts, down: Facts, shared: tuple[Facts, Facts], top_k: int) -> "Beside":
+    def of(cls, gate_up: Facts, down: Facts, shared: tuple[Facts, Facts], top_k: int, crowded: bool) -> "Beside":
         (N, K, scheme, _), (_, of_down, down_scheme, _), (own_N, _, _, _), (_, inner, _, _) = gate_up, down, *shared
         assert scheme is not None
         assert down_scheme is not None
-        up, to = Cut.of(K, scheme), Cut.of(of_down, down_scheme, top_k)
+        up, to = Cut.of(K, scheme, shared=True), Cut.of(of_down, down_scheme, top_k, crowded)
         bits, chunk = down_scheme.bits, CHUNK[down_scheme.bits]
         count = chunks(inner, bits)
         parts = max(1, min(math.ceil(count / to.ahead), SHARED_WARPS - top_k * to.parts))
@@ -155,7 +167,9 @@ class Beside(NamedTuple):
 def expression(scheme: Scheme, T: int, mode: int, cut: Cut, crowded: bool = True, shared: bool = False) -> str:
     """The template instance of experts.cu. crowded: there are more blocks than multiprocessors."""
     two = crowded and scheme.bits == 4 and cut.ahead == TWO_OF_DOWN and not shared
-    blocks = BLOCKS_OF_UP[scheme.bits] if mode != DOWN else 2 if two else 1
+    blocks = 2 if two else 1
+    if mode != DOWN and not (scheme.bits == 4 and cut.ahead == SOME):
+        blocks = BLOCKS_OF_UP[scheme.bits]
     more = ", 1" if shared else ""
     return f"experts<{scheme.bits}, {T}, {cut.group}, {form(scheme)}, {mode}, {cut.ahead}, {cut.once}, {blocks}{more}>"
 
@@ -195,8 +209,10 @@ def _launch(
     tables, each = tables_of(p)
     companions = tables if s.scheme.table else zeros
     bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
-    on, cut, tiles = gpu.here(x.device.index), Cut.of(s.K, s.scheme, down_of), math.ceil(y.shape[1] / 16)
-    instance = expression(s.scheme, TYPES[x.dtype], mode, cut, tiles * y.shape[0] > on.sms, more is not None)
+    on, tiles = gpu.here(x.device.index), math.ceil(y.shape[1] / 16)
+    crowded = tiles * y.shape[0] > on.sms
+    cut = Cut.of(s.K, s.scheme, down_of, crowded and down_of is not None, more is not None)
+    instance = expression(s.scheme, TYPES[x.dtype], mode, cut, crowded, more is not None)
     serialize = launch.enabled and on.dependent_launch
     warps, rows, smem = (down_of or UP_PRODUCTS) * cut.parts, y.shape[0], cut.smem
     if more is not None:
@@ -226,7 +242,8 @@ def experts(
         return y
     to_h, to_y = None, None
     if shared is not None:
-        cut = Beside.of(gate_up.facts, down.facts, shared.facts, top_k)
+        crowded = math.ceil(down.N / 16) * M > gpu.here(x.device.index).sms
+        cut = Beside.of(gate_up.facts, down.facts, shared.facts, top_k, crowded)
         own = torch.empty(M, shared.down.K, dtype=x.dtype, device=x.device)
         to_h = _Addition(shared.gate_up, own, shared.opening, M * cut.rows, 0, cut.up_smem)
         to_y = _Addition(shared.down, own, None, 0, cut.parts, cut.down_smem)

@@ -6,8 +6,8 @@
 //         are its pairs of two mma; the order of k inside a product is free.
 // Sum     warps meet in shared memory, and each sum goes to the block that is its token's (meet.cuh).
 // Beyond  a softmax (BEYOND 1): logits in fp32, softmax or sigmoid, a bias for the choice, factors; the next best takes two
-//         `redux`, as a score is 32 bits. 2: x has a norm and a scale of its own: x * scale is split into two halves, which keep
-//         22 bits, the sum of x's squares travels as one more logit, and the norm becomes a factor of the sums.
+//         `redux`, as a score is 32 bits. 2: x has a norm and a scale of its own: x * scale is split into two halves, which
+//         keep 22 bits, the sum of x's squares travels as one more logit, and the norm becomes a factor of the sums.
 // Pick    a warp a token. A logit in 16 bits, mapped so that integers are ordered as they are, and the expert behind it are one
 //         number, so the next best is one `redux`. Equal logits: the lowest expert.
 // Early   the router's weights are on the multiprocessors before the previous kernel has ended.

@@ -121,6 +121,9 @@ def test_shared_experts_and_routers():
         for mode, down_of in ((0, None), (experts.DOWN, top_k)):
             cut = experts.Cut.of(K if mode == 0 else 512, scheme, down_of)
             clean("experts.cu", experts.expression(scheme, 0, mode, cut, True, True), "sm_90a")
+    s = Scheme(4, 64, "float")
+    for cut, mode in ((experts.Cut.of(4096, s), 0), (experts.Cut.of(1408, s, 8, True), experts.DOWN)):  # of long rows
+        clean("experts.cu", experts.expression(s, 1, mode, cut), "sm_90a")
     for shape in ("0, 1, 1, 6, 2", "1, 1, 1, 8, 1", "0, 2, 1, 4, 1", "1, 1, 8, 2, 2"):
         clean("route.cu", f"route<{shape}>", "sm_90a")
 

@@ -364,6 +364,13 @@ def test_experts(name):
     twice(lambda: layer(name), TOLERANCE[LAYERS[name][4]])
 
 
+@pytest.mark.parametrize("name", ["4", "4, rows of two steps a warp, within groups"])
+def test_experts_cut_for_another_number_of_multiprocessors(name):
+    """Blocks of the down product are wider where all run at once; here on more multiprocessors, on a GPU on fewer."""
+    with emulation.sms(132 if DEVICE == "cpu" else SMS):
+        twice(lambda: layer(name), TOLERANCE[LAYERS[name][4]])
+
+
 @on_device
 def shared(name, defect=0.0):
     """(y, truth) of a mixture layer with a shared expert."""
