@@ -1,6 +1,6 @@
 """docs/fp8.md: quantizer, products, 8-bit activations, accuracy.
 
-Results: h100/fp8.json (fp8.py), h200/act_products.json (act_products.py), cpu/act_quality.json (act_quality.py).
+Results: h100/fp8.json (fp8.py), h200/act_products.json (act_products.py), h200 and cpu/act_quality.json (act_quality.py).
 """
 
 from statistics import geometric_mean
@@ -122,10 +122,11 @@ def act_products() -> str:
 @part
 def act_quality() -> str:
     """What rounding costs in predictions, by width and mode."""
-    run, lines = read("cpu/act_quality.json"), []
+    runs, lines = [read(f"{where}/act_quality.json") for where in ("h200", "cpu")], []
     modes = ("int8", "int8, down in 16 bits", "fp8", "fp8, down in 16 bits", "auto")
     texts = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
-    for r in sorted(run["rows"], key=lambda r: (r["model"], -r["bits"])):
+    rows = runs[0]["rows"] + [r for r in runs[1]["rows"] if r["model"] == "story"]
+    for r in sorted(rows, key=lambda r: (r["model"], -r["bits"])):
         for name, text in texts.items():
             found = r[name]
             plain = found["none"]["ppl"]
@@ -135,5 +136,6 @@ def act_quality() -> str:
             took = f"{r['auto']['act']}, {r['auto']['share']:.0%}"
             lines.append((r["model"], r["bits"], text, f"{plain:.2f}", *costs, took))
     columns = ("model", ">bits", "text", ">perplexity, 16 bits", *(f">{m}" for m in modes), "auto took")
-    told = f"Perplexity against 16-bit activations and KL divergence, nats a token; {run['device']}, {run['date']}."
+    where = "; ".join(f"{m}: {r['device']}, {r['date']}" for m, r in zip(("base", "story"), runs, strict=True))
+    told = f"Perplexity against 16-bit activations and KL divergence, nats a token; {where}."
     return table(columns, lines) + f"\n{told}\n"

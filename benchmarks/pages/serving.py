@@ -12,22 +12,19 @@ LOADS = {
     "agents-64": "agents, 64 users",
     "chats-128": "short chats, 128 users",
 }
-SCHEDULES = {"serve_8b_before": "before", "serve_8b": "growing passes"}
 
 
 @part
 def own_loads() -> str:
-    """Loads of serve_load.LOADS by the engine alone: the schedule before, and with passes that grow."""
-    runs, lines = {told: read(f"h100/{file}.json") for file, told in SCHEDULES.items()}, []
+    """Loads of serve_load.LOADS by the engine alone."""
+    run, lines = read("h200/serve_loads.json"), []
     for name, users in LOADS.items():
-        for told, run in runs.items():
-            if (r := run.get(name)) is None:
-                continue
-            t, b = r["ttft_ms"], r["between_ms"]
-            seen = f"{r['tokens_per_s']:,.0f}", f"{t['p50']:.0f} / {t['p99']:,.0f}", f"{b['p50']:.1f} / {b['p99']:.1f}"
-            lines.append((users, told, *seen, f"{b['p99'] / b['p50']:.1f}"))
-    columns = ("load", "schedule", ">tokens/s", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms", ">p99 over p50")
-    return table(columns, lines)
+        r = run[name]
+        t, b = r["ttft_ms"], r["between_ms"]
+        seen = f"{r['tokens_per_s']:,.0f}", f"{t['p50']:.0f} / {t['p99']:,.0f}", f"{b['p50']:.1f} / {b['p99']:.1f}"
+        lines.append((users, *seen, f"{b['p99'] / b['p50']:.1f}"))
+    columns = ("load", ">tokens/s", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms", ">p99 over p50")
+    return table(columns, lines) + f"\n{run['device']}, {run['date'][:10]}.\n"
 
 
 @part
