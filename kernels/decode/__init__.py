@@ -16,6 +16,7 @@
     choose_rows   the same for some of many sequences, each with its own seed and temperature
     accept     count the accepted draft tokens
 
+    attend_prepared   prepare, attend and opened in one kernel, or None where none takes them; None where the device cannot
     fold       the module that fuses add_norm and gated into the products of cuda/tile_mma; None where the device cannot
 
 On CUDA they are the kernels of this package (dispatch chooses those of `attend`, prompts and routers; the rest are Triton).
@@ -98,6 +99,7 @@ class Ops:
     mamba2: Mixer = MAMBA2
     short_conv: Mixer = SHORT_CONV
     fold: FoldedProducts | None = None
+    attend_prepared: Callable[..., torch.Tensor | None] | None = None
 
 
 TORCH = Ops("torch", **{f.name: getattr(reference, f.name) for f in fields(Ops)[1:] if f.default is MISSING})
@@ -142,4 +144,6 @@ def ops(device_type: str) -> Ops:
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "update_norms", "beside")}
-    return replace(operations, attend_rows=attend_rows, accept=sample.accept, prepare=prepare_triton.prepare, **rows)
+    together = optional("lowq_kernels.decode.attend_prepared", "cuda")
+    more: dict[str, Any] = {"attend_rows": attend_rows, "accept": sample.accept, "prepare": prepare_triton.prepare}
+    return replace(operations, attend_prepared=together and together.attend, **more, **rows)

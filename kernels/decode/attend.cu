@@ -30,6 +30,8 @@
 //         ahead.
 // Codes   KV 8 or 4: heads are turned (Hadamard's) as they come, new keys and values are encoded, and y is turned back. A slot
 //         has one scale, so it multiplies the score and p; no code is multiplied by it.
+// Layout  of wide heads, a sum of 1: each head of q is followed by a gate, whose sigmoid multiplies y; 2: values are normed,
+//         without weights; 4: there are no heads of v, values are keys before norm and rotation.
 // Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values.
 // Groups  the blocks of each group of a key head read its keys and values, and those with the newest write the same bytes.
 // Limits  fp16 or bf16; PAGE a power of two from 16 up; D 64, 128, or 256 without codes; R (dims that rotate) a multiple of 64,
@@ -84,7 +86,7 @@ struct AttendArguments {  // of a launch
 // phases get arrays of registers as arguments: as fields, they would lie in memory until the compiler has unrolled all loops
 // over them. Some loops are in the kernel itself (heads of the token, q k^T, sums of warps and blocks): as phases, ptxas gave
 // them other registers than in the code that was measured.
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE, int WRITES>
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE, int WRITES, int LAYOUT>
 struct AttendThread : AttendArguments {
     using C = Held<KV, D>;
     static constexpr int MT = KV ? FP16 : T;  // type of what is multiplied
@@ -98,6 +100,10 @@ struct AttendThread : AttendArguments {
     static constexpr int WIDE = D > 128 ? D / 128 : 1;  // times that a lane has four dims of a head of the token
     static constexpr int LANES = D / 4 / WIDE, AHEAD = WARPS * 32 / LANES;  // of a head of the token; heads at a time
     static_assert(WIDE == 1 || KV == 0, "codes of heads of up to 128 dims");
+    static_assert(WIDE > 1 || LAYOUT == 0, "other layouts of wide heads");
+    static constexpr bool GATED_HEADS = LAYOUT & 1, V_NORMED = LAYOUT & 2, V_IS_K = LAYOUT & 4;
+    static constexpr int EACH = GATED_HEADS ? 2 : 1;  // heads of qkv for a query: itself, and its gate
+    static constexpr int OF_TOKEN = EACH * SHARE * G + (V_IS_K ? 1 : 2) * WRITES;  // heads of qkv for a key head
     static constexpr int ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;
     static constexpr float NONE = -1e30f;  // the top of no scores: finite, so that differences stay numbers
     // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
@@ -164,8 +170,9 @@ struct AttendThread : AttendArguments {
     // ------------------------------------------------------------------------------------------------- the token's heads
     // A row of the token: of this group's queries, of its key and of its value; among its heads of q, then of k, then of v.
     __device__ __forceinline__ size_t head_of(int row) const {
-        const int there = row < G ? group * G + row : HKV * ((SHARE - 1) * G + row) + h;
-        return (size_t)b * (SHARE * G + 2 * WRITES) * HKV + there;
+        int there = row < G ? EACH * (group * G + row) : HKV * ((EACH * SHARE - 1) * G + row) + h;
+        if (V_IS_K && row == G + 1) there -= HKV;
+        return (size_t)b * OF_TOKEN * HKV + there;
     }
     static __device__ __forceinline__ float4 four(const u16* from) {
         u32 v[2];
@@ -189,23 +196,22 @@ struct AttendThread : AttendArguments {
         }
     }
     // A head that is wider than a warp: a lane has the four dims from 4 * lane on of each 128.
-    static __device__ __forceinline__ void prepare_wide(float4 (&x)[WIDE], const float4 (&weight)[WIDE],
-                                                        const float4 (&cos)[WIDE], const float4 (&sin)[WIDE], float eps,
-                                                        int lane) {
-        if constexpr (NORM != 0) {
-            float squares = 0.f;
+    static __device__ __forceinline__ void norm_wide(float4 (&x)[WIDE], const float4 (&weight)[WIDE], float eps) {
+        float squares = 0.f;
 #pragma unroll
-            for (int j = 0; j < WIDE; j++) squares += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
-            const float mean = all<LANES>(squares, [](float a, float b) { return a + b; }) * (1.f / D) + eps;
-            float inverse;
-            asm("rsqrt.approx.f32 %0, %1;" : "=f"(inverse) : "f"(mean));
+        for (int j = 0; j < WIDE; j++) squares += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
+        const float mean = all<LANES>(squares, [](float a, float b) { return a + b; }) * (1.f / D) + eps;
+        float inverse;
+        asm("rsqrt.approx.f32 %0, %1;" : "=f"(inverse) : "f"(mean));
 #pragma unroll
-            for (int j = 0; j < WIDE; j++)
-                x[j] = make_float4(x[j].x * (inverse * weight[j].x), x[j].y * (inverse * weight[j].y),
-                                   x[j].z * (inverse * weight[j].z), x[j].w * (inverse * weight[j].w));
-        }
+        for (int j = 0; j < WIDE; j++)
+            x[j] = make_float4(x[j].x * (inverse * weight[j].x), x[j].y * (inverse * weight[j].y),
+                               x[j].z * (inverse * weight[j].z), x[j].w * (inverse * weight[j].w));
+    }
+    static __device__ __forceinline__ void turn_wide(float4 (&x)[WIDE], const float4 (&cos)[WIDE], const float4 (&sin)[WIDE],
+                                                     int lane) {
         if constexpr (R < D) {
-            x[0] = prepared<128, R, 0>(x[0], weight[0], cos[0], sin[0], eps, lane);
+            x[0] = prepared<128, R, 0>(x[0], x[0], cos[0], sin[0], 0.f, lane);
         } else {
 #pragma unroll
             for (int j = 0; j < WIDE / 2; j++) {
@@ -245,9 +251,10 @@ struct AttendThread : AttendArguments {
 #pragma unroll
             for (int j = 0; j < WIDE; j++) {
                 x[j] = u == 0 ? head[0][j] : u == 1 ? head[1 % ROUNDS][j] : head[2 % ROUNDS][j];
-                weight[j] = row < G ? q_weight[j] : k_weight[j];
+                weight[j] = row < G ? q_weight[j] : row == G ? k_weight[j] : make_float4(1.f, 1.f, 1.f, 1.f);
             }
-            if (row <= G) prepare_wide(x, weight, cos, sin, eps, lane);
+            if (row <= G ? NORM != 0 : V_NORMED) norm_wide(x, weight, eps);
+            if (row <= G) turn_wide(x, cos, sin, lane);
 #pragma unroll
             for (int j = 0; j < WIDE; j++) {
                 const u32 low = from_floats<T>(x[j].x, x[j].y), high = from_floats<T>(x[j].z, x[j].w);
@@ -411,6 +418,13 @@ struct AttendThread : AttendArguments {
         to[1] = from_floats<T>(sum.z * inverse, sum.w * inverse);
     }
 
+    // Four dims of y by the sigmoid of their gates.
+    __device__ __forceinline__ float4 opened(int item, float4 sum) const {
+        const float4 gate = four(qkv + (head_of(item / (D / 4)) + 1) * D + item % (D / 4) * 4);
+        auto by = [](float v) { return 1.f / (1.f + exp2_of(v * -1.44269504f)); };
+        return make_float4(sum.x * by(gate.x), sum.y * by(gate.y), sum.z * by(gate.z), sum.w * by(gate.w));
+    }
+
     // Without a cluster: parts of blocks from `from` on.
     static __device__ __forceinline__ void read_parts(const float4* first_part, const float2* of_query, int item, int from,
                                                       int blocks, float2 (&its)[AT_ONCE], float4 (&one)[AT_ONCE]) {
@@ -442,13 +456,13 @@ struct AttendThread : AttendArguments {
 
 // STAGES: tiles per warp
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE = 1,
-          int WRITES = 1>
+          int WRITES = 1, int LAYOUT = 0>
 __global__ void __launch_bounds__(WARPS * 32, D > 128 ? 8 / WARPS : WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
 attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const int* order,
        const u16* cos_table, const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y,
        float4* partial, u32* arrived, unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least,
        float scale, float eps, float shorter) {
-    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV, SHARE, WRITES>;
+    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV, SHARE, WRITES, LAYOUT>;
     using C = typename Thread::C;
     constexpr int LANES = Thread::LANES, AHEAD = Thread::AHEAD, ROUNDS = Thread::ROUNDS;
     constexpr int ITEMS = Thread::ITEMS, MINE = Thread::MINE, AT_ONCE = Thread::AT_ONCE;
@@ -591,6 +605,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     thread.leave_sums(top, total, rest, acc);
     __syncthreads();
     auto store = [&](int item, float4 sum, float whole) {
+        if constexpr (Thread::GATED_HEADS) sum = thread.opened(item, sum);
         Thread::store(y + ((size_t)b * (HKV * SHARE) + group) * G * D, item, sum, whole, lane);
     };
     for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {

@@ -21,6 +21,7 @@ class AttendCall:
     block: slots of a block of a paged cache, 0 where each sequence has its own contiguous cache. kv: its encoding (`kv.KINDS`).
     Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, order, config) -> y, as `reference.attend`; qkv,
     caches, table and order contiguous, pos (M,) int32, cos and sin (S, R). beyond: see `Heads.beyond`.
+    layout: of qkv, see `attend_prepared`; only cuda/attend takes one.
     """
 
     op: ClassVar[Op] = "attend"
@@ -37,6 +38,7 @@ class AttendCall:
     block: int = 0
     kv: str = PLAIN
     beyond: tuple[str, ...] = ()
+    layout: int = 0
 
     @classmethod
     def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads, block: int = 0, kv: str = PLAIN) -> "AttendCall":

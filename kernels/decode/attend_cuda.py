@@ -32,6 +32,8 @@ from lowq_kernels.dispatch.registry import Config, register
 PARAMETERS = (*(ctypes.c_void_p,) * 16, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
 TILES = {"16": 2, "fp8": 3, "4": 4}
 DIMS = (64, 128, 256, 512)  # of a head; over codes the first two
+# Layouts of qkv, added up: each head of q is followed by a gate of its output; values are normed; they are keys before the norm
+GATED, V_NORMED, V_IS_K = 1, 2, 4
 NARROW, WIDE = 4, 8  # warps per block
 CLUSTER = 8  # blocks per cluster: the size that every GPU with clusters allows
 # Max. groups of queries, over all sequences, that are split over clusters or over blocks that fill the GPU; of wider heads than
@@ -140,11 +142,12 @@ def _refuse(call: AttendCall) -> str | None:
 
 
 def expression(
-    T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0, share: int = 1, writes: bool = True
-) -> str:
+    T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0, share: int = 1, writes: bool = True,
+    layout: int = 0,
+) -> str:  # fmt: skip
     """The template instance of attend.cu. G: queries of a group. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots
-    of a block, or 0. share: groups of a key head."""
-    more = "" if (share, writes) == (1, True) else f", {share}, {int(writes)}"
+    of a block, or 0. share: groups of a key head. layout: of qkv."""
+    more = "" if (share, writes, layout) == (1, True, 0) else f", {share}, {int(writes)}" + (f", {layout}" if layout else "")
     return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}{more}>"
 
 
@@ -169,6 +172,7 @@ def attend(
     table: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
     config: Config | None = None,
+    layout: int = 0,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
     kv = kind_of(k_cache)
@@ -185,7 +189,7 @@ def attend(
     if cut.cluster == 1 and cut.blocks > 1:
         partial = torch.empty(heads * cut.blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv], share, h.writes)
+    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv], share, h.writes, layout)
     kernel = _kernel(instance, qkv.device.index, cut.warps, cut.shared, cut.cluster, launch.enabled)
     kernel(
         cut.blocks,
@@ -197,7 +201,7 @@ def attend(
         cos.data_ptr(),
         sin.data_ptr(),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
-        0 if h.k_norm is None else h.k_norm.data_ptr(),
+        0 if h.q_norm is None else (h.q_norm if h.k_norm is None else h.k_norm).data_ptr(),
         0 if h.sinks is None else h.sinks.data_ptr(),
         y.data_ptr(),
         0 if partial is None else partial.data_ptr(),

@@ -15,6 +15,7 @@ from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
 from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Groups, Heads, Packed, attend_packed, attend_prompt
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Images, Rope
@@ -217,6 +218,16 @@ class Batch:
             until = self.pictures.until if whole and self.pictures is not None else None
             parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads, until))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_prepared(
+        self, qkv: torch.Tensor, p: Prepared, held: KeyValues, kind: Rope | None, heads: Heads
+    ) -> torch.Tensor | None:
+        """`prepare`, attention and gates of every row by one kernel, or None where there is none: of steps alone."""
+        together = self.ops.attend_prepared
+        if together is None or kind is None or self.mixed or self.drafted or self.turned(kind) is not None:
+            return None
+        order = None if self.order is None else self.order[: self.steps]
+        return together(qkv, p, held.k, held.v, self.pos[: self.steps], *self.angles[kind], heads, held.table, order)
 
     def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, turned: Tables, facts: Latent) -> torch.Tensor:
         """Latent attention of every row: q (M, heads (nope + rotated)), latents x (M, rank + rotated) -> (M, heads v_dim)."""

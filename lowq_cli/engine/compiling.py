@@ -208,9 +208,12 @@ class Compiler:
                 part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
                 part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
             )  # fmt: skip
-            attend = s.AttendBlock(index, heads, None) if part.block else s.Attend(index, heads, None, self._whole(part))
-            self._emit(s.Prepare(facts, part.rope), attend)
-        if part.gated or part.gate is not None:
+            prepare = s.Prepare(facts, part.rope)
+            if part.block:
+                self._emit(prepare, s.AttendBlock(index, heads, None))
+            else:
+                self._emit(s.PreparedAttend(index, heads, None, self._whole(part), prepare=prepare))
+        if part.gate is not None or (part.gated and part.block):
             self._emit(s.Open("gate"))
         self._product(part.o, "o")
 

@@ -446,6 +446,28 @@ class Attend(Step):
 
 
 @dataclass(frozen=True, eq=False)
+class PreparedAttend(Attend):
+    """`Prepare`, `Attend` and, for heads with gates, `Open`: one kernel, or the three one after another."""
+
+    prepare: Prepare = field(kw_only=True)
+
+    def compiled_for(self) -> tuple[object, ...]:
+        return (*super().compiled_for(), *self.prepare.compiled_for())
+
+    def run(self, f: Frame) -> None:
+        held, facts = f.state[self.index], self.prepare.facts
+        assert isinstance(held, KeyValues)
+        y = f.batch.attend_prepared(f.y, facts, held, self.prepare.rope, self.heads)
+        if y is not None:
+            f.y = y
+            return
+        self.prepare.run(f)
+        super().run(f)
+        if facts.gated:
+            Open("gate").run(f)
+
+
+@dataclass(frozen=True, eq=False)
 class AttendBlock(Attend):
     """Attention of a block's rows: each attends up to the position in the kept "until" (M,), or up to itself without it."""
 

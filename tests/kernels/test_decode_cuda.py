@@ -17,10 +17,11 @@ import simt
 from emulation import error
 from lowq_kernels import gpu
 from lowq_kernels.cuda.nvrtc import compiled
-from lowq_kernels.decode import attend_cuda, kv, reference
+from lowq_kernels.decode import activation, attend_cuda, attend_prepared, kv, prepare, reference
 from lowq_kernels.decode import experts as mixture
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv_triton import NUMBERS
+from lowq_kernels.decode.norms import Norm
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
 from lowq_kernels.modules.stack import ExpertsCall, Shared
@@ -75,6 +76,14 @@ CODED = {
         "many heads": (16, 8, 128, 128, 0, 0, [700, 15, 64, 2100], F16, 2112, 64),
     }.items()
 }
+# as HEADS, and of `Prepared`: gated, v_norm, v_is_k, writes
+PREPARED = {
+    "gates": ((12, 2, 256, 64, 0, 1, [39, 130], F16, 8, 200), (True, False, False, True)),
+    "gates, long": ((6, 1, 256, 256, 0, 0, [700, 15], BF16, 8, 4096), (True, False, False, True)),
+    "normed values": ((4, 2, 256, 256, 40, 2, [0, 95], BF16, 8, 200), (False, True, False, True)),
+    "keys as values": ((8, 1, 512, 128, 0, 1, [0, 130], F16, 8, 200), (False, True, True, True)),
+    "queries alone": ((8, 1, 512, 128, 0, 1, [16, 130], F16, 8, 200), (False, False, False, False)),
+}
 # bits, group (0: a row), zero, act, dtype, H, I
 LAYERS = {
     "4": (4, 128, "float", "silu", F16, 512, 128),
@@ -123,6 +132,8 @@ def a_gpu():
             attend(name)
         for name in PAGES:
             attend(name, PAGES[name])
+        for name in PREPARED:
+            in_one(name)
         for name in CODED:
             coded(name)
         for name in LAYERS:
@@ -200,6 +211,57 @@ def test_attend(name, page):
                 assert cache[b, :, p + 1 :].isnan().all()
         results.append(y)
     assert torch.equal(*results)
+
+
+@on_device
+def in_one(name):
+    """(y, truth) of rows that `prepare` would change, and (cache, truth) of what is written, by one kernel."""
+    (HQ, HKV, D, R, window, norm, places, dtype, _, S), (gated, v_normed, v_is_k, writes) = PREPARED[name]
+    torch.manual_seed(3)
+    weights = [torch.rand(D).to(torch.float32 if norm == 2 else dtype) + 0.5 if norm else None for _ in range(2)]
+    q_norm, k_norm = (None if w is None else Norm(w, 1e-6) for w in weights)
+    v_norm = Norm(None, 1e-6) if v_normed else None
+    p = prepare.Prepared(HQ, HKV, D, gated=gated, v_is_k=v_is_k, writes=writes, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm)
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, writes=writes)
+    angles, pos = torch.rand(S, R // 2).repeat(1, 2) * 6, torch.tensor(places, dtype=torch.int32)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    ours = [torch.randn(len(places), HKV, S, D).to(dtype) for _ in range(2)]
+    theirs = [c.clone() for c in ours]
+    for b, place in enumerate(places):
+        for cache in ours:
+            cache[b, :, place + (not writes) :] = float("nan")
+    heads = HQ * (2 if gated else 1) + (HKV * (1 if v_is_k else 2) if writes else 0)
+    qkv = torch.randn(len(places), heads * D).to(dtype)
+    made, layout = attend_prepared.fused(p, h)
+    y = attend_cuda.attend(qkv, *ours, pos, *tables, made, layout=layout)
+    rows, gate = prepare.prepare(qkv, p, pos, *tables)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = reference.attend(rows, *theirs, pos, *(t.to(pos.device) for t in prepare.unrotated(S, D, rows)), h)
+    at = torch.arange(len(places))
+    written = [torch.stack([c[at, :, pos.long()] for c in caches]) for caches in (ours, theirs)]
+    return (y, wanted if gate is None else activation.opened(wanted, gate)), written
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_attend_of_rows_that_are_not_prepared(name):
+    tolerance = TOLERANCE[PREPARED[name][0][7]]
+    twice(lambda: in_one(name)[0], tolerance)
+    assert error(*in_one(name)[1]) < tolerance
+
+
+def test_what_one_kernel_of_prepared_rows_does_not_compute():
+    weight, h = torch.ones(256), reference.Heads(8, 2, 256, 1.0)
+    norm = Norm(weight, 1e-6)
+    plain = prepare.Prepared(8, 2, 256, q_norm=norm, k_norm=norm)
+    assert attend_prepared.fused(plain, h)[1] == 0
+    changes = [
+        {"order": "heads"}, {"over": "all"}, {"norm_last": True}, {"pairing": "neighbours"}, {"key_scale": 2.0},
+        {"position_scale": prepare.PositionScale(0.1, 8)}, {"k_norm": None}, {"k_norm": Norm(weight, 1e-5)},
+        {"k_norm": Norm(weight.half(), 1e-6)}, {"q_norm": Norm(weight, 1e-6, "layer"), "k_norm": Norm(weight, 1e-6, "layer")},
+        {"q_norm": Norm(torch.ones(2048), 1e-6)}, {"v_norm": norm},
+    ]  # fmt: skip
+    for change in changes:
+        assert attend_prepared.fused(dataclasses.replace(plain, **change), h) is None, change
 
 
 @on_device
