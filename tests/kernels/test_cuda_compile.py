@@ -143,8 +143,8 @@ def test_attend(kv):
 @pytest.mark.parametrize(("D", "G", "warps", "cluster", "stages"), [(256, 8, 4, 8, 2), (256, 6, 8, 1, 1), (512, 4, 4, 1, 1)])
 def test_attend_of_wide_heads(D, G, warps, cluster, stages):
     cut = attend_cuda.Shape(warps, cluster, stages, 1, 1, 0)
-    for T, R, page, writes in ((0, D, 0, True), (1, 64, 64, True), (1, D, 64, False)):
-        clean("attend.cu", attend_cuda.expression(T, D, R, G, T, cut, page, 0, 2, writes), "sm_90a")
+    for T, R, page, writes, layout in ((0, D, 0, True, 0), (1, 64, 64, True, 1), (1, D, 64, False, 0), (0, 128, 0, True, 6)):
+        clean("attend.cu", attend_cuda.expression(T, D, R, G, T, cut, page, 0, 2, writes, layout), "sm_90a")
 
 
 @pytest.mark.parametrize(("D", "stages"), prompt_cuda.STAGES.items())

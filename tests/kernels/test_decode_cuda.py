@@ -336,7 +336,7 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
         ({"D": 256, "R": 192}, "R=192"),
         ({"D": 256, "kv": "fp8", "S": 4096}, "caches in fp8"),
         ({"D": 512, "R": 512, "HKV": 2, "M": 1}, None),
-        ({"D": 512, "R": 512}, "32 key heads"),
+        ({"D": 512, "R": 512, "M": 17}, "136 key heads"),
         ({"HQ": 96, "M": 9}, "144 key heads"),
         ({"HQ": 72, "S": 4096}, "96 key heads"),
         ({"beyond": (reference.SHARED,)}, None),
