@@ -1,6 +1,6 @@
 """docs/families.md: published folders, described families and their speed, every causal language model.
 
-Results: accuracy/folders.json and families.json (`python -m tests.folders`, `tests.families`), h100/families_speed*.json.
+Results: accuracy/folders.json and families.json (`python -m tests.folders`, `tests.families`), */families_speed*.json.
 """
 
 import sys
@@ -98,10 +98,11 @@ def speed() -> str:
 
 @part
 def prompts() -> str:
-    """The same after prompts of recurrent layers and latents had kernels, and published models whole or cut, in other runs."""
+    """The same in other runs: after prompts of recurrent layers and latents had kernels, of published models whole or cut, and
+    after attention of wide heads and of many queries had one."""
     told, head = "", ("family", ">layers", ">us a step", ">of reading", ">tokens/s of 8", ">first token, ms")
-    for name in ("prompts", "whole"):
-        found = read(f"h100/families_speed_{name}.json")
+    for name in ("h100/families_speed_prompts", "h100/families_speed_whole", "h200/families_speed_heads"):
+        found = read(f"{name}.json")
         cells = [
             (
                 f"`{row['family'].removeprefix('whole:')}`" + (", published" if row["family"].startswith("whole:") else ""),

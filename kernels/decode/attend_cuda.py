@@ -46,8 +46,7 @@ SPLITS = 2  # max. blocks per head where heads alone fill the GPU; 512 idle bloc
 # With the longest sequences first: an SM runs two blocks at once from more than TWO_WAVES heads per SM on, and a head is
 # then split over at most ORDERED_SPLITS blocks.
 TWO_WAVES, ORDERED_SPLITS = 2, 4
-LONG_WIDE = 2048  # slots from which on heads of 512 dims fill the GPU with blocks
-WIDE_LEAST = 8  # min. tiles per block of heads of 256 and 512 dims, of more than MOST_HEADS and fewer than the GPU has SMs
+WIDE_LEAST = 4  # min. tiles per block of heads of 256 and 512 dims, of more than MOST_HEADS and fewer than the GPU has SMs
 # Min. tiles (16 slots) per block when heads alone fill the GPU: with few waves sequences are split from 1,024 slots on, with
 # many waves from 6,144 on.
 LEAST, LEAST_MANY = 32, 192
@@ -95,7 +94,7 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: boo
     if D > 128:  # 128 KB of tiles a block
         tiles, narrow = 1, 512 // D
     wide = _ring(D, WIDE, kv, tiles) + STATIC <= on.smem_block
-    if few and not (wide and S >= LONG) and not (D > 256 and S >= LONG_WIDE):
+    if few and not ((wide or D > 256) and S >= LONG):
         return Shape(NARROW, CLUSTER, narrow, CLUSTER, 1, _ring(D, NARROW, kv, narrow))
     if ordered and wide and kv == PLAIN and heads > TWO_WAVES * on.sms:
         return Shape(WIDE, 1, 1, ORDERED_SPLITS, LEAST, _ring(D, WIDE, kv, 1))
@@ -135,7 +134,7 @@ def _refuse(call: AttendCall) -> str | None:
     # 64 sequences of 128 slots: 21 us here, 17 in Triton; of 400 slots: 35 and 36. Of 500 slots of 256 dims: 37 and 55
     short = heads > on.sms and call.S < LONG and call.D != 256
     # Two groups of 6 queries read their keys twice: 64 sequences of 500 slots take 69 us, 41 in Triton. Three groups of 3
-    # queries: 8 sequences of 4,400 slots take 47, 30 in Triton. Heads of 512 dims: 8 sequences of 500 slots 38, in Triton 29
+    # queries: 8 sequences of 4,400 slots take 47, 30 in Triton
     again = share > 1 and (heads > on.sms or (share > 2 and heads > MOST_HEADS and call.S >= LONG))
     alone = (cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, call.kv, on) < 2
     if short or again or (alone and not (call.D > 256 and heads <= on.sms)):
