@@ -1,21 +1,52 @@
 """Low-rank additions to a product (LoRA), each row with its own adapter.
 
-Maths   y[m] += (x[m] A[a]^T) B[a]^T,   a = adapters[m]; adapter 0 adds nothing
-Shapes  x (M, K), y (M, N); A (S, R, K), B (S, N, R); adapters (M,) int32, 0 .. S - 1; factors of an adapter of lower rank
+Maths   y[m, n] += x[m] A[a, p]^T B[a, n]^T,   a = adapters[m], p the part of the product that column n lies in; adapter 0 adds
+        nothing
+Shapes  x (M, K), y (M, N); A (S, P, R, K), B (S, N, R); adapters (M,) int32, 0 .. S - 1; factors of an adapter of lower rank
         end in zeros, scales are in B
 """
+
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 
-def add_low_rank(y: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The factors of all adapters for one product, whose parts (q, k and v, say) lie one after another in its columns.
+
+    A (S, P, R, K), B (S, N, R). ends: the column behind each of the P parts. blocks (blocks, 3) int32, on the device: first
+    column, column behind the last and part of every BLOCK_N columns, none of which lies in two parts.
+    """
+
+    A: torch.Tensor
+    B: torch.Tensor
+    ends: tuple[int, ...]
+    blocks: torch.Tensor
+
+    BLOCK_N = 128
+
+    @classmethod
+    def of(cls, A: torch.Tensor, B: torch.Tensor, ends: tuple[int, ...]) -> "LowRank":
+        """With the table of blocks."""
+        rows = [
+            (first, min(first + cls.BLOCK_N, end), p)
+            for p, (begin, end) in enumerate(pairwise((0, *ends)))
+            for first in range(begin, end, cls.BLOCK_N)
+        ]
+        return cls(A, B, ends, torch.tensor(rows, dtype=torch.int32, device=A.device))
+
+
+def add_low_rank(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
     """y (M, N) with what adapters add, in place: the definition, and what runs where no kernel does."""
     if x.is_cuda:
         from lowq_kernels.decode.low_rank_triton import add_low_rank_rows
 
-        return add_low_rank_rows(y, x, A, B, adapters)
+        return add_low_rank_rows(y, x, factors, adapters)
     for a in adapters.unique().tolist():
         if a:
             at = (adapters == a).nonzero()[:, 0]
-            y.index_add_(0, at, (x[at] @ A[a].T) @ B[a].T)
+            parts = zip(factors.A[a], factors.B[a].tensor_split(factors.ends[:-1]), strict=True)
+            y.index_add_(0, at, torch.cat([(x[at] @ A.T) @ B.T for A, B in parts], 1))
     return y

@@ -1,10 +1,12 @@
 """Low-rank additions to a product (LoRA), each row with its own adapter, in two launches that CUDA graphs can capture.
 
-Maths   t[k, m] = x[m, part k] A[a, :, part k]^T;   y[m] += (sum over k of t[k, m]) B[a]^T,   a = adapters[m]
-Shapes  x (M, K) · A (S, R, K) · t (SPLIT_K, M, R) fp32 · B (S, N, R) · y (M, N), dtype of x; R a power of two from 16 on
-Grid    (cdiv(M, BLOCK_M), SPLIT_K) and (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)): a tile multiplies once for each adapter that its
-        rows ask for, so a prompt's tile once; adapter 0 costs nothing
-Limits  any M, K, N; parts of K are summed in the order in which they lie: the same bits each time
+Maths   t[m, p, :, k] = x[m, share k] A[a, p, :, share k]^T;   y[m, n] += (sum over k of t[m, p, :, k]) B[a, n]^T,
+        a = adapters[m], p the part that column n lies in
+Shapes  x (M, K) · A (S, P, R, K) · t (M, P, R, SHARES) fp32 · B (S, N, R) · y (M, N), dtype of x; R a power of two from 16 on
+Grid    up to FEW_ROWS rows: a program for each row, share of K and part, then for each ROWS rows and block of columns, without
+        tensor cores. More rows: tiles of BLOCK_M rows, which multiply once for each adapter that their rows ask for
+Launch  factors are read before the previous kernel has ended (gdc_wait)
+Limits  any M, K, N; shares of K are summed in the order in which they lie: the same bits each time
 """
 
 # mypy: allow-untyped-defs
@@ -13,83 +15,145 @@ Limits  any M, K, N; parts of K are summed in the order in which they lie: the s
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
-PARTS = 16  # max. parts of K: without a split, a step of a few rows would have a single program to read A
-LEAST_RANK = 16  # the smallest depth of a tensor core's product
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.low_rank import LowRank
+
+BLOCK_M, BLOCK_K = 64, 64
+FEW_ROWS = 32  # max. rows that read factors one by one: 8 adapters are read 4 times then, from the L2 cache
+ROWS = 2
+SHARES = 16  # shares of K in steps: with one, a step of a few rows would have a few programs to read A
+MOST_VALUES = 16384  # values of A in a program's registers
+PROGRAMS = 132  # programs that a prompt's tiles are split into at least: an H100 has as many multiprocessors
 
 
 @triton.jit
-def _shrink_kernel(
-    x_ptr, A_ptr, t_ptr, adapters_ptr, M, K, PART, stride_xm,
-    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+def _shrink_rows_kernel(
+    x_ptr, A_ptr, t_ptr, adapters_ptr, K, stride_xm, shares,
+    P: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    pid_m, part = tl.program_id(0), tl.program_id(1)
-    offs_m, offs_r = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
-    mask_m = offs_m < M
-    own = tl.load(adapters_ptr + offs_m, mask=mask_m, other=0)
+    m, share, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offs_r, offs_k = tl.arange(0, R), share * SHARE + tl.arange(0, SHARE)
+    a = tl.load(adapters_ptr + m)
+    mask = (offs_k < K) & (a > 0)
+    if TRIGGER:
+        gdc_launch_dependents()
+    rows = ((a.to(tl.int64) * P + p) * R + offs_r[:, None]) * K
+    w = tl.load(A_ptr + rows + offs_k[None, :], mask=mask[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + m.to(tl.int64) * stride_xm + offs_k, mask=mask, other=0.0)
+    t = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    tl.store(t_ptr + ((m * P + p) * R + offs_r) * shares + share, t)
+
+
+@triton.jit
+def _expand_rows_kernel(
+    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
+    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    block = blocks_ptr + tl.program_id(1) * 3
+    first, end, p = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    offs_m, offs_n, offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N), tl.arange(0, R)
+    a = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
+    mask = (a > 0)[:, None] & (offs_n < end)[None, :]
+    if TRIGGER:
+        gdc_launch_dependents()
+    rows = a.to(tl.int64)[:, None] * N + offs_n[None, :]
+    w = tl.load(B_ptr + rows[:, :, None] * R + offs_r[None, None, :], mask=mask[:, :, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    offs_s = tl.arange(0, BLOCK_S)[None, None, :]
+    t_ptrs = t_ptr + ((offs_m[:, None] * P + p) * R + offs_r[None, :])[:, :, None] * shares + offs_s
+    t = tl.sum(tl.load(t_ptrs, mask=(a > 0)[:, None, None] & (offs_s < shares), other=0.0), 2)
+    add = tl.sum(w.to(tl.float32) * t[:, None, :], 2)
+    y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0)
+    tl.store(y_ptrs, (y.to(tl.float32) + add).to(y.dtype), mask=mask)
+
+
+@triton.jit
+def _shrink_tiles_kernel(
+    x_ptr, A_ptr, t_ptr, adapters_ptr, M, K, SHARE, stride_xm, shares,
+    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    share, p = tl.program_id(1), tl.program_id(2)
+    offs_m, offs_r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
+    left = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
     acc = tl.zeros((BLOCK_M, R), tl.float32)
-    for i in range(BLOCK_M):
-        a = tl.sum(tl.where(tl.arange(0, BLOCK_M) == i, own, 0))
-        before = tl.sum(((own == a) & (tl.arange(0, BLOCK_M) < i)).to(tl.int32))
-        if (a > 0) & (before == 0):  # the first row that asks for it
-            rows = mask_m & (own == a)
-            base = A_ptr + a.to(tl.int64) * R * K
-            for k0 in range(part * PART, min(part * PART + PART, K), BLOCK_K):
-                offs_k = k0 + tl.arange(0, BLOCK_K)
-                mask_k = (offs_k < K) & (offs_k < part * PART + PART)
-                x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
-                x = tl.load(x_ptrs, mask=rows[:, None] & mask_k[None, :], other=0.0)
-                w = tl.load(base + offs_r[None, :] * K + offs_k[:, None], mask=mask_k[:, None], other=0.0)
-                acc = tl.dot(x, w, acc, input_precision="ieee")
-    t_ptrs = t_ptr + (part * M + offs_m)[:, None].to(tl.int64) * R + offs_r[None, :]
-    tl.store(t_ptrs, acc, mask=mask_m[:, None])
+    a = tl.max(left, 0)
+    while a > 0:
+        rows = left == a
+        base = A_ptr + (a.to(tl.int64) * P + p) * R * K
+        for k0 in range(share * SHARE, min(share * SHARE + SHARE, K), BLOCK_K):
+            offs_k = k0 + tl.arange(0, BLOCK_K)
+            mask_k = offs_k < K
+            x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
+            x = tl.load(x_ptrs, mask=rows[:, None] & mask_k[None, :], other=0.0)
+            w = tl.load(base + offs_r[None, :] * K + offs_k[:, None], mask=mask_k[:, None], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        left = tl.where(rows, 0, left)
+        a = tl.max(left, 0)
+    t_ptrs = t_ptr + ((offs_m[:, None].to(tl.int64) * P + p) * R + offs_r[None, :]) * shares + share
+    tl.store(t_ptrs, acc, mask=(offs_m < M)[:, None])
 
 
 @triton.jit
-def _expand_kernel(
-    t_ptr, B_ptr, y_ptr, adapters_ptr, M, N, SPLIT_K, stride_ym,
-    R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _expand_tiles_kernel(
+    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
+    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    offs_m, offs_r = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_m, mask_n = offs_m < M, offs_n < N
-    own = tl.load(adapters_ptr + offs_m, mask=mask_m, other=0)
-    if tl.max(own, 0) > 0:
+    block = blocks_ptr + tl.program_id(1) * 3
+    first, end, p = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    offs_m, offs_n, offs_r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_N), tl.arange(0, R)
+    own = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
+    mask_n = offs_n < end
+    left, a = own, tl.max(own, 0)
+    if a > 0:
         t = tl.zeros((BLOCK_M, R), tl.float32)
-        for part in range(SPLIT_K):
-            t_ptrs = t_ptr + (part * M + offs_m)[:, None].to(tl.int64) * R + offs_r[None, :]
-            t += tl.load(t_ptrs, mask=mask_m[:, None], other=0.0)
-        y_ptrs = y_ptr + offs_m[:, None].to(tl.int64) * stride_ym + offs_n[None, :]
+        t_ptrs = t_ptr + ((offs_m[:, None].to(tl.int64) * P + p) * R + offs_r[None, :]) * shares
+        for share in range(shares):
+            t += tl.load(t_ptrs + share, mask=(offs_m < M)[:, None], other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for i in range(BLOCK_M):
-            a = tl.sum(tl.where(tl.arange(0, BLOCK_M) == i, own, 0))
-            before = tl.sum(((own == a) & (tl.arange(0, BLOCK_M) < i)).to(tl.int32))
-            if (a > 0) & (before == 0):
-                w_ptrs = B_ptr + (a.to(tl.int64) * N + offs_n[None, :]) * R + offs_r[:, None]
-                w = tl.load(w_ptrs, mask=mask_n[None, :], other=0.0)
-                rows = tl.where((own == a)[:, None], t, 0.0)
-                acc = tl.dot(rows.to(w.dtype), w, acc, input_precision="ieee")
-        mask = mask_m[:, None] & mask_n[None, :] & (own > 0)[:, None]
+        while a > 0:
+            w_ptrs = B_ptr + (a.to(tl.int64) * N + offs_n[None, :]) * R + offs_r[:, None]
+            w = tl.load(w_ptrs, mask=mask_n[None, :], other=0.0)
+            acc = tl.dot(tl.where((left == a)[:, None], t, 0.0).to(w.dtype), w, acc, input_precision="ieee")
+            left = tl.where(left == a, 0, left)
+            a = tl.max(left, 0)
+        mask = mask_n[None, :] & (own > 0)[:, None]
+        y_ptrs = y_ptr + offs_m[:, None].to(tl.int64) * stride_ym + offs_n[None, :]
         y = tl.load(y_ptrs, mask=mask, other=0.0)
         tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
 
 
-def add_low_rank_rows(
-    y: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, adapters: torch.Tensor
-) -> torch.Tensor:
-    """y (M, N) with what adapters add, in place. R is a power of two, at least LEAST_RANK."""
-    (M, K), N, R = x.shape, y.shape[1], A.shape[1]
+def add_low_rank_rows(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
+    """y (M, N) with what adapters add, in place. R is a power of two from 16 on."""
+    (M, K), N, (_, P, R, _) = x.shape, y.shape[1], factors.A.shape
     if not M:
         return y
-    part = triton.cdiv(triton.cdiv(K, PARTS), BLOCK_K) * BLOCK_K
-    parts = triton.cdiv(K, part)
     x = x if x.stride(1) == 1 else x.contiguous()
-    t = torch.empty((parts, M, R), dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(M, BLOCK_M)
-    _shrink_kernel[(tiles, parts)](x, A, t, adapters, M, K, part, x.stride(0), R=R, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K)
-    _expand_kernel[(tiles, triton.cdiv(N, BLOCK_N))](
-        t, B, y, adapters, M, N, parts, y.stride(0), R=R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
+    few, tiles = M <= FEW_ROWS, triton.cdiv(M, BLOCK_M)
+    if few:
+        share = min(max(BLOCK_K, triton.next_power_of_2(triton.cdiv(K, SHARES))), MOST_VALUES // R)
+    else:
+        share = triton.cdiv(triton.cdiv(K, min(SHARES, triton.cdiv(PROGRAMS, tiles * P))), BLOCK_K) * BLOCK_K
+    shares = triton.cdiv(K, share)
+    t = torch.empty((M, P, R, shares), dtype=torch.float32, device=x.device)
+    A, B, blocks, sizes, strides = factors.A, factors.B, factors.blocks, {"P": P, "R": R}, (y.stride(0), shares)
+    if few:
+        _shrink_rows_kernel[(M, shares, P)](x, A, t, adapters, K, x.stride(0), shares, **sizes, SHARE=share, **pdl(x))
+        _expand_rows_kernel[(triton.cdiv(M, ROWS), len(blocks))](
+            t, B, y, adapters, blocks, M, N, *strides, **sizes, ROWS=ROWS, BLOCK_N=factors.BLOCK_N,
+            BLOCK_S=triton.next_power_of_2(shares), **pdl(x),
+        )  # fmt: skip
+        return y
+    _shrink_tiles_kernel[(tiles, shares, P)](
+        x, A, t, adapters, M, K, share, x.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K
+    )
+    _expand_tiles_kernel[(tiles, len(blocks))](
+        t, B, y, adapters, blocks, M, N, *strides, **sizes, BLOCK_M=BLOCK_M, BLOCK_N=factors.BLOCK_N
     )
     return y

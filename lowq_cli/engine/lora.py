@@ -6,6 +6,7 @@ The packed weights do not change, and a plan can have any number of adapters. `B
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.plan import Plan
 from lowq_cli.files.adapter import Adapter
-from lowq_kernels.decode.low_rank import add_low_rank
+from lowq_kernels.decode.low_rank import LowRank, add_low_rank
 from lowq_packers.arch.parts import Linear
 from lowq_packers.errors import UnsupportedError
 
@@ -28,16 +29,23 @@ class Adapters:
     names: list[str] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     all: int = 0
+    _same: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # kept because recorded steps read them
+
+    def of_all(self, rows: int, device: torch.device) -> torch.Tensor:
+        """The adapter numbers of rows that do not state one, (rows,) int32."""
+        key = self.all, rows
+        if key not in self._same:
+            self._same[key] = torch.full((rows,), self.all, dtype=torch.int32, device=device)
+        return self._same[key]
 
 
 @dataclass(frozen=True, eq=False)
 class LoraProduct(s.Step):
-    """y = layer(y) + the low-rank term of each row's adapter: A (S, R, K), B (S, N, R); adapter 0 adds nothing."""
+    """y = layer(y) + the low-rank term of each row's adapter; adapter 0 adds nothing."""
 
     layer: nn.Module
     role: str
-    A: torch.Tensor
-    B: torch.Tensor
+    factors: LowRank
     adapters: Adapters
     what = "product"
 
@@ -45,13 +53,12 @@ class LoraProduct(s.Step):
         return int(self.layer.out_features)  # type: ignore[arg-type]
 
     def run(self, f: s.Frame) -> None:
-        x, rows, one = f.y, f.batch.adapters, self.adapters.all
-        y = self.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
+        x, rows = f.y, f.batch.adapters
+        if rows is None and self.adapters.all:
+            rows = self.adapters.of_all(x.shape[0], x.device)
+        f.y = self.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
         if rows is not None:
-            y = add_low_rank(y, x, self.A, self.B, rows)
-        elif one:
-            y = y + (x @ self.A[one].T) @ self.B[one].T
-        f.y = y
+            add_low_rank(f.y, x, self.factors, rows)
 
 
 def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
@@ -62,8 +69,8 @@ def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
     def step_of(step: s.Step) -> s.Step:
         if not isinstance(step, s.Product) or step.part is None:
             return step
-        stack = _stack(step.part, given, used, plan)
-        return step if stack is None else LoraProduct(step.layer, step.role, *stack, adapters)
+        factors = _stack(step.part, given, used, plan)
+        return step if factors is None else LoraProduct(step.layer, step.role, factors, adapters)
 
     plan.rewrite(step_of)
     for adapter, modules in zip(given, used, strict=True):
@@ -74,40 +81,32 @@ def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
     return adapters
 
 
-def _stack(
-    part: Linear, given: Sequence[Adapter], used: list[set[str]], plan: Plan
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The factors of all adapters for a product, with those of its parts concatenated; None where no adapter changes it.
+def _stack(part: Linear, given: Sequence[Adapter], used: list[set[str]], plan: Plan) -> LowRank | None:
+    """The factors of all adapters for a product; None where no adapter changes it.
 
     Raises UnsupportedError for factors of another shape.
     """
-    each: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
-    for adapter, modules in zip(given, used, strict=True):
-        rows, first = [], 0
-        for name, N in zip(part.parts, part.rows, strict=True):
+    each: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # (number of the adapter, part) -> its factors
+    for number, (adapter, modules) in enumerate(zip(given, used, strict=True), 1):
+        for p, (name, N) in enumerate(zip(part.parts, part.rows, strict=True)):
             module = next((m for m in adapter.factors if m == name or m.endswith(f".{name}")), None)
-            if module is not None:
-                A, B = adapter.factors[module]
-                if (B.shape[0], A.shape[1]) != (N, part.columns):
-                    line = f"the adapter {adapter.name} is of another model: {module} is {N} x {part.columns} in this one"
-                    raise UnsupportedError(f"{line}, not {B.shape[0]} x {A.shape[1]}")
-                modules.add(module)
-                rows.append((first, A, B))
-            first += N
-        each.append(rows)
-    most = max(sum(A.shape[0] for _, A, _ in rows) for rows in each) if each else 0
-    if not most:
+            if module is None:
+                continue
+            A, B = adapter.factors[module]
+            if (B.shape[0], A.shape[1]) != (N, part.columns):
+                line = f"the adapter {adapter.name} is of another model: {module} is {N} x {part.columns} in this one"
+                raise UnsupportedError(f"{line}, not {B.shape[0]} x {A.shape[1]}")
+            modules.add(module)
+            each[number, p] = A, B
+    if not each:
         return None
-    R = max(LEAST_RANK, 1 << (most - 1).bit_length())
-    A_all = torch.zeros(len(given) + 1, R, part.columns)
-    B_all = torch.zeros(len(given) + 1, sum(part.rows), R)
-    for number, rows in enumerate(each, 1):
-        at = 0
-        for first, A, B in rows:
-            r = A.shape[0]
-            A_all[number, at : at + r], B_all[number, first : first + B.shape[0], at : at + r] = A, B
-            at += r
-    return A_all.to(plan.device, plan.dtype), B_all.to(plan.device, plan.dtype)
+    R = max(LEAST_RANK, 1 << (max(A.shape[0] for A, _ in each.values()) - 1).bit_length())
+    ends = tuple(accumulate(part.rows))
+    all_A = torch.zeros(len(given) + 1, len(ends), R, part.columns)
+    all_B = torch.zeros(len(given) + 1, ends[-1], R)
+    for (number, p), (A, B) in each.items():
+        all_A[number, p, : A.shape[0]], all_B[number, ends[p] - part.rows[p] : ends[p], : A.shape[0]] = A, B
+    return LowRank.of(all_A.to(plan.device, plan.dtype), all_B.to(plan.device, plan.dtype), ends)
 
 
 def attach(model: Any, given: Sequence[Adapter]) -> None:

@@ -1,6 +1,8 @@
 """A value of the wrong type, for every option of every command: one line in plain words, exit code 2, no library's phrases."""
 
 import io
+from inspect import signature
+from typing import get_args
 
 import pytest
 import typer
@@ -13,8 +15,8 @@ WRONG = ("abc", "", "1e999", "nan", "4.5", "-1", "99999999999999999999", "true",
 NUMBERS = [
     (name, option.opts[0])
     for name, command in COMMANDS.items()
-    for option in command.params
-    if option.param_type_name == "option" and not option.is_flag and option.type_descriptor.annotation in (int, float)
+    for option, parameter in zip(command.params, signature(command.callback).parameters.values(), strict=True)
+    if option.opts[0].startswith("-") and get_args(parameter.annotation)[0] in (int, float, int | None, float | None)
 ]
 PHRASES = ("Input should", "unable to parse", "pydantic", "Traceback", "internal error", "validation error")
 

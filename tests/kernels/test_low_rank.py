@@ -3,56 +3,68 @@
 import pytest
 import torch
 
-from lowq_kernels.decode.low_rank import add_low_rank
+from lowq_kernels.decode.low_rank import LowRank, add_low_rank
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-5}
 
 
-def made(M, K, N, S, R, dtype, device="cpu"):
+def made(M, K, parts, S, R, dtype, device="cpu"):
+    ends = torch.tensor(parts).cumsum(0).tolist()
+    N = ends[-1]
     g = torch.Generator().manual_seed(M * K + N)
     x, y = torch.randn(M, K, generator=g), torch.randn(M, N, generator=g)
-    A, B = torch.randn(S, R, K, generator=g) / K**0.5, torch.randn(S, N, R, generator=g)
+    A, B = torch.randn(S, len(parts), R, K, generator=g) / K**0.5, torch.randn(S, N, R, generator=g)
     A[0], B[0] = float("nan"), float("nan")  # never read
     rows = torch.randint(0, S, (M,), generator=g, dtype=torch.int32)
-    return [t.to(device, dtype) for t in (x, y, A, B)] + [rows.to(device)]
+    x, y, A, B = (t.to(device, dtype) for t in (x, y, A, B))
+    return x, y, LowRank.of(A, B, tuple(ends)), rows.to(device)
 
 
-def dense(x, y, A, B, rows):
+def dense(x, y, factors, rows):
     """Row by row, as if each adapter were a dense weight, in fp64."""
     out = y.double().clone()
     for m, a in enumerate(rows.tolist()):
-        if a:
-            out[m] += B[a].double() @ (A[a].double() @ x[m].double())
+        first = 0
+        for p, end in enumerate(factors.ends):
+            if a:
+                out[m, first:end] += factors.B[a, first:end].double() @ (factors.A[a, p].double() @ x[m].double())
+            first = end
     return out
 
 
-def error(found, wanted):
-    return float((found.double() - wanted).norm() / wanted.norm())
+def error(output, truth):
+    return float((output.double() - truth).norm() / truth.norm())
 
 
-SHAPES = [(1, 32, 48, 2, 16), (7, 100, 33, 5, 16), (16, 64, 128, 33, 16), (40, 1100, 70, 3, 32), (33, 64, 64, 9, 64)]
+SHAPES = [  # rows, columns of x, columns of each part of y, adapters with number 0, rank
+    (1, 32, (48,), 2, 16), (7, 100, (33, 5), 5, 16), (16, 64, (128, 130), 33, 16), (40, 1100, (70,), 3, 32),
+    (33, 64, (20, 9, 35), 9, 64), (32, 2100, (17, 200), 2, 16), (130, 80, (129, 1), 4, 16),
+]  # fmt: skip
+LARGE = [(1, 4096, (4096, 1024, 1024), 9, 16), (16, 14336, (4096,), 9, 16), (300, 4096, (4096,), 33, 16)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_the_definition_is_a_dense_weight_a_row(shape, dtype):
-    x, y, A, B, rows = made(*shape, dtype)
-    wanted = dense(x, y, A, B, rows)
-    assert error(add_low_rank(y.clone(), x, A, B, rows), wanted) < TOLERANCE[dtype]
-    assert torch.equal(add_low_rank(y.clone(), x, A, B, torch.zeros_like(rows)), y)
+    x, y, factors, rows = made(*shape, dtype)
+    assert error(add_low_rank(y.clone(), x, factors, rows), dense(x, y, factors, rows)) < TOLERANCE[dtype]
+    assert torch.equal(add_low_rank(y.clone(), x, factors, torch.zeros_like(rows)), y)
 
 
 def kernels(shape, dtype, device):
     triton = pytest.importorskip("lowq_kernels.decode.low_rank_triton", reason="needs triton")
-    x, y, A, B, rows = made(*shape, dtype, device)
-    wanted = dense(x, y, A, B, rows)
-    found = triton.add_low_rank_rows(y.clone(), x, A, B, rows)
-    assert error(found, wanted) < TOLERANCE[dtype]
-    assert torch.equal(found, triton.add_low_rank_rows(y.clone(), x, A, B, rows))
-    assert torch.equal(found[rows == 0], y[rows == 0])
-    changed = B.clone()
+    x, y, factors, rows = made(*shape, dtype, device)
+    truth = dense(x, y, factors, rows)
+    output = triton.add_low_rank_rows(y.clone(), x, factors, rows)
+    assert error(output, truth) < TOLERANCE[dtype]
+    assert torch.equal(output, triton.add_low_rank_rows(y.clone(), x, factors, rows))
+    assert torch.equal(output[rows == 0], y[rows == 0])
+    changed = factors.B.clone()
     changed[int(rows.max())] += 1
-    assert error(triton.add_low_rank_rows(y.clone(), x, A, changed, rows), wanted) > TOLERANCE[dtype]
+    other = LowRank.of(factors.A, changed, factors.ends)
+    assert error(triton.add_low_rank_rows(y.clone(), x, other, rows), truth) > TOLERANCE[dtype]
+    narrow = torch.cat([y, y], 1)[:, : y.shape[1]]  # rows further apart than they are long
+    assert torch.equal(triton.add_low_rank_rows(narrow, torch.cat([x, x], 1)[:, : x.shape[1]], factors, rows), output)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -65,7 +77,7 @@ def test_the_kernels_are_the_definition(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 4096, 6144, 9, 16), (300, 4096, 4096, 33, 16)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_the_kernels_are_the_definition_on_a_gpu(shape, dtype):
     kernels(shape, dtype, "cuda")
