@@ -16,6 +16,7 @@ def made(M, K, parts, S, R, dtype, device="cpu"):
     A, B = torch.randn(S, len(parts), R, K, generator=g) / K**0.5, torch.randn(S, N, R, generator=g)
     A[0], B[0] = float("nan"), float("nan")  # never read
     rows = torch.randint(0, S, (M,), generator=g, dtype=torch.int32)
+    rows[-1] = S - 1
     x, y, A, B = (t.to(device, dtype) for t in (x, y, A, B))
     return x, y, LowRank.of(A, B, tuple(ends)), rows.to(device)
 
@@ -39,6 +40,7 @@ def error(output, truth):
 SHAPES = [  # rows, columns of x, columns of each part of y, adapters with number 0, rank
     (1, 32, (48,), 2, 16), (7, 100, (33, 5), 5, 16), (16, 64, (128, 130), 33, 16), (40, 1100, (70,), 3, 32),
     (33, 64, (20, 9, 35), 9, 64), (32, 2100, (17, 200), 2, 16), (130, 80, (129, 1), 4, 16),
+    (129, 600, (40, 30), 12, 64),
 ]  # fmt: skip
 LARGE = [(1, 4096, (4096, 1024, 1024), 9, 16), (16, 14336, (4096,), 9, 16), (300, 4096, (4096,), 33, 16)]
 
