@@ -38,9 +38,8 @@ def error(output, truth):
 
 
 SHAPES = [  # rows, columns of x, columns of each part of y, adapters with number 0, rank
-    (1, 32, (48,), 2, 16), (7, 100, (33, 5), 5, 16), (16, 64, (128, 130), 33, 16), (40, 1100, (70,), 3, 32),
-    (33, 64, (20, 9, 35), 9, 64), (32, 2100, (17, 200), 2, 16), (130, 80, (129, 1), 4, 16),
-    (129, 600, (40, 30), 12, 64),
+    (1, 32, (48,), 2, 16), (7, 100, (33, 5), 5, 16), (16, 64, (128, 130), 17, 16), (9, 2100, (17,), 2, 16),
+    (33, 64, (20, 9), 9, 64), (130, 80, (129, 1), 4, 16), (129, 600, (40, 30), 12, 64),
 ]  # fmt: skip
 LARGE = [(1, 4096, (4096, 1024, 1024), 9, 16), (16, 14336, (4096,), 9, 16), (300, 4096, (4096,), 33, 16)]
 
@@ -59,18 +58,18 @@ def kernels(shape, dtype, device):
     truth = dense(x, y, factors, rows)
     output = triton.add_low_rank_rows(y.clone(), x, factors, rows)
     assert error(output, truth) < TOLERANCE[dtype]
-    assert torch.equal(output, triton.add_low_rank_rows(y.clone(), x, factors, rows))
     assert torch.equal(output[rows == 0], y[rows == 0])
     changed = factors.B.clone()
     changed[int(rows.max())] += 1
     other = LowRank.of(factors.A, changed, factors.ends)
     assert error(triton.add_low_rank_rows(y.clone(), x, other, rows), truth) > TOLERANCE[dtype]
-    narrow = torch.cat([y, y], 1)[:, : y.shape[1]]  # rows further apart than they are long
-    assert torch.equal(triton.add_low_rank_rows(narrow, torch.cat([x, x], 1)[:, : x.shape[1]], factors, rows), output)
+    wide = torch.cat([y, y], 1)[:, : y.shape[1]]  # rows further apart than they are long; the same bits again
+    assert torch.equal(triton.add_low_rank_rows(wide, torch.cat([x, x], 1)[:, : x.shape[1]], factors, rows), output)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(s, torch.float16) for s in SHAPES] + [(s, torch.float32) for s in SHAPES[1::4]], ids=str
+)
 def test_the_kernels_are_the_definition(shape, dtype):
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU; the test below runs there")
