@@ -2,10 +2,11 @@
 
 Maths   t[m, p, :, k] = x[m, share k] A[a, p, :, share k]^T;   y[m, n] += (sum over k of t[m, p, :, k]) B[a, n]^T,
         a = adapters[m], p the part that column n lies in
-Shapes  x (M, K) · A (S, P, R, K) · t (M, P, R, shares) fp32 · B (S, N, R) · y (M, N), dtype of x; R a power of two from 16 on
-Grid    (tiles of BLOCK_M rows, shares of K, P * FORKS) and (tiles, blocks of columns, FORKS): program f of a tile's FORKS takes
-        the adapters f, f + FORKS, ... of those that its rows ask for, so factors are read once a tile; adapter 0 costs nothing
-Launch  in steps, factors are read before the previous kernel has ended (gdc_wait)
+Shapes  x (M, K) · A (S, P, R, K) · B (S, N, R) · y (M, N), dtype of x; R a power of two from 16 on. t is in fp32:
+        (M, P, R, shares) for few rows, (shares, M, P, R) for many
+Grid    up to FEW_ROWS rows: a program for each row, share of K and part, then for each ROWS rows and block of columns, without
+        tensor cores. More rows: tiles of BLOCK_M rows, which multiply once for each adapter that their rows ask for
+Launch  for few rows, factors are read before the previous kernel has ended (gdc_wait)
 Limits  any M, K, N; shares of K are summed in the order in which they lie: the same bits each time
 """
 
@@ -20,84 +21,117 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.low_rank import LowRank
 
-FEW_ROWS = 128  # max. rows of a step; more rows are a prompt's, which few adapters share
-STEP = {"BLOCK_M": 16, "FORKS": 8, "num_warps": 4}
-PROMPT = {"BLOCK_M": 64, "FORKS": 2, "num_warps": 4}
-STEP_SHARES, PROMPT_SHARES = 32, 4  # shares of K at most: a step has few tiles to fill a GPU, a prompt's sums are read again
-MOST_VALUES = 16384  # values of x or A in a program's registers
+BLOCK_M, BLOCK_K = 16, 64
+FEW_ROWS = (
+    128  # max. rows without tensor cores: an 8B's layer takes 16 us of them at 16 rows and 36 at 64 (H200), tiles 150 and more
+)
+ROWS = 2  # rows of a program that expands: 1 and 4 take 3 to 13% more
+SHARES = 16  # shares of K: with one, a step of a few rows would have a few programs to read A
+MOST_VALUES = 16384  # values of A in a program's registers
 
 
 @triton.jit
-def _adapters_of(adapters_ptr, offs_m, M, BLOCK_M: tl.constexpr):
-    """The adapter of each row of a tile, where it stands first and as which of the tile's, and how many the tile has."""
-    own = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
-    i = tl.arange(0, BLOCK_M)
-    before = tl.sum(((own[:, None] == own[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-    first = ((before == 0) & (own > 0)).to(tl.int32)
-    return own, first, tl.cumsum(first, 0) - first, tl.sum(first, 0)
-
-
-@triton.jit
-def _shrink_kernel(
-    x_ptr, A_ptr, t_ptr, adapters_ptr, M, K, SHARE, stride_xm, shares,
-    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FORKS: tl.constexpr, STEP: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+def _shrink_rows_kernel(
+    x_ptr, A_ptr, t_ptr, adapters_ptr, K, stride_xm, shares,
+    P: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    share, p, fork = tl.program_id(1), tl.program_id(2) % P, tl.program_id(2) // P
-    offs_m, offs_r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
-    own, first, number, count = _adapters_of(adapters_ptr, offs_m, M, BLOCK_M)
+    m, share, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offs_r, offs_k = tl.arange(0, R), share * SHARE + tl.arange(0, SHARE)
+    a = tl.load(adapters_ptr + m)
+    mask = (offs_k < K) & (a > 0)
     if TRIGGER:
         gdc_launch_dependents()
-    if PDL and not STEP:
-        gdc_wait()
-    for j in range(fork, count, FORKS):
-        a = tl.sum(tl.where((first > 0) & (number == j), own, 0), 0)
-        rows, base = own == a, A_ptr + (a.to(tl.int64) * P + p) * R * K
-        acc = tl.zeros((BLOCK_M, R), tl.float32)
-        for k0 in range(share * SHARE, min(share * SHARE + SHARE, K), BLOCK_K):
-            offs_k = k0 + tl.arange(0, BLOCK_K)
-            mask_k = offs_k < K
-            w = tl.load(base + offs_r[:, None] * K + offs_k[None, :], mask=mask_k[None, :], other=0.0)
-            if PDL and STEP:
-                gdc_wait()
-            x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
-            x = tl.load(x_ptrs, mask=rows[:, None] & mask_k[None, :], other=0.0)
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        t_ptrs = t_ptr + ((offs_m[:, None].to(tl.int64) * P + p) * R + offs_r[None, :]) * shares + share
-        tl.store(t_ptrs, acc, mask=rows[:, None])
-    if PDL and STEP:
-        gdc_wait()  # also without an adapter: what comes next counts on all that ran before
-
-
-@triton.jit
-def _expand_kernel(
-    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
-    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    FORKS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
-    block = blocks_ptr + tl.program_id(1) * 3
-    start, end, p = tl.load(block), tl.load(block + 1), tl.load(block + 2)
-    offs_m, offs_n, offs_r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), start + tl.arange(0, BLOCK_N), tl.arange(0, R)
-    mask_n, offs_s = offs_n < end, tl.arange(0, BLOCK_S)[None, None, :]
-    own, first, number, count = _adapters_of(adapters_ptr, offs_m, M, BLOCK_M)
-    if TRIGGER:
-        gdc_launch_dependents()
-    for j in range(tl.program_id(2), count, FORKS):
-        a = tl.sum(tl.where((first > 0) & (number == j), own, 0), 0)
-        rows = own == a
-        w_ptrs = B_ptr + (a.to(tl.int64) * N + offs_n[:, None]) * R + offs_r[None, :]
-        w = tl.load(w_ptrs, mask=mask_n[:, None], other=0.0)
-        if PDL:
-            gdc_wait()
-        t_ptrs = t_ptr + ((offs_m[:, None].to(tl.int64) * P + p) * R + offs_r[None, :])[:, :, None] * shares + offs_s
-        t = tl.sum(tl.load(t_ptrs, mask=rows[:, None, None] & (offs_s < shares), other=0.0), 2)
-        y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
-        mask = rows[:, None] & mask_n[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0)
-        add = tl.dot(t.to(w.dtype), tl.trans(w), input_precision="ieee")
-        tl.store(y_ptrs, (y.to(tl.float32) + add).to(y.dtype), mask=mask)
+    rows = ((a.to(tl.int64) * P + p) * R + offs_r[:, None]) * K
+    w = tl.load(A_ptr + rows + offs_k[None, :], mask=mask[None, :], other=0.0)
     if PDL:
         gdc_wait()
+    x = tl.load(x_ptr + m.to(tl.int64) * stride_xm + offs_k, mask=mask, other=0.0)
+    t = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    tl.store(t_ptr + ((m * P + p) * R + offs_r) * shares + share, t)
+
+
+@triton.jit
+def _expand_rows_kernel(
+    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
+    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    block = blocks_ptr + tl.program_id(1) * 3
+    first, end, p = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    offs_m, offs_n, offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N), tl.arange(0, R)
+    a = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
+    mask = (a > 0)[:, None] & (offs_n < end)[None, :]
+    if TRIGGER:
+        gdc_launch_dependents()
+    rows = a.to(tl.int64)[:, None] * N + offs_n[None, :]
+    w = tl.load(B_ptr + rows[:, :, None] * R + offs_r[None, None, :], mask=mask[:, :, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    offs_s = tl.arange(0, BLOCK_S)[None, None, :]
+    t_ptrs = t_ptr + ((offs_m[:, None] * P + p) * R + offs_r[None, :])[:, :, None] * shares + offs_s
+    t = tl.sum(tl.load(t_ptrs, mask=(a > 0)[:, None, None] & (offs_s < shares), other=0.0), 2)
+    add = tl.sum(w.to(tl.float32) * t[:, None, :], 2)
+    y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0)
+    tl.store(y_ptrs, (y.to(tl.float32) + add).to(y.dtype), mask=mask)
+
+
+@triton.jit
+def _shrink_tiles_kernel(
+    x_ptr, A_ptr, t_ptr, adapters_ptr, M, K, SHARE, stride_xm, shares,
+    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    pid_m, share, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offs_m, offs_r = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
+    mask_m = offs_m < M
+    own = tl.load(adapters_ptr + offs_m, mask=mask_m, other=0)
+    acc = tl.zeros((BLOCK_M, R), tl.float32)
+    for i in range(BLOCK_M):
+        a = tl.sum(tl.where(tl.arange(0, BLOCK_M) == i, own, 0))
+        before = tl.sum(((own == a) & (tl.arange(0, BLOCK_M) < i)).to(tl.int32))
+        if (a > 0) & (before == 0):  # the first row that asks for it
+            rows = mask_m & (own == a)
+            base = A_ptr + (a.to(tl.int64) * P + p) * R * K
+            for k0 in range(share * SHARE, min(share * SHARE + SHARE, K), BLOCK_K):
+                offs_k = k0 + tl.arange(0, BLOCK_K)
+                mask_k = offs_k < K
+                x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :]
+                x = tl.load(x_ptrs, mask=rows[:, None] & mask_k[None, :], other=0.0)
+                w = tl.load(base + offs_r[None, :] * K + offs_k[:, None], mask=mask_k[:, None], other=0.0)
+                acc = tl.dot(x, w, acc, input_precision="ieee")
+    t_ptrs = t_ptr + ((share * M + offs_m)[:, None].to(tl.int64) * P + p) * R + offs_r[None, :]
+    tl.store(t_ptrs, acc, mask=mask_m[:, None])
+
+
+@triton.jit
+def _expand_tiles_kernel(
+    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
+    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid_m, block = tl.program_id(0), blocks_ptr + tl.program_id(1) * 3
+    first, end, p = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    offs_m, offs_r = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
+    offs_n = first + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < end
+    own = tl.load(adapters_ptr + offs_m, mask=mask_m, other=0)
+    if tl.max(own, 0) > 0:
+        t = tl.zeros((BLOCK_M, R), tl.float32)
+        for share in range(shares):
+            t_ptrs = t_ptr + ((share * M + offs_m)[:, None].to(tl.int64) * P + p) * R + offs_r[None, :]
+            t += tl.load(t_ptrs, mask=mask_m[:, None], other=0.0)
+        y_ptrs = y_ptr + offs_m[:, None].to(tl.int64) * stride_ym + offs_n[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in range(BLOCK_M):
+            a = tl.sum(tl.where(tl.arange(0, BLOCK_M) == i, own, 0))
+            before = tl.sum(((own == a) & (tl.arange(0, BLOCK_M) < i)).to(tl.int32))
+            if (a > 0) & (before == 0):
+                w_ptrs = B_ptr + (a.to(tl.int64) * N + offs_n[None, :]) * R + offs_r[:, None]
+                w = tl.load(w_ptrs, mask=mask_n[None, :], other=0.0)
+                rows = tl.where((own == a)[:, None], t, 0.0)
+                acc = tl.dot(rows.to(w.dtype), w, acc, input_precision="ieee")
+        mask = mask_n[None, :] & (own > 0)[:, None]
+        y = tl.load(y_ptrs, mask=mask, other=0.0)
+        tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
 
 
 def add_low_rank_rows(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
@@ -106,22 +140,25 @@ def add_low_rank_rows(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapte
     if not M:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
-    step = M <= FEW_ROWS
-    how = STEP if step else PROMPT
-    wide = MOST_VALUES // max(R, how["BLOCK_M"])
-    if step:
-        share = block = max(16, min(triton.next_power_of_2(triton.cdiv(K, STEP_SHARES)), wide))
+    A, B, blocks, sizes = factors.A, factors.B, factors.blocks, {"P": P, "R": R}
+    few, tiles = M <= FEW_ROWS, triton.cdiv(M, BLOCK_M)
+    if few:
+        share = min(max(BLOCK_K, triton.next_power_of_2(triton.cdiv(K, SHARES))), MOST_VALUES // R)
     else:
-        block = max(16, min(128, wide))
-        share = triton.cdiv(triton.cdiv(K, PROMPT_SHARES), block) * block
-    shares, tiles = triton.cdiv(K, share), triton.cdiv(M, how["BLOCK_M"])
-    t = torch.empty((M, P, R, shares), dtype=torch.float32, device=x.device)
-    sizes = {"P": P, "R": R, **how, **pdl(x)}
-    _shrink_kernel[(tiles, shares, P * how["FORKS"])](
-        x, factors.A, t, adapters, M, K, share, x.stride(0), shares, BLOCK_K=block, STEP=step, **sizes
+        share = triton.cdiv(triton.cdiv(K, SHARES), BLOCK_K) * BLOCK_K
+    shares = triton.cdiv(K, share)
+    t = torch.empty(M * P * R * shares, dtype=torch.float32, device=x.device)
+    if few:
+        _shrink_rows_kernel[(M, shares, P)](x, A, t, adapters, K, x.stride(0), shares, **sizes, SHARE=share, **pdl(x))
+        _expand_rows_kernel[(triton.cdiv(M, ROWS), len(blocks))](
+            t, B, y, adapters, blocks, M, N, y.stride(0), shares, **sizes, ROWS=ROWS, BLOCK_N=factors.BLOCK_N,
+            BLOCK_S=triton.next_power_of_2(shares), **pdl(x),
+        )  # fmt: skip
+        return y
+    _shrink_tiles_kernel[(tiles, shares, P)](
+        x, A, t, adapters, M, K, share, x.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K
     )
-    _expand_kernel[(tiles, len(factors.blocks), how["FORKS"])](
-        t, factors.B, y, adapters, factors.blocks, M, N, y.stride(0), shares, BLOCK_N=factors.BLOCK_N,
-        BLOCK_S=triton.next_power_of_2(shares), **sizes,
-    )  # fmt: skip
+    _expand_tiles_kernel[(tiles, len(blocks))](
+        t, B, y, adapters, blocks, M, N, y.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_N=factors.BLOCK_N
+    )
     return y
