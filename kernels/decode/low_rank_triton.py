@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.low_rank import LowRank
+from lowq_kernels.decode.low_rank_factors import LowRank
 
 BLOCK_M, BLOCK_K = 16, 64
 FEW_ROWS = (

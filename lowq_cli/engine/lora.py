@@ -15,7 +15,8 @@ from torch import nn
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.plan import Plan
 from lowq_cli.files.adapter import Adapter
-from lowq_kernels.decode.low_rank import LowRank, add_low_rank
+from lowq_kernels.decode.low_rank import add_low_rank
+from lowq_kernels.decode.low_rank_factors import LowRank
 from lowq_packers.arch.parts import Linear
 from lowq_packers.errors import UnsupportedError
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lowq_kernels.decode.low_rank import LowRank, add_low_rank
+from lowq_kernels.decode.low_rank import add_low_rank
+from lowq_kernels.decode.low_rank_factors import LowRank
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-5}
 
