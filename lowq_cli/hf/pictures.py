@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,12 +48,12 @@ class Picture:
 
     @cached_property
     def name(self) -> bytes:
-        """A digest of the tower's inputs."""
-        h = blake2b(digest_size=16)
+        """A digest of the tower's inputs. For 6 MB SHA-256, which CPUs have instructions for, takes 3 ms, BLAKE2 14 ms."""
+        h = sha256()
         for key, t in sorted(self.inputs.items()):
             h.update(f"{key} {t.dtype} {tuple(t.shape)} ".encode())
             h.update(t.contiguous().view(torch.uint8).numpy().data)
-        return h.digest()
+        return h.digest()[:16]
 
 
 def normalised(inputs: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":

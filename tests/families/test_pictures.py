@@ -335,10 +335,10 @@ def test_on_a_gpu_pictures_give_the_logits_of_the_cpu(name):
         decoder.start([ids, words[2]], Sampling(), 12, shown=[shown, None])
         assert (decoder.run is not None) == (device == "cuda"), decoder.reason
         for token in (3, 50, 90, 12, 33):
-            rows += decoder.sampler.logits.float().cpu()
             with torch.inference_mode():
                 decoder.token.fill_(token)
             decoder.step()
+            rows += decoder.sampler.logits.float().cpu()
         logits[device] = torch.stack(rows)
     rows = [off(ours, wanted) for ours, wanted in zip(logits["cuda"], logits["cpu"], strict=True)]
     assert 1e-5 < statistics.median(rows) < 1e-2  # a token may go to other experts where two are nearly as likely
