@@ -26,3 +26,44 @@ def pictures_right() -> str:
     )
     columns = ("text, bits", "tower, bits", ">files", ">which digit or shape", ">its colour", ">two drawings")
     return head + table(columns, cells)
+
+
+WHERE = {  # row of pictures.json -> what the table calls it
+    "file to pixels": "decoding the JPEG (CPU)",
+    "pixels to patches": "the processor (CPU)",
+    "hash": "hash of the patches, BLAKE2; SHA-256 since (CPU)",
+    "copies between processes": "packing for the engine's process (CPU)",
+    "patches to the device": "copy to the GPU, normalising there",
+    "tower": "that copy and the vision tower",
+    "prompt of 1054 tokens with a picture": "prompt: 1,024 rows of the picture and 30 tokens",
+    "prompt of 1054 tokens with text": "as many tokens of text",
+    "step after a picture": "a step after the picture",
+    "step after text": "a step after text",
+    "file to first token": "from the file to the first token",
+}
+
+
+@part
+def pictures_first_token() -> str:
+    """Where the first token of a picture goes (h200/pictures.json)."""
+    results = json.loads((RESULTS / "h200" / "pictures.json").read_text())
+    rows = {r["what"]: r["ms"] for r in results["first"]}
+    cells = [(WHERE[what], f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}") for what, ms in rows.items()]
+    head = (
+        f"{results['gpu']}, {results['layers']} layers of an 8B of Qwen3-VL's shape in 4 bits g128, random weights, tower of "
+        f"27 layers in bf16, one JPEG of 1,024 x 1,024 pixels; the fastest of 15 runs:\n\n"
+    )
+    return head + table(("part", ">ms"), cells)
+
+
+@part
+def pictures_users() -> str:
+    """Users who send pictures (h200/pictures.json)."""
+    cells = []
+    for r in json.loads((RESULTS / "h200" / "pictures.json").read_text())["serve"]:
+        seen, words = r.get("picture"), r.get("text")
+        times = [f"{m['p50']:.0f} / {m['p99']:.0f}" if m else "" for m in (seen and seen["first_ms"],)]
+        times += [f"{m['p50']:.1f} / {m['p99']:.1f}" if m else "" for m in (x and x["between_ms"] for x in (seen, words))]
+        cells.append((r["pictures"], r["texts"], f"{r['tokens_per_s']:,.0f}", *times))
+    columns = (">users with pictures", ">with texts", ">tokens/s", ">first token, ms", ">between tokens, ms")
+    return table((*columns, ">texts: between tokens, ms"), cells)
