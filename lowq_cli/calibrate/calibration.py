@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import curvature, scaling, texts
-from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
+from lowq_cli.calibrate.end_to_end import EndToEnd, polished
 from lowq_cli.calibrate.file_matrix import Given, GivenCodes, GivenFile, better
 from lowq_cli.calibrate.layer_file import load_errors, load_item, load_notes, load_tensor, save_item
 from lowq_cli.calibrate.layer_walk import Hidden, Layer
@@ -34,6 +34,7 @@ from lowq_cli.calibrate.requirements import (
     MatrixDone,
     PassDone,
     learns_alone,
+    passes,
     rounds_both_sides,
 )
 from lowq_cli.files.folder import staged
@@ -96,7 +97,7 @@ def operations(plan: Plan) -> float:
         alone = sum(i.params for i in items if learns_alone(i))
         work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
-            work += LEARNING * read * (8 * PASSES + 4) * (sum(learning) + tables)
+            work += LEARNING * read * (8 * passes(items) + 4) * (sum(learning) + tables)
     return work
 
 

@@ -10,6 +10,7 @@ the known part.
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +23,13 @@ from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
-from lowq_cli.calibrate.requirements import PassDone, rates
+from lowq_cli.calibrate.requirements import STRAIGHT, PassDone, passes, rates
 from lowq_cli.hf.layers import DecoderLayers, Others, following
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.regular import opened
 
-PASSES = 4
 STATE = "end-to-end.safetensors"
 
 
@@ -54,6 +54,7 @@ class EndToEnd:
         self.layers: list[SimpleNamespace] = []
         self.optimizers: list[torch.optim.Adam | None] = []
         weights = sum(items[n].params for n in files if n in items)
+        self.passes = passes(items[n] for n in files if n in items)
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:
@@ -63,7 +64,8 @@ class EndToEnd:
                 q = load_item(files[name], items[name])
                 if spot.cut.expert is None:
                     rate, _, code_rate = rates(q.bits, weights)
-                    mine[name] = Grid(q, dtypes[name], device, rate, code_rate)
+                    near = spot.cut.of(held[spot.path]) if q.bits in STRAIGHT else None
+                    mine[name] = Grid(q, dtypes[name], device, rate, code_rate, near)
                     if spot.cut.rows is None and not spot.cut.transposed:
                         held[spot.path] = held[spot.path].to("meta")  # all of its values come from the grid
                 else:
@@ -74,7 +76,8 @@ class EndToEnd:
             learnt = {p: held[p].float().requires_grad_() for p in norms}
             groups = [g for m in mine.values() for g in m.parameters()]
             groups += [{"params": list(learnt.values()), "lr": norm_rate}] if learnt else []
-            self.optimizers.append(torch.optim.Adam(groups, betas=(0.9, 0.95)) if groups else None)
+            fused = device.type == "cuda"
+            self.optimizers.append(torch.optim.Adam(groups, betas=(0.9, 0.95), fused=fused) if groups else None)
             self.layers.append(
                 SimpleNamespace(
                     spots=spots, quantized=held, grids=mine, norms=learnt, names=norms, module=module, forward=module.forward
@@ -91,12 +94,12 @@ class EndToEnd:
         """
         groups = [g for o in self.optimizers if o for g in o.param_groups]
         full = [g["lr"] for g in groups]
-        with repeatable(), self.blocks.tail() as logits:
+        with repeatable(), fast_products(), self.blocks.tail() as logits:
             done, before = self._resume(folder / STATE)
             if done == 0:
                 before = self._loss(logits, ids, start, wanted, others)
-            steps, step = PASSES * len(start), done * len(start)
-            for number in range(done, PASSES):
+            steps, step = self.passes * len(start), done * len(start)
+            for number in range(done, self.passes):
                 total = 0.0
                 for i in torch.randperm(len(start), generator=torch.Generator().manual_seed(number)).tolist():
                     for group, rate in zip(groups, full, strict=True):
@@ -104,7 +107,7 @@ class EndToEnd:
                     total += self._step(logits, ids, i, start[i], wanted[i], others)
                     step += 1
                 self._keep(folder / STATE, number + 1, before)
-                yield PassDone(number + 1, PASSES, total / len(start))
+                yield PassDone(number + 1, self.passes, total / len(start))
             after = self._loss(logits, ids, start, wanted, others)
         self._write(after < before)
 
@@ -183,7 +186,7 @@ class EndToEnd:
         for key, optimizer, t in self._leaves():
             t.data.copy_(tensors[f"{key}.value"])
             averages = {k: tensors[f"{key}.{k}"].to(t.device) for k in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[t] = {"step": tensors[f"{key}.step"], **averages}
+            optimizer.state[t] = {"step": tensors[f"{key}.step"].to(t.device), **averages}
         return int(done), before
 
     def _keep(self, path: Path, done: int, before: float) -> None:
@@ -207,6 +210,17 @@ class EndToEnd:
         for path, tensors in learnt.items():
             with writing(path):
                 write_whole(polished(path), save(load_own(path) | tensors, {"notes": json.dumps(load_notes(path))}))
+
+
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """Inside this context a GPU multiplies fp32 in TF32, several times as fast; gradients of rounded weights need no more."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def load_own(path: Path) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The memory and text that a calibration needs, and the progress events it yields. Does not import calibration.py."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lowq_cli import quantizers
@@ -17,13 +18,18 @@ UNSEEN = 8
 # one for the norms, one for the codes (0: not trained). Perplexity of base, g64, own text, WikiText-2 / mix, 2 bits, 524,288
 # tokens: 40.10 / 47.94 with (1e-3, 0, 0), 39.25 / 47.42 with these. For 3 and 4 bits see BOTH_SIDES; there no code changed in
 # 288 steps at the rates 1e-3 and 2e-3.
-TOGETHER = {1: (2e-3, 5e-4, 3e-3), 2: (2e-3, 5e-4, 3e-3), 3: (1e-3, 2e-4, 1e-2), 4: (1e-3, 2e-4, 1e-2)}
+TOGETHER = {1: (2e-3, 5e-4, 3e-3), 2: (2e-3, 5e-4, 2e-3), 3: (1e-3, 2e-4, 1e-2), 4: (1e-3, 2e-4, 1e-2)}
 WIDER = (1e-3, 0.0, 0.0)
 # Bits at which `distill` starts from codes that `yaqa` rounded (no layer is trained alone) and then trains codes, too. Base
 # g64, 262,144 tokens of its own text, KL on WikiText-2 / mix. 3 bits: 0.115 / 0.133; without yaqa 0.126 / 0.141; without
 # training codes 0.128 / 0.143; from learn's result with fixed codes 0.139 / 0.157. 4 bits: 0.0314 / 0.0355, and from learn's
 # result with fixed codes 0.0338 / 0.0375. Not measured at 1 and 2 bits.
 BOTH_SIDES = (3, 4)
+# Bits at which `distill` trains all layers together right from gptq's codes, each of which starts where its weight lies between
+# two codes, in MORE_PASSES. Base, 2 bits g64, 524,288 tokens of own text, perplexity on WikiText-2 / mix: 36.65 / 45.26; from
+# learn's result, codes in the middle of their intervals, PASSES: 38.68 / 47.08. At 3 bits KL is that of yaqa's start.
+STRAIGHT = (2,)
+PASSES, MORE_PASSES = 4, 8
 MOST_CODES = 2 * 10**9  # max. weights whose codes are trained together: each takes 12 bytes of memory, and of disk after a pass
 ALONE_TOKENS = 131072  # max. tokens that a layer is trained on alone if all layers are trained together afterwards
 
@@ -89,10 +95,18 @@ def tokens_for(plan: Plan) -> int:
     return min(MOST_TOKENS, max(CALIB_TOKENS, 1 << int(COST / max(weights, 1)).bit_length() - 1))
 
 
+def passes(items: Iterable[Item]) -> int:
+    """The number of passes over the text that train all layers of `distill` together."""
+    return MORE_PASSES if any(i.scheme and i.scheme.bits in STRAIGHT for i in items) else PASSES
+
+
 def learns_alone(item: Item) -> bool:
     """Whether a matrix is trained with its layer alone (calibrate/learn.py)."""
     method = str(item.method)
-    return quantizers.needs_learning(method) and not (quantizers.needs_curvature(method) and rounds_both_sides(item))
+    together = quantizers.needs_distilling(method) and (
+        rounds_both_sides(item) or bool(item.scheme and item.scheme.bits in STRAIGHT)
+    )
+    return quantizers.needs_learning(method) and not together
 
 
 def rounds_both_sides(item: Item) -> bool:
