@@ -240,6 +240,7 @@ class NativeDecoder:
 
     def _restore(self, known: int) -> None:
         """Set the recurrent states to those after the last prompts, or to zeros where `known` is 0."""
+        torch.arange(1, self.batch + 1, out=self.places)
         for i, t in enumerate(tensors_of(self.state)):
             t[: self.batch + 1].copy_(self.snapshot[i]) if known else t.zero_()
 

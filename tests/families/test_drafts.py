@@ -61,6 +61,11 @@ def all_at_once(decoder):
     return made
 
 
+def recurrent(decoder):
+    """Copies of the sequence's recurrent states."""
+    return [t[int(decoder.places[0])].clone() for t in tensors_of(decoder.state)]
+
+
 def never_back(decoder):
     """A fault: recurrent states stay those after all rows."""
     made = Verification(decoder, WIDE)
@@ -75,10 +80,10 @@ def test_a_text_with_drafts_is_the_text_without(name):
     prompt = texts(VOCAB, 21)[0]
     for sampling, make in zip(DRAWN, (row_by_row, all_at_once), strict=True):
         known = plain(decoder, prompt, sampling)
-        states = [t[1].clone() for t in tensors_of(decoder.state)]
+        states = recurrent(decoder)
         assert drafted(decoder, prompt, sampling, known, make) == known
-        for found, wanted in zip(tensors_of(decoder.state), states, strict=True):
-            assert torch.allclose(found[1].float(), wanted.float(), rtol=1e-3, atol=1e-4)
+        for found, wanted in zip(recurrent(decoder), states, strict=True):
+            assert torch.allclose(found.float(), wanted.float(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "mamba2", "lfm2", "falcon_h1"])
@@ -87,13 +92,13 @@ def test_a_state_that_is_not_taken_back_shows(name):
     decoder.drafts = True
     prompt = texts(VOCAB, 21)[0]
     known = plain(decoder, prompt, DRAWN[0])
-    states = [t[1].clone() for t in tensors_of(decoder.state)]
+    states = recurrent(decoder)
     try:
         drafted(decoder, prompt, DRAWN[0], known, never_back)
     except AssertionError:
         return  # a right draft was refused: the state is another's
-    there = zip(tensors_of(decoder.state), states, strict=True)
-    assert not all(torch.allclose(found[1], wanted, rtol=1e-3, atol=1e-4) for found, wanted in there)
+    there = zip(recurrent(decoder), states, strict=True)
+    assert not all(torch.allclose(found, wanted, rtol=1e-3, atol=1e-4) for found, wanted in there)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "gemma3_text"])

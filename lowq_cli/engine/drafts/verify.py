@@ -32,9 +32,8 @@ class Verification:
         self.given = torch.zeros(T - 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")  # drafts on the host
         self.count = torch.full((1,), T, dtype=torch.int64, device=self.device)
         self.state = [self._of_rows(one) for one in decoder.state]
-        slots = torch.arange(1, T + 1, device=self.device)  # slots of recurrent states: the sequence's, then one per row
-        self.chain = Chain(0, T, slots[:1], slots[1:])
-        self.after = torch.cat((slots[1:], slots[:1]))  # the slot of the state after each row
+        self.others = torch.arange(1, T, device=self.device)
+        self.chain = Chain(0, T, decoder.places, self.others.clone())
         self.lazy = self.device.type == "cpu"  # whether drawing stops at the first wrong draft
         self.repeated = Repeated(decoder.repeated) if self.lazy else None
         self.plain = not tensors_of(decoder.state)
@@ -68,6 +67,8 @@ class Verification:
         if d.attached is not None:
             self.ids[1:].copy_(d.attached.guesses[: self.T - 1])
         torch.add(self.offsets, sampler.pos, out=self.pos)
+        if not self.plain:  # the recurrent states after the rows go to slots other than the sequence's own
+            torch.add(self.others, self.others >= d.places, out=self.chain.copies)
         x = d.plan.embed(self.ids)
         logits = self.repeated(self._whole, x) if self.repeated and not d.turns else self._whole(x)
         logits = d.plan.capped(logits)
@@ -76,9 +77,8 @@ class Verification:
             self.result[: len(tokens) + 1] = torch.tensor([len(tokens) - 1, *tokens])
         else:
             self._at_once(logits)
-        if not self.plain:
-            for t in tensors_of(d.state):
-                t.index_copy_(0, self.chain.slot, t.index_select(0, self.after[self.accepted]))
+        if not self.plain:  # the state after the last right row is the sequence's from now on, wherever it is
+            d.places.copy_(torch.cat((self.chain.copies, d.places)).index_select(0, self.accepted))
         if d.attached is not None:
             d.attached.guess(self.drawn, self.hidden, self.pos, self.accepted, self.T - 1)
 
@@ -132,7 +132,7 @@ class Verification:
         key = replace(d.sampler.sampling, seed=0), d.turns
         if key not in self.captured:
             guesses = [] if d.attached is None else [d.attached.guesses]
-            back = keep([*d.sampler.state, *tensors_of(d.state), self.result, *guesses])
+            back = keep([*d.sampler.state, *tensors_of(d.state), d.places, self.result, *guesses])
             try:
                 graph = capture(self.compute)
             except RuntimeError as e:  # the step waits for the device, or memory is full
