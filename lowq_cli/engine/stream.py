@@ -172,6 +172,8 @@ class Generation:
         more: dict[str, Any] = {"shown": self.shown} if self.shown else {}  # only the native decoder takes it
         device = self.decoder.start(self.prompts, self.sampling, self.room, **more)
         waiting = _Fetch(device)
+        if self.drafting is not None:
+            self.drafting.begin(self.prompts[0])  # while the device still reads the prompt
         tokens = waiting.get()
         first = time.perf_counter()
         self.prefill_s, self.ttft_s, self.pictures_s = first - start, first - self.began, self._pictures_s()
@@ -203,29 +205,39 @@ class Generation:
             count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
             yield [tokens]
-            drafting.took(rows > 1, len(tokens), drafting.clock() - began)
+            drafting.took(len(tokens), drafting.clock() - began)
 
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
-        """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them."""
-        decoder, count, waiting = self.decoder, 1, None
-        drafting.begin(self.prompts[0])
+        """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them.
+
+        A device that runs ahead computes the next step while the tokens of the last one become text.
+        """
+        decoder, count = self.decoder, 1
+        launched = list[tuple[_Fetch, int]]()  # steps that were not read yet, and the number of their drafts
+
+        def launch() -> None:
+            where, n = drafting.launch(self.room - count)
+            launched.append((_Fetch(where), n))
+
         drafting.extend(tokens)
+        if decoder.ahead and count < self.room:
+            launch()
         yield [tokens]
         while count < self.room:
             began = drafting.clock()
-            if waiting is None and (step := drafting.step(self.room - count)) is not None:
-                tokens = step
-            else:
-                step = None
-                waiting = waiting or _Fetch(decoder.step())
-                more = decoder.ahead and count + 1 < self.room and not drafting.wants(self.room - count - 1)
-                ahead = _Fetch(decoder.step()) if more else None
-                tokens, waiting = waiting.get(), ahead
-                drafting.extend(tokens)
+            if not launched:
+                launch()
+            left, plain = self.room - count - 1, not launched[0][1]
+            if decoder.ahead and plain and left and not drafting.wants(left):
+                launched.append((_Fetch(decoder.step()), 0))
+            fetch, n = launched.pop(0)
+            tokens = drafting.read(fetch.get(), n)
             count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
+            if decoder.ahead and not launched and count < self.room:
+                launch()
             yield [tokens]
-            drafting.took(step is not None, len(tokens), drafting.clock() - began)
+            drafting.took(len(tokens), drafting.clock() - began)
 
 
 class _Fetch:

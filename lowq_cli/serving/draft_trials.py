@@ -19,7 +19,7 @@ class Trials:
     def passed(self, size: int, tokens: int, texts: int, now: float) -> None:
         """Record the end of a pass without prompt tokens at the time `now`: the tokens that came, and the sequences in it."""
         if self._last is not None and self._last[0] == size:
-            self._of(size).note(self.allows(size), tokens / texts, now - self._last[1])
+            self._of(size).note(tokens / texts, now - self._last[1])
         self._last = size, now
 
     def interrupted(self) -> None:

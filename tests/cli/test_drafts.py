@@ -4,8 +4,10 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import lowq
 from lowq_cli.engine import stream
@@ -15,6 +17,9 @@ from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.ngram import SIZES, NGram
 from lowq_cli.engine.open_model import ready
+from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stream import Generation
 from lowq_cli.files.source import DEMO
 from lowq_packers.errors import UsageError
 
@@ -123,7 +128,7 @@ def test_the_first_costs_on_a_cpu_are_those_of_base():
 
 
 def test_the_costs_on_a_gpu_are_those_of_an_8b_model_and_of_base():
-    ms = {r["rows"]: r["ms"] for r in measured("h200/drafts.json", "rows") if r["context"] == 512}
+    ms = {r["rows"]: r["ms"] for r in measured("h200/drafts.json", "rows") if (r["variant"], r["context"]) == ("4h8", 512)}
     assert pytest.approx(1e-3 * (ms[2] - ms[1]) / 32, rel=0.05) == drafting.WIDE_LAYER_S
     assert pytest.approx((ms[16] - ms[2]) / 14 / ms[1], rel=0.05) == drafting.ROW
     reads = []
@@ -161,6 +166,94 @@ def test_drafts_are_checked_and_counted(demo):
     assert g.steps < 79
     numbers = g.drafting.numbers(79, g.steps)
     assert numbers["tokens_per_step"] == pytest.approx(79 / g.steps, abs=1e-3)
+
+
+class Ahead:
+    """A decoder that runs ahead, whose model says `answer`; it counts what was launched."""
+
+    name, ahead, device = "simulated", True, torch.device("cuda")
+
+    def __init__(self, answer, plan):
+        self.answer, self.plan, self.timed, self.balances = answer, plan, {}, {}
+        self.at = self.launched = 0
+        self.sampler = SimpleNamespace(logits=torch.zeros(1))
+
+    def start(self, prompts, sampling, room):
+        return self.step()
+
+    def step(self):
+        return self._next([])
+
+    def verify(self, drafts, rows):
+        assert len(drafts) < rows
+        return SimpleNamespace(result=self._next(list(drafts) + [-1] * (rows - 1 - len(drafts))))
+
+    def _next(self, drafts):
+        drawn = self.answer[self.at : self.at + len(drafts) + 1]
+        right = next((i for i, (a, b) in enumerate(zip(drafts, drawn, strict=False)) if a != b), len(drafts))
+        self.at, self.launched = self.at + right + 1, self.launched + 1
+        return torch.tensor([right, *drawn] if drafts else drawn)
+
+
+class Half:
+    """A drafter that knows the answer, and is wrong now and then; `tokens` are those of the sequence."""
+
+    name = "half"
+
+    def __init__(self, answer, seed):
+        self.answer, self.rng, self.tokens = answer, random.Random(seed), []
+
+    def begin(self, prompt):
+        self.tokens = []
+
+    def extend(self, tokens):
+        self.tokens += tokens
+
+    def guess(self, most):
+        n = 0 if self.rng.random() < 0.5 else min(most, 12)
+        tokens = [t if self.rng.random() < 0.9 else t + 1 for t in self.answer[len(self.tokens) : len(self.tokens) + n]]
+        return Guess(tokens, [0.97] * len(tokens))
+
+
+@pytest.fixture
+def ahead(demo):
+    """(generation, decoder, drafter) of a text of so many tokens on a device that runs ahead."""
+    model, tokenizer = demo
+
+    def make(room, seed):
+        answer = [random.Random(seed).randrange(5, 900) for _ in range(room + 40)]
+        decoder, drafter = Ahead(answer, plan_of(model)), Half(answer, seed)
+        how = {"stop_ids": frozenset(), "stop": [], "limited_by": "length", "began": 0.0}
+        how |= {"drafting": drafting.FromHost(drafter, decoder)}
+        return Generation(decoder, tokenizer, [[1, 2, 3]], Sampling(), room, **how), decoder, drafter
+
+    return make
+
+
+@pytest.mark.parametrize("room", [1, 2, 17, 200])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_next_step_computes_while_tokens_become_text(ahead, room, seed):
+    generation, decoder, drafter = ahead(room, seed)
+    generation.drafting.balance = None  # drafts are always allowed
+    for read, tokens in enumerate(generation._steps(), 1):
+        generation.tokens[0] += tokens[0]
+        assert decoder.launched > read or len(generation.tokens[0]) >= room
+    assert generation.tokens[0][:room] == decoder.answer[:room]
+    assert drafter.tokens[:room] == decoder.answer[: min(room, len(drafter.tokens))]
+    assert decoder.at <= room + 16
+    assert room < 100 or generation.drafting.accepted
+
+
+def test_a_drafter_is_given_tokens_once_drafts_are_allowed(ahead):
+    generation, decoder, drafter = ahead(60, 1)
+    switch = generation.drafting.balance = SimpleNamespace(allowed=False, note=lambda tokens, seconds: None)
+    for read, tokens in enumerate(generation._steps()):
+        generation.tokens[0] += tokens[0]
+        assert (not drafter.tokens) == (read <= 20)
+        switch.allowed = read >= 20
+    assert generation.tokens[0][:60] == decoder.answer[:60]
+    assert drafter.tokens == decoder.answer[: len(drafter.tokens)]
+    assert generation.drafting.accepted
 
 
 def test_a_stop_within_a_step_ends_the_text_there(demo):

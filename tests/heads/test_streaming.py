@@ -181,7 +181,7 @@ def test_on_a_cpu_a_head_that_is_not_worth_its_time_is_let_go(seconds, right, go
     for _ in range(60):
         _, rows, fresh = drafting.launch()
         drafting.read([right, *range(rows)] if rows > 1 else [0], rows, fresh)
-        drafting.took(rows > 1, 1, seconds if rows > 1 else 1.0)
+        drafting.took(1, seconds if rows > 1 else 1.0)
         taken.append(rows)
     assert taken[:5] == [1] * 5
     assert (max(taken[-20:]) > 1) == goes_on

@@ -339,6 +339,14 @@ def test_drafts_that_pay_are_used_and_come_back_when_they_do():
     assert run(lambda i: (3.0, 0.8 + 8 * (late.random() < 0.01)), 20000)[1] > 0.6
 
 
+def test_drafts_that_come_in_bursts_stay_on_between_them():
+    """Half of the texts copy; in the other half the host looks for drafts in vain, which takes 8% of a pass."""
+    bursts = lambda i: (9.0, 0.9) if i // 100 % 2 and i % 5 == 0 else (1.0, 0.47 * 1.08)  # noqa: E731
+    speed, share = run(bursts, 20000)
+    assert share > 0.9
+    assert speed > 1.5
+
+
 def test_passes_that_do_not_follow_one_another_and_other_sizes_are_not_compared():
     trials = Trials()
     for i in range(5000):  # each pass is of another size than the one before, or follows prompts

@@ -5,11 +5,14 @@ drafts, and at 19,000 when the host guessed for each of them between two passes 
 """
 
 LOSS = 4.0  # max. time, in plain steps, that drafts may lose before they are turned off
-MOST = 4 * LOSS  # max. loss of a single step, in plain steps: it may have waited for another process
+# Max. time, in plain steps, that drafts have won and may lose again: texts copy in bursts, and between these the host still
+# looks for drafts.
+CREDIT = 64.0
+MOST = 4 * LOSS  # max. counted loss of a single step, in plain steps: it may have waited for another process
 SHARE = 0.01  # drafts are tried again when the time lost is at most this share of the plain steps since
 DOUBLINGS = 6  # max. doublings of that wait, one each time that drafts did not pay
 CHECK, PLAIN = 512, 16  # steps after which plain steps are timed again while drafts pay, and the number of these
-SETTLE = 2  # steps after a change that are not timed: the first of them may have waited for one of the other kind
+SETTLE = 2  # plain steps after a change that are not timed: the first of them may have waited for one of the other kind
 NEWEST = 1 / 16  # weight of the newest step in the mean time of plain steps
 
 
@@ -27,12 +30,15 @@ class Balance:
         self._won = self._lost = self._wait_s = 0.0
         self._wait, self._steps, self._failed = first, 0, 0
 
-    def note(self, drafts: bool, tokens: float, seconds: float) -> None:
-        """Record a step. drafts: whether it had drafts. tokens: its new tokens per sequence."""
+    def note(self, tokens: float, seconds: float) -> None:
+        """Record a step. tokens: its new tokens per sequence.
+
+        While drafts are allowed, steps without any count too: the host looked for drafts before them.
+        """
         self._steps += 1
-        if not drafts:
+        if not self.allowed:
             self._time(seconds)
-        elif self.allowed:
+        else:
             self._count(tokens * self.plain_s - seconds)
         if self.allowed and self._steps >= CHECK:
             self._change(False, PLAIN)
@@ -47,8 +53,8 @@ class Balance:
     def _count(self, won: float) -> None:
         room = LOSS * self.plain_s
         self._lost += min(max(0.0, -won), MOST * self.plain_s)
-        self._won = min(self._won + max(won, -room), room)  # one late step is not enough to turn drafts off
-        if self._won == room:
+        self._won = min(self._won + max(won, -room), CREDIT * self.plain_s)  # one late step is not enough to turn drafts off
+        if self._won >= room:
             self._failed, self._lost = 0, 0.0
         elif self._won < -room:
             self._wait_s = self._lost / SHARE * 2 ** min(self._failed, DOUBLINGS)

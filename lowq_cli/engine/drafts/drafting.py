@@ -10,7 +10,7 @@ from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
 from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
-WIDTHS = {"cuda": (4, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
+WIDTHS = {"cuda": (4, 6, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
 # A test compares these numbers, GAP_S apart, with the files of benchmarks/results that they name.
 # On a CPU, until steps are timed: rows -> time of a step, in steps of one row. As base in 4 bits took after 200 tokens with one
 # thread (`steps` in cpu/drafts.json).
@@ -21,9 +21,9 @@ GAP_S = 150e-6  # seconds from the end of a step to the launch of a step whose d
 READ = 3.6e12
 LAYER_S = 10e-6  # seconds of a layer in addition to its weights: of 76 us of a step of base, 6 layers (h200/draft_heads.json)
 # Seconds of a layer in addition with two rows or more, because norms and sums are then separate from the products: a step of an
-# 8B model in 4 bits after 512 tokens takes 1.31 ms with one row, 1.73 ms with two (h200/drafts.json).
-WIDE_LAYER_S = 13e-6
-ROW = 0.02  # time of each row after the second, in steps of one row: that model takes 2.11 ms with 16 rows
+# 8B model in 4 bits after 512 tokens takes 1.30 ms with one row, 1.51 ms with two (h200/drafts.json).
+WIDE_LAYER_S = 6.5e-6
+ROW = 0.0225  # time of each row after the second, in steps of one row: that model takes 1.92 ms with 16 rows
 FADE = 0.95  # a device drafter's counts are multiplied by this at each step
 BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
 FIRST = 16  # plain steps on a GPU before the first drafts, to measure the time of a step
@@ -53,7 +53,9 @@ class Drafting:
         self.apart = 0.0
         # per drafter, for all texts: a step with drafts costs the host more time than the table of costs has
         self.balance = None if self.timed else decoder.balances.setdefault(drafter.name, Balance(FIRST))
-        self.drafted = self.accepted = self.steps = self.rows = 0
+        self.drafted = self.accepted = self.steps = 0
+        self.rows = 1  # of the last step that was read
+        self.begun = False  # whether the drafter was given a prompt during that step, which says nothing about later steps
 
     def about(self) -> str:
         """The drafter's name and the costs of steps with drafts, for `--explain`."""
@@ -65,57 +67,81 @@ class Drafting:
         counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted}
         return counts | {"steps_with_drafts": self.steps, "tokens_per_step": round(tokens / max(steps, 1), 3)}
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a sequence with the prompt's tokens. A drafter on the device has read them together with the model."""
+
     @property
     def allowed(self) -> bool:
         """Whether steps may have drafts, by the times of earlier ones."""
         return self.balance is None or self.balance.allowed
 
-    def took(self, drafts: bool, tokens: int, seconds: float) -> None:
-        """Record the seconds from the start of the last step until the next could start. drafts: whether it had drafts."""
+    def took(self, tokens: int, seconds: float) -> None:
+        """Record the new tokens of the last step that was read, and the seconds until the next one can be read."""
         if self.timed is not None:
-            self.timed.note(self.rows if drafts else 1, seconds)
-        if self.balance is not None:
-            self.balance.note(drafts, tokens, seconds)
+            self.timed.note(self.rows, seconds)
+        if self.balance is not None and not self.begun:
+            self.balance.note(tokens, seconds)
+        self.begun = False
 
     def _count(self, drafts: int, accepted: int) -> None:
         self.steps, self.drafted, self.accepted = self.steps + 1, self.drafted + drafts, self.accepted + min(drafts, accepted)
 
 
 class FromHost(Drafting):
-    """Drafts that the host makes from the tokens: a step with drafts is launched after all earlier steps are read."""
+    """Drafts that the host makes from the tokens: a step with drafts is launched after all earlier steps are read.
+
+    The drafter is given tokens only while drafts are allowed.
+    """
 
     def __init__(self, drafter: HostDrafter, decoder: Any) -> None:
         super().__init__(drafter, decoder)
         self.host = drafter
+        self.prompt, self.new = list[int](), list[int]()  # tokens that the drafter has not been given yet
         self.apart = GAP_S / step_s(decoder.plan) if decoder.ahead else 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a sequence with the prompt's tokens."""
-        self.host.begin(prompt)
+        self.prompt, self.new = list(prompt), []
+        if self.allowed:
+            self._feed()
+        self.begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that the model drew."""
-        self.host.extend(tokens)
+        self.new += tokens
 
-    def wants(self, left: int) -> bool:
-        """Whether, by the present estimates, the next step should have drafts. left: tokens that may still be generated."""
-        return bool(self._worth(self.host.guess(min(self.widths[-1], left) - 1)))
+    def wants(self, left: int) -> int:
+        """The number of drafts that the next step should have, by the present estimates; 0 where a plain step is faster. left:
+        tokens that may still be generated."""
+        if not self.allowed:
+            return 0
+        self._feed()
+        self.guess = self.host.guess(min(self.widths[-1], left) - 1)
+        return worth(self.guess, self.costs, self.widths, self.apart)
 
-    def step(self, left: int) -> list[int] | None:
-        """The next tokens from a step with drafts, or None where a plain step is faster."""
-        guess = self.host.guess(min(self.widths[-1], left) - 1)
-        n = self._worth(guess)
-        if not n:
-            return None
-        self.rows = next(w for w in self.widths if w > n)
-        accepted, *drawn = self.decoder.verify(guess.tokens[:n], self.rows).result.tolist()
-        self._count(n, accepted)
-        tokens = drawn[: accepted + 1]  # drafts in the dummy rows may be right too
-        self.extend(tokens)
-        return tokens
+    def launch(self, left: int) -> "tuple[torch.Tensor, int]":
+        """Launch a step; returns its output tensor, and the number of its drafts. left: as of `wants`."""
+        if not (n := self.wants(left)):
+            return self.decoder.step(), 0
+        rows = next(w for w in self.widths if w > n)
+        return self.decoder.verify(self.guess.tokens[:n], rows).result, n
 
-    def _worth(self, guess: Guess) -> int:
-        return worth(guess, self.costs, self.widths, self.apart) if self.allowed else 0
+    def read(self, found: list[int], n: int) -> list[int]:
+        """The next tokens, from the output `found` of a step with n drafts."""
+        self.rows = len(found) - 1 if n else 1
+        if n:
+            self._count(n, found[0])
+            found = found[1 : found[0] + 2]  # drafts in the dummy rows may be right too
+        self.extend(found)
+        return found
+
+    def _feed(self) -> None:
+        if self.prompt:
+            self.host.begin(self.prompt)
+            self.prompt, self.begun = [], True
+        if self.new:
+            self.host.extend(self.new)
+            self.new = []
 
 
 class OnDevice(Drafting):
@@ -137,14 +163,14 @@ class OnDevice(Drafting):
 
         One row means a plain step. The guesses after a plain step are stale, so a retried drafter gets two steps.
         """
-        chances = [r / t for r, t in zip(self.right, self.tried, strict=True)]
-        drafts = worth(Guess([0] * len(chances), chances), self.costs, self.widths)
-        if self.timed is not None and self.timed.tried.get(1, 0) < ENOUGH:
+        if not self.allowed or (self.timed is not None and self.timed.tried.get(1, 0) < ENOUGH):
             self.stale = True
             return self.decoder.step(), 1, False
+        chances = [r / t for r, t in zip(self.right, self.tried, strict=True)]
+        drafts = worth(Guess([0] * len(chances), chances), self.costs, self.widths)
         if not drafts and self.idle >= AGAIN:
             self.idle, self.trying = 0, 2
-        if not self.allowed or (not drafts and not self.trying):
+        if not drafts and not self.trying:
             self.idle, self.stale = self.idle + 1, True
             return self.decoder.step(), 1, False
         self.trying = max(0, self.trying - 1)
