@@ -1,7 +1,7 @@
 """Compile the kernels of a checkpoint while it is being written, so that its first generation and its server start quickly.
 
-The plan's shapes give a model with one layer of each kind and uninitialized weights. All kernels that a generation, a prompt of
-any length and a server launch are launched once, in threads; the compiled kernels stay in the caches on disk.
+The plan's shapes give a model with a layer or two of each kind and uninitialized weights. All kernels that a generation, a
+prompt of any length and a server launch are launched once, in threads; the compiled kernels stay in the caches on disk.
 """
 
 import re
@@ -67,7 +67,8 @@ def launches(model: Any) -> list[Callable[[], object]]:
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
     """Return the parts of an open checkpoint that `native_loader.read` needs (config, headers), for the plan's output in
-    `folder` with one layer of each kind.
+    `folder` with one layer of each kind, and a second one of the first layer's: only there is the norm before it fused into
+    its products.
 
     Raises NotPlain where the model's family is unknown.
     """
@@ -78,12 +79,13 @@ def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
     for item in plan.items:
         match = LAYER.match(item.name)
         (layers.setdefault(int(match[1]), []) if match else others).append(item)
-    kinds: dict[object, int] = {}
-    for i, items in layers.items():
-        kinds.setdefault((types[i], *sorted((LAYER.sub("", m.name), m.spelled or "") for m in items)), i)
-    items = [_moved(m, n) for n, i in enumerate(kinds.values()) for m in layers[i]] + others
+    kinds: dict[object, list[int]] = {}
+    for i, items in sorted(layers.items()):
+        kinds.setdefault((types[i], *sorted((LAYER.sub("", m.name), m.spelled or "") for m in items)), []).append(i)
+    chosen = sorted({i for same in kinds.values() for i in same[: 2 if min(layers) in same else 1]})
+    items = [_moved(m, n) for n, i in enumerate(chosen) for m in layers[i]] + others
     small = output_config(source, replace(plan, items=tuple(items)))
-    small |= {"num_hidden_layers": len(kinds)} | ({"layer_types": [types[i] for i in kinds.values()]} if types[0] else {})
+    small |= {"num_hidden_layers": len(chosen)} | ({"layer_types": [types[i] for i in chosen]} if types[0] else {})
     headers = {n: h for m in items for n, h in m.outputs}
     return SimpleNamespace(name=source.name, folder=folder, config=small, headers=headers, mapped=lambda names: None)
 

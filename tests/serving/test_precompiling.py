@@ -1,10 +1,11 @@
-"""While a checkpoint is written, the kernels that will decode it are compiled: of its shapes, each kind of layer once."""
+"""While a checkpoint is written, the kernels that will decode it are compiled: of its shapes, each kind of layer."""
 
 import os
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lowq_cli.engine import precompiling as engine_precompiling
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.parallel_read import Blank
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.steps import AddNorm, Product
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run.prepare import prepare
 from lowq_cli.serving import precompiling
@@ -31,13 +33,21 @@ def planned(folder, **recipe):
         return native_loader.read(source, CPU, Blank), prepared.plan
 
 
-def test_one_layer_of_each_kind(tmp_path):
+def test_one_layer_of_each_kind_and_two_of_the_first(tmp_path):
+    """The first layer's norm has no update of the stream before it, so a product that the norm is fused into needs a second."""
     uniform, plan = planned(tmp_path)
-    assert len(uniform.linears["layers"]) == 1
+    assert len(uniform.linears["layers"]) == 2
+    steps = NativeDecoder(uniform).plan.steps
+    fused = {
+        after.role
+        for step, after in pairwise(steps)
+        if isinstance(step, AddNorm) and not step.first and isinstance(after, Product)
+    }
+    assert fused == {"qkv", "gate_up"}
     assert uniform.linears["layers"][0]["o"].scheme == next(i.scheme for i in plan.items if "o_proj" in i.name)
     mixed, plan = planned(tmp_path, overrides=["layers.2.mlp.down_proj=8", "layers.3.mlp.down_proj=8"])
     assert len(plan.items) > 4 * len(uniform.linears["layers"])
-    assert [layer["down"].scheme.bits for layer in mixed.linears["layers"]] == [4, 8]
+    assert [layer["down"].scheme.bits for layer in mixed.linears["layers"]] == [4, 4, 8]
 
 
 @contextmanager
