@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-from lowq_cli.calibrate.stream import why_not
+from lowq_cli.calibrate.residual_stream import why_not
 from lowq_packers import arch
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import mixers

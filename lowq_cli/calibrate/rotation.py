@@ -13,7 +13,7 @@ from functools import cache, cached_property
 import torch
 
 from lowq_cli.calibrate.orthogonal import Rotation
-from lowq_cli.calibrate.stream import Turn, turns, why_not
+from lowq_cli.calibrate.residual_stream import Turn, turns, why_not
 from lowq_cli.files.family_tensors import Named
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source

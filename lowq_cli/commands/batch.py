@@ -11,7 +11,7 @@ from lowq_cli.commands import Device, KvCache, checkpoint_argument, option
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowq_cli.serving.http.batch import Line
+    from lowq_cli.serving.http.batch_file import Line
     from lowq_cli.serving.http.opening import Opening
 
 EXAMPLES = """Examples:
@@ -38,7 +38,7 @@ def batch(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: how many were answered.")] = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; run it again to answer those without an answer."""
-    from lowq_cli.serving.http import batch as batches
+    from lowq_cli.serving.http import batch_file as batches
     from lowq_cli.serving.http.opening import Asked, Opening
 
     if file == "-" and out is None:
@@ -77,7 +77,7 @@ def _answer(opening: "Opening", lines: "list[Line]", target: Path) -> dict[str, 
     import asyncio
 
     from lowq_cli.serving.http.app import PICTURE_BODY, Served, make_app
-    from lowq_cli.serving.http.batch import run
+    from lowq_cli.serving.http.batch_file import run
 
     with console.status("loading"):
         pool = opening.pool(console.say)

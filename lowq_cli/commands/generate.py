@@ -30,8 +30,8 @@ from lowq_cli.commands import (
     unescaped,
 )
 from lowq_cli.generation.prompt_file import answer_all, read_prompts
-from lowq_cli.generation.report import exhausted, numbers_of, sampling_text, show_kernels, show_numbers, show_profile
 from lowq_cli.generation.running_server import answered_by_a_server
+from lowq_cli.generation.statistics import exhausted, numbers_of, sampling_text, show_kernels, show_numbers, show_profile
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:

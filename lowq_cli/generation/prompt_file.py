@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console
-from lowq_cli.generation.report import count, drawn_text
+from lowq_cli.generation.statistics import count, drawn_text
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:

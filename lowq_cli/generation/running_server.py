@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowq_cli import console, thinking
-from lowq_cli.generation.report import ENDED, count, drawn_text, exhausted, with_thoughts
+from lowq_cli.generation.statistics import ENDED, count, drawn_text, exhausted, with_thoughts
 
 
 def answered_by_a_server(

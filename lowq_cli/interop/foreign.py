@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from lowq_packers.formats import Fetch, Format, Matrix
     from lowq_packers.qtensor import QuantizedTensor
 
-SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # removed from config.json of dense weights
+QUANT_SECTIONS = (
+    "quantization_config",
+    "compression_config",
+    "quantization",
+    "gguf",
+)  # not in the config.json of dense weights
 QMODEL = "qmodel.pt"
 SLAB = 1 << 22  # max. weights dequantized at a time
 
@@ -132,7 +137,7 @@ def _decoded(raw: Source, form: "Format", matrices: "list[Matrix]") -> "DecodedS
             where[f"{m.name}.weight"], dense[f"{m.name}.weight"] = raw.where[name], m
         if name not in parts:
             headers[name], where[name] = header, raw.where[name]
-    config = {k: v for k, v in raw.config.items() if k not in SECTIONS}
+    config = {k: v for k, v in raw.config.items() if k not in QUANT_SECTIONS}
     return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, raw.notes, form.name, raw=raw, dense=dense)
 
 

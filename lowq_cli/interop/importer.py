@@ -20,7 +20,7 @@ from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
-from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
+from lowq_cli.interop.foreign import QUANT_SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
 from lowq_cli.state import writing
 from lowq_packers import home
 from lowq_packers.arch.config import NotPlain
@@ -95,7 +95,7 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
     dense_names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight") and n not in parts]
     dense_names += [m.name for m in matrices if m.scheme is None]
     schemes = {m.name: m.scheme for m in matrices if m.scheme}
-    config = {k: v for k, v in source.config.items() if k not in SECTIONS}
+    config = {k: v for k, v in source.config.items() if k not in QUANT_SECTIONS}
     if schemes:
         config["quantization_config"] = compact(schemes, dense_names)
     fetch, off = fetcher(source), 0.0

@@ -8,7 +8,7 @@ from typing import Protocol
 from lowq_cli.output import bare_json, braces, elements, harmony, headed_json, pairs, python_calls, tagged_json
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait
-from lowq_cli.output.thoughts import SECTIONS, Thoughts, section_of
+from lowq_cli.output.thoughts import THOUGHT_MARKS, Thoughts, thought_marks_of
 
 
 class Calls(Protocol):
@@ -93,7 +93,7 @@ def ways_by(mark: str) -> Ways:
     """The syntax of a model with this mark of thoughts, as in the "by" of `marks`."""
     if mark == harmony.CHANNEL:
         return Ways(harmony.HARMONY, None)
-    return Ways(None, next(s for s in SECTIONS if s.open == mark))
+    return Ways(None, next(s for s in THOUGHT_MARKS if s.open == mark))
 
 
 def marks(ways: Ways, prompt: str) -> dict[str, object] | None:
@@ -127,4 +127,4 @@ MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # marks that must all be i
 def ways_of(template: str, added: Container[str]) -> Ways:
     """The syntax of a model with this template and these added tokens."""
     calls = next((c for marks, c in MARKS if all(m in template for m in marks)), None)
-    return Ways(calls, None if calls is harmony.HARMONY else section_of(template, added))
+    return Ways(calls, None if calls is harmony.HARMONY else thought_marks_of(template, added))

@@ -65,7 +65,7 @@ class _Unblanked:
             self.say(text)
 
 
-SECTIONS = (
+THOUGHT_MARKS = (
     Thoughts("<think>", "</think>"),
     Thoughts("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
     Thoughts("<|channel>thought", "<channel|>", ""),  # Gemma 4: a special token and a word
@@ -76,7 +76,7 @@ SECTIONS = (
 )
 
 
-def section_of(template: str, added: Container[str]) -> Thoughts | None:
+def thought_marks_of(template: str, added: Container[str]) -> Thoughts | None:
     """The marks of a model's thoughts, found in its chat template or else among the tokens added to its vocabulary."""
-    written = next((s for s in SECTIONS if s.open in template or s.close in template), None)
-    return written or next((s for s in SECTIONS if s.open in added and s.close in added), None)
+    written = next((s for s in THOUGHT_MARKS if s.open in template or s.close in template), None)
+    return written or next((s for s in THOUGHT_MARKS if s.open in added and s.close in added), None)

@@ -35,7 +35,7 @@ from lowq_cli.run import transform
 from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
 from lowq_cli.run.output_folder import OutputFolder, ShardFile, output_names
 from lowq_cli.run.prepare import Prepared, prepare
-from lowq_cli.run.report import known_result, make_report, result_of
+from lowq_cli.run.records import known_result, make_report, result_of
 from lowq_cli.workers import in_order, on_free_device
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 

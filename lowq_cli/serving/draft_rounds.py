@@ -14,10 +14,10 @@ from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
 from lowq_cli.serving.device_drafts import why_not as drafter_why_not
+from lowq_cli.serving.draft_budget import Answers, choose, rounds
 from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
 from lowq_cli.serving.draft_trials import Trials
-from lowq_cli.serving.drafting import Answers, choose, rounds
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
 from lowq_cli.serving.model_runner import Piece

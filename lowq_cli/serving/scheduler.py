@@ -114,7 +114,7 @@ class Scheduler:
         for seq in self.active:
             self._send(plan, seq)
         if waiting and (not self.fixed or not plan.steps or self._stepped):
-            self._read(plan, budget(self.high if plan.steps and not self.fixed else 0, waiting))
+            self._prefill(plan, budget(self.high if plan.steps and not self.fixed else 0, waiting))
             plan.steps = [] if self.fixed and plan.pieces else plan.steps
         self._stepped = bool(plan.steps)
         self.step += 1
@@ -292,7 +292,7 @@ class Scheduler:
             plan.slots.append((seq.row, seq.slot))
             seq.slot_sent = True
 
-    def _read(self, plan: StepPlan, budget: int) -> None:
+    def _prefill(self, plan: StepPlan, budget: int) -> None:
         """Add pieces of prompts to the plan, short prompts first; a sequence whose prompt ends here gets a row that runs.
 
         A later prompt overtakes an earlier one only while the tokens prefilled in between are fewer than the difference of

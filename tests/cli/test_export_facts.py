@@ -14,7 +14,7 @@ from lowq_cli.engine.prompts import stop_ids
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.export_checks import commands, refusal
 from lowq_cli.interop.exporter import export
-from lowq_cli.interop.foreign import SECTIONS
+from lowq_cli.interop.foreign import QUANT_SECTIONS
 from lowq_cli.run.pipeline import quantize
 from lowq_packers.arch.config import read_config
 from lowq_packers.arch.parts import Attention, walk
@@ -154,7 +154,7 @@ def test_folders_of_every_format(family, fact, zero, tmp_path):
         out = tmp_path / to
         export(tmp_path / "m", to, out)
         ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "m", out))
-        assert {k: v for k, v in ours.items() if k not in SECTIONS}.items() <= theirs.items()
+        assert {k: v for k, v in ours.items() if k not in QUANT_SECTIONS}.items() <= theirs.items()
         result = read(out)
         assert torch.allclose(result[0], expected[0], rtol=0, atol=1e-4 * float(expected[0].abs().max())), to
         assert result[1:] == expected[1:], to

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lowq_cli import main
 from lowq_cli.engine import explain
 from lowq_cli.files.source import DEMO
-from lowq_cli.generation import report
+from lowq_cli.generation import statistics
 from lowq_cli.main import app
 from lowq_cli.state import remember
 
@@ -52,7 +52,7 @@ def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
     monkeypatch.setattr(explain, "kernels_of", lambda *_: rows)
     decoder = SimpleNamespace(name="native", reason="")
     generation = SimpleNamespace(decoder=decoder, prompts=["a"], drafting=None, why_no_drafts="as asked")
-    report.show_kernels(SimpleNamespace(dtype=None), generation)
+    statistics.show_kernels(SimpleNamespace(dtype=None), generation)
     output = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][2:]
     assert output == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 
@@ -97,7 +97,7 @@ def test_what_else_delayed_the_first_token_is_told(more, told, capsys):
         "decoder": "native",
         "sampling": {"temperature": 0},
     }
-    report.show_numbers({**numbers, "sampling_from": {}, **more}, SimpleNamespace(tokens=[[1]]))
+    statistics.show_numbers({**numbers, "sampling_from": {}, **more}, SimpleNamespace(tokens=[[1]]))
     assert told in capsys.readouterr().err
 
 

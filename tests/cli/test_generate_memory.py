@@ -11,7 +11,7 @@ from lowq_cli.engine import explain, graph, precompiling, stream
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.generation import report
+from lowq_cli.generation import statistics
 from lowq_kernels import workspaces
 from lowq_kernels.dispatch import precompile
 
@@ -103,7 +103,7 @@ def test_measuring_the_roofline_is_not_the_models_peak(monkeypatch):
     monkeypatch.setattr(explain, "roofline", lambda *a: peak.append(peak.pop() + (1 << 30)) or (None, ""))
     g = stream(net, TOKENIZER, PROMPTS[0], max_new_tokens=2)
     list(g)
-    assert report.numbers_of(net, g, kernels=False)["peak_memory_bytes"] == 100
+    assert statistics.numbers_of(net, g, kernels=False)["peak_memory_bytes"] == 100
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from lowq_cli.output import braces, elements, harmony, headed_json, pairs, pytho
 from lowq_cli.output.dialects import MARKS, Ways, ways_of
 from lowq_cli.output.parts import Offered, joined
 from lowq_cli.output.read import Reader
-from lowq_cli.output.thoughts import SECTIONS
+from lowq_cli.output.thoughts import THOUGHT_MARKS
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}}
 OFFERED = Offered({"f": SCHEMA, "get.it-2": {}, "g": SCHEMA})
@@ -193,7 +193,7 @@ def test_any_text_gives_the_same_parts_however_it_is_cut(name, data, seed, cut, 
     way, written = WRITTEN[name]
     whole = written(data.draw(st.lists(CALLS, min_size=1, max_size=2)))
     at = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=2, max_size=2)))
-    section = data.draw(st.sampled_from(SECTIONS))
+    section = data.draw(st.sampled_from(THOUGHT_MARKS))
     texts = st.one_of(st.sampled_from([whole, whole[: at[0]], whole[at[0] :], whole[at[0] : at[1]]]), st.sampled_from(GARBLED))
     text = "".join(data.draw(st.lists(st.one_of(texts, st.sampled_from([section.open, section.close])), max_size=6)))
     ways = Ways(way, None if way is harmony.HARMONY else section)
@@ -219,7 +219,7 @@ def test_events_of_a_truncated_text_are_a_prefix_of_those_of_the_whole(name, cal
         assert whole[i][1].startswith(output) if i + 1 == len(sure) else whole[i][1] == output
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.open)
+@pytest.mark.parametrize("section", THOUGHT_MARKS, ids=lambda s: s.open)
 @settings(max_examples=40, deadline=None)
 @given(
     thought=st.text(st.sampled_from("ab <é\n"), max_size=9),
@@ -234,17 +234,17 @@ def test_thoughts_stand_apart_from_the_answer(section, thought, said, seed, insi
 
 
 def test_thoughts_that_no_answer_follows_are_all_there_is():
-    assert read(Ways(None, SECTIONS[0]), "so and", inside=True, cut=True) == [("thought", "so and", 0)]
+    assert read(Ways(None, THOUGHT_MARKS[0]), "so and", inside=True, cut=True) == [("thought", "so and", 0)]
 
 
 def test_an_opener_in_the_midst_of_an_answer_is_text():
     text = "The tag <think> opens a thought, </think> ends it."
-    assert read(Ways(None, SECTIONS[0]), text) == [("text", text, 0)]
+    assert read(Ways(None, THOUGHT_MARKS[0]), text) == [("text", text, 0)]
 
 
 def test_a_call_ends_thoughts_that_nothing_closed():
     text = 'hm <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    parts = read(Ways(tagged_json.HERMES, SECTIONS[0]), text, inside=True)
+    parts = read(Ways(tagged_json.HERMES, THOUGHT_MARKS[0]), text, inside=True)
     assert parts == [("thought", "hm", 0), ("call", "f", 0), ("arguments", "{}", 0)]
 
 
@@ -266,5 +266,5 @@ def test_every_way_is_found_by_its_marks():
     for marks, way in MARKS:
         assert ways_of(" ".join(marks), {}).calls is way
     assert ways_of("plain", {}) == Ways(None, None)
-    assert ways_of("plain", {"<think>": 1, "</think>": 2}).thoughts is SECTIONS[0]
-    assert ways_of("{{ x.split('</think>')[-1] }}", {}).thoughts is SECTIONS[0]
+    assert ways_of("plain", {"<think>": 1, "</think>": 2}).thoughts is THOUGHT_MARKS[0]
+    assert ways_of("{{ x.split('</think>')[-1] }}", {}).thoughts is THOUGHT_MARKS[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import forking
 import pytest
 
-from lowq_cli.serving.http.batch import answered, read
+from lowq_cli.serving.http.batch_file import answered, read
 from lowq_packers.errors import UsageError
 
 LOWQ = Path(sys.executable).with_name("lowq")

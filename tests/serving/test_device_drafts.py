@@ -26,7 +26,7 @@ from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.device_drafts import why_not
-from lowq_cli.serving.drafting import rounds
+from lowq_cli.serving.draft_budget import rounds
 from lowq_cli.serving.guessing import Guessed, Rates
 
 STOPS = (2,)  # as the models' configs have it

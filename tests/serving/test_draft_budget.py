@@ -15,8 +15,8 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.serving.draft_budget import REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.draft_trials import Trials
-from lowq_cli.serving.drafting import REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.text import Writer
 from lowq_cli.serving.request import Draw, Event, Request
