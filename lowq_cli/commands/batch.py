@@ -39,7 +39,7 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; run it again to answer those without an answer."""
     from lowq_cli.serving.http import batch_file as batches
-    from lowq_cli.serving.http.opening import Asked, Opening
+    from lowq_cli.serving.http.opening import Arguments, Opening
 
     if file == "-" and out is None:
         raise UsageError("answers to requests from stdin need a file; name it with --out")
@@ -50,7 +50,7 @@ def batch(
         console.say(f"{len(lines) - len(left)} of {len(lines)} requests are answered in {target} already")
     counts = {"answered": 0, "refused": 0}
     if left:
-        flags = Asked(ckpt, tuple(models or ()), config, memory, None, None)
+        flags = Arguments(ckpt, tuple(models or ()), config, memory, None, None)
         how = {"running": max_batch, "cache_tokens": None, "deterministic": False, "kv": kv, "act": None}
         opening = Opening(flags, flags.read(), device, how)
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lowq_cli.serving.http.app import Served
     from lowq_cli.serving.http.loading import Loaded
-    from lowq_cli.serving.http.opening import Asked
+    from lowq_cli.serving.http.opening import Arguments
     from lowq_cli.serving.printer import Printer
 
 EXAMPLES = """Examples:
@@ -157,11 +157,11 @@ def serve(
             raise UsageError(f"{OWN} are for lowq's own engine; pass vLLM's options with --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
-        from lowq_cli.serving.http.opening import Asked
+        from lowq_cli.serving.http.opening import Arguments
 
         how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         how |= {"act": act, "prefer": prefer, "draft": draft}
-        flags = Asked(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt), kv_host)
+        flags = Arguments(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt), kv_host)
         address = None if local else (host, port)
         _serve(flags, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
 
@@ -177,7 +177,7 @@ def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
 
 
 def _serve(
-    asked: "Asked",
+    arguments: "Arguments",
     address: tuple[str, int] | None,
     api_key: str,
     strict: bool,
@@ -195,11 +195,11 @@ def _serve(
     from lowq_cli.serving.http.opening import Opening
     from lowq_cli.serving.printer import Printer
 
-    offers = asked.read()
+    offers = arguments.read()
     bound, local = None if address is None else run.listen(*address), None if dry_run else running.listen()
     if bound is None and local is None and not dry_run:
         raise UnsupportedError("--local needs a Unix socket in a folder that you own; name one: XDG_STATE_HOME=DIR")
-    opening, printer = Opening(asked, offers, device, how), Printer()
+    opening, printer = Opening(arguments, offers, device, how), Printer()
     try:
         from lowq_cli.serving.http.app import PICTURE_BODY, Served  # imported while the model loads
 
@@ -207,7 +207,7 @@ def _serve(
         names, url = (run.LOOPBACK, "") if bound is None else (run.names(bound), run.url(bound))
         about = {"url": url, "kept": bound is None}
         served = Served(pool, api_key, names, log=printer.say, failed=_failed, strict=strict, about=about)
-        if pool.one.pictures is not None or not asked.one:
+        if pool.one.pictures is not None or not arguments.one:
             served.body_bytes = PICTURE_BODY
         if bound is None:
             served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
@@ -216,7 +216,7 @@ def _serve(
         if as_json:
             console.out_json(plan)
         if not dry_run:
-            _run(served, [s for s in (bound, local) if s is not None], grace, plan, printer, asked)
+            _run(served, [s for s in (bound, local) if s is not None], grace, plan, printer, arguments)
     finally:
         running.forget()
         opening.stop()
@@ -224,7 +224,7 @@ def _serve(
 
 
 def _run(
-    served: "Served", bound: "list[socket.socket]", grace: float, plan: dict[str, Any], printer: "Printer", asked: "Asked"
+    served: "Served", bound: "list[socket.socket]", grace: float, plan: dict[str, Any], printer: "Printer", flags: "Arguments"
 ) -> None:
     """Answer requests until a signal ends the server, with a live line of the speed on a terminal."""
     from lowq_cli.serving.http import run
@@ -256,7 +256,7 @@ def _run(
 
     def reload() -> None:
         try:
-            new = asked.read()
+            new = flags.read()
         except LowqError as e:
             printer.say(f"nothing has changed: {e}")
             return

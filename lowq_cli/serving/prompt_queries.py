@@ -23,27 +23,27 @@ class PromptReader:
         self.model, self.kv = model, kv
         self._decoder: Any = None
 
-    def __call__(self, ids: Sequence[int], asked: Read, adapter: int = 0) -> list[Likelihood] | list[float]:
+    def __call__(self, ids: Sequence[int], query: Read, adapter: int = 0) -> list[Likelihood] | list[float]:
         """Return the answer to a query about a prompt, computed with one of the model's adapters (0 for none)."""
         if not adapter:
-            return self._read(ids, asked)
+            return self._read(ids, query)
         adapters = plan_of(self.model).adapters
         adapters.all = adapter
         try:
-            return self._read(ids, asked)
+            return self._read(ids, query)
         finally:
             adapters.all = 0
 
-    def _read(self, ids: Sequence[int], asked: Read) -> list[Likelihood] | list[float]:
+    def _read(self, ids: Sequence[int], query: Read) -> list[Likelihood] | list[float]:
         """Return the log-probabilities of all tokens but the first, those of the next token, or the prompt's vector."""
         prompt = torch.tensor([list(ids)], device=self.model.device)
-        if asked.kind == "likelihoods":
-            return self._likelihoods(prompt, asked.top)
-        if asked.kind == "next":
+        if query.kind == "likelihoods":
+            return self._likelihoods(prompt, query.top)
+        if query.kind == "next":
             guess = torch.cat([prompt, prompt[:, -1:]], 1)  # a dummy next token: any token would do
-            return self._likelihoods(guess, asked.top, first=len(ids) - 1)
+            return self._likelihoods(guess, query.top, first=len(ids) - 1)
         hidden = self._hidden(prompt).float()
-        pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[asked.pooling]
+        pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[query.pooling]
         check_finite(pooled[None])
         return pooled.tolist()
 

@@ -1,1 +1,1 @@
-"""The APIs that clients speak, one file each: a dialect parses a body into an `Asked` and writes the parts of an answer."""
+"""The APIs that clients speak, one file each: a dialect parses a body into `Params` and writes the parts of an answer."""

@@ -18,7 +18,7 @@ class Chat:
 
     name, media_type = "chat", "text/event-stream"
 
-    def read(self, body: dict[str, Any]) -> fields.Asked:
+    def read(self, body: dict[str, Any]) -> fields.Params:
         """Parse a body. Raises Refusal."""
         return fields.read(body, chat=True)
 
@@ -47,7 +47,7 @@ class Chat:
 
     async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
-        usage = {"usage": None} if answer.asked.get("stream_options") else {}
+        usage = {"usage": None} if answer.params.get("stream_options") else {}
         head = _head(answer, ".chunk")
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> bytes:
@@ -120,7 +120,7 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
 
 
 def _none(answer: Answer) -> dict[str, Any] | None:
-    return None if answer.asked.logprobs is None else {"content": [], "refusal": None}
+    return None if answer.params.logprobs is None else {"content": [], "refusal": None}
 
 
 def _logprobs(answer: Answer, piece: Piece) -> dict[str, Any] | None:

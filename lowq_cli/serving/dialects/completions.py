@@ -17,7 +17,7 @@ class Completions:
 
     name, media_type = "completion", "text/event-stream"
 
-    def read(self, body: dict[str, Any]) -> fields.Asked:
+    def read(self, body: dict[str, Any]) -> fields.Params:
         """Parse a body. Raises Refusal."""
         return fields.read(body, chat=False)
 
@@ -43,7 +43,7 @@ class Completions:
 
     async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
-        usage = {"usage": None} if answer.asked.get("stream_options") else {}
+        usage = {"usage": None} if answer.params.get("stream_options") else {}
         head = _head(answer)
 
         def chunk(index: int, text: str, logprobs: Any = None, finish_reason: str | None = None) -> bytes:
@@ -74,12 +74,12 @@ class Around:
 
     def __init__(self, make: Any) -> None:
         self.make = make
-        self.made: dict[int, list[bytes]] = {}
+        self.templates: dict[int, list[bytes]] = {}
 
     def __call__(self, index: int, text: str) -> bytes:
-        if index not in self.made:
-            self.made[index] = self.make(index, self.HERE).split(encoded(self.HERE))
-        before, after = self.made[index]
+        if index not in self.templates:
+            self.templates[index] = self.make(index, self.HERE).split(encoded(self.HERE))
+        before, after = self.templates[index]
         return before + encoded(text) + after
 
 
@@ -88,7 +88,7 @@ def _head(answer: Answer) -> dict[str, Any]:
 
 
 def _none(answer: Answer) -> Logprobs | None:
-    if answer.asked.logprobs is None:
+    if answer.params.logprobs is None:
         return None
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 

@@ -18,7 +18,7 @@ HARMLESS = ("user", "truncate", "options", "keep_alive", "truncate_prompt_tokens
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Settings:
     """A parsed body. texts: strings or token ids. pooling: None for the model's. size: numbers of a vector, None for all."""
 
     texts: list[str | list[int]]
@@ -28,7 +28,7 @@ class Wanted:
     encoded: bool = False
 
 
-def read(body: dict[str, Any]) -> Wanted:
+def read(body: dict[str, Any]) -> Settings:
     """Parse a body. Raises Refusal."""
     fields.known("", body, {"model", "input", "encoding_format", "dimensions", "pooling", "normalize", *HARMLESS})
     if body.get("input") is None:
@@ -44,28 +44,28 @@ def read(body: dict[str, Any]) -> Wanted:
     size = body.get("dimensions")
     size = None if size is None else int(inside(Range(1, INT64, whole=True))("dimensions", size))
     unit = body.get("normalize")
-    return Wanted(texts, pooling, size, True if unit is None else boolean("normalize", unit), form == "base64")
+    return Settings(texts, pooling, size, True if unit is None else boolean("normalize", unit), form == "base64")
 
 
-def vectors(pooled: Sequence[list[float]], wanted: Wanted) -> list[np.ndarray]:
+def vectors(pooled: Sequence[list[float]], settings: Settings) -> list[np.ndarray]:
     """The vectors in fp32, truncated to `size` and normalized as requested. Raises Refusal if `size` exceeds the model's."""
     rows = []
     for values in pooled:
-        if wanted.size is not None and wanted.size > len(values):
-            raise wrong("dimensions", f"{wanted.size} is more than the model's {len(values)}")
-        v = np.array(values[: wanted.size], np.float64)
-        rows.append((v / max(float(np.linalg.norm(v)), 1e-12) if wanted.unit else v).astype(np.float32))
+        if settings.size is not None and settings.size > len(values):
+            raise wrong("dimensions", f"{settings.size} is more than the model's {len(values)}")
+        v = np.array(values[: settings.size], np.float64)
+        rows.append((v / max(float(np.linalg.norm(v)), 1e-12) if settings.unit else v).astype(np.float32))
     return rows
 
 
-def whole(model: str, found: Sequence[np.ndarray], wanted: Wanted, tokens: int) -> dict[str, Any]:
+def whole(model: str, rows: Sequence[np.ndarray], settings: Settings, tokens: int) -> dict[str, Any]:
     """As OpenAI says it."""
     data = [
         {
             "object": "embedding",
             "index": i,
-            "embedding": base64.b64encode(v.tobytes()).decode() if wanted.encoded else v.tolist(),
+            "embedding": base64.b64encode(v.tobytes()).decode() if settings.encoded else v.tolist(),
         }
-        for i, v in enumerate(found)
+        for i, v in enumerate(rows)
     ]
     return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}

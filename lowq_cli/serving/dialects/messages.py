@@ -24,7 +24,7 @@ class Messages:
 
     name, media_type = "messages", "text/event-stream"
 
-    def read(self, body: dict[str, Any]) -> fields.Asked:
+    def read(self, body: dict[str, Any]) -> fields.Params:
         """Parse a body into a chat. Raises Refusal."""
         chat: dict[str, Any] = {name: body[name] for name in SAME if name in body}
         known = {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "output_config"}
@@ -59,23 +59,23 @@ class Messages:
     async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
 
-        def said(kind: str, **more: Any) -> bytes:
+        def named(kind: str, **more: Any) -> bytes:
             return event({"type": kind, **more}, kind)
 
         nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield said("message_start", message=_head(answer) | nothing | {"usage": _usage(answer)})
-        yield said("ping")
+        yield named("message_start", message=_head(answer) | nothing | {"usage": _usage(answer)})
+        yield named("ping")
         async for block, change, more in blocks(answer):
             if change == "begun":
-                yield said("content_block_start", index=block.number, content_block=_content(block))
+                yield named("content_block_start", index=block.number, content_block=_content(block))
             elif change == "more":
-                yield said("content_block_delta", index=block.number, delta=_delta(block, more))
+                yield named("content_block_delta", index=block.number, delta=_delta(block, more))
             else:
                 if block.kind == "thought":
-                    yield said("content_block_delta", index=block.number, delta={"type": "signature_delta", "signature": ""})
-                yield said("content_block_stop", index=block.number)
-        yield said("message_delta", delta=_ending(answer), usage=_usage(answer))
-        yield said("message_stop")
+                    yield named("content_block_delta", index=block.number, delta={"type": "signature_delta", "signature": ""})
+                yield named("content_block_stop", index=block.number)
+        yield named("message_delta", delta=_ending(answer), usage=_usage(answer))
+        yield named("message_stop")
 
 
 def _system(given: Any) -> list[dict[str, Any]]:

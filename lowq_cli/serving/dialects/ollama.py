@@ -33,7 +33,7 @@ class Ollama:
     def __init__(self, chat: bool) -> None:
         self.chat, self.name = chat, "api/chat" if chat else "api/generate"
 
-    def read(self, body: dict[str, Any]) -> fields.Asked:
+    def read(self, body: dict[str, Any]) -> fields.Params:
         """Parse a body into a chat, or with `raw` into a completion. Raises Refusal."""
         known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
         raw = not self.chat and bool(body.get("raw"))
@@ -148,7 +148,7 @@ def _think(given: Any) -> dict[str, Any]:
 def _ending(answer: Answer) -> dict[str, Any]:
     """The fields of the last line: the reason of the end, and durations in nanoseconds."""
     usage, now = answer.usage(), time.monotonic_ns()
-    live, began = answer.live, answer.asked.dialect["began"]
+    live, began = answer.live, answer.params.dialect["began"]
     first = int(live.first * 1e9) or now
     read = max(0, first - int(live.began * 1e9))
     return {

@@ -25,7 +25,7 @@ FIELDS = {"model", "query", "documents", "top_n", "return_documents", "instructi
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Ranking:
     """A parsed body."""
 
     query: str
@@ -34,14 +34,14 @@ class Wanted:
     top: int | None
     whole: bool
 
-    def chat(self, document: str) -> fields.Asked:
+    def chat(self, document: str) -> fields.Params:
         """The prompt for one document, as a chat."""
         prompt = f"<Instruct>: {self.instruction}\n<Query>: {self.query}\n<Document>: {document}"
         messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": prompt}]
         return fields.read({"messages": messages, "reasoning_effort": "none"}, chat=True)
 
 
-def read(body: dict[str, Any]) -> Wanted:
+def read(body: dict[str, Any]) -> Ranking:
     """Parse a body. Raises Refusal."""
     fields.known("", body, FIELDS)
     documents = []
@@ -51,7 +51,7 @@ def read(body: dict[str, Any]) -> Wanted:
     if len(documents) > MOST:
         raise wrong("documents", f"{len(documents)} documents; a request may have {MOST}")
     top = body.get("top_n")
-    return Wanted(
+    return Ranking(
         text("query", body.get("query")),
         documents,
         text("instruction", body.get("instruction") or INSTRUCT),
@@ -70,10 +70,10 @@ def score(first: Likelihood, spelled: Any) -> float:
     return shares[YES] / sum(shares.values()) if any(shares.values()) else 0.0
 
 
-def whole(model: str, scores: list[float], wanted: Wanted, tokens: int) -> dict[str, Any]:
+def whole(model: str, scores: list[float], ranking: Ranking, tokens: int) -> dict[str, Any]:
     """The response with the documents, best first."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: wanted.top]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: ranking.top]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
-    if wanted.whole:
-        results = [r | {"document": {"text": wanted.documents[r["index"]]}} for r in results]
+    if ranking.whole:
+        results = [r | {"document": {"text": ranking.documents[r["index"]]}} for r in results]
     return {"object": "list", "model": model, "results": results, "usage": {"total_tokens": tokens, "prompt_tokens": tokens}}

@@ -37,9 +37,9 @@ class Responses:
     name, media_type = "responses", "text/event-stream"
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, tuple[Messages, int]] = OrderedDict()
+        self.conversations: OrderedDict[str, tuple[Messages, int]] = OrderedDict()
 
-    def read(self, body: dict[str, Any]) -> fields.Asked:
+    def read(self, body: dict[str, Any]) -> fields.Params:
         """Parse a body into a chat. Raises Refusal."""
         for name in ("conversation", "prompt"):
             if body.get(name) is not None:
@@ -81,13 +81,13 @@ class Responses:
         """The answer as server-sent events."""
         number = 0
 
-        def said(kind: str, **more: Any) -> bytes:
+        def named(kind: str, **more: Any) -> bytes:
             nonlocal number
             number += 1
             return event({"type": f"response.{kind}", "sequence_number": number - 1, **more}, f"response.{kind}")
 
         for kind in ("created", "in_progress"):
-            yield said(kind, response=_response(answer, [], "in_progress"))
+            yield named(kind, response=_response(answer, [], "in_progress"))
         done: list[Block] = []
         async for block, change, more in blocks(answer):
             at = {"item_id": _id(answer, block), "output_index": block.number}
@@ -95,49 +95,49 @@ class Responses:
             name, key = NAMES[block.kind]
             if change == "begun":
                 item = _item(answer, block, "in_progress")
-                yield said(
+                yield named(
                     "output_item.added",
                     output_index=block.number,
                     item=item | ({} if block.kind == "call" else {"content": []}),
                 )
                 if block.kind == "text":
-                    yield said("content_part.added", **place, part=_text_part(""))
+                    yield named("content_part.added", **place, part=_text_part(""))
             elif change == "more":
-                yield said(f"{name}.delta", **place, delta=more, **({"logprobs": []} if block.kind == "text" else {}))
+                yield named(f"{name}.delta", **place, delta=more, **({"logprobs": []} if block.kind == "text" else {}))
             else:
                 done.append(block)
-                yield said(f"{name}.done", **place, **{key: block.text}, **_named(block))
+                yield named(f"{name}.done", **place, **{key: block.text}, **_named(block))
                 if block.kind == "text":
-                    yield said("content_part.done", **place, part=_text_part(block.text))
-                yield said("output_item.done", output_index=block.number, item=_item(answer, block, "completed"))
+                    yield named("content_part.done", **place, part=_text_part(block.text))
+                yield named("output_item.done", output_index=block.number, item=_item(answer, block, "completed"))
         self._keep(answer, done)
         whole = _response(answer, [_item(answer, b, "completed") for b in done])
-        yield said(whole["status"], response=whole)
+        yield named(whole["status"], response=whole)
 
     def _before(self, name: Any) -> Messages:
         """The conversation up to and including the response with this id, [] for None. Raises Refusal."""
         if name is None:
             return []
-        conversation = self.kept.get(text("previous_response_id", name))
+        conversation = self.conversations.get(text("previous_response_id", name))
         if conversation is None:
             line = f"the response {shown(name)} is not kept here (the last {KEPT} are); send the whole conversation as input"
             raise Refusal(404, line, param="previous_response_id", code="previous_response_not_found")
-        self.kept.move_to_end(name)
+        self.conversations.move_to_end(name)
         return list(conversation[0])
 
     def _keep(self, answer: Answer, blocks: list[Block]) -> None:
         """Keep the conversation so that a request can continue it, unless `store` is false."""
-        if answer.asked.dialect.get("store") is False:
+        if answer.params.dialect.get("store") is False:
             return
         message: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text") or None}
         if thoughts := "".join(b.text for b in blocks if b.kind == "thought"):
             message["reasoning_content"] = thoughts
         if calls := [_call(b.id, b.name, b.text) for b in blocks if b.kind == "call"]:
             message["tool_calls"] = calls
-        messages = [*answer.asked.dialect["messages"], message]
-        self.kept[f"resp_{answer.id}"] = messages, len(json.dumps(messages, default=str))
-        while len(self.kept) > KEPT or sum(size for _, size in self.kept.values()) > KEPT_CHARACTERS:
-            self.kept.popitem(last=False)
+        messages = [*answer.params.dialect["messages"], message]
+        self.conversations[f"resp_{answer.id}"] = messages, len(json.dumps(messages, default=str))
+        while len(self.conversations) > KEPT or sum(size for _, size in self.conversations.values()) > KEPT_CHARACTERS:
+            self.conversations.popitem(last=False)
 
 
 NAMES = {
@@ -256,7 +256,7 @@ def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
 
 def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") -> dict[str, Any]:
     """The response object of an answer; `status` overrides the final states "completed" and "incomplete"."""
-    body, cut = answer.asked.dialect, answer.finish_reasons[0] == "length"
+    body, cut = answer.params.dialect, answer.finish_reasons[0] == "length"
     usage = answer.usage()
     counts = {
         "input_tokens": usage["prompt_tokens"],

@@ -9,7 +9,7 @@ from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.http.served_model import ServedModel
 
 
-def to_tokenize(body: dict[str, Any]) -> fields.Asked | None:
+def to_tokenize(body: dict[str, Any]) -> fields.Params | None:
     """The conversation to tokenize; None if the body has a text instead. Raises Refusal."""
     if "messages" in body:
         chat_fields = ("messages", "tools", "chat_template_kwargs", "model", "reasoning_effort")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lowq_cli.serving.http.dispatcher import Live
-from lowq_cli.serving.http.fields import Asked
+from lowq_cli.serving.http.fields import Params
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names, Piece, Writer
 from lowq_cli.serving.request import Likelihood
@@ -37,7 +37,7 @@ class Answer:
     """The answer to one HTTP request: its choices, made from the events of its engine requests.
 
     Args:
-        asked: the parsed body.
+        params: the parsed body.
         live: the engine requests, one per choice, in order.
         writers: one per choice.
         prompt_tokens: the number of tokens of all prompts together.
@@ -49,7 +49,7 @@ class Answer:
 
     def __init__(
         self,
-        asked: Asked,
+        params: Params,
         live: Live,
         writers: list[Writer],
         prompt_tokens: int,
@@ -58,7 +58,7 @@ class Answer:
         echoes: list[str],
         echoed: "Sequence[Echoed | None]" = (),
     ) -> None:
-        self.asked, self.live, self.writers, self.names, self.echoes = asked, live, writers, names, echoes
+        self.params, self.live, self.writers, self.names, self.echoes = params, live, writers, names, echoes
         self.echoed = echoed or [None] * len(writers)
         self.prompt_tokens, self.model = prompt_tokens, model
         self.id, self.created = uuid.uuid4().hex, int(time.time())
@@ -83,7 +83,7 @@ class Answer:
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield (choice, piece) until all choices have ended. Raises Refusal if an answer could not be computed, Gone."""
         left = set(range(len(self.writers)))
-        if self.asked.max_tokens == 0:  # only the prompt was requested (echo)
+        if self.params.max_tokens == 0:  # only the prompt was requested (echo)
             self.finish_reasons = ["length" for _ in left]
             for index in left:
                 yield index, Piece(finish_reason="length")
@@ -117,7 +117,7 @@ class Dialect(Protocol):
     name: str
     media_type: str
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> Params:
         """Parse a body. Raises Refusal."""
         ...
 

@@ -134,14 +134,14 @@ def make_app(served: Served) -> ASGIApp:
     )
 
 
-async def _pictures(model: ServedModel, asked: fields.Asked) -> tuple[fields.Asked, tuple[Packed, ...]]:
+async def _pictures(model: ServedModel, params: fields.Params) -> tuple[fields.Params, tuple[Packed, ...]]:
     """The request with a placeholder for each image, and the preprocessed images. Raises Refusal."""
-    if not asked.chat:
-        return asked, ()
-    asked, given = take(asked)
+    if not params.chat:
+        return params, ()
+    params, given = take(params)
     if given and model.pictures is None:
         raise refusal.wrong(given[0][0], "this model takes no pictures")
-    return asked, await model.pictures.read(given) if model.pictures is not None else ()
+    return params, await model.pictures.read(given) if model.pictures is not None else ()
 
 
 async def _refused(_: HttpRequest, why: Exception) -> Response:
@@ -215,84 +215,84 @@ class Endpoints:
     async def show(self, request: HttpRequest) -> Response:
         """/api/show: one model."""
 
-        async def found(body: dict[str, Any]) -> dict[str, Any]:
+        async def result(body: dict[str, Any]) -> dict[str, Any]:
             name = fields.text("model", body.get("model", body.get("name"))).removesuffix(ollama.LATEST)
             return ollama.shown_model(await self.served.models.entry(name))
 
-        return await self._reply(request, self.of["api/chat"], found)
+        return await self._reply(request, self.of["api/chat"], result)
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """/tokenize: the tokens of a text, or of a conversation in the model's chat template."""
 
-        async def found(body: dict[str, Any]) -> dict[str, Any]:
-            asked = tokens.to_tokenize(body)
+        async def result(body: dict[str, Any]) -> dict[str, Any]:
+            params = tokens.to_tokenize(body)
             async with self.served.models.lease(_model(body), request.receive) as model:
-                if asked is None:
+                if params is None:
                     ids = await asyncio.to_thread(tokens.of_text, model.tokenizer, body)
                 else:
-                    ids = (await self._prompts(model, asked, tools.read(asked)))[0][0]
+                    ids = (await self._prompts(model, params, tools.read(params)))[0][0]
                 return tokens.response(model, ids, body)
 
-        return await self._reply(request, self.of["completion"], found)
+        return await self._reply(request, self.of["completion"], result)
 
     async def embeddings(self, request: HttpRequest) -> Response:
         """/v1/embeddings, and ollama's /api/embed."""
         ours = request.url.path.startswith("/v1/")
 
-        async def found(body: dict[str, Any]) -> dict[str, Any]:
-            wanted = embeddings.read(body)
+        async def result(body: dict[str, Any]) -> dict[str, Any]:
+            settings = embeddings.read(body)
             name = _model(body)
             name = name if ours or name is None else name.removesuffix(ollama.LATEST)
             async with self.served.models.lease(name, request.receive) as model:
-                ids = await asyncio.to_thread(_encoded, model, wanted.texts)
+                ids = await asyncio.to_thread(_encoded, model, settings.texts)
                 self._check_lengths(model, ids, "input")
-                read = Read("hidden", pooling=wanted.pooling or model.facts.pooling)
+                read = Read("hidden", pooling=settings.pooling or model.facts.pooling)
                 adapter, _ = model.adapter(None, name)
-                told = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
-            made = await asyncio.to_thread(embeddings.vectors, told, wanted)
+                outputs = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
+            vectors = await asyncio.to_thread(embeddings.vectors, outputs, settings)
             n = sum(map(len, ids))
             if ours:
-                return embeddings.whole(model.name, made, wanted, n)
-            return {"model": model.name, "embeddings": [v.tolist() for v in made], "prompt_eval_count": n}
+                return embeddings.whole(model.name, vectors, settings, n)
+            return {"model": model.name, "embeddings": [v.tolist() for v in vectors], "prompt_eval_count": n}
 
-        return await self._reply(request, self.of["completion" if ours else "api/chat"], found)
+        return await self._reply(request, self.of["completion" if ours else "api/chat"], result)
 
     async def rerank(self, request: HttpRequest) -> Response:
         """/v1/rerank."""
 
-        async def found(body: dict[str, Any]) -> dict[str, Any]:
-            wanted = rerank.read(body)
+        async def result(body: dict[str, Any]) -> dict[str, Any]:
+            ranking = rerank.read(body)
             async with self.served.models.lease(_model(body), request.receive) as model:
-                ids = [(await self._prompts(model, wanted.chat(d), tools.Tools()))[0][0] for d in wanted.documents]
+                ids = [(await self._prompts(model, ranking.chat(d), tools.Tools()))[0][0] for d in ranking.documents]
                 self._check_lengths(model, ids, "documents")
                 read = Read("next", MOST_LOGPROBS)
                 adapter, _ = model.adapter(None, _model(body))
-                told = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
-                scores = [rerank.score(one[0], lambda t: model.names.of(t)[0]) for one in told]
-            return rerank.whole(model.name, scores, wanted, sum(map(len, ids)))
+                outputs = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
+                scores = [rerank.score(one[0], lambda t: model.names.of(t)[0]) for one in outputs]
+            return rerank.whole(model.name, scores, ranking, sum(map(len, ids)))
 
-        return await self._reply(request, self.of["completion"], found)
+        return await self._reply(request, self.of["completion"], result)
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """/detokenize: the text of tokens."""
 
-        async def found(body: dict[str, Any]) -> dict[str, Any]:
+        async def result(body: dict[str, Any]) -> dict[str, Any]:
             ids = tokens.to_detokenize(body)
             async with self.served.models.lease(_model(body), request.receive) as model:
                 check_ids(ids, model.engine.vocabulary)
                 text = await asyncio.to_thread(model.tokenizer.decode, ids, skip_special_tokens=False)
             return {"prompt": text, "content": text}
 
-        return await self._reply(request, self.of["completion"], found)
+        return await self._reply(request, self.of["completion"], result)
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         """/v1/messages/count_tokens: the number of prompt tokens that a request to /v1/messages would have."""
         dialect = self.of["messages"]
 
         async def count(body: dict[str, Any]) -> dict[str, Any]:
-            asked = dialect.read(body)
-            async with self.served.models.lease(asked.get("model"), request.receive) as model:
-                prompts, *_ = await self._prompts(model, asked, tools.read(asked))
+            params = dialect.read(body)
+            async with self.served.models.lease(params.get("model"), request.receive) as model:
+                prompts, *_ = await self._prompts(model, params, tools.read(params))
             return {"input_tokens": len(prompts[0])}
 
         return await self._reply(request, dialect, count)
@@ -346,52 +346,52 @@ class Endpoints:
             self.served.failed(e)
             return log.refused(refusal.bug(e))
 
-    async def _begin(self, asked: fields.Asked, request: HttpRequest) -> Answer:
+    async def _begin(self, params: fields.Params, request: HttpRequest) -> Answer:
         """Lease the model and queue the requests of a body. Raises Refusal, LowqError."""
-        async with self.served.models.lease(asked.get("model"), request.receive) as model:
-            return await self._queue(model, asked, request)
+        async with self.served.models.lease(params.get("model"), request.receive) as model:
+            return await self._queue(model, params, request)
 
-    async def _queue(self, model: ServedModel, asked: fields.Asked, request: HttpRequest) -> Answer:
+    async def _queue(self, model: ServedModel, params: fields.Params, request: HttpRequest) -> Answer:
         """Queue the requests of a body to a model. Raises Refusal, LowqError, ClientDisconnect."""
-        limits, chat, client = model.engine.limits, asked.chat, request.client.host if request.client else ""
-        adapter, name = model.adapter(asked.get("lora"), asked.get("model"))
-        offered = tools.read(asked) if chat else tools.Tools()
-        n = (1 if chat else len(asked.get("prompt"))) * asked.n
+        limits, chat, client = model.engine.limits, params.chat, request.client.host if request.client else ""
+        adapter, name = model.adapter(params.get("lora"), params.get("model"))
+        offered = tools.read(params) if chat else tools.Tools()
+        n = (1 if chat else len(params.get("prompt"))) * params.n
         if n > fields.MOST_CHOICES:
             raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
-        texts = asked.get("stop", ())
+        texts = params.get("stop", ())
         ending = stop_tokens(texts, model.added)
-        prompts, place, pictures = await self._prompts(model, asked, offered)
-        mask = await self._form(model, asked, offered, place)
+        prompts, place, pictures = await self._prompts(model, params, offered)
+        mask = await self._form(model, params, offered, place)
         self._check_lengths(model, prompts, "messages" if chat else "prompt")
-        ending |= frozenset(asked.get("stop_token_ids", ()))
+        ending |= frozenset(params.get("stop_token_ids", ()))
         check_ids(list(ending), model.engine.vocabulary)
-        stop_ids = (frozenset() if asked.get("ignore_eos") else model.stop_ids) | ending
-        rules = rules_of(asked, place.inside, bool(offered.given), stop_ids, mask)
+        stop_ids = (frozenset() if params.get("ignore_eos") else model.stop_ids) | ending
+        rules = rules_of(params, place.inside, bool(offered.given), stop_ids, mask)
         if rules is not None:
             mask = partial(model.grammars.mask, rules.recipe)
-        settings = {"seed": randbits(62), **asked.drawn(model.draw), "logprobs": asked.logprobs}
+        settings = {"seed": randbits(62), **params.drawn(model.draw), "logprobs": params.logprobs}
         reads = bool(offered.given) or place.ways.thinks  # otherwise an answer is plain text
         requests, writers, echoes = [], [], []
         for i in range(n):
-            ids = tuple(prompts[i // asked.n])
-            room, most = limits.longest - len(ids), asked.max_tokens
+            ids = tuple(prompts[i // params.n])
+            room, most = limits.longest - len(ids), params.max_tokens
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
-            draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
+            draw = Draw(**settings | {"seed": (settings["seed"] + i % params.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures, adapter=adapter))
             reader = Reader(place.ways, offered.offered, place.inside) if chat and reads else None
-            special = asked.get("skip_special_tokens") is False
+            special = params.get("skip_special_tokens") is False
             writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
-            echoes.append(self._echo(model, asked, i // asked.n, ids))
+            echoes.append(self._echo(model, params, i // params.n, ids))
         echoed = []
-        if asked.get("echo") and asked.logprobs is not None:
-            read = Read("likelihoods", asked.logprobs)
+        if params.get("echo") and params.logprobs is not None:
+            read = Read("likelihoods", params.logprobs)
             prompts_read = [Request(tuple(p), 1, client=client, read=read, adapter=adapter) for p in prompts]
             read_prompts = await self._read(model, prompts_read, request)
             each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, read_prompts, strict=True)]
-            echoed = [each[i // asked.n] for i in range(n)]
-        live = model.hub.submit(requests if asked.max_tokens != 0 else [])
-        return Answer(asked, live, writers, sum(map(len, prompts)), model.names, name, echoes, echoed)
+            echoed = [each[i // params.n] for i in range(n)]
+        live = model.hub.submit(requests if params.max_tokens != 0 else [])
+        return Answer(params, live, writers, sum(map(len, prompts)), model.names, name, echoes, echoed)
 
     @staticmethod
     def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], param: str) -> None:
@@ -424,49 +424,49 @@ class Endpoints:
                 results += [by_number[i] for i in range(len(part))]
         return results
 
-    def _echo(self, model: ServedModel, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
-        if not asked.get("echo"):
+    def _echo(self, model: ServedModel, params: fields.Params, i: int, ids: tuple[int, ...]) -> str:
+        if not params.get("echo"):
             return ""
-        given = asked.get("prompt")[i]
+        given = params.get("prompt")[i]
         return given if isinstance(given, str) else model.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     async def _form(
-        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools, place: tools.Place
+        self, model: ServedModel, params: fields.Params, offered: tools.Tools, place: tools.Place
     ) -> Callable[[], Mask] | None:
         """A function that makes the masks for the requested form of an answer; None if any text is allowed."""
-        if asked.get("response_format") is None and not offered.forced:
+        if params.get("response_format") is None and not offered.forced:
             return None
         # in a thread: the first call takes a second, later ones milliseconds, with large schemas up to seconds
-        return await asyncio.to_thread(tools.form, asked, offered, place, model.grammars)
+        return await asyncio.to_thread(tools.form, params, offered, place, model.grammars)
 
     async def _prompts(
-        self, model: ServedModel, asked: fields.Asked, offered: tools.Tools
+        self, model: ServedModel, params: fields.Params, offered: tools.Tools
     ) -> tuple[list[list[int]], tools.Place, tuple[Packed, ...]]:
         """Token ids of every prompt, the place at which an answer begins, and the images.
 
         Templates are rendered and long texts tokenized in a thread, so that other answers go on.
         """
-        asked, pictures = await _pictures(model, asked)
-        texts = [str(asked.get("messages"))] if asked.chat else [p for p in asked.get("prompt") if isinstance(p, str)]
+        params, pictures = await _pictures(model, params)
+        texts = [str(params.get("messages"))] if params.chat else [p for p in params.get("prompt") if isinstance(p, str)]
         characters = max(map(len, texts), default=0)
         if characters > model.most_characters:
             line = f"the prompt's {characters} characters are more than {model.engine.limits.longest} tokens; shorten it"
-            raise Refusal(400, line, param="messages" if asked.chat else "prompt", code="context_length_exceeded")
+            raise Refusal(400, line, param="messages" if params.chat else "prompt", code="context_length_exceeded")
 
         def work() -> tuple[list[list[int]], tools.Place]:
-            if asked.chat:
+            if params.chat:
                 template = template_of(model.tokenizer, bool(offered.given))
                 ways = model.ways(template)
                 if pictures and model.pictures is not None:
-                    check_typed(asked.get("messages"), model.pictures.images, model.tokenizer.spelling)
-                text = prompt_text(model.tokenizer, asked, offered.given, ways)
+                    check_typed(params.get("messages"), model.pictures.images, model.tokenizer.spelling)
+                text = prompt_text(model.tokenizer, params, offered.given, ways)
                 if pictures and model.pictures is not None:
                     text = expanded(text, pictures, model.pictures.images, model.tokenizer.spelling)
                 ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-                return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), asked.think)
-            return _encoded(model, asked.get("prompt")), tools.Place(Ways(None, None), "", model.added)
+                return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), params.think)
+            return _encoded(model, params.get("prompt")), tools.Place(Ways(None, None), "", model.added)
 
-        aside = asked.chat or sum(map(len, texts)) > LONG
+        aside = params.chat or sum(map(len, texts)) > LONG
         return *(await asyncio.to_thread(work) if aside else work()), pictures
 
 

@@ -120,13 +120,13 @@ async def _ask_again(app: ASGIApp, line: Line, ended: Callable[[], str]) -> tupl
 
 async def _ask(app: ASGIApp, line: Line) -> tuple[int, float, bytes]:
     """(status, seconds to wait for another attempt, body) of one request."""
-    raw, head, body, asked = encoded(line.body), Head(), bytearray(), False
+    raw, head, body, sent = encoded(line.body), Head(), bytearray(), False
 
     async def receive() -> Message:
-        nonlocal asked
-        if asked:
+        nonlocal sent
+        if sent:
             await asyncio.Event().wait()  # the client never disconnects
-        asked = True
+        sent = True
         return {"type": "http.request", "body": raw, "more_body": False}
 
     async def send(message: Message) -> None:

@@ -35,7 +35,7 @@ class Bodies:
         finally:
             self.held -= len(body)
 
-    async def _read(self, request: Request, found: bytearray) -> bytes:
+    async def _read(self, request: Request, body: bytearray) -> bytes:
         limit, length = asyncio.timeout(self.seconds), 0
         self.reading[limit] = 0
         try:
@@ -43,7 +43,7 @@ class Bodies:
                 async for piece in request.stream():
                     length += len(piece)
                     if length <= self.longest:
-                        found += piece
+                        body += piece
                         self.held += len(piece)
                         if limit in self.reading:
                             self.reading[limit] = length
@@ -60,7 +60,7 @@ class Bodies:
             self.crowded_out.discard(limit)
         if length > self.longest:
             raise Refusal(413, f"the body is larger than {self.longest >> 20} MiB")
-        return bytes(found)
+        return bytes(body)
 
     def _make_room(self, own: asyncio.Timeout) -> None:
         """Refuse the largest incomplete body; raises Refusal if that is the caller's."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.output.dialects import Ways, switches
-from lowq_cli.serving.http.fields import Asked, items, shown, table, text
+from lowq_cli.serving.http.fields import Params, items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_packers.errors import LowqError, UnsupportedError, is_no_refusal, one_line
 
@@ -27,16 +27,16 @@ def template_of(tokenizer: LoadedTokenizer, tools: bool) -> str:
     return template
 
 
-def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]], ways: Ways) -> str:
+def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str, Any]], ways: Ways) -> str:
     """The rendered prompt, up to the answer. Raises Refusal for messages that are invalid or refused by the template."""
     template = template_of(tokenizer, bool(tools))
-    messages = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
+    messages = [_message(f"messages[{i}]", m) for i, m in enumerate(params.get("messages"))]
     if NINE.search(template):
         _shorten_ids(messages)
     for message in messages:
         if "reasoning_content" in message:  # renamed as the template expects
             message |= {name: message["reasoning_content"] for name in ("reasoning", "thinking") if name in template}
-    more = switches(template, asked.think, asked.effort) | _switches(template, asked.get("chat_template_kwargs", {}))
+    more = switches(template, params.think, params.effort) | _switches(template, params.get("chat_template_kwargs", {}))
     if tools:
         if "tools" not in template:
             raise wrong("tools", "this model's chat template has no place for them")
@@ -50,7 +50,7 @@ def prompt_text(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, 
             raise
         why = f"the model's chat template refuses these messages: {one_line(e)}"
         raise Refusal(400, why, param="messages") from e
-    return ways.begun(text, asked.think)
+    return ways.begun(text, params.think)
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:

@@ -176,7 +176,7 @@ CHAT = COMMON | {
 
 
 @dataclass(frozen=True)
-class Asked:
+class Params:
     """A parsed body of any dialect, with the field names of OpenAI's chat and completions.
 
     draw: the settings of `Draw` that it sets. logprobs: alternatives per token, None for no log-probabilities. dialect: fields
@@ -220,7 +220,7 @@ class Asked:
         return self.get("n", 1)
 
 
-def read(body: dict[str, Any], chat: bool) -> Asked:
+def read(body: dict[str, Any], chat: bool) -> Params:
     """Parse the body of a chat or completion request. Raises Refusal."""
     fields = CHAT if chat else COMPLETION
     body, left_out = foreign_fields.plain(body, set(fields))
@@ -243,7 +243,7 @@ def read(body: dict[str, Any], chat: bool) -> Asked:
             raise wrong("top_logprobs", "needs logprobs: true")
     thought = _thinking(given) if chat else {}
     most = given.get("max_completion_tokens", given.get("max_tokens"))
-    return Asked(chat, given, draw, logprobs, most, left_out=tuple(left_out), unknown=tuple(unknown), **thought)
+    return Params(chat, given, draw, logprobs, most, left_out=tuple(left_out), unknown=tuple(unknown), **thought)
 
 
 def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:

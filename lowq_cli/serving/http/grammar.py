@@ -16,7 +16,7 @@ import numpy as np
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http import rules
-from lowq_cli.serving.http.fields import Asked, items, known, shown, table, text
+from lowq_cli.serving.http.fields import Params, items, known, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_cli.serving.request import Mask, Words, allow
 from lowq_packers.errors import UsageError
@@ -126,16 +126,16 @@ class Form(NamedTuple):
     schema: dict[str, Any] | None = None
 
 
-def answer_form(asked: Asked) -> Form | None:
+def answer_form(params: Params) -> Form | None:
     """The form that a request sets for its answer; None for any text. Raises Refusal."""
-    given = asked.get("response_format")
+    given = params.get("response_format")
     if given is None or given.get("type") == "text":
         return None
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in FORMS:
         raise wrong("response_format.type", f"must be one of {', '.join(FORMS)}, not {shown(kind)}")
     known("response_format", given, {"type", FORMS[kind]})
-    if asked.get("ignore_eos"):
+    if params.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
     if kind == "json_object":
         return _json({"type": "object"}, "response_format")

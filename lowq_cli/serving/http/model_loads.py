@@ -82,8 +82,8 @@ class ModelLoads:
 
     def _next(self) -> Place | None:
         """The wanted model whose first request has waited longest; pinned models without a request come first."""
-        wanted = [p for p in self.places.values() if p.wanted]
-        return min(wanted, key=lambda p: p.asked if p.waiters else 0.0, default=None)
+        due = [p for p in self.places.values() if p.due]
+        return min(due, key=lambda p: p.waiting_since if p.waiters else 0.0, default=None)
 
     async def _bring(self, place: Place) -> None:
         """Make room for a model and load it."""
@@ -91,7 +91,7 @@ class ModelLoads:
         await asyncio.gather(*ending)  # processes of engines that failed hold memory until they have ended
         await asyncio.to_thread(self.check, place.offer)
         await self._make_room(place)
-        if not place.wanted or self.stopping:  # its requests have left meanwhile
+        if not place.due or self.stopping:  # its requests have left meanwhile
             return
         assert self.load is not None
         place.state, offer, began = State.LOADING, place.offer, time.monotonic()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Arguments:
     """The models and limits that the command line names; fields have the names of `serve`'s options."""
 
     ckpt: str | None
@@ -59,12 +59,12 @@ class Asked:
         host = catalog.size(self.kv_host, "--kv-host") if self.kv_host else file.kv_host
         return Offers(offers, default, memory, float("inf") if alive is None else alive, host)
 
-    def _last(self, found: dict[str, Offer]) -> str:
+    def _last(self, offers: dict[str, Offer]) -> str:
         """The checkpoint that commands take by default, or the first one if there is no default."""
-        here = {offer.folder.absolute(): name for name, offer in found.items()}
+        here = {offer.folder.absolute(): name for name, offer in offers.items()}
         known = [k for k in state.known() if k.checkpoint.absolute() in here]
         if not known or self.models or self.config:
-            return next(iter(found), "")
+            return next(iter(offers), "")
         mine = [k for k in known if k.where == str(Path.cwd())]
         return here[(mine or known)[-1].checkpoint.absolute()]
 
@@ -85,28 +85,28 @@ class Opening:
     """The default model while it is loaded, then the pool.
 
     Args:
-        asked: the arguments. found: the models that they name. device, how: arguments of `loading.load`.
+        arguments: the arguments. offers: the models that they name. device, how: arguments of `loading.load`.
     """
 
-    def __init__(self, asked: Asked, found: Offers, device: str, how: Mapping[str, Any]) -> None:
-        self.asked, self.found = asked, found
-        how = {**how} if asked.one else {**how, "memory": found.memory or 0}
-        self.host = _host_memory(found)
+    def __init__(self, arguments: Arguments, offers: Offers, device: str, how: Mapping[str, Any]) -> None:
+        self.arguments, self.offers = arguments, offers
+        how = {**how} if arguments.one else {**how, "memory": offers.memory or 0}
+        self.host = _host_memory(offers)
         self.loader = Loader(device, how, self.host)
-        self.first = LoadingModel(found.models[found.default], device, how, console.quiet, host=self.host)
+        self.first = LoadingModel(offers.models[offers.default], device, how, console.quiet, host=self.host)
 
     def pool(self, say: Callable[[str], None]) -> "ModelPool":
         """The pool with the default model loaded and its engine not started. Raises what loading raises."""
         from lowq_cli.serving.http.model_pool import ModelPool  # imported while the process loads the model
 
-        offers, model = self.found, self.first.made()
-        bound = None if self.asked.one else offers.memory or _room(self.loaded, offers.kv_host or 0)
-        pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.asked.one)
+        offers, model = self.offers, self.first.made()
+        bound = None if self.arguments.one else offers.memory or _room(self.loaded, offers.kv_host or 0)
+        pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.arguments.one)
         pool.reports.host = self.host
         pool.adopt(model)
         pool.loads.say, pool.loads.prepare = say, self.loader.prepare
         pool.loads.check = lambda offer: check_there(offer.path)
-        pool.refresh = dict if self.asked.one else lambda: self.asked.read().models
+        pool.refresh = dict if self.arguments.one else lambda: self.arguments.read().models
         return pool
 
     @property
@@ -123,21 +123,21 @@ class Opening:
             self.host.close()
 
 
-def _host_memory(found: Offers) -> HostMemory | None:
+def _host_memory(offers: Offers) -> HostMemory | None:
     """The host memory that `--kv-host` requests. Raises UsageError if that is more than is free."""
-    if found.kv_host is None:
+    if offers.kv_host is None:
         return None
     free = memory.available_memory()
-    if free is not None and found.kv_host > free:
-        has = f"{console.size(found.kv_host)} is more than the {console.size(free)} that are free"
+    if free is not None and offers.kv_host > free:
+        has = f"{console.size(offers.kv_host)} is more than the {console.size(free)} that are free"
         raise UsageError(f"--kv-host (or kv_host in the file): {has}; name a smaller size")
-    return HostMemory(found.kv_host, len(found.models))
+    return HostMemory(offers.kv_host, len(offers.models))
 
 
-def _room(loaded: Loaded, beside: int) -> int | None:
+def _room(loaded: Loaded, reserved: int) -> int | None:
     """The default limit of bytes for all models together: most of the device's memory; on a CPU most of the free memory after
-    `beside` bytes are subtracted."""
+    `reserved` bytes are subtracted."""
     if loaded.device_bytes is not None:
         return int(0.95 * loaded.device_bytes)
     free = memory.available_memory()
-    return None if free is None else int(0.8 * max(0, free - beside)) + loaded.facts.weight_bytes
+    return None if free is None else int(0.8 * max(0, free - reserved)) + loaded.facts.weight_bytes

@@ -28,7 +28,7 @@ from urllib.parse import urljoin, urlsplit
 
 from lowq_cli.files.picture_file import MOST_BYTES
 from lowq_cli.hf.pictures import Packed
-from lowq_cli.serving.http.fields import Asked, known, shown, table, text
+from lowq_cli.serving.http.fields import Params, known, shown, table, text
 from lowq_cli.serving.http.refusal import wrong
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import LowqError, UsageError, log_error, one_line
@@ -43,14 +43,14 @@ MORE_MEMORY = 2 << 30  # max. bytes that a process may allocate for an image aft
 OTHERS = {"input_audio": "sound", "audio_url": "sound", "video_url": "videos", "video": "videos", "file": "files"}
 
 
-def take(asked: Asked) -> tuple[Asked, list[tuple[str, str]]]:
+def take(params: Params) -> tuple[Params, list[tuple[str, str]]]:
     """The request with a placeholder for each image, and the images as (field, URL). Raises Refusal.
 
     A message with images has parts {"type": "image"} and {"type": "text"} afterwards; other messages are unchanged.
     """
     pictures: list[tuple[str, str]] = []
     messages = []
-    for i, message in enumerate(asked.get("messages")):
+    for i, message in enumerate(params.get("messages")):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             parts = [_part(f"messages[{i}].content[{j}]", part, pictures) for j, part in enumerate(content)]
@@ -58,10 +58,10 @@ def take(asked: Asked) -> tuple[Asked, list[tuple[str, str]]]:
         messages.append(message)
     if len(pictures) > MOST:
         raise wrong("messages", f"have {len(pictures)} pictures; a request may have {MOST}")
-    return (replace(asked, given={**asked.given, "messages": messages}), pictures) if pictures else (asked, pictures)
+    return (replace(params, given={**params.given, "messages": messages}), pictures) if pictures else (params, pictures)
 
 
-def _part(name: str, given: Any, found: list[tuple[str, str]]) -> Any:
+def _part(name: str, given: Any, pictures: list[tuple[str, str]]) -> Any:
     part = table(name, given)
     kind = part.get("type")
     if kind in OTHERS:
@@ -75,7 +75,7 @@ def _part(name: str, given: Any, found: list[tuple[str, str]]) -> Any:
         inside = table(f"{name}.image_url", inside)
         known(f"{name}.image_url", inside, {"url", "detail"})  # detail is ignored: the model's processor sets the resolution
         inside = inside.get("url")
-    found.append((f"{name}.image_url", text(f"{name}.image_url.url", inside)))
+    pictures.append((f"{name}.image_url", text(f"{name}.image_url.url", inside)))
     return {"type": "image"}
 
 

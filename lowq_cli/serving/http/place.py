@@ -43,8 +43,8 @@ class Place:
     """An offered model and its state. All attributes belong to the event loop.
 
     used: time (time.monotonic) at which a request last began or ended. beginning: requests that lease it and are not queued
-    yet. waiters: requests that wait for it, the first since `asked`. failures: failures in a row. again: time of the next
-    attempt. cost: bytes that it takes, 0 if unknown. gone: whether it is not offered any more.
+    yet. waiters: requests that wait for it. waiting_since: when the first came. failures: failures in a row. again: time of
+    the next attempt. cost: bytes that it takes, 0 if unknown. gone: whether it is not offered any more.
     """
 
     offer: Offer
@@ -61,7 +61,7 @@ class Place:
     known: dict[str, Any] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None  # the task that unloads it, or ends the process of a model that failed
     waiters: dict[asyncio.Future[ServedModel], None] = field(default_factory=dict)
-    asked: float = 0.0
+    waiting_since: float = 0.0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -75,7 +75,7 @@ class Place:
         return self.model.engine.closed if self.state is State.READY and self.model is not None else ""
 
     @property
-    def wanted(self) -> bool:
+    def due(self) -> bool:
         """Whether it is to be loaded: requests wait for it, or it is pinned, and no pause after a failure is left."""
         idle = self.state is State.ABSENT or (self.state is State.FAILED and time.monotonic() >= self.again)
         return bool(self.waiters) or (self.offer.pin and idle and not self.gone)
@@ -88,7 +88,7 @@ class Place:
     def wait(self) -> asyncio.Future[ServedModel]:
         """A place in the queue: a future that gets the model, counted in `beginning`, or an error."""
         if not self.waiters:
-            self.asked = time.monotonic()
+            self.waiting_since = time.monotonic()
         ready: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self.waiters[ready] = None
         return ready

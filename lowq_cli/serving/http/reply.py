@@ -47,7 +47,7 @@ class Log:
             speed = f", {new_tokens / spent:.0f}/s" if new_tokens > 1 and spent else ""
             after = f", first after {first - answer.live.began:.2f} s" if first else ""
             numbers = f"{usage['prompt_tokens']} + {new_tokens} tokens{after}{speed}, "
-        how += answer.asked.ignored if answer is not None else ""
+        how += answer.params.ignored if answer is not None else ""
         self.say(f"{time.strftime('%H:%M:%S')} {self.dialect.name}: {numbers}{seconds:.2f} s, {how}")
 
 

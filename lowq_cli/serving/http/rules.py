@@ -90,9 +90,9 @@ class Following:
             self.next = list(self.close)
 
 
-def rules_of(asked: Any, inside: bool, tools: bool, ends: Iterable[int], mask: Callable[[], Mask] | None) -> Rules | None:
+def rules_of(params: Any, inside: bool, tools: bool, ends: Iterable[int], mask: Callable[[], Mask] | None) -> Rules | None:
     """The rules of a request, None if it sets none. mask: makes the mask of its form."""
-    least, thinking = asked.get("min_tokens", 0), asked.thinking
+    least, thinking = params.get("min_tokens", 0), params.thinking
     if not least and thinking is None:
         return None
     return Rules(least, thinking, inside, tools, mask().recipe if mask else "", sorted(ends))

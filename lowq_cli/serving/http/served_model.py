@@ -77,18 +77,18 @@ class ServedModel:
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return SHRINKS * longest * self.engine.limits.longest
 
-    def adapter(self, asked: str | None, model: str | None) -> tuple[int, str]:
+    def adapter(self, requested: str | None, model: str | None) -> tuple[int, str]:
         """(number of the adapter that a request names in `lora` or `model`, 0 for none; the name of the adapter or model).
 
         Raises Refusal.
         """
         names = self.facts.adapters
-        if asked is not None and asked not in names:
+        if requested is not None and requested not in names:
             has = f"there are {', '.join(map(shown, names))}" if names else "it has none"
             raise Refusal(
-                404, f"lora: {shown(asked)} is not an adapter of the model; {has}", param="lora", code="model_not_found"
+                404, f"lora: {shown(requested)} is not an adapter of the model; {has}", param="lora", code="model_not_found"
             )
-        name = asked or (model if model in names else None)
+        name = requested or (model if model in names else None)
         return (0, self.name) if name is None else (names.index(name) + 1, name)
 
     def shown(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lowq_cli.output.dialects import Ways
 from lowq_cli.output.parts import Offered
 from lowq_cli.output.source import ARGUMENTS, NAME, OBJECT
 from lowq_cli.output.thoughts import Thoughts
-from lowq_cli.serving.http.fields import Asked, shown, table, text
+from lowq_cli.serving.http.fields import Params, shown, table, text
 from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_form
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import Mask
@@ -41,10 +41,10 @@ class Tools:
         return Offered(functions, self.several, self.forced, named[0] if self.forced and len(named) == 1 else None)
 
 
-def read(asked: Asked) -> Tools:
+def read(params: Params) -> Tools:
     """The tools of a body and the choice among them. Raises Refusal."""
-    given = [_tool(f"tools[{i}]", t) for i, t in enumerate(asked.get("tools", []))]
-    choice = asked.get("tool_choice", "auto" if given else "none")
+    given = [_tool(f"tools[{i}]", t) for i, t in enumerate(params.get("tools", []))]
+    choice = params.get("tool_choice", "auto" if given else "none")
     if isinstance(choice, dict):
         choice = text("tool_choice.function.name", table("tool_choice.function", choice.get("function")).get("name"))
         if choice not in [t["function"]["name"] for t in given]:
@@ -54,7 +54,7 @@ def read(asked: Asked) -> Tools:
     elif choice == "required" and not given:
         raise wrong("tool_choice", "required needs tools to choose from; there are none")
     choice = choice if given else "none"
-    return Tools(given if choice != "none" else [], choice, asked.get("parallel_tool_calls", True))
+    return Tools(given if choice != "none" else [], choice, params.get("parallel_tool_calls", True))
 
 
 def _tool(name: str, given: Any) -> dict[str, Any]:
@@ -79,13 +79,13 @@ class Place:
     think: bool | None = None
 
 
-def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callable[[], Mask] | None:
+def form(params: Params, tools: Tools, place: Place, grammars: Grammars) -> Callable[[], Mask] | None:
     """A function that makes the masks for the requested form of an answer; None if any text is allowed.
 
     A forced call has the model's own syntax. If calls are optional and the answer has a form, the grammar allows either a call
     or an answer in the form. Thoughts may precede both. Raises Refusal for a form together with a forced call.
     """
-    answer_mask = answer_form(asked)
+    answer_mask = answer_form(params)
     if tools.forced and answer_mask is not None:
         raise wrong(
             "response_format", "says how an answer in text looks, and tool_choice forces a call of a tool; leave one out"
@@ -95,7 +95,7 @@ def form(asked: Asked, tools: Tools, place: Place, grammars: Grammars) -> Callab
         return None
     if not tools.given and answer_mask is not None and thoughts is None and answer_mask.schema is not None:
         return grammars.schema(answer_mask.schema, answer_mask.param)
-    if asked.get("ignore_eos"):
+    if params.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
     rules, begun = [], ""
     if thoughts is not None:
