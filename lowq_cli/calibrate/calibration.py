@@ -94,10 +94,11 @@ def operations(plan: Plan) -> float:
     if learning := [i.params for i in items if quantizers.needs_learning(str(i.method))]:
         read = tokens * (UNSEEN + 1) / UNSEEN
         distills = any(quantizers.needs_distilling(str(i.method)) for i in items)
-        alone = sum(i.params for i in items if learns_alone(i))
+        weights = sum(i.params for i in items)
+        alone = sum(i.params for i in items if learns_alone(i, weights))
         work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
-            work += LEARNING * read * (8 * passes(items) + 4) * (sum(learning) + tables)
+            work += LEARNING * read * (8 * passes(items, weights) + 4) * (sum(learning) + tables)
     return work
 
 
@@ -128,6 +129,7 @@ class Calibration:
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
         self.blocks = DecoderLayers(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
+        self.weights = sum(i.params for i in self.items.values())
         tokenizer = load_tokenizer(source)
         count = plan.recipe.tokens if text.ids is None else text.ids.numel()
         pictured = None
@@ -301,7 +303,7 @@ class Calibration:
                     errors.append(_output_error(part, restored, stage.moments.second))
                     results |= save_item(rows, name, dtype)
                     layer.set(name, restored)
-                    if learns_alone(item):
+                    if learns_alone(item, self.weights):
                         learning[name] = rows
                     self.rounded += 1
                     yield MatrixDone(name, self.rounded, len(self.items))

@@ -23,7 +23,7 @@ from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
-from lowq_cli.calibrate.requirements import STRAIGHT, PassDone, passes, rates
+from lowq_cli.calibrate.requirements import PassDone, passes, rates, starts_straight
 from lowq_cli.hf.layers import DecoderLayers, Others, following
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
@@ -53,8 +53,8 @@ class EndToEnd:
         self.blocks, self.files, self.dtypes, self.kept, device = blocks, files, dtypes, kept, blocks.device
         self.layers: list[SimpleNamespace] = []
         self.optimizers: list[torch.optim.Adam | None] = []
-        weights = sum(items[n].params for n in files if n in items)
-        self.passes = passes(items[n] for n in files if n in items)
+        weights = sum(i.params for i in items.values())
+        self.passes = passes((items[n] for n in files if n in items), weights)
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:
@@ -64,7 +64,7 @@ class EndToEnd:
                 q = load_item(files[name], items[name])
                 if spot.cut.expert is None:
                     rate, _, code_rate = rates(q.bits, weights)
-                    near = spot.cut.of(held[spot.path]) if q.bits in STRAIGHT else None
+                    near = spot.cut.of(held[spot.path]) if starts_straight(items[name], weights) else None
                     mine[name] = Grid(q, dtypes[name], device, rate, code_rate, near)
                     if spot.cut.rows is None and not spot.cut.transposed:
                         held[spot.path] = held[spot.path].to("meta")  # all of its values come from the grid

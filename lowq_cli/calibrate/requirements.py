@@ -95,18 +95,24 @@ def tokens_for(plan: Plan) -> int:
     return min(MOST_TOKENS, max(CALIB_TOKENS, 1 << int(COST / max(weights, 1)).bit_length() - 1))
 
 
-def passes(items: Iterable[Item]) -> int:
+def passes(items: Iterable[Item], weights: int) -> int:
     """The number of passes over the text that train all layers of `distill` together."""
-    return MORE_PASSES if any(i.scheme and i.scheme.bits in STRAIGHT for i in items) else PASSES
+    return MORE_PASSES if any(starts_straight(i, weights) for i in items) else PASSES
 
 
-def learns_alone(item: Item) -> bool:
-    """Whether a matrix is trained with its layer alone (calibrate/learn.py)."""
+def starts_straight(item: Item, weights: int) -> bool:
+    """Whether all layers train a matrix together right from gptq's codes: not where so many weights keep their codes."""
+    if not item.scheme or item.scheme.bits not in STRAIGHT or not quantizers.needs_distilling(str(item.method)):
+        return False
+    return rates(item.scheme.bits, weights)[2] > 0
+
+
+def learns_alone(item: Item, weights: int) -> bool:
+    """Whether a matrix is trained with its layer alone (calibrate/learn.py). weights: number of those that are calibrated."""
     method = str(item.method)
-    together = quantizers.needs_distilling(method) and (
-        rounds_both_sides(item) or bool(item.scheme and item.scheme.bits in STRAIGHT)
-    )
-    return quantizers.needs_learning(method) and not together
+    if starts_straight(item, weights) or (quantizers.needs_distilling(method) and rounds_both_sides(item)):
+        return False
+    return quantizers.needs_learning(method)
 
 
 def rounds_both_sides(item: Item) -> bool:

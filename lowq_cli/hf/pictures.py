@@ -120,13 +120,13 @@ class Processor:
         mean, std = (own.image_mean, own.image_std) if getattr(own, "do_normalize", False) else ones
         if not getattr(own, "do_rescale", False) or not mean or not std:
             return None
-        by = torch.tensor([mean, std]) / own.rescale_factor
-        by = by[:, :1] if (by == by[:, :1]).all() else by
         try:
+            by = torch.stack([(torch.tensor(x, dtype=torch.float32) / own.rescale_factor).expand(3) for x in (mean, std)])
+            by = by[:, :1] if (by == by[:, :1]).all() else by
             image = _noise()
             pixels = self._prepared(image).inputs[PIXELS]
             tried = normalised(self._of_levels(image, by[0], by[1]).inputs)[PIXELS]
-        except LowqError:  # it refuses this image; what it says of the user's is more useful
+        except (LowqError, TypeError, ValueError, RuntimeError):  # what it says of the user's image is more useful
             return None
         same = pixels.shape == tried.shape and torch.allclose(pixels.float(), tried, rtol=0, atol=1e-5)
         return (by[0], by[1]) if same else None

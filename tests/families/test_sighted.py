@@ -283,12 +283,13 @@ def test_pictures_of_several_prompts_and_copies(folders):
 MEANS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
 
 
-@pytest.mark.parametrize("name", [*sighted.NAMES, "llava/means", "qwen3_vl/means", "gemma3/floats"])
+@pytest.mark.parametrize("name", [*sighted.NAMES, "llava/means", "qwen3_vl/means", "gemma3/floats", "gemma3/one"])
 def test_pixels_are_those_of_their_processor(name, folders, tmp_path):
     """They are levels in 8 bits; its own numbers where it makes them of others, or rounds them to bf16 (Llama 4)."""
     folder, (family, _, kind) = folders(name.partition("/")[0]), name.partition("/")
     if kind:
-        changed = {"means": MEANS, "floats": {"do_rescale": False}}[kind]
+        one = {"image_mean": 0.4, "image_std": 0.3}  # for all channels
+        changed = {"means": MEANS, "floats": {"do_rescale": False}, "one": one}[kind]
         folder = Path(shutil.copytree(folder, tmp_path / "model"))
         file = folder / "preprocessor_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | changed))
@@ -302,6 +303,19 @@ def test_pixels_are_those_of_their_processor(name, folders, tmp_path):
         torch.testing.assert_close(
             normalised(ours)["pixel_values"].float(), torch.as_tensor(own["pixel_values"]).float(), rtol=0, atol=2e-6
         )
+
+
+@pytest.mark.parametrize(
+    "change", [{"image_mean": "abc"}, {"image_mean": [0.5]}, {"image_std": [1, 2]}, {"rescale_factor": "x"}]
+)
+def test_numbers_that_no_processor_takes_are_refused_in_one_line(change, folders, tmp_path):
+    folder = Path(shutil.copytree(folders("gemma3"), tmp_path / "model"))
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with open_source(folder) as source:
+        processor = Processor(folder, read_config(source.config, len(source.headers))[1].images)
+    with pytest.raises(UsageError, match="the model's processor refuses the picture"):
+        processor(sighted.drawing(1))
 
 
 def test_a_picture_is_the_same_by_path_bytes_and_image(folders):
