@@ -43,7 +43,8 @@ __device__ __forceinline__ int tile_of(int block, int t, int N) {
 
 // ------------------------------------------------------------------- after the wait for the kernel before, before the loop
 // Nothing of what the end needs may be asked for only there: a trip to L2 there cost 0.4 us a launch.
-__device__ __forceinline__ u16 load2(const u16* p) {  // written by a kernel that may have run at the same time as this one: not through L1
+// Values that a kernel has written which may have run at the same time as this one: not through L1.
+__device__ __forceinline__ u16 load2(const u16* p) {
     u16 v;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
     return v;

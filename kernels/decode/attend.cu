@@ -4,13 +4,14 @@
 // Shapes  qkv (B, (SHARE * G + 2) * HKV, D) in fp16 or bf16: heads of q, then of k, then of v; SHARE * G queries share a key
 //         head, and G of them, a group, are one block's. y (B, SHARE * G * HKV, D). The cache holds HKV key and value heads of D
 //         per slot (token), in 16 bits or in codes (codes.cuh).
-// Grid    (blocks of a group, groups of all key heads of all sequences). Short caches: a cluster of CLUSTER blocks, which meet in shared
-//         memory. Long caches or many heads: CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which meet in
-//         global memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block, so that a short
-//         sequence keeps as many SMs busy as it has tiles.
+// Grid    (blocks of a group, groups of all key heads of all sequences). Short caches: a cluster of CLUSTER blocks, which meet
+//         in shared memory. Long caches or many heads: CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which
+//         meet in global memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block, so that a
+//         short sequence keeps as many SMs busy as it has tiles.
 // Rows    D / 4 lanes norm and rotate a head of the token in fp32, or a warp that holds D / 128 times four dims a lane; the
-//         warps take its heads in turn. Queries are rounded once, into shared memory. In the block that has the newest tile the new key and value follow: they go into the cache and,
-//         when that tile's turn comes, over what was fetched of it; slot `pos` is never read from the cache.
+//         warps take its heads in turn. Queries are rounded once, into shared memory. In the block that has the newest tile the
+//         new key and value follow: they go into the cache and, when that tile's turn comes, over what was fetched of it; slot
+//         `pos` is never read from the cache.
 // Warp    K q^T and V^T p by mma.sync, straight from registers. The order of head dims inside a product is free, so a lane
 //         reads 16 bytes of a slot and takes its pairs in the order they have (codes.cuh). K: lane (g, t) has the t-th part of
 //         slots g and g + 8; V: the g-th part of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Scores, transposed by movmatrix, are the
@@ -18,8 +19,8 @@
 // Top     Sums are of 2^(score - top). `top` is not the largest score so far but within 2^LIMIT of it: it moves only when a
 //         score is past that, which is rare, and what the warp has summed so far is then multiplied once.
 // Early   Position, angles and the first tiles of every warp are fetched before the previous kernel has ended, because an
-//         earlier step wrote them: 1024 slots of a key head are on the SMs when q arrives. They go to shared memory: registers
-//         had room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
+//         earlier step wrote them (launch.py): 1024 slots of a key head are on the SMs when q arrives. They go to shared memory:
+//         registers had room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     Warps meet in shared memory. Blocks of a cluster push their parts to the block that owns a slice of y (meet.cuh),
 //         without a fence or a trip to memory. Without a cluster the last block to arrive adds up. Every sum has a fixed order.
 //         Sums of warps lie over the fetched tiles, so that two blocks of 8 warps fit an SM.
@@ -32,10 +33,11 @@
 //         has one scale, so it multiplies the score and p; no code is multiplied by it.
 // Layout  of wide heads, a sum of 1: each head of q is followed by a gate, whose sigmoid multiplies y; 2: values are normed,
 //         without weights; 4: there are no heads of v, values are keys before norm and rotation.
-// Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values.
+// Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values. That layer wrote slot `pos`
+//         in this step, so no tile is fetched before the previous kernel has ended.
 // Groups  the blocks of each group of a key head read its keys and values, and those with the newest write the same bytes.
-// Limits  fp16 or bf16; PAGE a power of two from 16 up; D 64, 128, or 256 without codes; R (dims that rotate) a multiple of 64,
-//         up to 128 or all of 256; G <= 8; codes: S a multiple of 16.
+// Limits  fp16 or bf16; PAGE a power of two from 16 up; D 64 or 128, without codes also 256 or 512; R (dims that rotate) a
+//         multiple of 64, up to 128 or all of D; G <= 8, of D 512 <= 4; codes: S a multiple of 16.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "codes.cuh"
 #include "exp2.cuh"
@@ -86,7 +88,8 @@ struct AttendArguments {  // of a launch
 // phases get arrays of registers as arguments: as fields, they would lie in memory until the compiler has unrolled all loops
 // over them. Some loops are in the kernel itself (heads of the token, q k^T, sums of warps and blocks): as phases, ptxas gave
 // them other registers than in the code that was measured.
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE, int WRITES, int LAYOUT>
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE, int WRITES,
+          int LAYOUT>
 struct AttendThread : AttendArguments {
     using C = Held<KV, D>;
     static constexpr int MT = KV ? FP16 : T;  // type of what is multiplied
@@ -234,7 +237,8 @@ struct AttendThread : AttendArguments {
             cos[j] = four(cos_table + angle), sin[j] = four(sin_table + angle);
             q_weight[j] = k_weight[j] = make_float4(1.f, 1.f, 1.f, 1.f);
             if constexpr (NORM == 1) q_weight[j] = four((const u16*)q_norm + dim), k_weight[j] = four((const u16*)k_norm + dim);
-            if constexpr (NORM == 2) q_weight[j] = *(float4*)((float*)q_norm + dim), k_weight[j] = *(float4*)((float*)k_norm + dim);
+            if constexpr (NORM == 2)
+                q_weight[j] = *(float4*)((float*)q_norm + dim), k_weight[j] = *(float4*)((float*)k_norm + dim);
         }
         if constexpr (CLUSTER > 1) joined();
         previous_grid_wait();

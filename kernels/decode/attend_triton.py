@@ -7,8 +7,7 @@ Grid    (B * HKV, SPLITS): each program takes an equal chunk of the live slots, 
         result does not depend on who came last
 New     the token's own k and v go from registers into the tile as well as into the cache: no program reads slot `pos`
 Early   with programmatic dependent launch, the position and earlier slots are read before the previous kernel ends: they were
-        written in an earlier step, and every step begins with a kernel that waits for all before it (torch's embedding
-        look-up is not launched dependently)
+        written in an earlier step (launch.py)
 Few bits  KV 8 or 4 (kv_triton.py): another kernel prepares q and the new k and v, and the newest slot is read like the others
 Paged   PAGE slots per block, found by a table that is read one tile ahead; 0: one contiguous cache per sequence
 Capped  a soft cap of scores, chunks, and queries of layers without keys of their own are compiled in where a layer has them

@@ -121,7 +121,7 @@ def sort(x: torch.Tensor, ids: torch.Tensor, experts: int, rows: int) -> tuple[t
     tiles = tiles_of(slots, experts, rows)
     row, of_tile, valid = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (slots, tiles, 1))
     y = torch.empty(tiles * rows, H, dtype=x.dtype, device=x.device)
-    how = {k: v for k, v in pdl(x).items() if k != "TRIGGER"}  # no trigger: the product reads tiles before it waits
+    how = {k: v for k, v in pdl(x).items() if k != "TRIGGER"}  # no trigger: the product reads nothing before it waits
     _sort_kernel[(slots,)](
         ids, x, row, of_tile, valid, y, slots, tiles, H, E=experts, BINS=triton.next_power_of_2(experts + 1),
         TOP_K=ids.shape[1], ROWS=rows, SLOTS=triton.next_power_of_2(slots), BLOCK=min(1024, triton.next_power_of_2(H)), **how,

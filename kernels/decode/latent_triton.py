@@ -34,8 +34,8 @@ PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 64
 VALUES = 64  # values of a head per program of `values`
 PARTS = 8  # splits merged at once
-# Whether a program reads its first tile before the kernel before has ended. Not over a paged cache, where several rows, drafts,
-# may be of one sequence and read what each other's `absorb` writes
+# Whether a program reads its first tile before the previous kernel has ended (launch.py). Not over a paged cache, where several
+# rows, drafts, may be of one sequence and read what each other's `absorb` writes
 EARLY = True
 
 

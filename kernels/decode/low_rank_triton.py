@@ -6,7 +6,7 @@ Shapes  x (M, K) · A (S, P, R, K) · B (S, N, R) · y (M, N), dtype of x; R a p
         (M, P, R, shares) for few rows, (shares, M, P, R) for many
 Grid    up to FEW_ROWS rows: a program for each row, share of K and part, then for each ROWS rows and block of columns, without
         tensor cores. More rows: tiles of BLOCK_M rows, which multiply once for each adapter that their rows ask for
-Launch  for few rows, factors are read before the previous kernel has ended (gdc_wait)
+Launch  for few rows, numbers of adapters and factors are read before the previous kernel has ended (launch.py)
 Limits  any M, K, N; shares of K are summed in the order in which they lie: the same bits each time
 """
 
@@ -22,9 +22,8 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.low_rank_factors import LowRank
 
 BLOCK_M, BLOCK_K = 16, 64
-FEW_ROWS = (
-    128  # max. rows without tensor cores: an 8B's layer takes 16 us of them at 16 rows and 36 at 64 (H200), tiles 150 and more
-)
+# Max. rows without tensor cores: an 8B's layer takes 16 us of them at 16 rows and 36 at 64 (H200), tiles 150 and more.
+FEW_ROWS = 128
 ROWS = 2  # rows of a program that expands: 1 and 4 take 3 to 13% more
 SHARES = 16  # shares of K: with one, a step of a few rows would have a few programs to read A
 MOST_VALUES = 16384  # values of A in a program's registers

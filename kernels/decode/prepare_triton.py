@@ -105,7 +105,7 @@ def _prepare_kernel(
         gdc_launch_dependents()
     pos = tl.load(pos_ptr + row)
     cos, sin = 0.0, 0.0
-    if R:  # read before the kernel before has ended, as it writes neither
+    if R:  # positions and angles are read before the previous kernel has ended (launch.py)
         dims = tl.arange(0, BLOCK_D)
         _, _, angle = pairs(dims, R, NEIGHBOURS)
         at = pos.to(tl.int64) * R + angle

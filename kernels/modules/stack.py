@@ -111,6 +111,7 @@ class ExpertsCall:
     device: str
     capability: tuple[int, int]
     shared: tuple[Facts, Facts] | None = None
+    biased: bool = False  # whether a stack has biases
 
     @classmethod
     def of(
@@ -118,4 +119,5 @@ class ExpertsCall:
     ) -> "ExpertsCall":
         """The call of M tokens on the weights' device."""
         device, facts = up.words.device, None if shared is None else shared.facts
-        return cls(M, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, device.type, capability(device), facts)
+        biased, E = up.bias is not None or down.bias is not None, up.words.shape[0]
+        return cls(M, E, up.facts, down.facts, top_k, act, dtype, device.type, capability(device), facts, biased)

@@ -74,6 +74,8 @@ CODED = {
         "long": (4, 1, 128, 128, 0, 0, [3000], F16, 4096, 0),
         "long, paged, a window": (8, 1, 64, 64, 700, 0, [2100], BF16, 4096, 32),
         "many heads": (16, 8, 128, 128, 0, 0, [700, 15, 64, 2100], F16, 2112, 64),
+        "twelve queries": (12, 1, 128, 128, 0, 0, [37, 300], F16, 320, 0),
+        "nine queries, keys of another layer": (9, 1, 64, 64, 0, 0, [37, 96], BF16, 128, 32),
     }.items()
 }
 # as HEADS, and of `Prepared`: gated, v_norm, v_is_k, writes
@@ -270,9 +272,10 @@ def coded(name):
     HQ, HKV, D, R, window, norm, places, dtype, S, page, kind = CODED[name]
     torch.manual_seed(3)
     norms = [(torch.rand(D) + 0.5).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
-    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms, torch.randn(HQ) + 4 if "sinks" in name else None)
-    angles = torch.rand(S, R) * 6
-    tables, qkv = (angles.cos().to(dtype), angles.sin().to(dtype)), torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype)
+    writes, sinks = reference.SHARED not in name, torch.randn(HQ) + 4 if "sinks" in name else None
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms, sinks, writes=writes)
+    angles, own = torch.rand(S, R) * 6, HQ + 2 * HKV * writes
+    tables, qkv = (angles.cos().to(dtype), angles.sin().to(dtype)), torch.randn(len(places), own * D).to(dtype)
     pos, table, shape = torch.tensor(places, dtype=torch.int32), None, (len(places), HKV, S, D)
     if page:
         n = len(places) * S // page
@@ -282,14 +285,14 @@ def coded(name):
         cache[:] = torch.randn(shape) * 3
     theirs = [dataclasses.replace(c, codes=c.codes.clone(), scales=c.scales.clone()) for c in caches]
     for cache in caches:  # no number in e4m3
-        for b, p in enumerate(places):
+        for b, p in enumerate(p + (not writes) for p in places):
             if not page:
                 cache.codes[b, :, p:] = 0xFF
             elif p % page < page - 1:
                 cache.codes[table[b, p // page], :, p % page :] = 0xFF
     before = [dataclasses.replace(c, codes=c.codes.clone(), scales=c.scales.clone()) for c in caches]
     y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table, pos.argsort(descending=True).to(torch.int32))
-    new = reference.split_heads(qkv, *(t[pos.long()] for t in tables), h)[1:]
+    new = reference.split_heads(qkv, *(t[pos.long()] for t in tables), h)[1:] if writes else caches
     rows = torch.arange(len(places)) if table is None else table[torch.arange(len(places)), pos.long() // page].long()
     at = pos.long() % (page or S)
     return (y, reference.attend(qkv, *theirs, pos, *tables, h, table)), list(zip(caches, before, new, strict=True)), (rows, at)
@@ -304,6 +307,9 @@ def test_attend_over_codes(name):
 def test_attend_writes_codes(name):
     _, caches, (rows, at) = coded(name)
     for ours, before, x in caches:
+        if x is ours:  # another layer's
+            assert torch.equal(ours.codes, before.codes)
+            continue
         codes, scales = kv.encode(ours.kind, x)
         best = error(kv.decode(ours.kind, codes, scales), x)
         # where two scales are as good, or a sum's order turned a value over, either will do
@@ -401,7 +407,7 @@ EXPERTS = named("cuda/experts")
 
 
 def experts_call(up, down, top_k, act="silu", dtype=F16):
-    return ExpertsCall(1, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, "cuda", (9, 0))
+    return dataclasses.replace(ExpertsCall.of(up, down, top_k, act, dtype, 1), device="cuda", capability=(9, 0))
 
 
 @on_device
@@ -470,9 +476,9 @@ def test_shared_experts_it_does_not_take():
     down, _ = emulation.stack(9, 64, 96, 4, 32, "float", F16)
     call = experts_call(good, down, 2)
 
-    def why(inner=32, scheme=good.scheme, layout="tile", K=64, M=1):
+    def why(inner=32, scheme=good.scheme, layout="tile", K=64, M=1, of=call):
         facts = ((2 * inner, K, scheme, layout), (64, inner, scheme, layout))
-        return EXPERTS.why_not(dataclasses.replace(call, shared=facts, M=M))
+        return EXPERTS.why_not(dataclasses.replace(of, shared=facts, M=M))
 
     assert why() is None
     assert why(inner=4096) is None
@@ -481,6 +487,9 @@ def test_shared_experts_it_does_not_take():
     assert "where the others" in why(layout="rowstream")
     assert "5 tokens" in why(M=5)  # of nine experts, each token's two
     assert "too wide" in why(inner=1 << 16)
+    biased = experts_call(good, dataclasses.replace(down, bias=torch.zeros(9, 64)), 2)
+    assert EXPERTS.why_not(biased) is None
+    assert "biases" in why(of=biased)  # the kernel would add those of the first expert to the shared one
 
 
 def test_layers_it_does_not_take():

@@ -7,8 +7,8 @@ Several rows of one sequence are its newest token and drafts: after each the sta
            its norm and gate
     mamba2 (B, heads, dims in blocks): rows of a head's state. Where there is a norm over heads, a third kernel computes it
 
-Early   with dependent launch, states are read before the previous kernel has ended: they were written in an earlier step,
-        and every step begins with a kernel that waits for all before it
+Early   with dependent launch, states are read before the previous kernel has ended: they were written in an earlier step
+        (launch.py)
 Source  own
 """
 

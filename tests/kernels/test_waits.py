@@ -1,0 +1,40 @@
+"""Kernels with dependent launch wait for those before them, and not in a loop (decode/launch.py says why)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+WAITS = {"gdc_wait", "overlap_previous"}
+
+
+def calls(tree):
+    """Names of the functions that a piece of code calls."""
+    names = {call.func for call in ast.walk(tree) if isinstance(call, ast.Call)}
+    return {name.id for name in names if isinstance(name, ast.Name)}
+
+
+def faults(text):
+    """Kernels that have the argument PDL and never wait, and those that wait in a loop."""
+    for function in (f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)):
+        if any(a.arg == "PDL" for a in function.args.args) and not calls(function) & WAITS:
+            yield f"{function.name} does not wait"
+        if any(isinstance(loop, ast.For | ast.While) and calls(loop) & WAITS for loop in ast.walk(function)):
+            yield f"{function.name} waits in a loop"
+
+
+DEPENDENT = [p for p in sorted(KERNELS.rglob("*.py")) if any(name in p.read_text(encoding="utf-8") for name in WAITS)]
+
+
+@pytest.mark.parametrize("path", DEPENDENT, ids=lambda p: p.stem)
+def test_kernels_wait_and_not_in_a_loop(path):
+    assert not list(faults(path.read_text(encoding="utf-8")))
+
+
+def test_the_rule_sees_what_breaks_it():
+    assert len(DEPENDENT) > 10
+    head, wait = "def f(x, PDL):\n", "if PDL:\n        gdc_wait()\n"
+    assert list(faults(f"{head}    {wait}")) == []
+    assert list(faults(f"{head}    g(x)\n")) == ["f does not wait"]
+    assert list(faults(f"{head}    for i in range(x):\n     {wait}")) == ["f waits in a loop"]
