@@ -137,6 +137,21 @@ def test_an_idle_connection_gives_its_place_to_the_next():
     asyncio.run(run())
 
 
+def test_a_connection_without_a_place_is_told_when_to_come_again():
+    async def run():
+        async with Here(most=1) as here:
+            _, busy = await here.open()
+            busy.write(POST % len(BODY))
+            await here.until(lambda: any(c.busy for c in here.connections))
+            async with httpx.AsyncClient(timeout=60) as client:
+                answer = await client.get(f"http://127.0.0.1:{here.port}/health")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "1 requests are open already" in answer.json()["error"]["message"]
+            busy.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("after_an_answer", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("half", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["nothing", "a word", "a line"])
 def test_a_head_has_its_time(half, after_an_answer):

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from lowq_cli.serving import engine_process
 from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.host_memory import HostMemory
-from lowq_cli.serving.http import loading
+from lowq_cli.serving.http import loading, refusal
 from lowq_cli.serving.http.loading import Loader
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.place import PROCESS, State
@@ -171,6 +171,21 @@ def test_two_processes_killed_at_once(first, second, tmp_path):
         async with serving(tmp_path, 2) as s:
             assert await killed_in(s, a=first, b=second) == [ENDS[first], ENDS[second]]
             assert await s.again("b") == "answered"
+
+    run(go())
+
+
+def test_a_process_killed_before_a_leased_request_is_queued(tmp_path):
+    async def go():
+        async with serving(tmp_path, 1) as s:
+            assert await s.ask("a") == "answered"
+            async with s.pool.lease("a") as model:
+                os.kill(model.engine._process.pid, signal.SIGKILL)
+                await until(lambda: model.engine.closed)
+                with pytest.raises(LowqError, match="was killed by signal 9") as died:
+                    model.hub.submit([Request((1, 2), 3)])
+            why = refusal.of(died.value)
+            assert (why.status, why.headers) == (503, {"Retry-After": "5"})
 
     run(go())
 

@@ -131,6 +131,20 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, t
     empty.stop()
 
 
+def test_a_process_that_never_becomes_ready_is_given_up(sees, monkeypatch):
+    from lowq_packers.arch.config import read_config
+
+    images = read_config(json.loads((sees / "config.json").read_text()))[1].images
+    monkeypatch.setattr(pictures, "START_S", 0.0)
+    reader = pictures.PictureReader(str(sees), images)
+    with pytest.raises(LowqError, match="is not ready after 0 s; try again later"):
+        reader._ask(sighted.encoded(sighted.drawing(1)))
+    monkeypatch.setattr(pictures, "START_S", 120.0)
+    while not isinstance(reader._free.get(), pictures._Process):  # errors of processes begun under the bound of 0 s
+        reader._start()
+    reader.stop()
+
+
 def test_pictures_of_all_kinds_are_read_right_or_refused():
     """EXIF turns, CMYK, 16 bits, palettes, alpha, one bit; animated ones, bombs, slivers and what is cut off are refused."""
     a = sighted.drawing(3, (40, 30))

@@ -171,8 +171,9 @@ def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
 
 
 def engine_of(server):
-    """The engine's process of a server's."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    """The engine's process of a server's, which has no other."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = [p for t in tasks for p in (t / "children").read_text().split()]
     (result,) = (int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
     return result
 
@@ -251,8 +252,9 @@ def test_an_engine_that_does_not_read_is_reported_and_sigterm_ends_it(start):
     assert "has not answered for" in ready.json()["status"]
     assert httpx.get(f"{s.url}/health", timeout=60).status_code == 200  # the process itself is well
     refused = s.post("completions", {"prompt": "Once", "max_tokens": 1})
-    assert refused.status_code == 503
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert "has not answered for" in refused.json()["error"]["message"]
+    assert engine_of(s) == engine  # none stands by: a server of one model loads no other
     os.kill(engine, signal.SIGCONT)
     for some in held:
         assert some.recv(1000).startswith(b"HTTP/1.1 200")

@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.refusal import RETRY_AFTER, Refusal
 
 try:
     import resource
@@ -79,7 +79,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     def data_received(self, data: bytes) -> None:
         """Handle received bytes."""
         if not self.placed:  # only now: a client that has not sent its request yet would lose the response
-            self._say(Refusal(503, f"{self.most} requests are open already; try again later", "server_error"))
+            line = f"{self.most} requests are open already; try again later"
+            self._say(Refusal(503, line, "server_error", retry=RETRY_AFTER))
             self.transport.close()
             return
         self.begun = True
@@ -108,7 +109,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
     def _say(self, why: Refusal) -> None:
         body = json.dumps(why.body).encode()
-        head = f"HTTP/1.1 {why.status} {HTTPStatus(why.status).phrase}\r\nContent-Type: application/json\r\n"
+        more = "".join(f"{name}: {value}\r\n" for name, value in why.headers.items())
+        head = f"HTTP/1.1 {why.status} {HTTPStatus(why.status).phrase}\r\nContent-Type: application/json\r\n{more}"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
 
 

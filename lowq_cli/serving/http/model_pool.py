@@ -20,14 +20,13 @@ from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.model_loads import ModelLoads
 from lowq_cli.serving.http.model_reports import ModelReports
 from lowq_cli.serving.http.place import Loading, Place, State
-from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.refusal import RETRY_S, Refusal
 from lowq_cli.serving.http.served_model import ServedModel
 from lowq_cli.serving.request import Done
 
 WAITING = 512  # max. requests waiting for models, all models together
 WAIT_S = 300.0  # max. seconds that a request waits for its model
 REFRESH_S = 2.0  # min. seconds between two scans of the disk for unknown names: bounds the cost of requests with made-up names
-RETRY_S = 5  # Retry-After seconds for a client that waited WAIT_S, or found WAITING requests ahead of it
 
 
 class ModelPool:

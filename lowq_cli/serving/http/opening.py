@@ -104,7 +104,9 @@ class Opening:
         pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.arguments.one)
         pool.reports.host = self.host
         pool.adopt(model)
-        pool.loads.say, pool.loads.prepare = say, self.loader.prepare
+        pool.loads.say = say
+        if not self.asked.one:  # a server of one model loads no other
+            pool.loads.prepare = self.loader.prepare
         pool.loads.check = lambda offer: check_there(offer.path)
         pool.refresh = dict if self.arguments.one else lambda: self.arguments.read().models
         return pool

@@ -36,6 +36,7 @@ from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 MOST = 16  # max. images per request
 DATA = re.compile(r"data:image(/[\w.+-]+)?;base64,", re.ASCII)
 READERS = min(4, max(2, (os.cpu_count() or 1) // 4))  # max. processes that decode images, of 350 MB; 1,024 x 1,024 takes 25 ms
+START_S = 120.0  # max. seconds until a process is ready: it imports for seconds, on a busy machine longer
 READ_S = 30.0  # max. seconds that a process may take for one image
 FETCH_S, REDIRECTS = 10.0, 3
 KEPT_BYTES = 1 << 28  # max. bytes of the cache of preprocessed images: a conversation sends its images again with each turn
@@ -103,7 +104,7 @@ class PictureReader:
         if (picture := self._kept.pop(key, None)) is None:
             try:
                 picture = await asyncio.to_thread(self._ask, data)
-            except LowqError as e:
+            except UsageError as e:
                 raise wrong(name, str(e)) from None
         self._kept[key] = picture
         while len(self._kept) > 1 and sum(len(p.data) for p in self._kept.values()) > KEPT_BYTES:
@@ -196,7 +197,9 @@ class _Process:
     def wait(self) -> None:
         """Until it is ready. Raises the error with which it did not start."""
         try:
-            failed = self.pipe.recv()  # after its imports; no limit of time, which is the picture's
+            if not self.pipe.poll(START_S):
+                raise LowqError(f"the process that reads pictures is not ready after {START_S:.0f} s; try again later")
+            failed = self.pipe.recv()
         except (EOFError, OSError):
             failed = LowqError("the process that reads pictures does not start; try: lowq doctor")
         if failed is not None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from lowq_cli.serving.request import Busy
 from lowq_packers.errors import LowqError, UsageError, one_line
 
-RETRY_AFTER = 1  # seconds of Retry-After when the queue is full
+RETRY_AFTER = 1  # seconds of Retry-After when the queue, or the number of open requests, is at its limit
+# Seconds of Retry-After where a model is not ready: many requests wait for models, its engine has died or does not answer.
+RETRY_S = 5
 
 
 @dataclass(eq=False)  # not frozen: Python sets an exception's traceback; compared by identity
@@ -52,6 +54,6 @@ def of(error: LowqError) -> Refusal:
     if isinstance(error, Busy):
         return Refusal(429, line, "rate_limit_error", code="rate_limit_exceeded")
     if not isinstance(error, UsageError):
-        return Refusal(503, line, "server_error")
+        return Refusal(503, line, "server_error", retry=RETRY_S)
     named = re.match(r"(\w+)=", line)
     return Refusal(400, line, param=named[1] if named else None)
