@@ -105,7 +105,7 @@ class Opening:
         pool.reports.host = self.host
         pool.adopt(model)
         pool.loads.say = say
-        if not self.asked.one:  # a server of one model loads no other
+        if not self.arguments.one:  # a server of one model loads no other
             pool.loads.prepare = self.loader.prepare
         pool.loads.check = lambda offer: check_there(offer.path)
         pool.refresh = dict if self.arguments.one else lambda: self.arguments.read().models
