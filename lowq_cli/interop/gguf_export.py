@@ -230,7 +230,7 @@ def _entries(text: list[tuple[str, CheckpointTensor]], model: Model, anew: bool)
         entries.setdefault(name, (GgufTensor(name, (), ""), []))[1].append(t)
     experts = next((part.experts for part in walk(model.layers) if isinstance(part, Router)), 0)
     for name, (row, members) in entries.items():
-        if row.kind:
+        if row.shape:
             continue
         kinds = {(t.shape, "" if anew else gguf.type_for(t.scheme) if t.scheme else t.dtype) for t in members}
         if len(kinds) > 1 or len(members) != experts:

@@ -15,18 +15,16 @@ from lowq_packers.scheme import BLOCKS, E4M3, Scheme
 KEPT = ("norm", "embedding", "router", "vision", "projector", "audio", "other")
 
 
-def fp8_items(source: Source, found_roles: Mapping[str, Role], recipe: Recipe) -> list[Item]:
+def fp8_items(source: Source, roles: Mapping[str, Role], recipe: Recipe) -> list[Item]:
     """The items of all tensors of `source`, in its order. Stacked experts and (K, N) matrices are kept (not in the layout).
 
     Raises UsageError for a pattern that matches no weight.
     """
-    reasons = {name: why for name in source.headers if (why := _why_kept(name, source, found_roles[name], recipe))}
+    reasons = {name: why for name in source.headers if (why := _why_kept(name, source, roles[name], recipe))}
     stems = [n.removesuffix(".weight") for n in source.headers if n not in reasons]
     for pattern in recipe.skip:
         reasons |= {f"{stem}.weight": "the recipe keeps it" for stem in matches(pattern, stems)}
-    return [
-        _item(name, header, found_roles[name].kind, recipe.block, reasons.get(name)) for name, header in source.headers.items()
-    ]
+    return [_item(name, header, roles[name].kind, recipe.block, reasons.get(name)) for name, header in source.headers.items()]
 
 
 def _why_kept(name: str, source: Source, role: Role, recipe: Recipe) -> str:

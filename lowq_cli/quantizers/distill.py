@@ -7,5 +7,5 @@ __all__ = ["quantize"]
 TEXT = True
 CARRIES = True
 CURVATURE = True  # at the widths of calibrate/requirements.py's BOTH_SIDES
-LEARN = True  # at other widths than those and STRAIGHT: `calibrate` trains each layer in calibrate/learn.py
+LEARN = True  # `calibrate` trains each layer in calibrate/learn.py, except where requirements.py's learns_alone says no
 DISTILL = True  # then `calibrate` trains all layers together in calibrate/end_to_end.py

@@ -104,7 +104,7 @@ class Search:
     """The search for the smallest checkpoint. After `run`, `best` is its folder, if this or an earlier process made it.
 
     Args:
-        model: the model as named by the user. spread: the possible allocations of bits. asked: the recipe with the bound.
+        model: the model as named by the user. spread: the possible allocations of bits. requested: the recipe with the bound.
         texts: the hash of the calibration text, and the evaluation text. make: quantizes the model by a recipe.
         measure: evaluates a folder: (folder, text, original, device, max. tokens) -> report.
     """

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lowq_cli import main
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
@@ -165,6 +166,18 @@ def test_plans_and_refusals(capsys):
         assert output in capsys.readouterr().err
     with pytest.raises(UsageError, match="does not exist"):
         gguf_types.get("Q4_K_XL")
+
+
+@pytest.mark.parametrize("form", ["lowq", "table-e4m3"])
+def test_weights_in_no_type_of_gguf_are_rounded_again(form, tmp_path):
+    assert cli("quantize", "demo", "--bits", 3, "--method", "rtn", "--format", form, "--out", tmp_path / "o") == 0
+    done = export(tmp_path / "o", None, tmp_path / "m.gguf", kind="Q8_0")
+    assert any("quantized before" in note for note in done.notes)
+    before = open_checkpoint(tmp_path / "o")
+    with before.source, open_decoded(tmp_path / "m.gguf") as after:
+        for t in (t for t in before.tensors if t.scheme):
+            W, read = before.read_matrix(t).dequantize(), after.read(f"{t.name}.weight").float().reshape(t.shape)
+            assert (read - W).norm() < 0.01 * W.norm()
 
 
 def test_a_checkpoint_is_rounded_again_and_says_so(demo4, tmp_path):
