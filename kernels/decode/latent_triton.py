@@ -35,7 +35,8 @@ MOST_SPLITS = 64
 VALUES = 64  # values of a head per program of `values`
 PARTS = 8  # splits merged at once
 # Whether a program reads its first tile before the previous kernel has ended (launch.py). Not over a paged cache, where several
-# rows, drafts, may be of one sequence and read what each other's `absorb` writes
+# rows, drafts, may be of one sequence and read what each other's `absorb` writes. On an H200 a layer of deepseek_v2 takes 1.4
+# us less with it, with eight sequences 2
 EARLY = True
 
 
