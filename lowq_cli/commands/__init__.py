@@ -78,10 +78,22 @@ TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest toke
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.  [default: random]")]
 NoThink = Annotated[bool, typer.Option("--no-think", help="Make a reasoning model answer at once, without thoughts.")]
+
+
+def _time(value: str | None) -> str | None:
+    """Check a time before anything is loaded. Raises UsageError."""
+    if value is not None:
+        from lowq_cli.serving.catalog import seconds
+
+        seconds(value, "--keep-alive")
+    return value
+
+
 KeepAlive = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
+        callback=_time,
         help="Keep the model loaded for this long after its last use, such as 10m; lowq stop ends it.  [default: no]",
     ),
 ]

@@ -300,7 +300,9 @@ def _server(
 ) -> _Server | None:
     try:
         return _Server(folder, given, device, kv, keep_alive, think)
-    except Declined:
+    except Declined as e:
+        if keep_alive is not None:
+            console.warn(f"no server is left running: {e}")
         return None
 
 

@@ -163,6 +163,8 @@ def answer(
             raise typer.Exit(EXIT_INTERRUPTED)
         if not here:
             return
+    if keep_alive is not None:
+        console.warn(f"no server is left running: {here}")
     if explain:
         console.say(f"computed in this process: {here}")
 

@@ -85,6 +85,17 @@ def test_idleness_ends_it(home):
     assert log == ""
 
 
+@pytest.mark.parametrize("command", [("generate", "demo", "--prompt", "Once"), ("run", "demo", "Once"), ("chat", "demo")])
+def test_a_time_that_is_none_is_refused_before_anything_is_loaded(command, home):
+    assert "--keep-alive = soon is not a time; write it as 30s" in lowq(*command, "--keep-alive", "soon", code=2).stderr
+
+
+def test_a_server_that_cannot_stay_is_reported(home):
+    how = ["--device", "cpu", "--max-new-tokens", "2"]
+    output = lowq("generate", "demo", "--prompt", "Once", *how, "--draft", "none", "--keep-alive", "1m").stderr
+    assert "no server is left running: --threads, --draft" in output
+
+
 def test_no_heavy_library_is_imported_before_the_text(home):
     how = ["--device", "cpu", "--max-new-tokens", "2"]
     lowq("generate", "demo", "--prompt", "Once", *how, "--keep-alive", "1m")
