@@ -9,10 +9,12 @@ from lowq_kernels.decode import router
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Config, Op, capability, register, select
 
+MIXED = "weights of another dtype than x"  # transformers keeps some routers in fp32 (Ernie 4.5)
+
 
 @dataclass(frozen=True)
 class RouteCall:
-    """M tokens of H features, top_k of E experts each. beyond: see `RouterFacts.beyond`.
+    """M tokens of H features, top_k of E experts each. beyond: see `RouterFacts.beyond`, and MIXED.
 
     Its kernels are launch(routing, config) -> ids, see `Routing`.
     """
@@ -28,17 +30,12 @@ class RouteCall:
     beyond: tuple[str, ...] = ()
 
 
-def softmax_alone(call: RouteCall) -> str | None:
-    """Why a kernel that supports only a softmax cannot take the call, or None."""
-    return f"takes no router with {', '.join(call.beyond)}" if call.beyond else None
-
-
 @dataclass(frozen=True)
 class Routing:
     """Operands of a router, and output tensors that its kernels fill as `router.route_by` defines.
 
-    x (M, H), the router's weight (E, H) and logits_bias (E,) or None: contiguous, of one dtype. ids (M, top_k) int64, weights
-    (M, top_k) fp32.
+    x (M, H), the router's weight (E, H) and logits_bias (E,) or None: contiguous; of one dtype, unless the call is MIXED. ids
+    (M, top_k) int64, weights (M, top_k) fp32.
     """
 
     x: torch.Tensor
@@ -58,11 +55,19 @@ class Routing:
         """M, E, H, top_k."""
         return self.x.shape[0], self.facts.weight.shape[0], self.x.shape[1], self.ids.shape[1]
 
+    @property
+    def call(self) -> RouteCall:
+        """The facts that dispatch uses."""
+        x, f = self.x, self.facts
+        mixed = any(t is not None and t.dtype != x.dtype for t in (f.weight, f.logits_bias))
+        beyond = (*f.beyond, MIXED) if mixed else f.beyond
+        return RouteCall(*self.sizes, x.dtype, x.device.type, capability(x.device), beyond)
+
 
 def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tensor]:
     """As `router.route_by`, by the kernel that dispatch chooses."""
     r = Routing.of(x, f)
-    spec, config = select(RouteCall(*r.sizes, x.dtype, x.device.type, capability(x.device), f.beyond))
+    spec, config = select(r.call)
     return spec.launch(r, config), r.weights
 
 

@@ -12,7 +12,7 @@ emulation.require("cuda/route", compiler=DEVICE == "cpu")
 from lowq_kernels.decode import route_cuda
 from lowq_kernels.decode import router as definition
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.route import RouteCall, Routing, route_by
+from lowq_kernels.decode.route import MIXED, RouteCall, Routing, route_by
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import named, select
 
@@ -144,6 +144,15 @@ def test_nan_still_names_experts():
 
 
 CALL = RouteCall(1, 128, 2048, 8, BF16, "cuda", (9, 0))
+
+
+def test_routers_of_another_dtype_are_left_to_other_kernels():
+    """The kernel would read their numbers as x's."""
+    x, weight = torch.ones(1, 64, dtype=BF16), torch.ones(16, 64)
+    assert Routing.of(x, RouterFacts(weight.to(BF16), 2)).call.beyond == ()
+    for facts in (RouterFacts(weight, 2), RouterFacts(weight.to(BF16), 2, logits_bias=torch.ones(16))):
+        assert Routing.of(x, facts).call.beyond == (MIXED,)
+    assert select(dataclasses.replace(CALL, beyond=(MIXED,)))[0].name == "triton/route"
 
 
 def test_who_takes_what():
