@@ -31,7 +31,7 @@ class Check:
 
     name: str
     ok: bool | None
-    found: str
+    result: str
     fix: str = ""
 
 

@@ -155,11 +155,11 @@ def _reason(raw: bytes) -> str:
 class Reply:
     """A text that a server generates; iterate for its pieces. At its end it has the attributes of `engine.Generation`.
 
-    told: the fields that the server sends before the text: process, prompt_tokens, sampling, sampling_from, decoder, template.
+    facts: the fields that the server sends before the text: process, prompt_tokens, sampling, sampling_from, decoder, template.
     """
 
-    def __init__(self, told: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
-        self.told, self._rest = told, rest
+    def __init__(self, facts: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
+        self.facts, self._rest = facts, rest
         self.text, self.tokens, self.finish_reason = "", [list[int]()], "interrupted"
         self.ttft_s = self.decode_tps = self.prefill_tps = 0.0
 

@@ -84,12 +84,12 @@ class EndToEnd:
                 )
             )
 
-    def run(self, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Others], folder: Path) -> Iterator[PassDone]:
+    def run(self, ids: torch.Tensor, start: Hidden, targets: Hidden, others: list[Others], folder: Path) -> Iterator[PassDone]:
         """Train, and write a file next to each layer's; `files` then names the new ones. Yields after each pass over the text.
 
         Args:
             ids: (n, T) token ids; start: the first layer's inputs in the quantized model, one tensor per batch.
-            wanted: the last layer's outputs in the original. others: see `DecoderLayers.start`.
+            targets: the last layer's outputs in the original. others: see `DecoderLayers.start`.
             folder: finished passes are saved here, so that a killed run continues after them.
         """
         groups = [g for o in self.optimizers if o for g in o.param_groups]
@@ -97,18 +97,18 @@ class EndToEnd:
         with repeatable(), fast_products(), self.blocks.tail() as logits:
             done, before = self._resume(folder / STATE)
             if done == 0:
-                before = self._loss(logits, ids, start, wanted, others)
+                before = self._loss(logits, ids, start, targets, others)
             steps, step = self.passes * len(start), done * len(start)
             for number in range(done, self.passes):
                 total = 0.0
                 for i in torch.randperm(len(start), generator=torch.Generator().manual_seed(number)).tolist():
                     for group, rate in zip(groups, full, strict=True):
                         group["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
-                    total += self._step(logits, ids, i, start[i], wanted[i], others)
+                    total += self._step(logits, ids, i, start[i], targets[i], others)
                     step += 1
                 self._keep(folder / STATE, number + 1, before)
                 yield PassDone(number + 1, self.passes, total / len(start))
-            after = self._loss(logits, ids, start, wanted, others)
+            after = self._loss(logits, ids, start, targets, others)
         self._write(after < before)
 
     def _forward(self, number: int, x: torch.Tensor, others: Others) -> torch.Tensor:
@@ -129,7 +129,7 @@ class EndToEnd:
         return entered
 
     def _step(
-        self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, wanted: torch.Tensor, others: list[Others]
+        self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, targets: torch.Tensor, others: list[Others]
     ) -> float:
         """Update every layer by the gradients of a batch's mean KL divergence, and return that divergence."""
         entered = self._through(x, others, i)
@@ -137,7 +137,7 @@ class EndToEnd:
         loss = 0.0
         for b in range(len(last)):  # one window at a time, because logits are large
             with torch.enable_grad():
-                kl = self._kl(logits, ids[i * texts.BATCH + b], last[b], wanted[b]) / len(last)
+                kl = self._kl(logits, ids[i * texts.BATCH + b], last[b], targets[b]) / len(last)
                 kl.backward()
             loss += float(kl.detach())
         g = last.grad
@@ -151,22 +151,22 @@ class EndToEnd:
                 optimizer.zero_grad()
         return loss
 
-    def _loss(self, logits: Any, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Others]) -> float:
+    def _loss(self, logits: Any, ids: torch.Tensor, start: Hidden, targets: Hidden, others: list[Others]) -> float:
         """The mean KL divergence over the text."""
         total = 0.0
         with torch.no_grad():
             for i, x in enumerate(start):
                 last = self._through(x, others, i)[-1]
                 for b in range(len(last)):
-                    total += float(self._kl(logits, ids[i * texts.BATCH + b], last[b], wanted[i][b])) / len(last)
+                    total += float(self._kl(logits, ids[i * texts.BATCH + b], last[b], targets[i][b])) / len(last)
         return total / len(start)
 
     @staticmethod
-    def _kl(logits: Any, window: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def _kl(logits: Any, window: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The KL divergence of one window (T, K), in nats per token."""
         window = window.unsqueeze(0)
         with torch.no_grad():
-            p = torch.log_softmax(logits(window, wanted.unsqueeze(0)).float(), -1)
+            p = torch.log_softmax(logits(window, targets.unsqueeze(0)).float(), -1)
         q = torch.log_softmax(logits(window, hidden.unsqueeze(0)).float(), -1)
         return (p.exp() * (p - q)).sum(-1).mean()
 

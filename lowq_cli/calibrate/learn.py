@@ -33,18 +33,18 @@ WARM = 5  # warm-up steps until the full rates; after them the rates fall to 0
 
 
 def learn(
-    layer: Layer, found: Mapping[str, QuantizedTensor], dtypes: Mapping[str, torch.dtype], x_ref: Hidden, x_quant: Hidden
+    layer: Layer, matrices: Mapping[str, QuantizedTensor], dtypes: Mapping[str, torch.dtype], x_ref: Hidden, x_quant: Hidden
 ) -> dict[str, QuantizedTensor]:
     """The trained matrices by checkpoint name: all of them if the layer's loss fell, otherwise none.
 
     Args:
-        layer: the layer, quantized with `found`; it is not changed.
+        layer: the layer, quantized with `matrices`; it is not changed.
         dtypes: dtype of the stored scales and zeros, by name. Experts are not trained.
         x_ref, x_quant: the layer's inputs (windows, T, H) in the original and in the so far quantized model.
     """
     dense = {
         n: Grid(q, dtypes[n], q.W_q.device, *RATES.get(q.bits, OTHERS))
-        for n, q in found.items()
+        for n, q in matrices.items()
         if layer.spots[n].cut.expert is None
     }
     if not dense:
@@ -209,10 +209,10 @@ def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]
     return weights
 
 
-def _loss(layer: Layer, weights: dict[str, torch.Tensor], x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _loss(layer: Layer, weights: dict[str, torch.Tensor], x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The squared distance of the layer's output; parameters that are not in `weights` keep the layer's values."""
     out = functional_call(layer.module, weights, (x, *layer.others.args), layer.others.kwargs)
-    return ((out[0] if isinstance(out, tuple) else out) - wanted).square().sum()
+    return ((out[0] if isinstance(out, tuple) else out) - target).square().sum()
 
 
 @contextmanager

@@ -143,20 +143,20 @@ def resolve(
     Raises UsageError for a budget below the smallest choices, and the errors of `make_plan`.
     """
 
-    def budget_of(found: Spread) -> int:
-        return found.budget(recipe.size) if recipe.size else int(found.params * (recipe.bpw or 0) / 8)
+    def budget_of(spread_: Spread) -> int:
+        return spread_.budget(recipe.size) if recipe.size else int(spread_.params * (recipe.bpw or 0) / 8)
 
-    def check(found: Spread) -> None:  # runs first, because measuring takes minutes
-        if (budget := budget_of(found)) < found.least:
-            raise UsageError(_too_small(recipe, found.least, budget, found.params))
+    def check(spread_: Spread) -> None:  # runs first, because measuring takes minutes
+        if (budget := budget_of(spread_)) < spread_.least:
+            raise UsageError(_too_small(recipe, spread_.least, budget, spread_.params))
 
-    found = spread(source, recipe, text, device, watch, check)
-    budget = budget_of(found)
+    spread_ = spread(source, recipe, text, device, watch, check)
+    budget = budget_of(spread_)
     while True:
         try:
-            resolved, mixed = found.at(budget)
+            resolved, mixed = spread_.at(budget)
         except UsageError:
-            raise UsageError(_too_small(recipe, found.least, budget, found.params)) from None
+            raise UsageError(_too_small(recipe, spread_.least, budget, spread_.params)) from None
         if recipe.size is None or (over := make_plan(source, resolved).nbytes - recipe.size) <= 0:
             return resolved, mixed
         budget -= over  # headers vary by a few bytes with the numbers in them
@@ -189,12 +189,12 @@ def spread(
     candidates = [c for members in groups.values() for c in members]
     unmeasured = {c.name: dict.fromkeys(schemes[c.name], 0.0) for c in candidates}  # bytes need no errors
 
-    def found(errors: sensitivity.Errors, why: str) -> Spread:
+    def spread_(errors: sensitivity.Errors, why: str) -> Spread:
         choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
         return Spread(source, plain, groups, choices, why)
 
-    check(found(unmeasured, ""))
-    return found(*_measured(source, plain, text, candidates, schemes, device, watch))
+    check(spread_(unmeasured, ""))
+    return spread_(*_measured(source, plain, text, candidates, schemes, device, watch))
 
 
 def _params(members: Sequence[Candidate]) -> int:
@@ -216,8 +216,8 @@ def _options(members: Sequence[Candidate], recipe: Recipe) -> list[Scheme]:
     def sizes(bits: int) -> set[int]:
         if recipe.group == "channel":
             return {K} if all(c.shape[1] == K for c in members) else set()
-        wanted = [recipe.group] if recipe.group else t.groups if t and bits in t.bits else GROUPS
-        return {g for size in wanted if (g := fit_group(K, int(size)))}
+        group_sizes = [recipe.group] if recipe.group else t.groups if t and bits in t.bits else GROUPS
+        return {g for size in group_sizes if (g := fit_group(K, int(size)))}
 
     return [recipe.scheme(bits, g) for bits in recipe.widths for g in sorted(sizes(bits))]
 

@@ -42,8 +42,8 @@ class Text:
         root = None if path in (None, BUNDLED) else user_path(str(path))
         if root is None or not root.is_dir() or not (pairs := picture_pairs(root)):
             return cls(path or BUNDLED, read_text(path))
-        beside = {file.with_suffix(".txt") for file, _ in pairs}
-        others = [read_text(str(p)) for p in text_files(root) if p not in beside]
+        captions = {file.with_suffix(".txt") for file, _ in pairs}
+        others = [read_text(str(p)) for p in text_files(root) if p not in captions]
         return cls(str(path), "\n\n".join(others) or read_text(None), pairs=tuple(pairs))
 
     @cached_property

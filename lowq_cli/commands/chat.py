@@ -216,7 +216,7 @@ class _Own:
         if why:
             console.say(f"the saved cache of session {session} is not used: {why}; the conversation is read again")
         self.how = {"kv": kv, "draft": draft}
-        self.begin = lambda system="", said=(): Conversation(self.tokenizer, system, self.model, said, think)
+        self.begin = lambda system="", messages=(): Conversation(self.tokenizer, system, self.model, messages, think)
         self.where, self.context = "", context_limit(self.model)
 
     def _recall(self, session: str, kv: str) -> tuple[bool, str]:
@@ -240,18 +240,18 @@ class _Own:
             why = e.strerror if isinstance(e, OSError) else e
             console.say(f"the text of session {session} is saved, its cache is not: {why}; it will be read again")
 
-    def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Generation":
+    def answer(self, talk: Any, message: str, drawn: dict[str, Any]) -> "Generation":
         """What comes as the answer. Raises UsageError."""
         from lowq_cli.engine import stream
 
         how = {**drawn, **self.how, "images": talk.pictures, "chat": talk.template}
-        return stream(self.model, self.tokenizer, talk.prompt(said), **how)
+        return stream(self.model, self.tokenizer, talk.prompt(message), **how)
 
     @staticmethod
-    def answered(talk: Any, said: str, answer: Any) -> None:
+    def answered(talk: Any, message: str, answer: Any) -> None:
         """Note the turn."""
         thoughts, text = thinking.split(answer.text, answer.marks)
-        talk.answered(said, answer, text)
+        talk.answered(message, answer, text)
         talk.think_of(thoughts)
 
 
@@ -265,27 +265,27 @@ class _Server:
         from lowq_cli.engine.conversation import Turns
         from lowq_cli.generation.running_server import request_body
 
-        def body(said: Any, drawn: dict[str, Any]) -> dict[str, Any]:
+        def body(message: Any, drawn: dict[str, Any]) -> dict[str, Any]:
             settings = {**drawn, "kv": kv, "chat": False, "think": think}
-            return request_body(folder, said, settings, drawn.get("seed", 0), "conversation", device)
+            return request_body(folder, message, settings, drawn.get("seed", 0), "conversation", device)
 
         self.body, self.ask = body, running.ask
         reply = running.ask_or_leave(body(" ", {**given, "max_new_tokens": 0}), keep_alive, device)
-        self.drawn, self.origins = reply.told["sampling"], reply.told["sampling_from"]
-        self.begin, self.context = partial(Turns, reply.told["template"]), reply.told.get("context")
-        self.where = f"answered by the running server (process {reply.told['process']}); "
+        self.drawn, self.origins = reply.facts["sampling"], reply.facts["sampling_from"]
+        self.begin, self.context = partial(Turns, reply.facts["template"]), reply.facts.get("context")
+        self.where = f"answered by the running server (process {reply.facts['process']}); "
         for _ in reply:
             pass
 
-    def answer(self, talk: Any, said: str, drawn: dict[str, Any]) -> "Reply":
+    def answer(self, talk: Any, message: str, drawn: dict[str, Any]) -> "Reply":
         """The pieces of the answer. Raises LowqError, and Declined if the server has ended."""
-        return self.ask(self.body(talk.asked(said), drawn))
+        return self.ask(self.body(talk.request(message), drawn))
 
     @staticmethod
-    def answered(talk: Any, said: str, answer: Any) -> None:
+    def answered(talk: Any, message: str, answer: Any) -> None:
         """Note the turn."""
-        thoughts, text = thinking.split(answer.text, answer.told.get("marks"))
-        talk.add(said, text)
+        thoughts, text = thinking.split(answer.text, answer.facts.get("marks"))
+        talk.add(message, text)
         talk.think_of(thoughts)
 
 
@@ -395,7 +395,7 @@ def _said(content: Any) -> str:
 
 def _write(answer: "Generation | Reply") -> None:
     """Stream an answer; Ctrl-C ends the answer and keeps the conversation."""
-    if thinking.write(answer, answer.told.get("marks") if hasattr(answer, "told") else answer.marks):
+    if thinking.write(answer, answer.facts.get("marks") if hasattr(answer, "facts") else answer.marks):
         console.say(" (stopped)")
     console.out("")
     if why := CUT.get(answer.finish_reason):

@@ -25,7 +25,7 @@ def doctor(as_json: AsJson = False) -> None:
         checks = checkup()
     ok = all(c.ok is not False for c in checks)
     if as_json:
-        rows: list[dict[str, Any]] = [{"name": c.name, "ok": c.ok, "found": c.found, "fix": c.fix} for c in checks]
+        rows: list[dict[str, Any]] = [{"name": c.name, "ok": c.ok, "found": c.result, "fix": c.fix} for c in checks]
         console.out_json({"ok": ok, "checks": rows})
     else:
         console.table("", ("", "check", "found"), _rows(checks), on_stdout=True)
@@ -40,6 +40,6 @@ def doctor(as_json: AsJson = False) -> None:
 def _rows(checks: "list[Check]") -> list[tuple[str, str, str]]:
     """The rows of the table, one per check; kernels that are missing for the same reason share one row at the end."""
     marks = {True: "ok", False: "FAIL", None: "-"}
-    reasons = Counter(c.found for c in checks if c.ok is None)
-    rows = [(marks[c.ok], c.name, c.found) for c in checks if c.ok is not None or reasons[c.found] < MANY]
+    reasons = Counter(c.result for c in checks if c.ok is None)
+    rows = [(marks[c.ok], c.name, c.result) for c in checks if c.ok is not None or reasons[c.result] < MANY]
     return rows + [("-", f"{n} kernels", reason) for reason, n in reasons.items() if n >= MANY]

@@ -16,17 +16,17 @@ class Turns:
     Args:
         template: whether the model has a chat template.
         system: the system message; "" for none.
-        said: earlier messages of the user and the model.
+        messages: earlier messages of the user and the model.
     """
 
-    def __init__(self, template: bool, system: str = "", said: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, template: bool, system: str = "", messages: Sequence[dict[str, Any]] = ()) -> None:
         self.template, self.system = template, system
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.text = f"{system}\n" if system else ""
-        for before, answer in zip(said[::2], said[1::2], strict=False):
+        for before, answer in zip(messages[::2], messages[1::2], strict=False):
             self.add(before["content"], answer["content"])
 
-    def asked(self, message: str) -> list[dict[str, Any]] | str:
+    def request(self, message: str) -> list[dict[str, Any]] | str:
         """The messages up to `message`, or without a template the text. Raises UsageError if `message` is not text."""
         check_characters(message)
         return [*self.messages, self._message(message)] if self.template else self.text + message
@@ -60,13 +60,13 @@ class Conversation(Turns):
         tokenizer: Tokenizer,
         system: str = "",
         model: Any = None,
-        said: Sequence[dict[str, Any]] = (),
+        messages: Sequence[dict[str, Any]] = (),
         think: bool | None = None,
     ) -> None:
         self.tokenizer, self.model, self.think = tokenizer, model, think
         self.pictures: list[Any] = []
         self._new = 0  # number of images of the next turn
-        super().__init__(bool(getattr(tokenizer, "chat_template", None)), system, said)
+        super().__init__(bool(getattr(tokenizer, "chat_template", None)), system, messages)
 
     def show(self, image: Any) -> None:
         """Add an image to the next message. Raises as `Sight.picture`."""
@@ -77,7 +77,7 @@ class Conversation(Turns):
 
     def prompt(self, message: str) -> list[int]:
         """Token ids of the conversation up to the model's answer to `message`. Raises UsageError if `message` is not text."""
-        request = self.asked(message)
+        request = self.request(message)
         if not isinstance(request, str):
             return encode_messages(self.tokenizer, request, (self.model, self.pictures), self.think)
         if self.pictures:

@@ -114,7 +114,7 @@ class NativeDecoder:
             known -= 1  # a draft head's row for the last token depends on the token after it
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
-        self.said: list[torch.Tensor] | None = [] if self.rereads and grows else None
+        self.generated: list[torch.Tensor] | None = [] if self.rereads and grows else None
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
@@ -133,8 +133,8 @@ class NativeDecoder:
     def step(self) -> torch.Tensor:
         """The next token of each sequence, (B,) int64 on the device, always in the same tensor."""
         self.written += 1
-        if self.said is not None:
-            self._follow(self.said)
+        if self.generated is not None:
+            self._follow(self.generated)
         if self.run is None:
             self.forward_step()
         else:
@@ -259,17 +259,17 @@ class NativeDecoder:
         read = [self._prompt(slice(b, c), ids[b:c, :n], [n], known, self._tables(n), between) for b, c, n in each]
         return torch.cat(read)
 
-    def _follow(self, said: list[torch.Tensor]) -> None:
+    def _follow(self, generated: list[torch.Tensor]) -> None:
         """Record the token that the next step reads; read a sequence again where that token takes it past `steady`."""
         for b, prompt in enumerate(self.prompts):
-            if len(prompt) + len(said) == self.steady:
-                ids = prompt + (torch.stack(said)[:, b].tolist() if said else [])
+            if len(prompt) + len(generated) == self.steady:
+                ids = prompt + (torch.stack(generated)[:, b].tolist() if generated else [])
                 n, self.long = len(ids), True
                 row, there = slice(b, b + 1), torch.tensor([ids], device=self.device)
                 self._prompt(row, there, [n], 0, self._tables(n + 1), nothing)
-        said.append(self.token.clone())
-        if all(len(prompt) + len(said) > self.steady for prompt in self.prompts):
-            self.said = None
+        generated.append(self.token.clone())
+        if all(len(prompt) + len(generated) > self.steady for prompt in self.prompts):
+            self.generated = None
 
     def _prompt(
         self,

@@ -152,25 +152,25 @@ class WrappedTokenizer(LoadedTokenizer):
     """A transformers tokenizer whose class does more than its tokenizers.Tokenizer, or is written in Python."""
 
     def __init__(self, loaded: Any) -> None:
-        self.found, self.named, self.chat_template = loaded, loaded.special_tokens_map, loaded.chat_template
+        self.whole, self.named, self.chat_template = loaded, loaded.special_tokens_map, loaded.chat_template
         self.bos_token_id, self.eos_token_id = loaded.bos_token_id, loaded.eos_token_id
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(self.found(text, add_special_tokens=add_special_tokens)["input_ids"])}
+        return {"input_ids": list(self.whole(text, add_special_tokens=add_special_tokens)["input_ids"])}
 
     def get_vocab(self) -> dict[str, int]:
-        return self.found.get_vocab()
+        return self.whole.get_vocab()
 
     def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
         how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return self.found.decode([*map(int, ids)], **how)
+        return self.whole.decode([*map(int, ids)], **how)
 
     def spelling(self, token: int) -> str | None:
-        return self.found.convert_ids_to_tokens(token)
+        return self.whole.convert_ids_to_tokens(token)
 
     def added_tokens(self) -> dict[str, Added]:
-        left_out = set(self.found.all_special_ids)
-        return {t.content: Added(i, i in left_out) for i, t in self.found.added_tokens_decoder.items()}
+        left_out = set(self.whole.all_special_ids)
+        return {t.content: Added(i, i in left_out) for i, t in self.whole.added_tokens_decoder.items()}
 
     def definition(self) -> str | None:
-        return self.found.backend_tokenizer.to_str() if self.found.is_fast else None
+        return self.whole.backend_tokenizer.to_str() if self.whole.is_fast else None

@@ -52,7 +52,7 @@ class Score:
 class Loaded:
     """Loaded tasks: lm-eval's objects, and (name, kind, number of questions, few-shot examples per question) of each."""
 
-    found: Any
+    objects: Any
     rows: tuple[tuple[str, str, int, int], ...]
 
 
@@ -107,7 +107,7 @@ def scores(tasks: Loaded, judge: "Judge", limit: int | None = None) -> list[Scor
     from lm_eval import evaluator
 
     try:
-        results = evaluator.evaluate(lm=judge, task_dict=tasks.found, limit=limit, log_samples=False)
+        results = evaluator.evaluate(lm=judge, task_dict=tasks.objects, limit=limit, log_samples=False)
     except ValueError as e:
         raise UsageError(f"lm-eval refuses: {one_line(e)}") from e
     sizes = {name: n["effective"] for name, n in results["n-samples"].items()}

@@ -148,8 +148,8 @@ class Source:
     def companion_files(self) -> dict[str, bytes]:
         """Names and contents of the companions, all in one folder as in a checkpoint. Raises as `companions`."""
         paths = self.companions()
-        beside = {p.name: read_regular(p) for p in paths if p.parent == self.folder}
-        return in_one_folder(beside, {p.stem: read_regular(p).decode() for p in paths if p.parent != self.folder})
+        siblings = {p.name: read_regular(p) for p in paths if p.parent == self.folder}
+        return in_one_folder(siblings, {p.stem: read_regular(p).decode() for p in paths if p.parent != self.folder})
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
         """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of the stored dtype in new memory."""
@@ -258,8 +258,8 @@ def _refuse_mistyped(name: str) -> None:
 def nearby(name: str) -> str:
     """A question, "did you mean ...?", with the most similar name among sibling folders and known checkpoints, or ""."""
     path = user_path(name)
-    beside = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
-    spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *beside)}
+    siblings = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
+    spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *siblings)}
     spelled["demo"] = "demo"  # the bundled model takes precedence over a folder of that name
     near = difflib.get_close_matches(path.name, spelled, n=1, cutoff=0.75)
     return f"did you mean {spelled[near[0]]}?" if near else ""

@@ -28,7 +28,7 @@ def answered_by_a_server(
         reply = running.ask_or_leave(body, keep_alive, device)
     except running.Declined as e:
         return str(e), False
-    facts = reply.told
+    facts = reply.facts
     marks, _ = facts.pop("marks", None), facts.pop("context", None)
     interrupted = exhausted(reply) if as_json else thinking.write(reply, marks)
     if as_json:

@@ -144,27 +144,27 @@ class Processor:
             prepared = dict(self.own(images=[image], return_tensors="pt", **how))
         return self._picture(prepared)
 
-    def _picture(self, made: dict[str, Any]) -> Picture:
-        images, pixels = self.images, made[PIXELS]
-        if any(int(n) for n in made.get("num_crops", ())):
+    def _picture(self, features: dict[str, Any]) -> Picture:
+        images, pixels = self.images, features[PIXELS]
+        if any(int(n) for n in features.get("num_crops", ())):
             raise UnsupportedError(f"{self.folder}/{NAMES[0]} has do_pan_and_scan, which lowq does not write; take it out")
         if images.rows:
-            picture = Picture(_only(made, PIXELS), images.rows * pixels.shape[0])
+            picture = Picture(_only(features, PIXELS), images.rows * pixels.shape[0])
         elif images.form == "run":
-            _, h, w = (int(n) for n in made["image_grid_thw"][0])
+            _, h, w = (int(n) for n in features["image_grid_thw"][0])
             h, w = h // images.merge, w // images.merge
-            picture = Picture(_only(made, PIXELS, "image_grid_thw"), h * w, (h, w))
+            picture = Picture(_only(features, PIXELS, "image_grid_thw"), h * w, (h, w))
         elif images.form == "rows":
-            h, w = (int(n) // (images.patch * images.merge) for n in made["image_sizes"][0])
-            sizes = torch.as_tensor(made["image_sizes"])
+            h, w = (int(n) // (images.patch * images.merge) for n in features["image_sizes"][0])
+            sizes = torch.as_tensor(features["image_sizes"])
             picture = Picture({PIXELS: pixels, "image_sizes": sizes}, h * w, (h, w))
         elif images.form == "tiles":
             each = (pixels.shape[-2] // images.patch) * (pixels.shape[-1] // images.patch) // images.merge**2
-            tiles = tuple(int(n) for n in made["aspect_ratios"][0])
+            tiles = tuple(int(n) for n in features["aspect_ratios"][0])
             picture = Picture({PIXELS: pixels.flatten(0, -4)}, each * pixels.shape[-4], tiles=tiles)
         else:
-            rows = int(made["num_soft_tokens_per_image"][0])
-            picture = Picture(_only(made, PIXELS, "image_position_ids"), rows)
+            rows = int(features["num_soft_tokens_per_image"][0])
+            picture = Picture(_only(features, PIXELS, "image_position_ids"), rows)
         if not 0 < picture.rows <= MOST_ROWS:
             raise UsageError(f"the picture makes {picture.rows} tokens; allowed are 1 to {MOST_ROWS}, change its size")
         return picture
@@ -179,8 +179,8 @@ def _noise() -> "Image":
     return Image.fromarray(levels.numpy())
 
 
-def _only(made: Mapping[str, Any], *names: str) -> "dict[str, torch.Tensor]":
-    return {n: torch.as_tensor(made[n]) for n in names}
+def _only(features: Mapping[str, Any], *names: str) -> "dict[str, torch.Tensor]":
+    return {n: torch.as_tensor(features[n]) for n in names}
 
 
 def _check_sizes(processor: Any) -> None:

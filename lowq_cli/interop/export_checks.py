@@ -194,14 +194,14 @@ def reachable(checkpoint: Checkpoint, to: str) -> bool:
     if target is None:
         return False
 
-    def wanted(t: CheckpointTensor) -> CheckpointTensor:
+    def expected(t: CheckpointTensor) -> CheckpointTensor:
         if t.scheme is None or t.name.endswith((*GATHERED, "lm_head")):
             return replace(t, scheme=None)
         groups = [t.shape[1] if g == "channel" else int(g) for g in target.groups]
         schemes = (target.scheme(target.bits[0], g) for g in groups if t.shape[1] % g == 0)
         return replace(t, scheme=next((s for s in schemes if not fmt.why_not(s, *t.shape)), t.scheme))
 
-    like = replace(checkpoint, tensors=tuple(map(wanted, checkpoint.tensors)))
+    like = replace(checkpoint, tensors=tuple(map(expected, checkpoint.tensors)))
     try:
         check_schemes(like, fmt)
     except LowqError:

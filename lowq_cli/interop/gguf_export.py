@@ -58,10 +58,10 @@ def prepared(checkpoint: Checkpoint, name: str, mixture: Mixture | None = None) 
     config, model = _described(raw)
     _check_computed_alike(config, model, arch)
     facts = _model_metadata(inside, config, model, arch, name)
-    text, beside = parts_of(checkpoint, model)
+    text, others = parts_of(checkpoint, model)
     entries = _entries(text, model, mixture is not None)
-    if beside:
-        mmproj(checkpoint, beside, _embedding(text))  # raises if the tower is not supported
+    if others:
+        mmproj(checkpoint, others, _embedding(text))  # raises if the tower is not supported
     if mixture:
         facts.append(("general.file_type", u32(mixture.number)))
         entries = _typed(entries, mixture, _facts(checkpoint, config, model))
@@ -71,15 +71,15 @@ def prepared(checkpoint: Checkpoint, name: str, mixture: Mixture | None = None) 
 def parts_of(checkpoint: Checkpoint, model: Model) -> tuple[list[tuple[str, CheckpointTensor]], list[CheckpointTensor]]:
     """The text model's tensors, under their names in a text-only model, and the tensors of tower and projector."""
     named = Named.of_files(model, checkpoint.source.headers)
-    (prefix, head), text, beside = named.place, list[tuple[str, CheckpointTensor]](), list[CheckpointTensor]()
+    (prefix, head), text, others = named.place, list[tuple[str, CheckpointTensor]](), list[CheckpointTensor]()
     for t in checkpoint.tensors:
         if named.beside(t.name):
-            beside.append(t)
+            others.append(t)
         elif t.name.startswith(prefix):
             text.append((f"model.{t.name.removeprefix(prefix)}", t))
         else:
             text.append(("lm_head" + t.name.removeprefix(head) if t.name.startswith(head) else t.name, t))
-    return text, beside
+    return text, others
 
 
 def _embedding(text: list[tuple[str, CheckpointTensor]]) -> CheckpointTensor:
@@ -102,8 +102,8 @@ def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
 def rows_of(checkpoint: Checkpoint, mixture: Mixture) -> tuple[list[GgufTensor], list[GgufTensor]]:
     """The tensors that `export_gguf` would write: of the text's file, and of the tower's beside it. Raises as `prepared`."""
     rows = [row for row, _ in prepared(checkpoint, "", mixture)[2]]
-    text, beside = parts_of(checkpoint, _described(checkpoint.config)[1])
-    tower = mmproj(checkpoint, beside, _embedding(text)).pieces if beside else []
+    text, others = parts_of(checkpoint, _described(checkpoint.config)[1])
+    tower = mmproj(checkpoint, others, _embedding(text)).pieces if others else []
     return rows, list(dict.fromkeys(piece.row for piece in tower))
 
 
@@ -149,11 +149,11 @@ def export_gguf(
     config, model = _described(checkpoint.config)
     factors = _rope_factors(config)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch in PERMUTED else {}
-    text, beside = parts_of(checkpoint, model)
+    text, others = parts_of(checkpoint, model)
     pieces = [Piece(row, t, heads=heads.get(row.name.split(".")[-2])) for row, members in entries for t in members]
     files = [File(out, metadata, pieces, mixture is not None, factors)]
-    if beside:
-        tower = mmproj(checkpoint, beside, _embedding(text))
+    if others:
+        tower = mmproj(checkpoint, others, _embedding(text))
         files.insert(0, File(tower_path(out), tower.metadata, tower.pieces))
     run = run_name(checkpoint, f"gguf {mixture.number}" if mixture else "gguf", rounding)
     there = [_write(checkpoint, file, f"{run} {file.path.name}", rounding, progress, file_bytes) for file in files]

@@ -75,15 +75,17 @@ def _whole_config(
     path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry], tower: GgufTower | None
 ) -> dict[str, Any]:
     """The config of the model: of text and tower, or of the text alone."""
-    beside = path.with_name("config.json")
-    if not beside.is_file():
+    config_path = path.with_name("config.json")
+    if not config_path.is_file():
         text = _config(path, arch, metadata, tensors)
         return tower.config(text, metadata) if tower else text
-    check_config(config := read_json(beside), beside)
+    check_config(config := read_json(config_path), config_path)
     _check_beside(text_config(config), arch, metadata, path)
     family = families().get(str(config.get("model_type")))
     if tower and config.get("model_type") != tower.model_type:
-        raise DamagedError(f"{beside} is of the model_type {config.get('model_type')}, {tower.path.name} of {tower.model_type}")
+        raise DamagedError(
+            f"{config_path} is of the model_type {config.get('model_type')}, {tower.path.name} of {tower.model_type}"
+        )
     if tower or not family or not family.text:
         return config
     rope = text_config(config).get("rope_parameters") or text_config(config).get("rope_scaling") or {}

@@ -147,13 +147,11 @@ def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mappi
     )
     nodes = put[-1] if put else []
     at = next((i for i, node in enumerate(nodes) if "Sequence" in node), len(nodes))
-    beside = [node["SpecialToken"]["id"] for node in (nodes[:at] if name == "bos" else nodes[at + 1 :])]
+    added = [node["SpecialToken"]["id"] for node in (nodes[:at] if name == "bos" else nodes[at + 1 :])]
     usual = _text_of(settings.get(f"{name}_token"))
-    if beside and usual and beside != [usual]:
-        raise UnsupportedError(
-            f"its tokenizer puts {' '.join(beside)} around a text, GGUF's would put its {name} token {usual}"
-        )
-    return bool(beside)
+    if added and usual and added != [usual]:
+        raise UnsupportedError(f"its tokenizer puts {' '.join(added)} around a text, GGUF's would put its {name} token {usual}")
+    return bool(added)
 
 
 def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:

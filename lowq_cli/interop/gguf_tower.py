@@ -143,8 +143,8 @@ def find_tower(path: Path, arch: str, metadata: Mapping[str, Any]) -> tuple[Gguf
         return None, ""
     others = []
     named = path.with_name(f"mmproj-{path.name}")
-    beside = [p for p in path.parent.glob("*mmproj*.gguf") if p != path and p != named and p.is_file()]
-    for other in (*([named] if named.is_file() else ()), *sorted(beside, key=lambda p: (-p.stat().st_size, p.name))):
+    candidates = [p for p in path.parent.glob("*mmproj*.gguf") if p != path and p != named and p.is_file()]
+    for other in (*([named] if named.is_file() else ()), *sorted(candidates, key=lambda p: (-p.stat().st_size, p.name))):
         tower, why = _open(other, types, metadata.get(f"{arch}.embedding_length"))
         if tower:
             return tower, ""
@@ -175,9 +175,9 @@ def _open(path: Path, types: list[str], width: Any) -> tuple[GgufTower | None, s
     return GgufTower(path, crc, kind, Facts(facts, shapes, str(path)), tensors), ""
 
 
-def with_processor(tower: GgufTower, beside: Source, folder: Path) -> Path:
+def with_processor(tower: GgufTower, text: Source, folder: Path) -> Path:
     """Write the companion files of the text's source and the tower's processor into `folder`, and return it."""
-    files = {n: raw for n, raw in beside.companion_files().items() if "processor_config" not in n}
+    files = {n: raw for n, raw in text.companion_files().items() if "processor_config" not in n}
     for name, raw in (files | {PROCESSOR: tower.processor()}).items():
         write_whole(folder / name, raw)
     return folder

@@ -197,18 +197,18 @@ def scale_dtype(source: Source, recipe: Recipe) -> str:
     return "F32" if most == "F64" else most
 
 
-def _refuse_empty(source: Source, found: Mapping[str, Role]) -> None:
+def _refuse_empty(source: Source, tensor_roles: Mapping[str, Role]) -> None:
     for name, header in source.headers.items():
-        if header.numel == 0 and found[name].kind != "other":
+        if header.numel == 0 and tensor_roles[name].kind != "other":
             raise DamagedError(f"{name} is empty (shape {list(header.shape)}); fetch the model again")
 
 
-def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
+def _candidates(source: Source, tensor_roles: Mapping[str, Role]) -> list[Candidate]:
     """All matrices that can be quantized, in source order. Raises UnsupportedError for weights that are not floats."""
     candidates: list[Candidate] = []
     names: set[str] = set()
     for name, header in source.headers.items():
-        role = found[name]
+        role = tensor_roles[name]
         if (
             role.kind in ("attention", "mlp", "expert", "head")
             and header.dtype not in WEIGHT_DTYPES
@@ -293,13 +293,17 @@ def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision
 
 
 def _tied_head(
-    source: Source, found: Mapping[str, Role], recipe: Recipe, requests: Mapping[str, Request], candidates: list[Candidate]
+    source: Source,
+    tensor_roles: Mapping[str, Role],
+    recipe: Recipe,
+    requests: Mapping[str, Request],
+    candidates: list[Candidate],
 ) -> tuple[Candidate | None, str | None]:
     """The separate head that `lm_head` requests for a model with a tied head, and the name of its stored copy to leave out."""
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
         return None, None
-    stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
-    why = _why_not_head(source) if stored is None or found[stored].reason == TIED else found[stored].reason
+    stored = next((n for n, r in tensor_roles.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
+    why = _why_not_head(source) if stored is None or tensor_roles[stored].reason == TIED else tensor_roles[stored].reason
     if why:
         raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
     table = next((c for c in candidates if c.kind == "embedding"), None)
@@ -324,7 +328,7 @@ def _why_not_head(source: Source) -> str | None:
 
 def _items(
     source: Source,
-    found: Mapping[str, Role],
+    tensor_roles: Mapping[str, Role],
     candidates: list[Candidate],
     decisions: Mapping[str, Decision],
     recipe: Recipe,
@@ -343,8 +347,8 @@ def _items(
         if matrices and decisions[matrices[0].name].scheme:
             items += [_quantized(c, decisions[c.name], recipe, scales, shared) for c in matrices]
         elif name != skip:
-            why = decisions[matrices[0].name].note if matrices else found[name].reason or "not a linear weight"
-            items.append(_kept(name, header, found[name].kind, why, recipe))
+            why = decisions[matrices[0].name].note if matrices else tensor_roles[name].reason or "not a linear weight"
+            items.append(_kept(name, header, tensor_roles[name].kind, why, recipe))
     return items + [_quantized(c, decisions[c.name], recipe, scales, shared) for c in others]
 
 

@@ -164,10 +164,10 @@ class Recipe:
         """Whether the recipe bounds the loss (max_kl or max_ppl)."""
         return self.max_kl is not None or self.max_ppl is not None
 
-    def _check_whole(self, name: str, least: int, most: int, said: str) -> None:
+    def _check_whole(self, name: str, least: int, most: int, allowed: str) -> None:
         value = getattr(self, name)
         if value is not None and (type(value) is not int or not least <= value <= most):
-            raise UsageError(f"{name}={spelled(value)} must be {said}")
+            raise UsageError(f"{name}={spelled(value)} must be {allowed}")
 
     @property
     def table(self) -> TableFormat | None:
@@ -290,16 +290,16 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     return Recipe(**table)
 
 
-def _check_fp8(found: dict[str, Any]) -> None:
+def _check_fp8(settings: dict[str, Any]) -> None:
     """Fill in the defaults that differ for fp8. Raises UsageError for a field that fp8 does not accept."""
-    for name in found:
+    for name in settings:
         if name not in OF_FP8:
             raise UsageError(f"--{name.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
-    found.setdefault("act", "fp8")
-    if found.get("lm_head", "auto") not in ("auto", "keep", "fp8", 8):
-        raise UsageError(f"--lm-head {found['lm_head']} with --format fp8: write --lm-head fp8, or keep")
-    if found.get("lm_head") == "fp8":
-        found["lm_head"] = 8
+    settings.setdefault("act", "fp8")
+    if settings.get("lm_head", "auto") not in ("auto", "keep", "fp8", 8):
+        raise UsageError(f"--lm-head {settings['lm_head']} with --format fp8: write --lm-head fp8, or keep")
+    if settings.get("lm_head") == "fp8":
+        settings["lm_head"] = 8
 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:

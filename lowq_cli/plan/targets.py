@@ -93,26 +93,26 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
     """
     t = get(engine)
 
-    def asked(name: str) -> Any:
+    def chosen(name: str) -> Any:
         return file.get(name) if flags.get(name) is None else flags[name]
 
-    if asked("format") == "fp8":
+    if chosen("format") == "fp8":
         if engine == "vllm":
             raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
         raise UsageError(f"--format fp8 and --for {engine} contradict each other: {engine} reads {t.export}; leave one out")
-    if (form := asked("format") or t.table) in TABLE_FORMATS:  # `problem` checks its groups against the engine
-        choices = {"format": form, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
-        free = t.table == form and not TABLE_FORMATS[form].fixed and asked("group") is None
-        return [{**flags, **choices, "group": g} for g in (t.groups if free else (asked("group"),))]
-    zero, bits, group = asked("zero"), asked("bits"), asked("group")
+    if (form := chosen("format") or t.table) in TABLE_FORMATS:  # `problem` checks its groups against the engine
+        choices = {"format": form, "lm_head": chosen("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
+        free = t.table == form and not TABLE_FORMATS[form].fixed and chosen("group") is None
+        return [{**flags, **choices, "group": g} for g in (t.groups if free else (chosen("group"),))]
+    zero, bits, group = chosen("zero"), chosen("bits"), chosen("group")
     if zero not in (None, t.zero):
         raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero {t.zero} exactly")
     if str(bits or t.bits[0]) not in map(str, t.bits):
         raise UsageError(f"--bits {bits} and --for {engine} contradict each other: {engine} takes {_spell(t.bits)}")
     if str(group or t.groups[0]) not in map(str, t.groups):
         raise UsageError(f"--group {group} and --for {engine} contradict each other: {engine} takes {_spell(t.groups)}")
-    fixed = {"zero": t.zero, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
-    if asked("bpw") or asked("size"):
+    fixed = {"zero": t.zero, "lm_head": chosen("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
+    if chosen("bpw") or chosen("size"):
         return [{**flags, **fixed, "widths": flags.get("widths") or file.get("widths") or t.bits}]
     return [{**flags, **fixed, "group": g} for g in (t.groups if group is None else (group,))]
 

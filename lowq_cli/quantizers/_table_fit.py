@@ -14,16 +14,16 @@ ITERATIONS = 100  # Lloyd's iterations: in the last one 2**4 values move by less
 
 
 def companion_of(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
-    """The table or factor (`Companion.found`) of a whole weight (N, K); None for schemes that have neither."""
+    """The table or factor (`Companion.result`) of a whole weight (N, K); None for schemes that have neither."""
     if not scheme.table_width:
         return None
     seen = Companion(scheme, *W.shape)
     seen.see(W)
-    return seen.found().to(W.device)
+    return seen.result().to(W.device)
 
 
 class Companion:
-    """Finds the table or factor of a whole weight (N, K): call `see` with all rows in order, in slabs, then `found`.
+    """Finds the table or factor of a whole weight (N, K): call `see` with all rows in order, in slabs, then `result`.
 
     The largest magnitude of a fitted table is 1; with e4m3 scales the table is multiplied by their factor.
     """
@@ -31,17 +31,17 @@ class Companion:
     def __init__(self, scheme: Scheme, N: int, K: int) -> None:
         self.scheme, self.most, self.rows = scheme, 0.0, 0
         self.step = max(1, -(-N * K // SAMPLE))
-        self.kept: list[torch.Tensor] = []
+        self.samples: list[torch.Tensor] = []
 
     def see(self, W: torch.Tensor) -> None:
         """Add the next rows (R, K)."""
         if W.numel():
             self.most = max(self.most, float(W.abs().max()))
         if self.scheme.table == "fitted":
-            self.kept.append(W[-self.rows % self.step :: self.step].float())
+            self.samples.append(W[-self.rows % self.step :: self.step].float())
             self.rows += W.shape[0]
 
-    def found(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         """A table (1, 2**bits), or a factor (1, 1) with which the largest scale is e4m3's maximum; fp32. NaN in, NaN out."""
         fitted = self.scheme.table == "fitted"
         reach = E4M3_MAX * (1.0 if fitted else max(map(abs, FIXED[self.scheme.table])))
@@ -49,7 +49,7 @@ class Companion:
         factor = 1 / (reach / torch.tensor([[self.most]])).clamp(max=1 / torch.finfo(torch.float32).smallest_normal)
         if not fitted:
             return factor
-        table = _fit(torch.cat(self.kept), self.scheme)
+        table = _fit(torch.cat(self.samples), self.scheme)
         return table * factor.to(table.device) if self.scheme.scale == "e4m3" else table
 
 

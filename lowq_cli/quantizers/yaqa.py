@@ -49,7 +49,7 @@ def quantize(
     for step in range(max(len(s.order) for s in sides)):
         rows = [s.rows(step) for s in sides]
         order.append(torch.cat(rows))
-        q = rounded(torch.cat([s.wanted(W, errors, step) for s in sides]))
+        q = rounded(torch.cat([s.target(W, errors, step) for s in sides]))
         errors[order[-1]] = W[order[-1]] - q.dequantize()
         parts.append(q)
     back = torch.cat(order).argsort()
@@ -75,7 +75,7 @@ class _Side:
         """The row indices of a step; empty if the block has fewer steps."""
         return self.order[step] if step < len(self.order) else self.order[0][:0]
 
-    def wanted(self, W: torch.Tensor, errors: torch.Tensor, step: int) -> torch.Tensor:
+    def target(self, W: torch.Tensor, errors: torch.Tensor, step: int) -> torch.Tensor:
         """The values to round instead of a step's rows of W, which compensate the errors of the steps before."""
         rows = W[self.rows(step)]
         if step == 0 or not len(rows):

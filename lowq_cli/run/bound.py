@@ -121,7 +121,7 @@ class Search:
         measure: Callable[..., Report] = measure,
     ) -> None:
         self.measure = measure
-        self.model, self.spread, self.asked, self.device, self.make, self.watch = model, spread, requested, device, make, watch
+        self.model, self.spread, self.bound, self.device, self.make, self.watch = model, spread, requested, device, make, watch
         self.flag = "max_kl" if requested.max_kl is not None else "max_ppl"
         self.limit = requested.max_kl if requested.max_kl is not None else float(requested.max_ppl or 0)
         calibrated, self.judge = texts
@@ -176,11 +176,11 @@ class Search:
         a_bit = self.spread.params // 8
         more, less = (self._foretold(best.nbytes + d) for d in (a_bit, -a_bit))
         tps = None if best.tps is None else (best.tps, self._tps(best.tps, a_bit), self._tps(best.tps, -a_bit))
-        trials, speed_bound = tuple(self.trials.values()), self.asked.tokens_per_s
+        trials, speed_bound = tuple(self.trials.values()), self.bound.tokens_per_s
         return recipe, mixed, Bound(self.flag, self.limit, self._said(best), binding, more, less, trials, speed_bound, tps)
 
     def _fast(self, trial: Trial) -> bool:
-        return trial.tps is None or trial.tps >= (self.asked.tokens_per_s or 0)
+        return trial.tps is None or trial.tps >= (self.bound.tokens_per_s or 0)
 
     def _tps(self, tps: float, nbytes: int) -> float:
         """Estimated tokens per second after adding `nbytes` of weights (negative: removing), from this machine's bandwidth."""
@@ -189,16 +189,16 @@ class Search:
 
     def _most(self) -> int:
         """Max. bytes that the groups may take. Raises UsageError if --fit leaves too few."""
-        if self.asked.fit is None:
+        if self.bound.fit is None:
             return self.spread.most
-        room = min(self.spread.most, self.spread.budget(self.asked.fit))
+        room = min(self.spread.most, self.spread.budget(self.bound.fit))
         while room >= self.spread.least:
-            over = make_plan(self.spread.source, self.spread.at(room)[0]).nbytes - self.asked.fit
+            over = make_plan(self.spread.source, self.spread.at(room)[0]).nbytes - self.bound.fit
             if over <= 0:
                 return room
             room -= over  # the size of headers varies by a few bytes with the numbers in them
-        least = self.asked.fit - room + self.spread.least
-        raise UsageError(f"--fit {size(self.asked.fit)} is too little: the smallest widths take {size(least)}")
+        least = self.bound.fit - room + self.spread.least
+        raise UsageError(f"--fit {size(self.bound.fit)} is too little: the smallest widths take {size(least)}")
 
     def _nats(self, loss: float) -> float:
         """A loss converted to nats: of KL divergence, or of the logarithm of perplexity."""
@@ -256,7 +256,7 @@ class Search:
             self.make(recipe, folder)
             report = self.measure(folder, self.judge, self.model, self.device, TOKENS)
             self.known[folder.name] = {"kl": float(report.kl or 0.0), "ppl": float(report.ppl_increase_pct or 0.0)}
-            if self.asked.tokens_per_s:
+            if self.bound.tokens_per_s:
                 self.known[folder.name]["tps"] = speed(folder, self.judge, self.device)
             write_whole(self.folder / "measured.json", json.dumps(self.known).encode())
         trial = Trial(mixed.bpw, nbytes, mixed.error, **self.known[folder.name])
@@ -276,7 +276,7 @@ class Search:
         """The error message when no trial meets both bounds: the best speed within the loss bound, and the reverse."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         best = max(met, key=lambda t: t.tps or 0)
-        line = f"--tokens-per-s {self.asked.tokens_per_s:g} is not met: {named} leaves {best.tps:.4g} at {best.bpw:.3f} bits"
+        line = f"--tokens-per-s {self.bound.tokens_per_s:g} is not met: {named} leaves {best.tps:.4g} at {best.bpw:.3f} bits"
         fast = [t for t in self.trials.values() if self._fast(t)]
         least = min(fast, key=self._loss, default=None)
         more = f"; at {least.bpw:.3f} bits {least.tps:.4g}, with {self._said(least):.4g}" if least else ""
@@ -291,9 +291,9 @@ class Search:
         best = min(self.trials.values(), key=self._loss)
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         what = f"{self._said(best):.4g} at {best.bpw:.3f} bits per weight, the most that "
-        if self.asked.fit is not None and self.most < self.spread.most:
-            return f"{named} is not met: it is {what}--fit {size(self.asked.fit)} leaves; allow more bytes or more loss"
-        return f"{named} is not met: it is {what}--widths {','.join(map(str, self.asked.widths))} allow; allow more loss"
+        if self.bound.fit is not None and self.most < self.spread.most:
+            return f"{named} is not met: it is {what}--fit {size(self.bound.fit)} leaves; allow more bytes or more loss"
+        return f"{named} is not met: it is {what}--widths {','.join(map(str, self.bound.widths))} allow; allow more loss"
 
 
 def speed(folder: Path, text: str, device: str) -> float:

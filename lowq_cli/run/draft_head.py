@@ -201,12 +201,12 @@ def attended(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tenso
     return p[..., :T] @ v[0] + sum(p[..., T + i, None] * t for i, t in enumerate(v[1:]))
 
 
-def loss_of(logits: list[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of all guesses with the model's distribution; wanted: its logits (B, T + J - 1, Vd), one token ahead."""
+def loss_of(logits: list[torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of all guesses with the model's distribution; expected: its logits (B, T + J - 1, Vd), one token ahead."""
     T = logits[0].shape[1]
     total = logits[0].new_zeros((), dtype=torch.float32)
     for j, logits_of_guess in enumerate(logits):
-        p = wanted[:, j : j + T].float().softmax(-1)
+        p = expected[:, j : j + T].float().softmax(-1)
         total = total - LATER**j * (p * logits_of_guess.float().log_softmax(-1)).sum(-1).mean()
     return total
 

@@ -79,7 +79,7 @@ class Outlook:
     seed: int
     seconds: float
     held: int  # bytes of the generating model
-    kept: int  # tokens in the cache
+    cached: int  # tokens in the cache
 
     @property
     def summary(self) -> str:

@@ -72,11 +72,11 @@ class Refining:
         self.out = Path(out or (f"{path.stem}-refined.gguf" if path.is_file() else f"{path.name}-refined"))
         if path.is_file():
             export_path(path, "gguf", self.out)  # refuses another suffix
-        self.kept = self.file.kept  # its name identifies the file and the version of lowq
-        exported = export_of(self.out)[0].startswith(f"refined {self.kept.name}-")
-        if not exported and not any(self.kept.parent.glob(f"{self.kept.name}-*")):
+        self.cache_prefix = self.file.cache_prefix  # its name identifies the file and the version of lowq
+        exported = export_of(self.out)[0].startswith(f"refined {self.cache_prefix.name}-")
+        if not exported and not any(self.cache_prefix.parent.glob(f"{self.cache_prefix.name}-*")):
             check_free(self.out)  # before a text is generated; if results exist, `export` checks whether `out` is one of them
-        self.work = self.kept  # holds the result until its export
+        self.work = self.cache_prefix  # holds the result until its export
 
     @contextmanager
     def prepared(self) -> Iterator[tuple[Prepared, Plan]]:
@@ -99,9 +99,9 @@ class Refining:
             text, plan = yield from text_of(prepared, plan)
             assert text
             on = torch.device(str(prepared.workers[0]))
-            facts = f"{run_hash(source, plan, on, text)} {self.kept.name} scales"
+            facts = f"{run_hash(source, plan, on, text)} {self.cache_prefix.name} scales"
             run = hashlib.sha256(facts.encode()).hexdigest()[:16]
-            self.work = self.kept.with_name(f"{self.kept.name}-{run}")
+            self.work = self.cache_prefix.with_name(f"{self.cache_prefix.name}-{run}")
             if file.is_done(self.work) or self.done:
                 return
             check_free(self.out)

@@ -42,7 +42,7 @@ class RefinedFile(GivenFile, Protocol):
     """A quantized file. matrices: name -> shape and scheme (for blocks without a lowq scheme, one with as many groups)."""
 
     matrices: dict[str, tuple[tuple[int, int], Scheme]]
-    kept: Path  # prefix of the folders that hold results until export, without the run's name
+    cache_prefix: Path  # prefix of the folders that hold results until export, without the run's name
     nbytes: int
 
     def kind(self, name: str) -> str:
@@ -87,7 +87,7 @@ class FolderFile:
 
     def __init__(self, checkpoint: str, form: str) -> None:
         self.checkpoint, self.form, self.raw = checkpoint, form, open_foreign(checkpoint)
-        self.kept, self.fetch = cached(self.raw, "refined"), fetcher(self.raw)
+        self.cache_prefix, self.fetch = cached(self.raw, "refined"), fetcher(self.raw)
         _, matrices = foreign_matrices(self.raw) or (None, [])
         tensors = tuple(CheckpointTensor(m.name, m.shape, m.scheme, m.dtype, 0) for m in matrices)
         export_checks.check(Checkpoint(self.raw, tensors, {}), export_checks.formats.get(form))
@@ -162,7 +162,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.raw = path, open_foreign(path)
-        self.kept, self.nbytes = cached(self.raw, "refined"), path.stat().st_size
+        self.cache_prefix, self.nbytes = cached(self.raw, "refined"), path.stat().st_size
         written = [k for k, s in gguf.SCHEMES.items() if gguf.type_for(s) == k]
         stored = {n.removesuffix(".weight"): facts for n, facts in self.raw.config["gguf"].items() if self._has(n)}
         self.facts = {n: f for n, f in stored.items() if f["type"] in BLOCK_KINDS or f["type"] in written}

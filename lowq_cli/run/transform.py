@@ -97,7 +97,7 @@ def _table(item: Item, rows: Callable[[int, int], torch.Tensor], step: int) -> t
     N, companion = item.shape[0], Companion(item.scheme, *item.shape)
     for first in range(0, N, step):
         companion.see(rows(first, min(N, first + step)))
-    return companion.found()
+    return companion.result()
 
 
 def _refuse_scales(item: Item) -> NoReturn:

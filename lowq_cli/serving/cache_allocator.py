@@ -110,12 +110,12 @@ def make_cache(
     reads: int | None = None,
     most_bytes: int | None = None,
     drafts: bool = False,
-    beside: int = 0,
+    reserve: int = 0,
     drafter: Plan | None = None,
 ) -> Cache:
     """Allocate a cache in format `kind` for `most` sequences at once, of at most `tokens` tokens and `most_bytes` bytes.
 
-    reads: total prompt tokens to come, if known. drafts: whether passes check drafts. beside: bytes of host memory that are
+    reads: total prompt tokens to come, if known. drafts: whether passes check drafts. reserve: bytes of host memory that are
     reserved for other uses. drafter: the plan of a drafter, whose keys and values are stored in blocks with the numbers of
     those of layers that see all tokens.
 
@@ -128,7 +128,7 @@ def make_cache(
     n = 1 + -(-min(tokens or most * longest, most * longest) // BLOCK)
     try:
         token_budget, room = None, memory.available_memory()
-        room = None if room is None else room - beside
+        room = None if room is None else room - reserve
         held = states + sizes.bytes(sizes.blocks(n, most, longest))
         little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":

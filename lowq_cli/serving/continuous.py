@@ -105,8 +105,8 @@ class ContinuousEngine:
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests at once; allowed are 1 to {MOST_RUNNING}")
         host = None if deterministic else host
-        beside = 0 if host is None else host.room
-        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, name != "none", beside)
+        reserved = 0 if host is None else host.room
+        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, name != "none", reserved)
         cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=None if drafter is None else drafter.plan)
         self.passes, rows = cache.passes, cache.passes.rows
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests

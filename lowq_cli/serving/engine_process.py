@@ -42,7 +42,7 @@ class Made(NamedTuple):
 
     engine: Engine
     mask: Callable[[str], Mask]
-    told: Any
+    facts: Any
 
 
 class ProcessEnded(LowqError):
@@ -75,18 +75,18 @@ class ApartEngine:
     """An Engine that `make(*given)` creates in another process.
 
     Args:
-        make: a module-level function, given: its arguments; both are pickled, and so is its `Made.told`.
+        make: a module-level function, given: its arguments; both are pickled, and so is its `Made.facts`.
         standby: the process to use, None for a new one.
     Attributes in addition to Engine's:
         kept: the result of the engine's `keep`, if `stop` had to ask for it.
-        told: the `Made.told` of `make`. Like limits, vocabulary, name and reason, it is set once `made` has returned.
+        facts: the `Made.facts` of `make`. Like limits, vocabulary, name and reason, it is set once `made` has returned.
     """
 
     name: str
     reason: str
     limits: Limits
     vocabulary: int
-    told: Any
+    facts: Any
 
     def __init__(self, make: Callable[..., Made], *given: Any, standby: Standby | None = None) -> None:
         standby = standby or Standby()
@@ -102,13 +102,13 @@ class ApartEngine:
         self._listener: threading.Thread | None = None
 
     def made(self) -> Any:
-        """Wait for `make` and return its `Made.told`. Raises what `make` raised, or DiedIdle if it was never called."""
+        """Wait for `make` and return its `Made.facts`. Raises what `make` raised, or DiedIdle if it was never called."""
         try:
             self._wait("began")
         except ProcessEnded as e:
             raise DiedIdle(str(e)) from None
-        self.told, self.name, self.reason, self.limits, self.vocabulary = self._wait("made")
-        return self.told
+        self.facts, self.name, self.reason, self.limits, self.vocabulary = self._wait("made")
+        return self.facts
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
         """Start the engine in its process. Raises the errors of its `start`."""
@@ -189,7 +189,7 @@ class ApartEngine:
             while message := self._outbox.get():
                 self._pipe.send_bytes(message)
 
-    def _wait(self, wanted: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
+    def _wait(self, kind: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
         """Wait for the process's answer and return it; `done` is called with the progress on the way."""
         silent = 0  # seconds counted here: a machine that was halted for minutes has not counted them
         while True:
@@ -203,7 +203,7 @@ class ApartEngine:
                 raise ProcessEnded(self._why_it_ended()) from None
             if what == "failed":
                 raise rest[0]
-            if what == wanted:
+            if what == kind:
                 return tuple(rest)
             if what != "beat":
                 done(*rest)
@@ -221,7 +221,7 @@ class ApartEngine:
                     if stats.steps != self._stats.steps or not stats.running:
                         self._moved = self._heard
                     self._stats, self.closed = stats, self.closed or closed
-                    self._told([(n, Event(e) if type(e) is int else e) for n, e in batch])
+                    self._deliver([(n, Event(e) if type(e) is int else e) for n, e in batch])
                 if self._open and (why := self._stalled(LOST_S)):
                     self._end_all(why)
         except (EOFError, OSError):
@@ -232,9 +232,9 @@ class ApartEngine:
 
     def _end_all(self, why: str) -> None:
         """End all open requests with an error; later events of the process for them are dropped."""
-        self._told([(n, Event(finish_reason="error", message=why)) for n in sorted(self._open)])
+        self._deliver([(n, Event(finish_reason="error", message=why)) for n in sorted(self._open)])
 
-    def _told(self, events: list[tuple[int, Event]]) -> None:
+    def _deliver(self, events: list[tuple[int, Event]]) -> None:
         ended = [n for n, e in events if e.finish_reason]
         if ended:
             with self._changed:

@@ -29,7 +29,7 @@ class HostCache:
 
     Args:
         path: the file. plan, state: those of the engine's passes. places: number of places per page group, then of snapshots.
-        beside: further keys and values (a drafter's) in the blocks of the first group.
+        extra: further keys and values (a drafter's) in the blocks of the first group.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class HostCache:
         plan: Plan,
         state: Sequence[KeyValues | States],
         places: Sequence[int],
-        beside: Sequence[KeyValues] = (),
+        extra: Sequence[KeyValues] = (),
     ) -> None:
         self.device, self.places = plan.device, tuple(places)
         self.groups, ends = list[list[tuple[torch.Tensor, torch.Tensor]]](), 0
@@ -46,7 +46,7 @@ class HostCache:
         parts: list[list[torch.Tensor]] = [[] for _ in range(len(windows) + 1)]
         for spec, one in zip(plan.states, state, strict=True):
             parts[windows.index(spec.window) if isinstance(spec, Pages) else -1] += map(_bytes, raw_tensors(one))
-        parts[0] += [t for one in beside for t in map(_bytes, raw_tensors(one))]
+        parts[0] += [t for one in extra for t in map(_bytes, raw_tensors(one))]
         size = sum(n * t[0].numel() for n, group in zip(places, parts, strict=True) for t in group)
         flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         for n, group in zip(places, parts, strict=True):

@@ -42,9 +42,9 @@ def sparse(c: Any, i: int) -> bool:
 def mixture(c: Any, p: str, normalise: bool, shared: bool, **more: Any) -> Experts:
     """Qwen's experts at path `p`, with or without a gated shared expert. `more`: further fields of Experts."""
     of = router(c, f"{p}.gate", c.num_experts, normalise=normalise, rounded=True)
-    beside: dict[str, Any] = {"shared": mlp(c, f"{p}.shared_expert", c.shared_expert_intermediate_size)} if shared else {}
+    shared_part: dict[str, Any] = {"shared": mlp(c, f"{p}.shared_expert", c.shared_expert_intermediate_size)} if shared else {}
     gate = f"{p}.shared_expert_gate" if shared else ""
-    return experts(c, p, of, c.moe_intermediate_size, shared_gate=gate, **beside, **more)
+    return experts(c, p, of, c.moe_intermediate_size, shared_gate=gate, **shared_part, **more)
 
 
 def qwen2_moe(c: Any) -> Model:

@@ -37,8 +37,8 @@ def test_an_error_of_one_kernel_is_a_row_and_the_others_are_still_checked(monkey
     monkeypatch.setattr(checkup, "pack", broken)
     result = {c.name: c for c in checkup._kernels()}
     assert not result["kernel reference"].ok
-    assert "RuntimeError at" in result["kernel reference"].found
-    assert "\n" not in result["kernel reference"].found
+    assert "RuntimeError at" in result["kernel reference"].result
+    assert "\n" not in result["kernel reference"].result
     assert result["kernel cpu/int4"].ok
 
 
@@ -49,5 +49,5 @@ def test_a_lost_gpu_is_one_row_and_no_kernel_is_blamed_for_it(monkeypatch):
     monkeypatch.setattr(checkup, "pack", lost)
     (result,) = checkup._products()
     assert (result.name, result.ok) == ("kernels", False)
-    assert "illegal memory access" in result.found
+    assert "illegal memory access" in result.result
     assert "CUDA_LAUNCH_BLOCKING=1" in result.fix

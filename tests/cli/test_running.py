@@ -172,7 +172,7 @@ def test_an_answer_comes_whole_or_in_chunks(home, size):
     thread = threading.Thread(target=answer)
     thread.start()
     reply = running.ask({})
-    assert (list(reply), reply.told, reply.tokens) == (["a", "b"], {"process": 1}, [[1, 2]])
+    assert (list(reply), reply.facts, reply.tokens) == (["a", "b"], {"process": 1}, [[1, 2]])
     thread.join()
     bound.close()
     running.forget()

@@ -32,24 +32,24 @@ SCHEMES = {name: f.scheme(4, f.group) for name, f in TABLE_FORMATS.items()}
 @pytest.fixture(scope="module")
 def made(family_checkpoints, tmp_path_factory):
     """A family's checkpoint in a format, made once. Tests must not write into it."""
-    found = {}
+    result = {}
 
     def make(form, family="llama", **recipe):
         key = form, family, str(recipe)
-        if key not in found:
-            found[key] = tmp_path_factory.mktemp(form) / "out"
-            quantize(family_checkpoints(family).dense, found[key], format=form, **recipe)
-        return found[key]
+        if key not in result:
+            result[key] = tmp_path_factory.mktemp(form) / "out"
+            quantize(family_checkpoints(family).dense, result[key], format=form, **recipe)
+        return result[key]
 
     return make
 
 
 def dequantized(folder):
     """Full name -> the tensor that the files stand for."""
-    found = open_checkpoint(folder)
+    result = open_checkpoint(folder)
     return {
-        f"{t.name}.weight" if t.scheme else t.name: found.read_matrix(t).dequantize() if t.scheme else found.read_plain(t)
-        for t in found.tensors
+        f"{t.name}.weight" if t.scheme else t.name: result.read_matrix(t).dequantize() if t.scheme else result.read_plain(t)
+        for t in result.tensors
     }
 
 
@@ -179,10 +179,10 @@ def test_no_scale_of_a_byte_is_better_than_the_one_chosen(form, last, weighed):
 
 
 def test_weights_of_other_widths_keep_the_grid(made):
-    found = open_checkpoint(made("nvfp4", overrides=["down_proj=8:32", "v_proj=4"], lm_head=8)).schemes
-    assert found["model.layers.0.mlp.down_proj"] == Scheme(8, 32)
-    assert found["lm_head"].table == ""
-    assert found["model.layers.1.self_attn.v_proj"] == SCHEMES["nvfp4"]
+    result = open_checkpoint(made("nvfp4", overrides=["down_proj=8:32", "v_proj=4"], lm_head=8)).schemes
+    assert result["model.layers.0.mlp.down_proj"] == Scheme(8, 32)
+    assert result["lm_head"].table == ""
+    assert result["model.layers.1.self_attn.v_proj"] == SCHEMES["nvfp4"]
 
 
 @pytest.mark.parametrize(
@@ -315,5 +315,5 @@ def test_companions_are_found_from_slabs_in_any_order():
         seen[0].see(part)
     for part in reversed(W.split(30)):
         seen[1].see(part)
-    assert torch.equal(seen[0].found(), seen[1].found())
-    assert float(seen[0].found()) == pytest.approx(float(W.abs().max()) / (448 * 6))
+    assert torch.equal(seen[0].result(), seen[1].result())
+    assert float(seen[0].result()) == pytest.approx(float(W.abs().max()) / (448 * 6))

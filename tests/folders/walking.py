@@ -167,7 +167,7 @@ class Walk:
         """The server's application: a text as `generate` writes it, a chat of as many tokens as transformers makes of it."""
         how = {"running": 2, "cache_tokens": self.family.cache_tokens, "deterministic": False, "kv": "16"}
         made = loading.load(str(self.packed), "cpu", how, True)
-        loaded = pickle.loads(pickle.dumps(made.told))
+        loaded = pickle.loads(pickle.dumps(made.facts))
         expected = "continuous batching" if self.family.model_type in families() else "one after another"
         _same(made.engine.name, expected, "the engine")
         client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.facts.published)))

@@ -131,10 +131,10 @@ class Local:
 class Lines(Response):
     """A streamed response of JSON lines."""
 
-    def __init__(self, live: Live, writer: TextWriter, told: dict[str, Any]) -> None:
+    def __init__(self, live: Live, writer: TextWriter, head: dict[str, Any]) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache"}, "application/x-ndjson")
         del self.headers["content-length"]
-        self.live, self.writer, self.told = live, writer, told
+        self.live, self.writer, self.head = live, writer, head
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -146,7 +146,7 @@ class Lines(Response):
 
     async def _lines(self) -> AsyncIterator[dict[str, Any]]:
         answer, began, sent, first = self.writer.answer, time.monotonic(), 0, 0.0
-        yield self.told
+        yield self.head
         if not self.live.numbers:
             answer.finish_reason = "length"
         try:
@@ -167,5 +167,5 @@ class Lines(Response):
         self.live.close()
         spent, new_tokens, ttft = time.monotonic() - first, len(answer.tokens), first - began if first else 0.0
         speed = (new_tokens - 1) / spent if ttft and spent and new_tokens > 1 else 0.0
-        numbers = {"decode_tps": speed, "prefill_tps": self.told["prompt_tokens"] / ttft if ttft else 0.0, "ttft_s": ttft}
+        numbers = {"decode_tps": speed, "prefill_tps": self.head["prompt_tokens"] / ttft if ttft else 0.0, "ttft_s": ttft}
         yield {"finish_reason": answer.finish_reason, "tokens": answer.tokens, **numbers}
