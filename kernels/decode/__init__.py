@@ -10,7 +10,6 @@
     add        the update of the residual stream; update_norm: both in one; update_norms: with two norms
     prepare    changes of q, k, v before attention that `attend` does not fuse: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
-    delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
     route_by   the experts of a token in a mixture, and their weights, by any family's router
     choose     sample the next token from logits and advance the position
     choose_rows   the same for some of many sequences, each with its own seed and temperature
@@ -22,6 +21,7 @@
 On CUDA they are the kernels of this package (dispatch chooses those of `attend`, prompts and routers; the rest are Triton).
 On a CPU, C++ runs what a step needs (`cpu`, `rows_cpu`, `recurrent/steps_cpu`). Everything else runs the
 torch functions that define each operation (`reference`). `experts` computes a mixture's layer from packed experts.
+`recurrent.dispatched` runs mixers with a state of fixed size.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,6 @@ from lowq_kernels.decode.latent import DEFINITION as LATENT
 from lowq_kernels.decode.latent import Forms
 from lowq_kernels.decode.norms import add, beside, normed, update_norm, update_norms
 from lowq_kernels.decode.prepare import prepare as prepared
-from lowq_kernels.decode.recurrent import Mixer, dispatched
-from lowq_kernels.decode.recurrent.delta import DEFINITION as DELTA
-from lowq_kernels.decode.recurrent.mamba2 import DEFINITION as MAMBA2
-from lowq_kernels.decode.recurrent.short_conv import DEFINITION as SHORT_CONV
 from lowq_kernels.decode.router import route_by as any_router
 from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
@@ -95,9 +91,6 @@ class Ops:
     update_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]] = update_norms
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepared
     latent: Forms = LATENT
-    delta: Mixer = DELTA
-    mamba2: Mixer = MAMBA2
-    short_conv: Mixer = SHORT_CONV
     fold: FoldedProducts | None = None
     attend_prepared: Callable[..., torch.Tensor | None] | None = None
 
@@ -137,10 +130,9 @@ def ops(device_type: str) -> Ops:
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     operations = Ops(
         "triton", elementwise.add_norm, *attending, elementwise.gated, *choosing, route_by, fold=folding,
-        latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed), **mixers,
+        latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed),
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "update_norms", "beside")}
