@@ -20,7 +20,7 @@ def test_every_name_is_there(name):
     assert name in dir(lowq)
 
 
-def test_an_unknown_name_says_what_there_is():
+def test_the_error_of_an_unknown_name_lists_the_known_ones():
     with pytest.raises(AttributeError, match=r"it has .*quantize_tensor"):
         _ = lowq.quantise
 

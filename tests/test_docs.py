@@ -170,7 +170,7 @@ def troubled(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("command", "line"), TROUBLES, ids=lambda v: v[:40])
-def test_a_quoted_error_is_what_lowq_prints(command, line, troubled, monkeypatch, capsys):
+def test_a_quoted_error_is_printed_by_lowq(command, line, troubled, monkeypatch, capsys):
     if "--tasks" in command and importlib.util.find_spec("lm_eval"):
         pytest.skip("lm-eval is installed")
     if "cuda" in command and torch.cuda.is_available():

@@ -119,7 +119,7 @@ def test_no_file_is_opened_round_the_door(path):
     assert not unlisted, f"{where}: open it by lowq_packers.regular, or say in ROUND why not"
 
 
-def test_the_list_names_what_is_there():
+def test_the_list_names_present_calls():
     there = {(str(p.relative_to(ROOT)), call) for p in SOURCES for call in round_the_door(p.read_text())}
     assert set(ROUND) - there == set()
 

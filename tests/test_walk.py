@@ -121,7 +121,7 @@ def walk(folder, device):
 
 @pytest.mark.walk
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_command_does_what_it_says(tmp_path, device):
+def test_every_command_has_its_documented_effect(tmp_path, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     spent = walk(tmp_path, device)

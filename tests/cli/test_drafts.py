@@ -61,7 +61,7 @@ def test_a_guess_follows_the_longest_match_until_it_is_wrong(seed):
         assert all(0 <= c <= 1 for c in guess.chances)
 
 
-def test_chances_follow_what_was_right():
+def test_chances_follow_accepted_drafts():
     sure, never = NGram(), NGram()
     sure.extend([1, 2, 3, 4] * 60)
     never.extend([t for i in range(200) for t in (1, 2, 10 + i)])

@@ -134,7 +134,7 @@ def test_texts_are_asked_for_as_the_task_says():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed here")
-def test_without_lm_eval_a_line_says_what_to_install(invoke):
+def test_without_lm_eval_the_error_names_the_package(invoke):
     done = invoke("eval", "demo", "--tasks", "arc_easy")
     assert done.exit_code == 2
     assert done.stderr.strip() == "lowq: --tasks needs lm-eval; install it with: pip install 'lm-eval<0.5'"

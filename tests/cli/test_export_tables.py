@@ -65,7 +65,7 @@ def test_formats_without_tables_refuse_by_name(packed, tmp_path, to):
         export(packed("nvfp4"), to, tmp_path / "out")
 
 
-def test_modelopts_second_file_says_what_config_json_does_not(packed, tmp_path):
+def test_modelopts_second_file_adds_to_config_json(packed, tmp_path):
     folder, out = packed("nvfp4"), tmp_path / "out"
     export(folder, "modelopt", out)
     config = json.loads((out / "config.json").read_text())

@@ -77,7 +77,7 @@ def test_a_plain_from_pretrained_is_enough(family_checkpoints):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_pipeline_writes_what_loads(family, family_checkpoints, dequantize_checkpoint, tmp_path):
+def test_output_of_the_pipeline_loads(family, family_checkpoints, dequantize_checkpoint, tmp_path):
     from lowq_cli.run.pipeline import quantize
 
     dense = family_checkpoints(family).dense
@@ -99,7 +99,7 @@ def test_a_tied_head_can_be_written_separately(family_checkpoints, dequantize_ch
     assert distance(logits(tmp_path / "packed", torch.float32), logits(reference, torch.float32)) < FP32
 
 
-def test_a_mixture_with_one_dense_layer_saves_what_loads(family_checkpoints, tmp_path):
+def test_a_saved_mixture_with_one_dense_layer_loads(family_checkpoints, tmp_path):
     """A pattern of the saved config may not reach the experts that stayed dense, whose stacks are saved one by one."""
     from lowq_cli.run.pipeline import quantize
 

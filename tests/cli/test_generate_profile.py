@@ -16,7 +16,7 @@ ROLES = ["layers.*.qkv", "attention", "layers.*.o", "layers.*.gate_up", "layers.
 ROLES = ["embedding", "norms", *ROLES, *ROLES, "norms", "other", "head", "choice of a token", "choice of a token"]
 
 
-def test_kernels_are_named_by_what_they_do():
+def test_kernels_are_named_by_their_operation():
     assert timeline.roles(STEP, PRODUCTS) == ROLES
     unfolded = [n for name in STEP for n in ([name, "_add_norm_kernel"] if name == "tile_mma<4, 2>" else [name])]
     assert [r for r in timeline.roles(unfolded, PRODUCTS) if r != "norms"] == [r for r in ROLES if r != "norms"]

@@ -34,7 +34,7 @@ def test_loads_a_packed_folder_in_bf16_on_a_cpu(packed):
     assert model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 6)
 
 
-def test_dtype_is_what_was_asked_for(packed):
+def test_dtype_is_the_requested_one(packed):
     model, _ = lowq.load(str(packed), device="cpu", dtype="float16")
     assert model.dtype == torch.float16
     assert model.model.layers[0].self_attn.q_proj.weight_scale.dtype == torch.float16

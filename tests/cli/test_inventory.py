@@ -54,7 +54,7 @@ def written(folder, run="0123456789abcdef"):
     return folder
 
 
-def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
+def test_rm_removes_only_listed_checkpoints(lowq, tmp_path):
     mine, stranger = written(tmp_path / "mine"), written(tmp_path / "stranger")
     state.remember(mine)
     imported = written(tmp_path / "cache" / "lowq" / "imports" / "model-1")

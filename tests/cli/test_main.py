@@ -197,7 +197,7 @@ def test_errors_with_json_are_one_object(tmp_path):
     assert json.loads(done.stdout)["exit_code"] == done.returncode == 3
 
 
-def test_no_checkpoint_yet_says_what_to_run(tmp_path):
+def test_without_checkpoints_the_error_names_a_command(tmp_path):
     done = run("generate", "--prompt", "x", XDG_STATE_HOME=str(tmp_path))
     assert done.returncode == 3
     assert "lowq quantize demo" in done.stderr

@@ -63,7 +63,7 @@ def test_budgets_hold_and_fused_weights_agree(family, form, family_checkpoints, 
     assert sizes[0] > sizes[1] > 0
 
 
-def test_the_forecast_is_what_one_group_costs(small, family_checkpoints):
+def test_the_forecast_is_the_cost_of_one_group(small, family_checkpoints):
     """Each group alone: the KL divergence of the logits is within a factor of two of the estimate."""
     from transformers import AutoModelForCausalLM
 

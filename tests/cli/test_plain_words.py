@@ -34,7 +34,7 @@ def test_options_of_every_command_that_has_numbers_are_tried():
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_widths_say_what_is_needed(text, capsys):
+def test_an_error_of_widths_names_the_other_option(text, capsys):
     assert main.main(["quantize", "demo", "--dry-run", "--bits", text]) == 2
     err = capsys.readouterr().err
     assert not [p for p in PHRASES if p in err]

@@ -270,7 +270,7 @@ def test_the_default_folder_is_named_after_model_and_recipe(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("group", "named"), [("64", "g64"), ("48", "g32"), ("100000", "g256"), ("channel", "channel")])
-def test_a_group_that_is_replaced_names_the_folder_by_what_is_in_it(group, named):
+def test_a_replaced_group_names_the_folder_by_its_content(group, named):
     from lowq_cli.plan.recipe import make_recipe
     from lowq_cli.run.prepare import prepare
 

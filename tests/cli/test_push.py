@@ -98,7 +98,7 @@ def test_a_dry_run_sends_nothing(folder, capsys):
     assert "lowq.log" not in result["files"]
 
 
-def test_only_what_the_report_lists_is_sent(folder, capsys):
+def test_only_files_of_the_report_are_sent(folder, capsys):
     report = json.loads((folder / "lowq_report.json").read_text())
     (folder / "lowq_report.json").write_text(json.dumps(report | {"files": ["config.json", "model.safetensors"]}))
     (folder / "lowq-calibrated-0123456789abcdef").mkdir()

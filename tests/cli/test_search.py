@@ -25,7 +25,7 @@ def test_calls_are_those_of_the_layers_the_heaviest_first(decoder):
     assert [(c.M, c.N, c.K) for c in calls] == [(2, 96, 64), (2, 32, 64)]
 
 
-def test_search_keeps_what_helps_together(decoder):
+def test_search_keeps_options_that_help_together(decoder):
     now = dict.fromkeys(search.calls_of(decoder, 1, torch.bfloat16), ("a", {}))
     wide, narrow = now
     price = {("a", "a"): 10.0, ("b", "a"): 9.0, ("c", "a"): 8.0, ("c", "b"): 8.5, ("c", "c"): 7.0}

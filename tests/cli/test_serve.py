@@ -162,7 +162,7 @@ def test_mistakes_are_one_line(flags, message, capsys):
     assert err.count("\n") == 1
 
 
-def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, capsys):
+def test_without_vllm_the_error_names_the_package(family_checkpoints, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert cli(family_checkpoints("llama", "bfloat16", SYM).packed) == 5
     assert "pip install vllm" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_measured
     assert "tuning 4 shapes" not in done.stderr
 
 
-def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
+def test_an_interruption_keeps_measurements(folder, monkeypatch):
     (folder / tuning_file.FILE).unlink(missing_ok=True)
     real = tuner.measure_all
 

@@ -200,7 +200,7 @@ def test_models_without_a_tower_say_so():
         lowq.stream(model, tokenizer, QUESTION, images=[sighted.drawing(1)])
 
 
-def test_a_folder_without_a_processor_says_what_is_missing(tmp_path):
+def test_an_error_names_the_missing_processor(tmp_path):
     sighted.write("qwen3_vl", tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     model, tokenizer = ready(str(tmp_path), "cpu")

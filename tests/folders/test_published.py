@@ -21,7 +21,7 @@ def test_a_published_folder_is_walked(family, tmp_path):
     assert {step: ROWS[family][step] for step in STEPS} == cells(walk)
 
 
-def test_a_walk_sees_what_differs(tmp_path):
+def test_a_walk_sees_differences(tmp_path):
     """Beside transformers with other weights, another tokenizer, a table that says otherwise."""
     walk, other = Walk("qwen3", tmp_path / "a"), Walk("r1-distill-qwen", tmp_path / "b")
     walk.readable, walk.theirs = other.readable, other.theirs

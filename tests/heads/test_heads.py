@@ -124,7 +124,7 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EAGLES)
-def test_eagle3_guesses_what_the_reference_guesses(name, llama, tmp_path):
+def test_eagle3_guesses_as_the_reference(name, llama, tmp_path):
     model, ours = llama
     tensors, config, taps = eagle(tmp_path / "head", name)
     plan = heads.load(str(tmp_path / "head"), ours)
@@ -269,7 +269,7 @@ def inside(folder, model, *describe):
         return heads.inside(source, model, *describe)
 
 
-def test_mtp_layers_guess_what_the_reference_guesses(mtp):
+def test_mtp_layers_guess_as_the_reference(mtp):
     _, folder, ours, reference, model = mtp
     plan = inside(folder, ours)
     states = states_of(ours, plan.layers)

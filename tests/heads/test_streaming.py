@@ -135,7 +135,7 @@ def test_a_folder_beside_the_checkpoint_is_taken_by_itself(tmp_path):
     assert said(model, PROMPTS[0], "auto")[1].drafter.name == "EAGLE-3"
 
 
-def test_texts_side_by_side_guess_what_each_guesses_alone(llama, tmp_path):
+def test_texts_in_a_batch_guess_as_each_alone(llama, tmp_path):
     texts, ends = (TEXT, TEXT.flip(0)), (9, 6)
     for folder in kinds(tmp_path):
         drafter = load(str(folder), llama)

@@ -174,7 +174,7 @@ def test_triton_prompts_in_half_precision(name):
     assert error(prompt.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h), expected) < 2e-3
 
 
-def test_kernels_refuse_what_they_do_not_know():
+def test_kernels_refuse_unknown_heads():
     plain = Heads(8, 2, 64, 0.125)
     changed = ({"softcap": 30.0}, {"chunk": 64}, {"writes": False})
     call = AttendCall(4, 512, 64, 8, 2, 64, None, torch.bfloat16, "cuda", (9, 0))

@@ -160,7 +160,7 @@ def test_one_wrong_code_is_seen(isa, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_layout_gives_back_what_it_was_given(bits):
+def test_the_layout_is_lossless(bits):
     for N, K, group in SHAPES:
         q = weight(N, K, bits, group)
         p = pack(q, "cpu")

@@ -131,7 +131,7 @@ def test_tiles_of_two_tables_go_another_way():
     assert error(y, x.double() @ q.dequantize().double().t()) < TOLERANCE[torch.bfloat16] / 4
 
 
-def test_the_layout_gives_back_what_it_was_given():
+def test_the_layout_is_lossless():
     for scheme in SCHEMES:
         for q in cases(*scheme, torch.bfloat16):
             p = pack(q, "cpu")

@@ -250,7 +250,7 @@ def test_a_source_that_does_not_compile_says_so():
         nvrtc.compiled("tile_dequant.cu", "tile_dequant<4>", "sm_80")
 
 
-def test_without_a_driver_the_launcher_says_what_is_missing():
+def test_without_a_driver_the_launcher_raises_an_error():
     from lowq_packers.errors import UnsupportedError
 
     if ctypes.util.find_library("cuda"):

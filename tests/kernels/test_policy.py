@@ -71,7 +71,7 @@ def test_a_larger_row_always_answers(bits):
 
 @needs_nvrtc
 @pytest.mark.parametrize("on", [gpu.HOPPER, H200], ids=lambda g: g.name)
-def test_dispatch_takes_what_the_file_says(on, changed):
+def test_dispatch_follows_the_file(on, changed):
     """As on either GPU, with none here: an H200 is a Hopper, and nothing nearer ships. Another row, another choice."""
     with emulation.installed(on):
         check_choices(changed)

@@ -45,7 +45,7 @@ def test_every_legal_strided_weight_has_a_fused_kernel_on_a_gpu(bits, group, zer
         assert config in spec.configs
 
 
-def test_refusals_name_the_value_and_what_would_do():
+def test_refusals_name_the_value_and_the_allowed_ones():
     why = refusals(CPU)
     assert why["cpu/int4"] == "reads layout cpu_int4, the weight is rowstream"
     pytest.importorskip("triton")

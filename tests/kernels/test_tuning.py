@@ -222,7 +222,7 @@ def test_work_is_the_same_where_the_binary_is():
 
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 6, 8, 16, 32])
-def test_work_is_what_a_launch_needs(M):
+def test_work_is_that_of_a_launch(M):
     """The binary that is compiled ahead for M rows is the one that they launch: else tuning compiles it while it times."""
     spec, scheme = registry.kernels().get("cuda/tile_mma"), Scheme(4, 128)
     if spec is None:

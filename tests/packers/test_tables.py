@@ -63,7 +63,7 @@ def test_all_bytes_are_the_scales_that_their_formats_say():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("s", SCHEMES, ids=str)
-def test_every_layout_gives_back_what_was_packed(layout, s):
+def test_every_layout_is_lossless(layout, s):
     q = random_table(s, 48, 128, T=3)
     if LAYOUTS[layout].why_not(s, 48, 128):
         with pytest.raises(SchemeError, match=f"cannot hold.*{s.table}|multiples of 32"):

@@ -241,7 +241,7 @@ def test_nan_logits_end_one_answer_and_the_others_go_on(model, client, monkeypat
     assert [e.finish_reason for e in well] == [None] * 4 + ["length"]
 
 
-def test_stop_lets_what_runs_finish(model, client):
+def test_stop_lets_running_requests_finish(model, client):
     c = client(running=2)
     prompt = prompts(10)[0]
     numbers = [c.ask(prompt, 20) for _ in range(5)]

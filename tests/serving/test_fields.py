@@ -85,7 +85,7 @@ def test_any_number_in_any_field_is_answered_or_refused_by_name(model, bodies, c
 
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(list(ranges(Draw))), value=NUMBERS)
-def test_a_range_says_what_can_be_drawn(name, value):
+def test_a_range_is_that_of_draws(name, value):
     """What a range lets through can be drawn with by the definition; what is outside is refused by name."""
     how = {"temperature": 1.0} | {name: value} | ({} if name == "seed" else {"seed": 7})
     if not inside(Draw, name, value):

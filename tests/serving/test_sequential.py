@@ -182,7 +182,7 @@ PICKED = [
 
 
 @pytest.mark.parametrize(("draw", "token"), PICKED)
-def test_each_setting_does_what_it_says(draw, token):
+def test_each_setting_has_its_documented_effect(draw, token):
     p = Picker(draw, None, [3], 5, torch.device("cpu"))
     p.counts[3] = 1
     assert p.pick(torch.tensor([[0.0, 1.0, 3.0, 4.0, -9.0]])).tolist() == [token]

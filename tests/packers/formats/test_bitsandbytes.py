@@ -29,7 +29,7 @@ def test_files_of_bitsandbytes_are_read_as_bitsandbytes_reads_them(name, kind):
     assert kind is None or q.scheme.table == kind
 
 
-def test_bitsandbytes_reads_what_we_write():
+def test_bitsandbytes_reads_our_tensors():
     functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
     q = random_q(4, 32, "nf4", 40, 128)
     tensors, _ = written(formats.get("bitsandbytes"), q)

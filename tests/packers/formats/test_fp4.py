@@ -44,7 +44,7 @@ def test_files_of_compressed_tensors_are_read_as_it_reads_them(name):
 
 
 @pytest.mark.parametrize("kind", ["e2m1/e4m3", "e2m1/e8m0"])
-def test_compressed_tensors_reads_what_we_write(kind):
+def test_compressed_tensors_reads_our_tensors(kind):
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (extra interop)")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig

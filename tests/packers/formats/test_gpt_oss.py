@@ -38,7 +38,7 @@ def checked(tensors):
     return read(tensors, CONFIG)
 
 
-def test_experts_are_what_transformers_makes_of_them():
+def test_experts_are_those_of_transformers():
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     tensors = stored()
     result = checked(tensors)

@@ -47,7 +47,7 @@ def test_hqq_agrees_with_the_library(bits, axis, view):
     assert (result.float() - theirs).abs().max() <= 2e-3 * theirs.abs().max()  # theirs is computed in fp16
 
 
-def test_hqq_loads_what_we_write_with_its_own_loader():
+def test_hqqs_own_loader_reads_our_tensors():
     library = pytest.importorskip("hqq.core.quantize", reason="needs the package hqq")
     q = random_q(4, 64, "float", 48, 128)
     tensors, _ = written(formats.get("hqq"), q)

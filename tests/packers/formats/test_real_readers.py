@@ -16,7 +16,7 @@ from format_support import NAME, random_q, read, written
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("zero", ["none", "int"])
-def test_compressed_tensors_unpacks_what_we_write(bits, zero):
+def test_compressed_tensors_unpacks_our_words(bits, zero):
     helpers = pytest.importorskip(
         "compressed_tensors.compressors.pack_quantized.helpers", reason="needs compressed-tensors (extra interop)"
     )
@@ -45,7 +45,7 @@ def test_humming_takes_our_config_and_expects_our_tensors(zero, group):
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("zero", ["int", "none"])
-def test_gptqmodel_dequantizes_what_we_write(bits, zero):
+def test_gptqmodel_dequantizes_our_tensors(bits, zero):
     """Version 2 with whole-number zeros, version 1 (which it converts first) without."""
     pytest.importorskip("gptqmodel", reason="needs the package gptqmodel", exc_type=ImportError)
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
@@ -63,7 +63,7 @@ def test_gptqmodel_dequantizes_what_we_write(bits, zero):
     assert torch.equal(layer.dequantize_weight().t().float(), q.dequantize())
 
 
-def test_autoawq_unpacks_what_we_write():
+def test_autoawq_unpacks_our_words():
     package = importlib.util.find_spec("awq")  # not imported: it wants data sets and models
     if package is None:
         pytest.skip("needs the package autoawq")

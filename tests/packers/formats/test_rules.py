@@ -22,7 +22,7 @@ SLOW = ["(a+)+$", "(a|aa)+$", "(a*)*$", "(.*a){20}$", "((((a*)*)*)*)*b", "(a|a|a
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_they_match_what_re_matches(pattern):
+def test_they_match_as_re_does(pattern):
     for name in NAMES:
         assert (Rules([(pattern, True)]).first(name) is True) == bool(re.match(pattern, name)), name
 
