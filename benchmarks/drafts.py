@@ -18,6 +18,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from e2e_decode import decoder_for
@@ -25,6 +26,8 @@ from pages import results_of
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.drafts import drafting
+from lowq_cli.engine.drafts.draft_length import TableCosts
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.dispatch.precompile import launch_all
@@ -142,9 +145,11 @@ def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int
     """Greedy texts with drafts and without: where they part, the gap of the two largest logits there."""
     tokens = equal = drafted = accepted = 0
     ties, decoder = [], _decoder(model)
+    always = {"estimated": lambda plan: TableCosts({1: 1.0, 16: 1.1}), "GAP_S": 0.0, "Balance": lambda first: None}
     for ids in asked:
         a = _generated(model, tokenizer, ids, new, "none").tokens[0]
-        b = (g := _generated(model, tokenizer, ids, new, draft)).tokens[0]
+        with mock.patch.multiple(drafting, **always):  # on a GPU drafts are checked whether they pay or not
+            b = (g := _generated(model, tokenizer, ids, new, draft)).tokens[0]
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         tokens, equal = tokens + len(a), equal + n
         if n < len(a):
@@ -152,6 +157,7 @@ def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int
             ties.append(round(float(top[0] - top[1]) / float(top[0].abs()), 6))
         if g.drafting is not None:
             drafted, accepted = drafted + g.drafting.drafted, accepted + g.drafting.accepted
+    decoder.balances.clear()
     row = {"part": "same", "model": name, "draft": Path(draft).name, "prompts": len(asked), "tokens": tokens, "equal": equal}
     row |= {"parted_at_gaps": ties, "drafted": drafted, "accepted": accepted}
     print(row, flush=True)

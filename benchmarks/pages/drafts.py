@@ -61,24 +61,54 @@ def draft_steps() -> str:
 def draft_same() -> str:
     """Greedy texts with drafts beside those without."""
     rows = [(device, r) for device, r in _rows("drafts_same.json", "same")]
-    columns = ("device", "model", "drafts by", ">prompts", ">tokens", ">equal", ">guessed", ">of them right")
-    return table(
-        columns,
-        [
-            (device, r["model"], r["draft"], r["prompts"], *(f"{r[n]:,}" for n in ("tokens", "equal", "drafted", "accepted")))
-            for device, r in rows
-        ],
-    )
+    counts = (">tokens", ">equal until a text parts", ">guessed", ">of them right")
+    columns = ("device", "model", "drafts by", ">prompts", *counts, ">texts that part", ">at a gap of at most")
+    lines = []
+    for device, r in rows:
+        gaps, counted = r["parted_at_gaps"], (f"{r[n]:,}" for n in ("tokens", "equal", "drafted", "accepted"))
+        lines.append((device, r["model"], r["draft"], r["prompts"], *counted, len(gaps), f"{max(gaps):.4f}" if gaps else ""))
+    return table(columns, lines)
 
 
 @part
 def draft_rows() -> str:
     """Milliseconds of steps by the number of their rows."""
-    rows = [r for _, r in _rows("drafts.json", "rows")]
-    contexts, widths = (sorted({r[n] for r in rows}) for n in ("context", "rows"))
-    ms = {(r["context"], r["rows"]): r["ms"] for r in rows}
-    columns = ("tokens before", *(f">{w} row{'s' * (w > 1)}" for w in widths))
-    return table(columns, [(f"{c:,}", *(f"{ms[c, w]:.2f}" for w in widths)) for c in contexts])
+    rows = _rows("drafts.json", "rows")
+    widths = sorted({r["rows"] for _, r in rows})
+    ms = {(device, r["variant"][0], r["context"], r["rows"]): r["ms"] for device, r in rows}
+    columns = ("device", ">bits", ">tokens before", *(f">{w} row{'s' * (w > 1)}" for w in widths))
+    kinds = dict.fromkeys(each[:3] for each in ms)
+    return table(columns, [(*kind[:2], f"{kind[2]:,}", *(f"{ms[*kind, w]:.2f}" for w in widths)) for kind in kinds])
+
+
+MODELS = {"8b": "8B", "whole:qwen3_5": "Qwen3.5-27B"}  # the shapes of draft_rounds.json
+
+
+@part
+def draft_rounds() -> str:
+    """Tokens per second of a head at given numbers of tokens a round."""
+    rows = [
+        (d, r) for d in DEVICES if (RESULTS / d / "draft_rounds.json").is_file() for r in read(f"{d}/draft_rounds.json")["rows"]
+    ]
+    plain = {(d, r["model"], r["variant"]): r["tokens_per_s_without"] for d, r in rows if "rows" not in r and "head" not in r}
+    timed = {(d, r["model"], r["variant"], r["rows"], r["tokens_per_round"]): r for d, r in rows if "rows" in r}
+    lengths = sorted({key[-1] for key in timed})
+    lines = []
+    for d, model, variant, T in dict.fromkeys(key[:-1] for key in timed):
+        each = [timed.get((d, model, variant, T, n)) for n in lengths]
+        ms = next(r["ms_per_round"] for r in each if r)
+        speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in each]
+        lines.append((d, MODELS[model], variant[0], f"{plain[d, model, variant]:,.0f}", T - 1, f"{ms:.2f}", *speeds))
+    columns = (
+        "device",
+        "shape",
+        ">bits",
+        ">tokens/s without",
+        ">guesses",
+        ">ms a round",
+        *(f">{n:g} tokens a round" for n in lengths),
+    )
+    return table(columns, lines)
 
 
 @part

@@ -33,6 +33,9 @@
 //         has one scale, so it multiplies the score and p; no code is multiplied by it.
 // Layout  of wide heads, a sum of 1: each head of q is followed by a gate, whose sigmoid multiplies y; 2: values are normed,
 //         without weights; 4: there are no heads of v, values are keys before norm and rotation.
+// Drafts  ROWS > 0: all rows are of one sequence, at positions one after another: its newest token and drafts after it. A block
+//         takes ROWS of them as further queries of its key head, so a slot is read once for all of these. It prepares the keys
+//         and values of all rows up to its last one, inserts them into its tiles, and writes to the cache those of its own rows.
 // Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values. That layer wrote slot `pos`
 //         in this step, so no tile is fetched before the previous kernel has ended.
 // Groups  the blocks of each group of a key head read its keys and values, and those with the newest write the same bytes.
@@ -69,6 +72,8 @@ __device__ __forceinline__ float4 prepared(float4 x, float4 weight, float4 cos, 
                        rotated(x.w, cos.w, sin.w));
 }
 
+constexpr int MOST_ROWS = 16;  // of one sequence: decode/reference.py has MOST_DRAFTS, and the newest token
+
 struct AttendArguments {  // of a launch
     const u16* qkv;
     unsigned char *k_cache, *v_cache;
@@ -89,16 +94,17 @@ struct AttendArguments {  // of a launch
 // over them. Some loops are in the kernel itself (heads of the token, q k^T, sums of warps and blocks): as phases, ptxas gave
 // them other registers than in the code that was measured.
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE, int WRITES,
-          int LAYOUT>
+          int LAYOUT, int ROWS>
 struct AttendThread : AttendArguments {
     using C = Held<KV, D>;
+    static constexpr int Q = ROWS ? ROWS * G : G;  // queries of a block
     static constexpr int MT = KV ? FP16 : T;  // type of what is multiplied
     static constexpr int STEPS = D / 16;      // mma of q k^T, of V^T p
     static constexpr int ROW = D + 4;         // floats of a query's sums in shared memory, against bank conflicts
     // float4 of y, and those that this block adds up at the end: of codes whole heads, which are turned back
-    static constexpr int ITEMS = G * D / 4, MINE = KV ? D / 4 : ITEMS / CLUSTER;
+    static constexpr int ITEMS = Q * D / 4, MINE = KV ? D / 4 : ITEMS / CLUSTER;
     static constexpr int ALL = KV ? (ITEMS + 31) / 32 * 32 : ITEMS;  // turning takes whole warps: some do the last item again
-    static constexpr int PARTIAL = ITEMS + (G + 1) / 2;  // float4 that a block leaves in global memory: sums, tops and totals
+    static constexpr int PARTIAL = ITEMS + (Q + 1) / 2;  // float4 that a block leaves in global memory: sums, tops and totals
     static constexpr int AT_ONCE = WARPS == 8 ? 16 : 8;  // parts that a thread loads at once there: one trip to memory
     static constexpr int WIDE = D > 128 ? D / 128 : 1;  // times that a lane has four dims of a head of the token
     static constexpr int LANES = D / 4 / WIDE, AHEAD = WARPS * 32 / LANES;  // of a head of the token; heads at a time
@@ -108,7 +114,12 @@ struct AttendThread : AttendArguments {
     static constexpr int EACH = GATED_HEADS ? 2 : 1;  // heads of qkv for a query: itself, and its gate
     static constexpr int OF_TOKEN = EACH * SHARE * G + (V_IS_K ? 1 : 2) * WRITES;  // heads of qkv for a key head
     static constexpr int ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;
+    static constexpr int ROW_ROUNDS = (Q + 2 * MOST_ROWS + AHEAD - 1) / AHEAD;
+    static_assert(ROWS == 0 || (WIDE == 1 && KV == 0 && SHARE == 1 && WRITES == 1 && LAYOUT == 0), "rows of one sequence: the plain form");
     static constexpr float NONE = -1e30f;  // the top of no scores: finite, so that differences stay numbers
+    // The score of a slot that a row may not see. All slots of a tile may be such; score * by - top is then 0 however it is
+    // rounded, because the product with a power of two is exact.
+    static constexpr float HIDDEN = -0x1p99f;
     // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
     static constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;
 
@@ -134,6 +145,7 @@ struct AttendThread : AttendArguments {
     u32 ring;                                        // bytes into `shared`
     const unsigned char *k_mine, *v_mine, *its_scales;
     bool has_scales;
+    int base, own;  // of drafts: the position of the sequence's newest token, and the number of this block's first row
 
     // ------------------------------------------------------------------------------------------------- tiles of the cache
     __device__ __forceinline__ size_t row_of(int page, int slot) const {  // of the cache, in slots
@@ -149,7 +161,7 @@ struct AttendThread : AttendArguments {
 
     __device__ __forceinline__ void copy(int stage, int tile, int page) const {
         if (tile < tiles) {
-            const int start = first + tile * 16, old = pos - start + !WRITES;  // slots of it that are written
+            const int start = first + tile * 16, old = (ROWS ? base : pos) - start + !WRITES;  // slots of it that are written
             const size_t row = row_of(page, start);
             const u32 to = shared_address(shared) + ring + stage * C::STAGE;
             const unsigned char *k = k_mine + row * C::ROW, *v = v_mine + row * C::ROW;
@@ -181,6 +193,10 @@ struct AttendThread : AttendArguments {
         u32 v[2];
         asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(from) : "memory");
         const float2 low = to_floats<T>(v[0]), high = to_floats<T>(v[1]);
+        return make_float4(low.x, low.y, high.x, high.y);
+    }
+    static __device__ __forceinline__ float4 four(uint2 v) {
+        const float2 low = to_floats<T>(v.x), high = to_floats<T>(v.y);
         return make_float4(low.x, low.y, high.x, high.y);
     }
     // A piece of the token's key or value into the cache and, for the newest tile, into shared memory.
@@ -227,6 +243,55 @@ struct AttendThread : AttendArguments {
             }
         }
     }
+    // As the kernel's own loop over the heads of the token, for the block's rows; and keys and values of the rows before them. A
+    // lane fetches what it will read into `raw`. turns: cos and sin of all rows.
+    __device__ __forceinline__ void heads_of_rows(uint2* raw, uint4* turns) const {
+        // the first row with a slot in the tiles, and the first of the two tiles that the rows' slots are in
+        const int lowest = base < first ? first - base : 0, newest_tile = (base + lowest - first) / 16;
+        const bool owner = last % blocks == rank || newest_tile % blocks == rank;
+        const int part = lane % LANES, of_warp = 32 / LANES * warp;
+        for (int i = threadIdx.x; i < (own + ROWS) * R / 8; i += WARPS * 32) {
+            copy_or_zero<16>(shared_address(turns + i), cos_table + (size_t)base * R + 8 * i, true);
+            copy_or_zero<16>(shared_address(turns + MOST_ROWS * R / 8 + i), sin_table + (size_t)base * R + 8 * i, true);
+        }
+        float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
+        if constexpr (NORM == 1) q_weight = four((const u16*)q_norm + 4 * part), k_weight = four((const u16*)k_norm + 4 * part);
+        if constexpr (NORM == 2) q_weight = ((const float4*)q_norm)[part], k_weight = ((const float4*)k_norm)[part];
+        if constexpr (CLUSTER > 1) joined();
+        previous_grid_wait();
+
+        const int heads = owner ? Q + 2 * (own + ROWS - lowest) : Q;  // queries, then a key and a value of each row
+        auto row_of_head = [&](int i) { return i < Q ? own + i / G : lowest + (i - Q) / 2; };
+#pragma unroll 1
+        for (int u = 0; u * AHEAD + of_warp < heads; u++) {
+            const int i = smaller(u * AHEAD + threadIdx.x / LANES, heads - 1);
+            const int there = i < Q ? h * G + i % G : HKV * (G + (i - Q) % 2) + h;
+            copy_or_zero<8>(shared_address(raw + u * WARPS * 32 + threadIdx.x),
+                            qkv + ((size_t)row_of_head(i) * (G + 2) * HKV + there) * D + 4 * part, true);
+        }
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+#pragma unroll 1
+        for (int u = 0; u * AHEAD + of_warp < heads; u++) {
+            const int i = u * AHEAD + threadIdx.x / LANES, one = smaller(i, heads - 1), row = row_of_head(one);
+            const float4 input = four(raw[u * WARPS * 32 + threadIdx.x]);
+            const uint2* angle = (const uint2*)turns + (row * R + smaller(4 * part, R - 4)) / 4;
+            const float4 cos = four(angle[0]), sin = four(angle[MOST_ROWS * R / 4]);
+            float4 x = prepared<D, R, NORM>(input, one < Q ? q_weight : k_weight, cos, sin, eps, part);
+            const bool value = one >= Q && (one - Q) % 2;
+            if (value) x = input;
+            const uint2 halves = {from_floats<T>(x.x, x.y), from_floats<T>(x.z, x.w)};
+            if (one < Q) queries[(one * (D + 8) + 4 * part) / 4] = halves;
+            if (one < Q || i >= heads) continue;
+            ((uint2*)(newest + (2 * row + value) * (C::ROW / 16 + 1)))[part] = halves;
+            const int tile = (base + row - first) / 16;
+            if (row < own || tile % blocks != rank) continue;
+            int page = 0;
+            if constexpr (PAGE != 0) page = table[(size_t)b * S + (base + row) / PAGE];
+            ((uint2*)((value ? v_cache : k_cache) + row_of(page, base + row) * C::ROW))[part] = halves;
+        }
+    }
     // As the kernel's own loop over the heads of the token.
     __device__ __forceinline__ void wide_heads(bool owner, int newest_page) const {
         float4 cos[WIDE], sin[WIDE], q_weight[WIDE], k_weight[WIDE], head[ROUNDS][WIDE];
@@ -270,7 +335,7 @@ struct AttendThread : AttendArguments {
     __device__ __forceinline__ void read_queries(Queries& q) const {
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            const u16* dims = (const u16*)queries + smaller(g, G - 1) * (D + 8) + C::k_dim(t, s);
+            const u16* dims = (const u16*)queries + smaller(g, Q - 1) * (D + 8) + C::k_dim(t, s);
             C::query(*(const u32*)dims, *(const u32*)(dims + C::NEXT), q[s][0], q[s][1]);
         }
     }
@@ -298,6 +363,25 @@ struct AttendThread : AttendArguments {
             if constexpr (KV == 4) *(u32*)its = w;
             else *its = (char)w;
         }
+    }
+
+    // The same for drafts: all rows up to the block's last one.
+    __device__ __forceinline__ void insert_rows(u32 at, int start) const {
+        char* over = (char*)shared + at;
+        auto write = [&](int there, int slot, int value, int piece, int bytes) {
+            const int row = slot - base;
+            if (row < 0 || slot > pos) return;
+            const char* from = (const char*)(newest + (2 * row + value) * (C::ROW / 16 + 1)) + piece;
+            for (int i = 0; i < bytes; i += 4) *(u32*)(over + there + i) = *(const u32*)(from + i);
+        };
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < C::K_PIECES; j++) write(k_at(i, j), start + g + 8 * i, 0, C::k_piece(t, j), C::K_BYTES);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < C::V_PIECES; j++) write(v_at(i, j), start + v_slot(i), 1, C::v_piece(g, j), C::V_BYTES);
     }
 
     __device__ __forceinline__ void read_keys(u32 from, Keys& k) const {
@@ -330,6 +414,13 @@ struct AttendThread : AttendArguments {
         for (int i = 0; i < 4; i++) {
             const int slot = start + g + 8 * (i >> 1);
             if (slot > pos || slot < seen_from) score[i] = NONE;
+        }
+    }
+    __device__ __forceinline__ void hide_from_rows(int start, Scores& score) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int slot = start + g + 8 * (i >> 1), its = base + own + smaller(2 * t + (i & 1), Q - 1) / G;
+            if (slot > its || slot <= its - window) score[i] = HIDDEN;
         }
     }
 
@@ -385,10 +476,10 @@ struct AttendThread : AttendArguments {
     __device__ __forceinline__ void start_sums(Pair& top, Pair& total, Pair& q_sum) const {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const int query = smaller(2 * t + c, G - 1);
+            const int query = smaller(2 * t + c, Q - 1);
             if constexpr (KV == 4) q_sum[c] = query_sums[query];
             if (sinks != nullptr && rank == 0 && warp == 0)  // one more score, without a value
-                top[c] = sinks[group * G + query] * 1.44269504f, total[c] = g == 0 ? 1.f : 0.f;
+                top[c] = sinks[group * G + (ROWS ? query % G : query)] * 1.44269504f, total[c] = g == 0 ? 1.f : 0.f;
         }
     }
     // Of a warp, in shared memory.
@@ -400,17 +491,17 @@ struct AttendThread : AttendArguments {
                 total[c] += __shfl_xor_sync(0xffffffffu, total[c], d);
                 if constexpr (KV == 4) rest[c] += __shfl_xor_sync(0xffffffffu, rest[c], d);
             }
-            if (2 * t + c >= G) continue;
+            if (2 * t + c >= Q) continue;
 #pragma unroll
             for (int m = 0; m < STEPS; m += 2) {
                 auto sum = [&](int m, int odd) {
                     const float v = acc[m][2 * odd + c];
                     return KV ? v * (odd ? C::FACTOR * C::ODD : C::FACTOR) + rest[c] : v;
                 };
-                parts[((warp * G + 2 * t + c) * ROW + (KV ? D / 8 * g + 2 * m : 64 * (m / 4) + 8 * g + 2 * (m % 4))) / 4] =
+                parts[((warp * Q + 2 * t + c) * ROW + (KV ? D / 8 * g + 2 * m : 64 * (m / 4) + 8 * g + 2 * (m % 4))) / 4] =
                     make_float4(sum(m, 0), sum(m, 1), sum(m + 1, 0), sum(m + 1, 1));
             }
-            if (g == 0) tops[warp * G + 2 * t + c] = top[c], totals[warp * G + 2 * t + c] = total[c];
+            if (g == 0) tops[warp * Q + 2 * t + c] = top[c], totals[warp * Q + 2 * t + c] = total[c];
         }
     }
     static __device__ __forceinline__ void store(u16* heads, int item, float4 sum, float whole, int lane) {  // four dims of y
@@ -460,38 +551,41 @@ struct AttendThread : AttendArguments {
 
 // STAGES: tiles per warp
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int SHARE = 1,
-          int WRITES = 1, int LAYOUT = 0>
+          int WRITES = 1, int LAYOUT = 0, int ROWS = 0>
 __global__ void __launch_bounds__(WARPS * 32, D > 128 ? 8 / WARPS : WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
 attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const int* order,
        const u16* cos_table, const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y,
        float4* partial, u32* arrived, unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least,
        float scale, float eps, float shorter) {
-    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV, SHARE, WRITES, LAYOUT>;
+    using Thread = AttendThread<T, D, R, G, NORM, WARPS, CLUSTER, STAGES, PAGE, KV, SHARE, WRITES, LAYOUT, ROWS>;
     using C = typename Thread::C;
     constexpr int LANES = Thread::LANES, AHEAD = Thread::AHEAD, ROUNDS = Thread::ROUNDS;
-    constexpr int ITEMS = Thread::ITEMS, MINE = Thread::MINE, AT_ONCE = Thread::AT_ONCE;
+    constexpr int Q = Thread::Q, ITEMS = Thread::ITEMS, MINE = Thread::MINE, AT_ONCE = Thread::AT_ONCE;
     extern __shared__ float4 shared[];
     __shared__ float4 encoded[KV ? WARPS * 32 : 1];
-    __shared__ float tops[WARPS * G];
-    __shared__ float totals[WARPS * G];
+    __shared__ float tops[WARPS * Q];
+    __shared__ float totals[WARPS * Q];
     __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
     __shared__ float2 inbox_sums[CLUSTER * MINE];
     __shared__ u64 all_there[1];
     __shared__ u32 turn[1];
-    __shared__ uint2 queries[G * (D + 8) / 4];
-    __shared__ float query_sums[G];
-    __shared__ uint4 newest[2 * (C::ROW / 16 + 1)];
+    __shared__ uint2 queries[Q * (D + 8) / 4];
+    __shared__ float query_sums[Q];
+    __shared__ uint4 newest[(ROWS ? MOST_ROWS : 1) * 2 * (C::ROW / 16 + 1)];
+    __shared__ uint2 raw[ROWS ? Thread::ROW_ROUNDS * WARPS * 32 : 1];
+    __shared__ uint4 turns[ROWS ? 2 * MOST_ROWS * R / 8 : 1];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int rank = blockIdx.x, turn_of = blockIdx.y / (HKV * SHARE), group = blockIdx.y % (HKV * SHARE), h = group / SHARE;
-    const int b = order == nullptr ? turn_of : order[turn_of];
+    const int b = ROWS ? (PAGE ? 0 : table[0]) : order == nullptr ? turn_of : order[turn_of];  // of the cache or its table
     next_grid_launch();
     const u32 meeting = shared_address(all_there);
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) open(meeting, CLUSTER * MINE * 24);
         join();
     }
-    const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0, first = seen_from & ~15;
-    const int tiles = (n - first + 15) / 16, last = tiles - 1;
+    const int own = ROWS * turn_of, base = positions[0], pos = ROWS ? base + own + ROWS - 1 : positions[b];
+    const int n = pos + 1 - (ROWS ? ROWS - 1 : 0), seen_from = n > window ? n - window : 0, first = seen_from & ~15;
+    const int tiles = (pos + 1 - first + 15) / 16, last = tiles - 1;
     const int blocks = CLUSTER > 1 ? CLUSTER : tiles < 2 * least ? 1 : smaller(tiles / least, gridDim.x);
     if (CLUSTER == 1 && rank >= blocks) return;
 
@@ -510,7 +604,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     const Thread thread{{qkv, k_cache, v_cache, table, cos_table, sin_table, q_norm, k_norm, sinks, y, partial, arrived,
                          k_scales, v_scales, S, HKV, window, least, scale, eps, shorter},
                         shared, shared, encoded, tops, totals, queries, query_sums, newest, warp, lane, g, t, rank, b, h, group,
-                        pos, seen_from, first, tiles, last, blocks, ring, k_mine, v_mine, its_scales, has_scales};
+                        pos, seen_from, first, tiles, last, blocks, ring, k_mine, v_mine, its_scales, has_scales, base, own};
     auto copy = [&](int stage, int tile, int page) { thread.copy(stage, tile, page); };
     if constexpr (WRITES == 0) previous_grid_wait();  // another layer has written slot `pos` in this step
     const int ROUND = WARPS * blocks;
@@ -523,7 +617,9 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     const bool owner = WRITES && last % blocks == rank;  // some warp of this block has the newest tile
     const int newest_page = page_of(last);
     float4 head[ROUNDS];  // declared in the branch, ptxas gives codes other registers
-    if constexpr (Thread::WIDE > 1) {
+    if constexpr (ROWS != 0) {
+        thread.heads_of_rows(raw, turns);
+    } else if constexpr (Thread::WIDE > 1) {
         thread.wide_heads(owner, newest_page);
     } else {
         const int part = threadIdx.x % LANES, of_warp = 32 / LANES * warp;
@@ -579,7 +675,9 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         const int start = first + tile * 16;
         const u32 at = ring + stage * C::STAGE, from = shared_address(shared) + at;
         copy_wait<STAGES - 1>();
-        if (WRITES && tile == last) thread.insert_newest(at, start);
+        if constexpr (ROWS != 0) {
+            if (start + 15 >= base) thread.insert_rows(at, start);
+        } else if (WRITES && tile == last) thread.insert_newest(at, start);
         if constexpr (KV != 0) __syncwarp();  // scales are fetched for other lanes, too
         typename Thread::Keys k;
         typename Thread::CachedValues v;
@@ -594,7 +692,9 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         }
         typename Thread::Pair v_step, v_low;
         thread.scale_scores(from, q_sum, score, other, v_step, v_low);
-        if (tile == last || tile == 0) thread.hide(start, score);
+        if constexpr (ROWS != 0) {
+            if (start + 15 > base + own || tile <= 1) thread.hide_from_rows(start, score);
+        } else if (tile == last || tile == 0) thread.hide(start, score);
         Thread::exponentials(score, by, v_step, v_low, top, total, rest, acc, p);
         const u32 p0 = transposed(from_floats<Thread::MT>(p[0], p[1])), p1 = transposed(from_floats<Thread::MT>(p[2], p[3]));
         thread.read_values(from, v);
@@ -610,19 +710,22 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     __syncthreads();
     auto store = [&](int item, float4 sum, float whole) {
         if constexpr (Thread::GATED_HEADS) sum = thread.opened(item, sum);
-        Thread::store(y + ((size_t)b * (HKV * SHARE) + group) * G * D, item, sum, whole, lane);
+        if constexpr (ROWS != 0) {  // a row's heads are side by side, not those of the block's rows
+            const int row = smaller(item, ITEMS - 1) / (G * D / 4);
+            Thread::store(y + (((size_t)(own + row) * HKV + h) * G - row * G) * D, item, sum, whole, lane);
+        } else Thread::store(y + ((size_t)b * (HKV * SHARE) + group) * G * D, item, sum, whole, lane);
     };
     for (int item = threadIdx.x; item < Thread::ALL; item += WARPS * 32) {
         const int query = smaller(item, ITEMS - 1) / (D / 4), place = item % (D / 4);
         float most = tops[query], whole = 0.f;
 #pragma unroll
-        for (int w = 1; w < WARPS; w++) most = tops[w * G + query] > most ? tops[w * G + query] : most;
+        for (int w = 1; w < WARPS; w++) most = tops[w * Q + query] > most ? tops[w * Q + query] : most;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float share = exp2_of(tops[w * G + query] - most);
-            const float4 one = shared[(w * G + query) * Thread::ROW / 4 + place];
-            whole += totals[w * G + query] * share;
+            const float share = exp2_of(tops[w * Q + query] - most);
+            const float4 one = shared[(w * Q + query) * Thread::ROW / 4 + place];
+            whole += totals[w * Q + query] * share;
             sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
         }
         if constexpr (CLUSTER == 1) {

@@ -72,6 +72,14 @@ def attend(
     return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, order, config)
 
 
+@dataclass(frozen=True)
+class RowsCall(AttendCall):
+    """M rows of one sequence over a cache with a block table. Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin,
+    heads, table, groups, config) -> y, as `reference.attend_rows`."""
+
+    op: ClassVar[Op] = "attend_rows"
+
+
 @register(
     "torch/attend",
     op="attend",

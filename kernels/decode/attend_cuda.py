@@ -1,4 +1,4 @@
-"""cuda/attend: attend.cu, for the head shapes of today's models on Hopper and later.
+"""cuda/attend and cuda/attend_rows: attend.cu, for the head shapes of today's models on Hopper and later.
 
 Launch  few sequences: a cluster of 8 blocks of 4 warps per key head. Long caches: enough blocks of 8 warps per key head to
         fill the GPU. Many heads: one block of 8 warps per key head, two where the sequence is long
@@ -26,7 +26,7 @@ from lowq_kernels.decode.attend import LONG, AttendCall, usual
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN, SHORTER, Cache, Coded, kind_of, slot_bytes
 from lowq_kernels.decode.kv_triton import NUMBERS, numbers
-from lowq_kernels.decode.reference import SHARED, Heads
+from lowq_kernels.decode.reference import MOST_DRAFTS, SHARED, Groups, Heads
 from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 16, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
@@ -52,6 +52,10 @@ WIDE_LEAST = 4
 # Min. tiles (16 slots) per block when heads alone fill the GPU: with few waves sequences are split from 1,024 slots on, with
 # many waves from 6,144 on.
 LEAST, LEAST_MANY = 32, 192
+# Rows of a sequence: each block of rows reads all slots, Triton's kernel reads them once. Four blocks are faster at any length,
+# eight up to so many slots (8B, 16 rows: 1.92 ms a step after 512 tokens, Triton's 2.10; after 3,000 tokens 2.31 and 2.25).
+FEW_BLOCKS, SHORT = 4, 2048
+MOST_CLUSTERS = 16  # max. blocks of rows, over all key heads, that are split over clusters
 STATIC = 8 << 10  # max. bytes of shared memory that attend.cu declares statically: 8 warps, 8 queries of 128 dims, codes
 
 
@@ -110,6 +114,18 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: boo
     return Shape(NARROW, 1, narrow, blocks, least, _ring(D, NARROW, kv, narrow))
 
 
+def rows_shape(heads: int, S: int, D: int, Q: int, on: gpu.Gpu) -> Shape:
+    """The launch for `heads` blocks of rows of one sequence over all key heads, each of Q queries.
+
+    Clusters pay for fewer of them than in `shape`, since each block also prepares the rows before its own (8B, 8 rows after 512
+    tokens: a step takes 1.82 ms with 32 clusters, 1.67 ms with blocks that fill the GPU).
+    """
+    cut = shape(heads, S, D, Q, PLAIN, on)
+    if cut.cluster == 1 or heads <= MOST_CLUSTERS or _ring(D, WIDE, PLAIN, TILES[PLAIN]) + STATIC > on.smem_block:
+        return cut
+    return shape(heads, LONG, D, Q, PLAIN, on)
+
+
 def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
     """Blocks that one SM runs at once, for a shape without a cluster."""
     return min(16 // cut.warps, on.smem_sm // (cut.shared + _declared(D, G, cut.warps, kv) + SYSTEM))
@@ -149,11 +165,13 @@ def _refuse(call: AttendCall) -> str | None:
 
 def expression(
     T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0, share: int = 1, writes: bool = True,
-    layout: int = 0,
+    layout: int = 0, rows: int = 0,
 ) -> str:  # fmt: skip
     """The template instance of attend.cu. G: queries of a group. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots
-    of a block, or 0. share: groups of a key head. layout: of qkv."""
-    more = "" if (share, writes, layout) == (1, True, 0) else f", {share}, {int(writes)}" + (f", {layout}" if layout else "")
+    of a block, or 0. share: groups of a key head. layout: of qkv. rows: rows of one sequence that a block takes, or 0."""
+    more = "" if (share, writes, layout, rows) == (1, True, 0, 0) else f", {share}, {int(writes)}"
+    more += f", {layout}" if layout or rows else ""
+    more += f", {rows}" if rows else ""
     return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}{more}>"
 
 
@@ -181,21 +199,74 @@ def attend(
     layout: int = 0,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
+    return _launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, order, layout=layout)
+
+
+def rows_of_block(M: int, G: int) -> int:
+    """Rows of one sequence that a block takes: a warp multiplies keys by 8 queries at once."""
+    return next(n for n in (8, 4, 2, 1) if n * G <= MOST_QUERIES and M % n == 0)
+
+
+def _refuse_rows(call: AttendCall) -> str | None:
+    if call.M > MOST_DRAFTS + 1:
+        return f"takes up to {MOST_DRAFTS + 1} rows of a sequence, not {call.M}"
+    if call.kv != PLAIN:
+        return f"takes caches in 16 bits, not in {call.kv}"
+    if call.D > 128 or call.HQ // call.HKV > MOST_QUERIES or call.beyond:
+        return f"takes heads of 64 or 128 with up to {MOST_QUERIES} queries, and no {', '.join(call.beyond)}, not D={call.D}"
+    if why := _refuse(replace(call, M=1)):
+        return why
+    blocks = call.M // rows_of_block(call.M, call.HQ // call.HKV)
+    return f"would read {call.S} slots {blocks} times" if blocks > FEW_BLOCKS and call.S > SHORT else None
+
+
+@register("cuda/attend_rows", op="attend_rows", devices=("cuda",), min_capability=CLUSTERS, rank=40, refuse=_refuse_rows)
+def attend_rows(
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    table: torch.Tensor,
+    groups: Groups,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """As `reference.attend_rows`, where all rows are of one sequence."""
+    return _launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, None, rows_of_block(qkv.shape[0], h.HQ // h.HKV))
+
+
+def _launch(
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    table: torch.Tensor | None,
+    order: torch.Tensor | None,
+    rows: int = 0,
+    layout: int = 0,
+) -> torch.Tensor:
+    """rows, layout: as of `expression`."""
     kv = kind_of(k_cache)
-    B, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
-    if table is not None:
+    M, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
+    if table is not None and not (rows and table.shape[1] == 1):
         S, page, width = table.shape[1] * S, S, table.shape[1]
-    y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+    y = torch.empty(M, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     on = gpu.here(qkv.device.index)
-    share = groups(h.HQ // h.HKV, h.D) or 1
-    G, heads = h.HQ // h.HKV // share, B * h.HKV * share
-    cut = shape(heads, S, h.D, G, kv, on, order is not None)
+    share = 1 if rows else groups(h.HQ // h.HKV, h.D) or 1
+    G = h.HQ // h.HKV // share
+    Q, heads = G * (rows or 1), M // (rows or 1) * h.HKV * share  # queries of a block; number of such blocks
+    cut = rows_shape(heads, S, h.D, Q, on) if rows else shape(heads, S, h.D, Q, kv, on, order is not None)
     partial = arrived = None
     if cut.cluster == 1 and cut.blocks > 1:
-        partial = torch.empty(heads * cut.blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
+        partial = torch.empty(heads * cut.blocks, Q * h.D + (Q + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv], share, h.writes, layout)
+    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv], share, h.writes, layout, rows)
     kernel = _kernel(instance, qkv.device.index, cut.warps, cut.shared, cut.cluster, launch.enabled)
     kernel(
         cut.blocks,

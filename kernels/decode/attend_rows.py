@@ -26,6 +26,7 @@ from lowq_kernels.decode.attend_triton import LOG2E, _in_pages, capped, score_fa
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.reference import Groups, Heads, Packed
+from lowq_kernels.dispatch.registry import find
 
 LEAST = 128  # min. slots per program
 BLOCK_N = 64  # slots per tile; half for heads of more than 128 dims, a quarter for more than 256
@@ -126,6 +127,11 @@ def attend_rows(
         return prompt.attend_packed(qkv, k_cache, v_cache, packed, cos, sin, h)
     if not h.writes:
         return steps.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, order)
+    if groups is not None and groups[0].shape[0] == 1 and qkv.is_cuda:
+        width, slots = table.shape[1], k_cache.shape[2]
+        call = steps.RowsCall.of(qkv, width * slots, cos.shape[1], h, slots if width > 1 else 0)
+        if (choice := find(call)) is not None:
+            return choice[0].launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, groups, choice[1])
     q = torch.empty(M, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norms = (h.q_norm, h.q_norm if h.k_norm is None else h.k_norm)
     prompt._place_kernel[(M, triton.cdiv(h.HQ + 2 * h.HKV, prompt.HEADS_AT_ONCE))](

@@ -29,8 +29,8 @@ from lowq_packers.scheme import TABLES as TABLE_KINDS
 
 Config = dict[str, int]
 Op = Literal[
-    "product", "fp8_product", "dense", "folded", "attend", "prompt", "latent", "delta", "mamba2", "short_conv", "route",
-    "experts",
+    "product", "fp8_product", "dense", "folded", "attend", "attend_rows", "prompt", "latent", "delta", "mamba2", "short_conv",
+    "route", "experts",
 ]  # fmt: skip
 Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the config
 ANY_M = (1, 1 << 62)

@@ -147,6 +147,15 @@ def test_attend_of_wide_heads(D, G, warps, cluster, stages):
         clean("attend.cu", attend_cuda.expression(T, D, R, G, T, cut, page, 0, 2, writes, layout), "sm_90a")
 
 
+@pytest.mark.parametrize(("D", "R", "G", "norm"), [(128, 128, 4, 0), (128, 64, 8, 1), (64, 64, 2, 2)])
+def test_attention_of_rows(D, R, G, norm):
+    for M, S in ((2, 512), (16, 512), (16, 8192)):
+        rows = attend_cuda.rows_of_block(M, G)
+        cut = attend_cuda.rows_shape(M // rows * 8, S, D, rows * G, gpu.HOPPER)
+        used = clean("attend.cu", attend_cuda.expression(0, D, R, G, norm, cut, rows=rows), "sm_90a")
+        assert used["smem"] + cut.shared <= gpu.HOPPER.smem_block
+
+
 @pytest.mark.parametrize(("D", "stages"), prompt_cuda.STAGES.items())
 def test_prompt(D, stages):
     for T, page in itertools.product((0, 1), (0, 64, 128)):

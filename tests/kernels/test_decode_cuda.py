@@ -60,6 +60,20 @@ PAGES = {
     "many heads, some blocks each": 64, "many heads, long texts cut": 64, "many heads, windows, sinks": 16,
     "twelve queries": 32, "256 dims, part turned, sinks": 16, "512 dims, long, keys of another layer": 64,
 }  # fmt: skip
+# rows of one sequence: HQ, HKV, D, R, window, q/k norm, the first position, rows, dtype, blocks of a cluster, slots, of a block
+DRAFTED = {
+    "8b": (8, 2, 128, 128, 0, 0, 600, 8, F16, 8, 700, 700),
+    "8b, at the start": (4, 1, 128, 128, 0, 0, 0, 2, BF16, 8, 64, 64),
+    "16 rows over two tiles": (4, 1, 128, 128, 0, 0, 41, 16, F16, 4, 100, 100),
+    "eight queries, norms, part turned": (8, 1, 128, 64, 0, 1, 30, 3, BF16, 4, 100, 100),
+    "two queries, a window, paged": (4, 2, 64, 64, 40, 2, 70, 8, F16, 8, 128, 16),
+    "a window shorter than the rows": (2, 1, 64, 64, 5, 0, 27, 16, F16, 4, 64, 64),
+    "seven queries, sinks": (7, 1, 64, 64, 0, 0, 15, 5, F16, 4, 64, 64),
+    "one query, sinks, long": (2, 2, 64, 64, 0, 0, 300, 16, BF16, 8, 4096, 4096),
+    "long, blocks meet in memory, paged": (4, 1, 128, 128, 0, 0, 1500, 4, F16, 8, 4096, 64),
+    "long, a window": (4, 1, 128, 128, 50, 1, 4000, 4, BF16, 8, 4096, 4096),
+    "no cluster": (3, 1, 64, 64, 0, 0, 62, 6, F16, 1, 100, 100),
+}
 # HQ, HKV, D, R, window, q/k norm, positions, dtype, slots, slots of a block (0: a cache each), kind
 CODED = {
     f"{name}, {kind}": (*case, kind)
@@ -125,6 +139,8 @@ def a_gpu():
     here = dataclasses.replace(gpu.HOPPER, sms=SMS, clusters=())
     patches.append(mock.patch.object(gpu, "capability", return_value=here.capability))
     patches += [mock.patch.object(gpu, name, return_value=here) for name in ("here", "of")]
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):  # round a * b + c once, as a GPU does
+        patches.append(mock.patch.object(simt, "FLAGS", (*simt.FLAGS, "-mfma", "-fexpensive-optimizations")))
     for p in patches:
         p.start()
     for m in modules:
@@ -136,6 +152,8 @@ def a_gpu():
             attend(name, PAGES[name])
         for name in PREPARED:
             in_one(name)
+        for name in DRAFTED:
+            drafted(name)
         for name in CODED:
             coded(name)
         for name in LAYERS:
@@ -264,6 +282,48 @@ def test_what_one_kernel_of_prepared_rows_does_not_compute():
     ]  # fmt: skip
     for change in changes:
         assert attend_prepared.fused(dataclasses.replace(plain, **change), h) is None, change
+
+
+@on_device
+def drafted(name):
+    """As `attend`, of rows of one sequence, over a cache of blocks in any order; NaN where no step has written."""
+    HQ, HKV, D, R, window, norm, first, M, dtype, cluster, S, block = DRAFTED[name]
+    torch.manual_seed(3)
+    weights = [torch.randn(D).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights, torch.randn(HQ) + 4 if "sinks" in name else None)
+    angles = torch.rand(S, R) * 6
+    tables, width = (angles.cos().to(dtype), angles.sin().to(dtype)), S // block
+    table = (torch.randperm(width) + 1)[None].to(torch.int32).repeat(M, 1)
+    held = [torch.randn(1, HKV, S, D).to(dtype) for _ in range(2)]
+    for cache in held:
+        cache[:, :, first:] = float("nan")
+    pools = [torch.full((width + 1, HKV, block, D), float("nan"), dtype=dtype) for _ in range(2)]
+    for pool, cache in zip(pools, held, strict=True):
+        pool[table[0].long()] = cache.reshape(HKV, width, block, D).transpose(0, 1)
+    qkv, pos = torch.randn(M, (HQ + 2 * HKV) * D).to(dtype), torch.arange(first, first + M, dtype=torch.int32)
+    groups = torch.zeros(1, dtype=torch.int64), torch.full((1,), M), M
+    with mock.patch.object(attend_cuda, "CLUSTER", cluster):
+        y = attend_cuda.attend_rows(qkv, *pools, pos, *tables, h, table, groups)
+    ours = [pool[table[0].long()].transpose(0, 1).reshape(1, HKV, S, D) for pool in pools]
+    theirs = [cache.nan_to_num() for cache in held]
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = torch.cat([reference.attend(qkv[i : i + 1], *theirs, pos[i : i + 1], *tables, h) for i in range(M)])
+    return y, ours, wanted, theirs, held, (first, first + M)
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_attend_rows(name):
+    """Each row is that of a step, after steps of the rows before it."""
+    results = []
+    for simt.Kernel.order in (1, -1):
+        y, ours, wanted, theirs, before, (first, end) = drafted(name)
+        assert error(y, wanted) < TOLERANCE[DRAFTED[name][8]]
+        for cache, truth, old in zip(ours, theirs, before, strict=True):
+            assert error(cache[0, :, first:end], truth[0, :, first:end]) < TOLERANCE[DRAFTED[name][8]]
+            assert torch.equal(cache[0, :, :first], old[0, :, :first])
+            assert cache[0, :, end:].isnan().all()
+        results.append(y)
+    assert torch.equal(*results)
 
 
 @on_device
