@@ -72,12 +72,14 @@ def run(
 def _prompt_and_pictures(text: str | None, pictures: list[str], model: str) -> tuple[str | None, list[str]]:
     """The prompt and the pictures, which may come first. Raises UsageError for pictures without a prompt."""
     from lowq_cli.files.picture_file import is_picture
+    from lowq_cli.state import as_argument
 
     if text is None or not is_picture(text):
         return text, pictures
     prompts = [given for given in pictures if not Path(given).expanduser().is_file()]
     if not prompts:
-        raise UsageError(f"{text} is a picture; say what you ask about it: lowq run {model} 'What is this?' {text}")
+        line = f"lowq run {as_argument(model)} 'What is this?' {as_argument(text)}"
+        raise UsageError(f"{text} is a picture; say what you ask about it: {line}")
     return prompts[0], [text, *(given for given in pictures if given is not prompts[0])]
 
 

@@ -10,8 +10,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, library_errors
-from lowq_packers.regular import read_regular
+from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError, library_errors
+from lowq_packers.regular import open_regular, read_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,11 +33,8 @@ def read_picture(path: str | os.PathLike[str]) -> "Image":
 
 def is_picture(path: str) -> bool:
     """Whether this is a file in one of FORMATS, by its first bytes."""
-    with suppress(OSError, ValueError):
-        file = Path(path).expanduser()
-        if file.is_file():
-            with file.open("rb") as f:
-                return f.read(max(map(len, STARTS.values()))).startswith(tuple(STARTS.values()))
+    with suppress(OSError, ValueError, LowqError), open(open_regular(Path(path).expanduser()), "rb") as file:
+        return file.read(max(map(len, STARTS.values()))).startswith(tuple(STARTS.values()))
     return False
 
 

@@ -321,6 +321,7 @@ def test_a_model_without_a_tower_refuses_pictures_when_they_are_asked_for():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", pictured.NAMES)
 def test_on_a_gpu_pictures_give_the_logits_of_the_cpu(name):
     """In fp16 beside fp32: a whole text of two pictures, then its steps, next to a text without."""
