@@ -138,6 +138,7 @@ def measured(
     name: str, variant: str, bits: int, row_counts: list[int], lengths: list[float], device: str = "cuda"
 ) -> Iterator[Row]:
     """A row for each number of rows and each length."""
+    decoder: Any  # NativeDecoder, by its plan and drafts
     if name.startswith("whole:"):
         model = model_of(name, device, torch.float16)
         decoder = decoder_of(model)

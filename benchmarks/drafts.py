@@ -145,7 +145,11 @@ def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int
     """Greedy texts with drafts and without: where they part, the gap of the two largest logits there."""
     tokens = equal = drafted = accepted = 0
     ties, decoder = [], _decoder(model)
-    always = {"estimated": lambda plan: TableCosts({1: 1.0, 16: 1.1}), "GAP_S": 0.0, "Balance": lambda first: None}
+    always: dict[str, Any] = {
+        "estimated": lambda plan: TableCosts({1: 1.0, 16: 1.1}),
+        "GAP_S": 0.0,
+        "Balance": lambda first: None,
+    }
     for ids in asked:
         a = _generated(model, tokenizer, ids, new, "none").tokens[0]
         with mock.patch.multiple(drafting, **always):  # on a GPU drafts are checked whether they pay or not
