@@ -124,14 +124,14 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
 @contextmanager
 def small(own: bool) -> Iterator[None]:
     """Short windows of text, learnt from once; with `own` the model's own is written by few side by side, and a quick copy."""
-    from lowq_cli.calibrate import end_to_end, learn, texts
+    from lowq_cli.calibrate import learn, requirements, texts
     from lowq_cli.run import own_text
 
     with MonkeyPatch.context() as patch:
         patch.setattr(texts, "WINDOW", 32)
         patch.setattr(texts, "BATCH", 2)
         patch.setattr(learn, "EPOCHS", 1)
-        patch.setattr(end_to_end, "PASSES", 1)
+        patch.setattr(requirements, "PASSES", 1)
         if own:
             patch.setattr(own_text, "SIDE", {"cpu": 8})
             patch.setattr(own_text, "FEW", 1)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowq_cli.engine import native_loader
 from lowq_cli.engine import precompiling as engine_precompiling
+from lowq_cli.engine.drafts.drafting import WIDTHS
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.parallel_read import Blank
 from lowq_cli.engine.sampling import Sampling
@@ -86,8 +87,8 @@ def test_steps_that_check_drafts_are_launched_ahead(tmp_path):
     with torch.inference_mode(), products() as launched:
         for launch in engine_precompiling.launches(model, decoder, 1, 5, Sampling(), met):
             launch()
-    assert {4, 8, 16} <= {M for M, _ in launched}
-    assert seen == {(T, T) for T in (4, 8, 16)}
+    assert set(WIDTHS["cuda"]) <= {M for M, _ in launched}
+    assert seen == {(T, T) for T in WIDTHS["cuda"]}
     assert not engine_precompiling.launches(model, decoder, 1, 5, Sampling(), met)  # once
 
 
