@@ -197,60 +197,10 @@ def attend(
     order: torch.Tensor | None = None,
     config: Config | None = None,
     layout: int = 0,
-) -> torch.Tensor:
-    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
-    return _launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, order, layout=layout)
-
-
-def rows_of_block(M: int, G: int) -> int:
-    """Rows of one sequence that a block takes: a warp multiplies keys by 8 queries at once."""
-    return next(n for n in (8, 4, 2, 1) if n * G <= MOST_QUERIES and M % n == 0)
-
-
-def _refuse_rows(call: AttendCall) -> str | None:
-    if call.M > MOST_DRAFTS + 1:
-        return f"takes up to {MOST_DRAFTS + 1} rows of a sequence, not {call.M}"
-    if call.kv != PLAIN:
-        return f"takes caches in 16 bits, not in {call.kv}"
-    if call.D > 128 or call.HQ // call.HKV > MOST_QUERIES or call.beyond:
-        return f"takes heads of 64 or 128 with up to {MOST_QUERIES} queries, and no {', '.join(call.beyond)}, not D={call.D}"
-    if why := _refuse(replace(call, M=1)):
-        return why
-    blocks = call.M // rows_of_block(call.M, call.HQ // call.HKV)
-    return f"would read {call.S} slots {blocks} times" if blocks > FEW_BLOCKS and call.S > SHORT else None
-
-
-@register("cuda/attend_rows", op="attend_rows", devices=("cuda",), min_capability=CLUSTERS, rank=40, refuse=_refuse_rows)
-def attend_rows(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor,
-    groups: Groups,
-    config: Config | None = None,
-) -> torch.Tensor:
-    """As `reference.attend_rows`, where all rows are of one sequence."""
-    return _launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, None, rows_of_block(qkv.shape[0], h.HQ // h.HKV))
-
-
-def _launch(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None,
-    order: torch.Tensor | None,
     rows: int = 0,
-    layout: int = 0,
 ) -> torch.Tensor:
-    """rows, layout: as of `expression`."""
+    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R). layout, rows: as of
+    `expression`."""
     kv = kind_of(k_cache)
     M, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
     if table is not None and not (rows and table.shape[1] == 1):
@@ -293,3 +243,39 @@ def _launch(
         SHORTER,
     )
     return y
+
+
+def rows_of_block(M: int, G: int) -> int:
+    """Rows of one sequence that a block takes: a warp multiplies keys by 8 queries at once."""
+    return next(n for n in (8, 4, 2, 1) if n * G <= MOST_QUERIES and M % n == 0)
+
+
+def _refuse_rows(call: AttendCall) -> str | None:
+    if call.M > MOST_DRAFTS + 1:
+        return f"takes up to {MOST_DRAFTS + 1} rows of a sequence, not {call.M}"
+    if call.kv != PLAIN:
+        return f"takes caches in 16 bits, not in {call.kv}"
+    if call.D > 128 or call.HQ // call.HKV > MOST_QUERIES or call.beyond:
+        return f"takes heads of 64 or 128 with up to {MOST_QUERIES} queries, and no {', '.join(call.beyond)}, not D={call.D}"
+    if why := _refuse(replace(call, M=1)):
+        return why
+    blocks = call.M // rows_of_block(call.M, call.HQ // call.HKV)
+    return f"would read {call.S} slots {blocks} times" if blocks > FEW_BLOCKS and call.S > SHORT else None
+
+
+@register("cuda/attend_rows", op="attend_rows", devices=("cuda",), min_capability=CLUSTERS, rank=40, refuse=_refuse_rows)
+def attend_rows(
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    table: torch.Tensor,
+    groups: Groups,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """As `reference.attend_rows`, where all rows are of one sequence."""
+    rows = rows_of_block(qkv.shape[0], h.HQ // h.HKV)
+    return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, rows=rows)

@@ -15,31 +15,20 @@ from lowq_kernels.dispatch.registry import select
 
 def _plain(norm: Norm | None, D: int) -> bool:
     """Whether a norm is an RMSNorm over a head, with weights that all heads share."""
-    weight = None if norm is None else norm.weight
-    return weight is not None and norm is not None and _bare(norm) and weight.numel() == D
-
-
-def _bare(norm: Norm) -> bool:
-    return norm.kind == "rms" and norm.bias is None and norm.groups == 1
+    return norm is not None and norm.is_rms and norm.weight is not None and norm.weight.numel() == D
 
 
 def fused(p: Prepared, h: Heads) -> tuple[Heads, int] | None:
     """The heads with the norms of `p`, and attend.cu's number of the layout; None where the kernel computes less than `p`."""
-    if (p.order, p.over, p.norm_last, p.pairing, p.key_scale, p.position_scale) != (
-        "parts",
-        "head",
-        False,
-        "halves",
-        1.0,
-        None,
-    ):
+    facts = p.order, p.over, p.norm_last, p.pairing, p.key_scale, p.position_scale
+    if facts != ("parts", "head", False, "halves", 1.0, None):
         return None
     own = (p.q_norm, p.k_norm) if p.writes else (p.q_norm,)
     if not all(n is None for n in own) and not all(_plain(n, p.D) for n in own):
         return None
     v_norm = p.v_norm if p.writes else None
     norms = [n for n in (*own, v_norm) if n is not None]
-    if (v_norm is not None and (not _bare(v_norm) or v_norm.weight is not None)) or len({n.eps for n in norms}) > 1:
+    if (v_norm is not None and (not v_norm.is_rms or v_norm.weight is not None)) or len({n.eps for n in norms}) > 1:
         return None
     if len({n.weight.dtype for n in own if n is not None and n.weight is not None}) > 1:
         return None

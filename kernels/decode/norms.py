@@ -20,6 +20,11 @@ class Norm(NamedTuple):
     bias: torch.Tensor | None = None
     groups: int = 1
 
+    @property
+    def is_rms(self) -> bool:
+        """Whether it is an RMSNorm over all of x, without a bias."""
+        return self.kind == "rms" and self.bias is None and self.groups == 1
+
 
 def in_fp32(
     x: torch.Tensor,

@@ -109,7 +109,7 @@ def _beside_kernel(
 def beside(a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None = None, b_norm: Norm | None = None) -> torch.Tensor:
     """As `norms.beside`; RMSNorms with weights of one dtype in one kernel."""
     norms = (a_norm, b_norm)
-    plain = all(n is not None and n.weight is not None and (n.kind, n.bias, n.groups) == ("rms", None, 1) for n in norms)
+    plain = all(n is not None and n.weight is not None and n.is_rms for n in norms)
     closed = a.is_contiguous() and b.is_contiguous() and a.shape == b.shape and a.dtype == b.dtype
     alike = plain and a_norm is not None and b_norm is not None and a_norm.weight.dtype == b_norm.weight.dtype  # type: ignore[union-attr]
     if not closed or not alike or a.shape[-1] > MOST:
@@ -167,7 +167,7 @@ def _launch(
 
 def _plain(own: tuple[Norm, Norm] | None, second: torch.Tensor | None) -> bool:
     """Whether the kernel takes norms of delta and second: RMSNorms with a weight."""
-    return own is None or (second is not None and all(n.weight is not None and n[2:] == ("rms", None, 1) for n in own))
+    return own is None or (second is not None and all(n.weight is not None and n.is_rms for n in own))
 
 
 def _closed(*deltas: torch.Tensor | None) -> bool:

@@ -79,17 +79,6 @@ def route(r: Routing, config: Config) -> torch.Tensor:
     instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}{f', {beyond}' if beyond else ''}>"
     kernel = _kernel(instance, r.x.device.index, launch.enabled)
     pointers = (0 if t is None else t.data_ptr() for t in (f.weight, f.logits_bias, r.x, r.ids, r.weights))
-    kernel(
-        CLUSTER,
-        math.ceil(M / TOKENS),
-        0,
-        *pointers,
-        M,
-        E,
-        H,
-        top_k,
-        f.normalise,
-        f.rounded,
-        _facts(f, H) if beyond else UNFOLDED,
-    )
+    facts = _facts(f, H) if beyond else UNFOLDED
+    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, f.normalise, f.rounded, facts)
     return r.ids

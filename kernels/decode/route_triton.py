@@ -178,7 +178,7 @@ def route(r: Routing, config: Config) -> torch.Tensor:
     """See `RouteCall`."""
     M, E, H, top_k = r.sizes
     ALL_E, f = triton.next_power_of_2(E), r.facts
-    if f.norm is not None and (f.norm.kind != "rms" or f.norm.bias is not None or f.norm.groups != 1):
+    if f.norm is not None and not f.norm.is_rms:
         return by_definition(r, config)
     logits, count = _scratch(r.x.device, M, ALL_E)
     BLOCK_E = 2 if E >= 64 else 1

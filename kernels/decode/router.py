@@ -48,8 +48,7 @@ class RouterFacts:
             "sum_eps": self.normalise and self.sum_eps != 0.0,
             "factor": self.factor != 1.0,
             "norm": self.norm is not None,
-            "a norm with factors": self.norm is not None
-            and (self.norm.weight is not None or self.norm[2:] != ("rms", None, 1)),
+            "a norm with factors": self.norm is not None and (self.norm.weight is not None or not self.norm.is_rms),
             "scale": self.scale is not None,
             "each": self.each is not None,
         }

@@ -143,20 +143,20 @@ def resolve(
     Raises UsageError for a budget below the smallest choices, and the errors of `make_plan`.
     """
 
-    def budget_of(spread_: Spread) -> int:
-        return spread_.budget(recipe.size) if recipe.size else int(spread_.params * (recipe.bpw or 0) / 8)
+    def budget_of(groups: Spread) -> int:
+        return groups.budget(recipe.size) if recipe.size else int(groups.params * (recipe.bpw or 0) / 8)
 
-    def check(spread_: Spread) -> None:  # runs first, because measuring takes minutes
-        if (budget := budget_of(spread_)) < spread_.least:
-            raise UsageError(_too_small(recipe, spread_.least, budget, spread_.params))
+    def check(groups: Spread) -> None:  # runs first, because measuring takes minutes
+        if (budget := budget_of(groups)) < groups.least:
+            raise UsageError(_too_small(recipe, groups.least, budget, groups.params))
 
-    spread_ = spread(source, recipe, text, device, watch, check)
-    budget = budget_of(spread_)
+    groups = spread(source, recipe, text, device, watch, check)
+    budget = budget_of(groups)
     while True:
         try:
-            resolved, mixed = spread_.at(budget)
+            resolved, mixed = groups.at(budget)
         except UsageError:
-            raise UsageError(_too_small(recipe, spread_.least, budget, spread_.params)) from None
+            raise UsageError(_too_small(recipe, groups.least, budget, groups.params)) from None
         if recipe.size is None or (over := make_plan(source, resolved).nbytes - recipe.size) <= 0:
             return resolved, mixed
         budget -= over  # headers vary by a few bytes with the numbers in them
@@ -189,12 +189,12 @@ def spread(
     candidates = [c for members in groups.values() for c in members]
     unmeasured = {c.name: dict.fromkeys(schemes[c.name], 0.0) for c in candidates}  # bytes need no errors
 
-    def spread_(errors: sensitivity.Errors, why: str) -> Spread:
+    def of_errors(errors: sensitivity.Errors, why: str) -> Spread:
         choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
         return Spread(source, plain, groups, choices, why)
 
-    check(spread_(unmeasured, ""))
-    return spread_(*_measured(source, plain, text, candidates, schemes, device, watch))
+    check(of_errors(unmeasured, ""))
+    return of_errors(*_measured(source, plain, text, candidates, schemes, device, watch))
 
 
 def _params(members: Sequence[Candidate]) -> int:

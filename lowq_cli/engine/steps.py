@@ -65,7 +65,7 @@ class Step(ABC):
 
 def is_plain(norm: Norm) -> bool:
     """Whether a norm is an RMSNorm with a weight, without bias or groups, as `add_norm` takes it."""
-    return norm.kind == "rms" and norm.weight is not None and norm.bias is None and norm.groups == 1
+    return norm.is_rms and norm.weight is not None
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,20 +39,11 @@ class Tower:
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
 
+    @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The features (n, H) of one image, and those for each of the first layers, from the processor's output."""
-        return self.run(self.arguments(inputs))
-
-    @torch.inference_mode()
-    def arguments(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The processor's output as `run` takes it."""
         there = normalised({k: t.to(self.device) for k, t in inputs.items()})
         there[PIXELS] = there[PIXELS].to(self.dtype)
-        return there
-
-    @torch.inference_mode()
-    def run(self, there: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """As `__call__`, from arguments on the device."""
         more = {}
         parameter = signature(self.model.get_image_features).parameters.get(STRATEGY)
         if (
