@@ -87,6 +87,7 @@ class DraftRounds:
         self._trials = Trials() if self.device.type == "cuda" else None
         self._answers = Answers()
         self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
+        self._once = False  # whether a drafter was given a long text in this turn
         self._unguessed = 0  # passes since the last one for which the drafter ran
         self.on = True
         self.drafted = self.accepted = 0
@@ -110,7 +111,8 @@ class DraftRounds:
         if self._trials is not None and (plan is None or plan.pieces or not plan.steps):
             self._trials.interrupted()
         elif self._trials is not None and plan is not None:
-            self._trials.passed(size, tokens, len(plan.steps), time.perf_counter())
+            self._trials.passed(size, tokens, len(plan.steps), time.perf_counter(), self._once)
+        self._once = False
 
     def counts(self) -> dict[int, int]:
         """Return the number of draft tokens by sequence number that makes the next pass yield the most tokens per second."""
@@ -121,6 +123,7 @@ class DraftRounds:
         fed = 0
         for text in texts:
             fed += text.behind
+            self._once |= text.behind
             if not text.behind or fed <= FEEDS:
                 text.feed()
         if any(t.request.pictures for t in texts) and not self.passes.shows():
@@ -136,7 +139,9 @@ class DraftRounds:
         chances = ((t.number, drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t, drafter in likely)
         given = max((len(drafter.given) for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
         apart = self.costs.gap_s + self.costs.guess_s(plain) * given
-        return choose(chances, n, self.passes.sizes, lambda rows: self.costs.pass_s(rows, n, plain) + apart, plain)
+        seconds = lambda rows: self.costs.pass_s(rows, n, plain) + apart  # noqa: E731
+        timed = self._trials.plain_s(self.runner.bucket(n)) if self._trials is not None else 0.0
+        return choose(chances, n, self.passes.sizes, seconds, max(plain, timed))
 
     def wanted(self) -> int:
         """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number

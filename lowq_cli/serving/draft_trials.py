@@ -16,10 +16,15 @@ class Trials:
         """Return whether the next pass may have drafts."""
         return self._of(size).allowed
 
-    def passed(self, size: int, tokens: int, texts: int, now: float) -> None:
-        """Record the end of a pass without prompt tokens at the time `now`: the tokens that came, and the sequences in it."""
+    def plain_s(self, size: int) -> float:
+        """Return the mean seconds from one plain pass to the next, with the host's time; 0.0 where none was timed."""
+        return self._of(size).plain_s
+
+    def passed(self, size: int, tokens: int, texts: int, now: float, once: bool = False) -> None:
+        """Record the end of a pass without prompt tokens at the time `now`: the tokens that came, and the sequences in it.
+        once: as `Balance.note` means it."""
         if self._last is not None and self._last[0] == size:
-            self._of(size).note(tokens / texts, now - self._last[1])
+            self._of(size).note(tokens / texts, now - self._last[1], once)
         self._last = size, now
 
     def interrupted(self) -> None:

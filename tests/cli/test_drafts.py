@@ -186,7 +186,7 @@ class Ahead:
 
     def verify(self, drafts, rows):
         assert len(drafts) < rows
-        return SimpleNamespace(result=self._next(list(drafts) + [-1] * (rows - 1 - len(drafts))))
+        return SimpleNamespace(new=False, result=self._next(list(drafts) + [-1] * (rows - 1 - len(drafts))))
 
     def _next(self, drafts):
         drawn = self.answer[self.at : self.at + len(drafts) + 1]

@@ -370,6 +370,9 @@ def test_tokens_that_a_drafter_was_not_given_for_a_while_are_found_as_the_others
         whole.extend(ids[at:end])
         at, i = end, i + 1
         assert text.drafter.tokens == whole.tokens == text.tokens
+        for one in (text.drafter, whole):
+            one.index(at)
         assert text.drafter.places == whole.places
     text.drafter.begin([7, 7, 1])
+    text.drafter.index(len(ids) + 2)
     assert text.drafter.places[7, 7] == len(ids) + 2

@@ -30,8 +30,9 @@ class Balance:
         self._won = self._lost = self._wait_s = 0.0
         self._wait, self._steps, self._failed = first, 0, 0
 
-    def note(self, tokens: float, seconds: float) -> None:
-        """Record a step. tokens: its new tokens per sequence.
+    def note(self, tokens: float, seconds: float, once: bool = False) -> None:
+        """Record a step. tokens: its new tokens per sequence. once: whether it did work that later steps do not repeat, such as
+        to read a prompt for drafts; such time lengthens the wait after drafts did not pay, and does not turn them off.
 
         While drafts are allowed, steps without any count too: the host looked for drafts before them.
         """
@@ -39,7 +40,7 @@ class Balance:
         if not self.allowed:
             self._time(seconds)
         else:
-            self._count(tokens * self.plain_s - seconds)
+            self._count(tokens * self.plain_s - seconds, once)
         if self.allowed and self._steps >= CHECK:
             self._change(False, PLAIN)
         elif not self.allowed and self._steps >= self._wait and self._wait_s <= 0:
@@ -50,9 +51,11 @@ class Balance:
         if self._steps > SETTLE:
             self.plain_s += (NEWEST if self.plain_s else 1.0) * (seconds - self.plain_s)
 
-    def _count(self, won: float) -> None:
+    def _count(self, won: float, once: bool) -> None:
         room = LOSS * self.plain_s
         self._lost += min(max(0.0, -won), MOST * self.plain_s)
+        if once:
+            return
         self._won = min(self._won + max(won, -room), CREDIT * self.plain_s)  # one late step is not enough to turn drafts off
         if self._won >= room:
             self._failed, self._lost = 0, 0.0

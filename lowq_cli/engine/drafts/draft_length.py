@@ -25,8 +25,14 @@ class TableCosts:
 
     def __init__(self, table: dict[int, float], level: bool = False) -> None:
         self.table, self.level = sorted(table.items()), level
+        self.costs = dict[int, float]()  # those that were asked for: each step asks for several
 
     def __call__(self, rows: int) -> float:
+        if rows not in self.costs:
+            self.costs[rows] = self._cost(rows)
+        return self.costs[rows]
+
+    def _cost(self, rows: int) -> float:
         if self.level:
             rows = min(max(rows, self.table[0][0]), self.table[-1][0])
         below = max((p for p in self.table if p[0] <= rows), default=(1, 1.0))
@@ -77,13 +83,13 @@ class TimedCosts:
         return min(1 + (self.before(rows) - 1) * ratio, cost.get(rows, math.inf))
 
 
-def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0) -> int:
+def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0, plain: float = 1.0) -> int:
     """The number of drafts to check, 0 for a plain step: the number with the most expected tokens per cost.
 
     widths: the row counts that a step may have, ascending; surplus rows are dummies. apart: the cost of a step with drafts in
-    addition to its rows, in plain steps.
+    addition to its rows. plain: the cost of a plain step, as the clock has it, in the unit of `costs`.
     """
-    best, drafts, tokens, sure, known = GAIN, 0, 1.0, 1.0, 0
+    best, drafts, tokens, sure, known = GAIN / plain, 0, 1.0, 1.0, 0
     for rows in widths:
         while known < min(rows - 1, len(guess.chances)):
             sure *= guess.chances[known]

@@ -55,7 +55,7 @@ class Drafting:
         self.balance = None if self.timed else decoder.balances.setdefault(drafter.name, Balance(FIRST))
         self.drafted = self.accepted = self.steps = 0
         self.rows = 1  # of the last step that was read
-        self.begun = False  # whether the drafter was given a prompt during that step, which says nothing about later steps
+        self.once = False  # whether the drafter read a prompt during that step, or a step was recorded: later steps do not
 
     def about(self) -> str:
         """The drafter's name and the costs of steps with drafts, for `--explain`."""
@@ -79,9 +79,14 @@ class Drafting:
         """Record the new tokens of the last step that was read, and the seconds until the next one can be read."""
         if self.timed is not None:
             self.timed.note(self.rows, seconds)
-        if self.balance is not None and not self.begun:
-            self.balance.note(tokens, seconds)
-        self.begun = False
+        if self.balance is not None:
+            self.balance.note(tokens, seconds, self.once)
+        self.once = False
+
+    def _verify(self, drafts: Sequence[int], rows: int) -> "torch.Tensor":
+        verification = self.decoder.verify(drafts, rows)
+        self.once |= verification.new
+        return verification.result
 
     def _count(self, drafts: int, accepted: int) -> None:
         self.steps, self.drafted, self.accepted = self.steps + 1, self.drafted + drafts, self.accepted + min(drafts, accepted)
@@ -97,14 +102,15 @@ class FromHost(Drafting):
         super().__init__(drafter, decoder)
         self.host = drafter
         self.prompt, self.new = list[int](), list[int]()  # tokens that the drafter has not been given yet
-        self.apart = GAP_S / step_s(decoder.plan) if decoder.ahead else 0.0
+        self.step_s = step_s(decoder.plan)
+        self.apart = GAP_S / self.step_s if decoder.ahead else 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a sequence with the prompt's tokens."""
         self.prompt, self.new = list(prompt), []
         if self.allowed:
             self._feed()
-        self.begun = False
+        self.once = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that the model drew."""
@@ -117,14 +123,16 @@ class FromHost(Drafting):
             return 0
         self._feed()
         self.guess = self.host.guess(min(self.widths[-1], left) - 1)
-        return worth(self.guess, self.costs, self.widths, self.apart)
+        # plain steps of small models wait for the host, which a table of the device's time does not know
+        plain = 1.0 if self.balance is None else max(1.0, self.balance.plain_s / self.step_s)
+        return worth(self.guess, self.costs, self.widths, self.apart, plain)
 
     def launch(self, left: int) -> "tuple[torch.Tensor, int]":
         """Launch a step; returns its output tensor, and the number of its drafts. left: as of `wants`."""
         if not (n := self.wants(left)):
             return self.decoder.step(), 0
         rows = next(w for w in self.widths if w > n)
-        return self.decoder.verify(self.guess.tokens[:n], rows).result, n
+        return self._verify(self.guess.tokens[:n], rows), n
 
     def read(self, found: list[int], n: int) -> list[int]:
         """The next tokens, from the output `found` of a step with n drafts."""
@@ -138,7 +146,7 @@ class FromHost(Drafting):
     def _feed(self) -> None:
         if self.prompt:
             self.host.begin(self.prompt)
-            self.prompt, self.begun = [], True
+            self.prompt, self.once = [], True
         if self.new:
             self.host.extend(self.new)
             self.new = []
@@ -176,7 +184,7 @@ class OnDevice(Drafting):
         self.trying = max(0, self.trying - 1)
         rows = next(w for w in self.widths if w > (drafts or self.widths[0] - 1))
         stale, self.stale = self.stale, False
-        return self.decoder.verify((), rows).result, rows, not stale
+        return self._verify((), rows), rows, not stale
 
     def read(self, found: list[int], rows: int, fresh: bool) -> list[int]:
         """The next tokens, from the output `found` of a step of `rows` rows. fresh: whether its drafts were not stale."""

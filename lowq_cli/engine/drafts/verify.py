@@ -19,7 +19,8 @@ class Verification:
 
     Attributes:
         drawn (T,) int64: the token that the model draws after each row. accepted (1,) int64: the number of right drafts, so
-        that drawn[: accepted + 1] are the sequence's next tokens.
+        that drawn[: accepted + 1] are the sequence's next tokens. new: whether the last step was recorded first, which takes as
+        long as many steps.
     """
 
     def __init__(self, decoder: Any, T: int) -> None:
@@ -38,6 +39,7 @@ class Verification:
         self.repeated = Repeated(decoder.repeated) if self.lazy else None
         self.plain = not tensors_of(decoder.state)
         self.captured: dict[tuple[Sampling, bool], Captured] = {}
+        self.new = False
 
     def _of_rows(self, one: KeyValues | States) -> KeyValues | States:
         """A layer's state with a block table row for each of the T rows, all of the first sequence."""
@@ -130,7 +132,8 @@ class Verification:
         """The step as a CUDA graph; None, with the decoder's `reason` set, where it cannot be recorded."""
         d = self.decoder
         key = replace(d.sampler.sampling, seed=0), d.turns
-        if key not in self.captured:
+        self.new = key not in self.captured
+        if self.new:
             guesses = [] if d.attached is None else [d.attached.guesses]
             back = keep([*d.sampler.state, *tensors_of(d.state), d.places, self.result, *guesses])
             try:

@@ -1,0 +1,127 @@
+"""Measure n-grams on a large model's shape: random weights write the texts of a small trained model. <device>/draft_follow.json.
+
+    python benchmarks/draft_follow.py --base FOLDER --texts FILE [--shape 8b] [--variant 4h8]
+
+The small model writes greedy answers to the prompts of `drafts.py`. Then the large one generates with the same prompts, drafts and
+loop as `lowq generate`, except that each token that it draws is replaced by the answer's. So the share of right drafts is that
+of the small model's texts, and the time of steps that of the large model.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafts import NEW, Row, prompts
+from e2e_decode import decoder_for
+from pages import results_of
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.drafts.drafting import FromHost
+from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.open_model import ready
+from lowq_cli.engine.precompiling import launches
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stream import Generation
+from lowq_kernels.dispatch.precompile import launch_all
+
+LONGEST = 4096  # max. tokens of a text and the drafts after it
+
+
+@contextmanager
+def following(decoder: Any) -> Iterator[torch.Tensor]:
+    """Inside, the decoder draws the tokens of the tensor that this yields, by position."""
+    before, text = decoder.plan.ops, torch.zeros(LONGEST, dtype=torch.int64, device=decoder.device)
+
+    def choose(logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, *rest: Any) -> None:
+        before.choose(logits, token, pos, *rest)
+        token.copy_(text.index_select(0, pos.long()))
+
+    def choose_rows(logits: torch.Tensor, rows: torch.Tensor, drawn: torch.Tensor, pos: torch.Tensor, *rest: Any) -> None:
+        places = pos.long() + 1
+        before.choose_rows(logits, rows, drawn, pos, *rest)
+        drawn.copy_(text.index_select(0, places))
+
+    decoder.plan.ops = replace(before, choose=choose, choose_rows=choose_rows)
+    decoder.slots = decoder.batch = 0  # a new cache, and new recordings
+    yield text
+    decoder.plan.ops, decoder.slots, decoder.batch = before, 0, 0
+
+
+def written(decoder: Any, tokenizer: Any, ids: list[int], drafts: bool) -> Generation:
+    """A text of NEW tokens, with n-grams or without drafts."""
+    decoder.drafts = drafts
+    drafting = FromHost(NGram(), decoder) if drafts else None
+    how: dict[str, Any] = {"stop_ids": frozenset(), "limited_by": "length", "began": time.perf_counter(), "stop": []}
+    g = Generation(decoder, tokenizer, [ids], Sampling(), NEW, drafting=drafting, **how)
+    for _ in g.pieces():
+        pass
+    return g
+
+
+def measured(
+    decoder: Any, tokenizer: Any, answers: dict[str, list[list[int]]], write: Callable[..., Generation] = written
+) -> Iterator[Row]:
+    """A row for each kind of prompts. answers: prompts with their answers, of which the last NEW tokens are the model's."""
+    with following(decoder) as text:
+        for turn in range(2):  # the first is not counted: kernels are compiled, steps recorded and drafts tried
+            for kind, some in answers.items():
+                seconds, steps, counts = {True: 0.0, False: 0.0}, 0, {"steps": 0, "drafted": 0, "accepted": 0}
+                for ids in some:
+                    for drafts in seconds:
+                        text[: len(ids)] = torch.tensor(ids)
+                        g = write(decoder, tokenizer, ids[:-NEW], drafts)
+                        if g.tokens[0] != ids[-NEW:]:
+                            raise RuntimeError("the text is not the answer that was to be written")
+                        seconds[drafts] += g.decode_s
+                        if d := g.drafting:
+                            steps += g.steps
+                            counts = {name: n + getattr(d, name) for name, n in counts.items()}
+                if turn:
+                    tokens = len(some) * (NEW - 1)
+                    row = {"kind": kind, "prompts": len(some), "tokens_per_s": round(tokens / seconds[True], 1)}
+                    row |= {"tokens_per_s_without": round(tokens / seconds[False], 1)}
+                    row |= {"times": round(seconds[False] / seconds[True], 3), "tokens_per_pass": round(tokens / steps, 3)}
+                    yield row | counts
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True, help="the small model's folder")
+    parser.add_argument("--texts", type=Path, required=True, help="paragraphs that prompts are made of")
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--variant", default="4h8")
+    parser.add_argument("--each", type=int, default=6, help="prompts of each kind")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    out, rows = args.out or results_of(name) / "draft_follow.json", list[Row]()
+    about = {"device": name, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
+    small, tokenizer = ready(args.base, args.device)
+    answers = dict[str, list[list[int]]]()
+    for kind, some in prompts(tokenizer, args.texts.read_text()).items():
+        texts = (ids + (g := stream(small, tokenizer, ids, max_new_tokens=NEW, draft="none"), list(g))[0].tokens[0] for ids in some)
+        # an answer that ended early is left out
+        answers[kind] = [t for t, ids in zip(texts, some, strict=True) if len(t) == len(ids) + NEW][: args.each]
+    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
+    with torch.inference_mode():
+        model, decoder = decoder_for(args.variant, args.shape, dtype, args.device)
+        decoder.drafts = True
+        if args.device == "cuda":
+            launch_all(launches(model, decoder, 1, 512, Sampling()), lambda n, of: None)
+        for row in measured(decoder, tokenizer, answers):
+            rows.append({"model": args.shape, "variant": args.variant} | row | {"recorded": not decoder.reason})
+            print(rows[-1], flush=True)
+            out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
