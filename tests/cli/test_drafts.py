@@ -246,7 +246,7 @@ def test_the_next_step_computes_while_tokens_become_text(ahead, room, seed):
 
 def test_a_drafter_is_given_tokens_once_drafts_are_allowed(ahead):
     generation, decoder, drafter = ahead(60, 1)
-    switch = generation.drafting.balance = SimpleNamespace(allowed=False, note=lambda tokens, seconds: None)
+    switch = generation.drafting.balance = SimpleNamespace(allowed=False, plain_s=0.0, note=lambda *step: None)
     for read, tokens in enumerate(generation._steps()):
         generation.tokens[0] += tokens[0]
         assert (not drafter.tokens) == (read <= 20)
