@@ -1,10 +1,10 @@
-"""Measure n-grams on a large model's shape: random weights write the texts of a small trained model. <device>/draft_follow.json.
+"""Measure n-grams on a large model's shape: random weights write a small trained model's texts. <device>/draft_follow.json.
 
     python benchmarks/draft_follow.py --base FOLDER --texts FILE [--shape 8b] [--variant 4h8]
 
-The small model writes greedy answers to the prompts of `drafts.py`. Then the large one generates with the same prompts, drafts and
-loop as `lowq generate`, except that each token that it draws is replaced by the answer's. So the share of right drafts is that
-of the small model's texts, and the time of steps that of the large model.
+The small model writes greedy answers to the prompts of `drafts.py`. Then the large one generates with the same prompts, drafts
+and loop as `lowq generate`, except that each token that it draws is replaced by the answer's. So the share of right drafts is
+that of the small model's texts, and the time of steps that of the large model.
 """
 
 import argparse
@@ -108,9 +108,9 @@ def main() -> None:
     small, tokenizer = ready(args.base, args.device)
     answers = dict[str, list[list[int]]]()
     for kind, some in prompts(tokenizer, args.texts.read_text()).items():
-        texts = (ids + (g := stream(small, tokenizer, ids, max_new_tokens=NEW, draft="none"), list(g))[0].tokens[0] for ids in some)
-        # an answer that ended early is left out
-        answers[kind] = [t for t, ids in zip(texts, some, strict=True) if len(t) == len(ids) + NEW][: args.each]
+        made = [stream(small, tokenizer, ids, max_new_tokens=NEW, draft="none") for ids in some]
+        whole = [g for g in made if list(g) and len(g.tokens[0]) == NEW]  # without answers that ended early
+        answers[kind] = [g.prompts[0] + g.tokens[0] for g in whole[: args.each]]
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     with torch.inference_mode():
         model, decoder = decoder_for(args.variant, args.shape, dtype, args.device)
