@@ -256,6 +256,26 @@ def test_a_drafter_is_given_tokens_once_drafts_are_allowed(ahead):
     assert generation.drafting.accepted
 
 
+def test_a_step_that_was_recorded_first_does_not_turn_drafts_off(ahead):
+    """The first step of each width takes as long as thousands of plain steps."""
+    generation, decoder, _ = ahead(60, 1)
+    noted = []
+    generation.drafting.balance = SimpleNamespace(allowed=True, plain_s=0.0, note=lambda *step: noted.append(step[2]))
+    verify, widths = decoder.verify, set()
+
+    def recording(drafts, rows):
+        step = verify(drafts, rows)
+        step.new, _ = rows not in widths, widths.add(rows)
+        return step
+
+    decoder.verify = recording
+    for tokens in generation._steps():
+        generation.tokens[0] += tokens[0]
+    assert widths
+    assert sum(noted) >= len(widths)
+    assert not all(noted)
+
+
 def test_a_stop_within_a_step_ends_the_text_there(demo):
     prompt = "one two three four. one two three four. one two three four. one two"
     whole = "".join(stream(*demo, prompt, max_new_tokens=60, draft="none"))

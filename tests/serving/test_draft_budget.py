@@ -347,6 +347,20 @@ def test_drafts_that_come_in_bursts_stay_on_between_them():
     assert speed > 1.5
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_texts_that_drafters_read_when_drafts_begin_do_not_turn_them_off(once):
+    """16 texts are read in the first 8 passes with drafts; the same time in passes that are not marked is a loss."""
+    trials, now, since, drafted = Trials(), 0.0, 0, 0
+    for _ in range(4000):
+        since = since + 1 if trials.allows(16) else 0
+        got, seconds = (3.0, 0.8) if since else (1.0, 0.47)
+        reads = 0 < since <= 8
+        now += seconds + 2.5 * reads
+        trials.passed(16, round(16 * got), 16, now, reads and once)
+        drafted += since > 0
+    assert (drafted > 3600) == once
+
+
 def test_passes_that_do_not_follow_one_another_and_other_sizes_are_not_compared():
     trials = Trials()
     for i in range(5000):  # each pass is of another size than the one before, or follows prompts
