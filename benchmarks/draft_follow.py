@@ -1,14 +1,16 @@
 """Measure n-grams on a large model's shape: random weights write a small trained model's texts. <device>/draft_follow.json.
 
-    python benchmarks/draft_follow.py --base FOLDER --texts FILE [--shape 8b] [--variant 4h8]
+    python benchmarks/draft_follow.py --base FOLDER --texts FILE [--shape 8b] [--variant 4h8] [--users 1,16,64]
 
 The small model writes greedy answers to the prompts of `drafts.py`. Then the large one generates with the same prompts, drafts
 and loop as `lowq generate`, except that each token that it draws is replaced by the answer's. So the share of right drafts is
-that of the small model's texts, and the time of steps that of the large model.
+that of the small model's texts, and the time of steps that of the large model. `--users`: the same in the server's engine, by
+so many users in a closed loop; there n-grams look only into a sequence's own tokens.
 """
 
 import argparse
 import json
+import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafts import NEW, Row, prompts
+from drafts import NEW, Row, _loop, prompts
 from e2e_decode import decoder_for
 from pages import results_of
 
@@ -91,6 +93,56 @@ def measured(
                     yield row | counts
 
 
+def engines(model: Any, users: int, texts: torch.Tensor) -> dict[str, Any]:
+    """Started engines by their drafts; a sequence draws the tokens of the row of `texts` that is its seed, by position."""
+    from lowq_cli.serving.engines import engine_of
+
+    made = dict[str, Any]()
+    for draft in ("none", "ngram"):
+        engine: Any = engine_of(model, 4096, running=users, cache_tokens=1024 * users, draft=draft)
+        ops = engine.passes.ops
+
+        def choose_rows(
+            logits: torch.Tensor, rows: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, *rest: Any,
+            draw: Callable[..., None] = ops.choose_rows,
+        ) -> None:  # fmt: skip
+            draw(logits, rows, token, pos, seed, *rest)
+            at = rows.long()
+            token.index_copy_(0, at, texts[seed[at] % len(texts), pos[at].long() % LONGEST])
+
+        engine.passes.ops = replace(ops, choose_rows=choose_rows)
+        if engine.drafts is not None:  # the same texts come again and again: answers to others are not looked into
+            engine.drafts.drafter = NGram
+        engine.events = queue.SimpleQueue()
+        engine.start(engine.events.put)
+        made[draft] = engine
+    return made
+
+
+def served(model: Any, answers: dict[str, list[list[int]]], users: int, each: int) -> Iterator[Row]:
+    """Rows of a closed loop of `users` users with `each` requests a user, in turns without drafts and by n-grams."""
+    from lowq_cli.serving.request import Draw, Request
+
+    whole = [ids for some in answers.values() for ids in some]
+    texts = torch.tensor([ids + [0] * (LONGEST - len(ids)) for ids in whole], device=model.device)
+    copying = range(len(whole) - len(answers["free"]))
+    loads = {"copying": copying, "free": range(len(copying), len(whole))}
+    ask = lambda i, new: Request(tuple(whole[i[0]][:-new]), new, draw=Draw(seed=i[0]))  # noqa: E731
+    started = engines(model, users, texts)
+    for turn in range(3):  # the first is not counted: drafts are tried there
+        for load, some in loads.items():
+            for draft, engine in started.items():
+                before, by = engine.stats(), engine.drafts_by
+                row = _loop(engine, engine.events, [(i,) for i in some], users, each, ask)
+                stats = engine.stats()
+                about = {"part": "serve", "load": load, "users": users, "draft": draft, "drafts_by": by, "turn": turn}
+                counts = {"drafted": stats.drafted - before.drafted, "accepted": stats.accepted - before.accepted}
+                if turn:
+                    yield about | row | counts | {"passes": stats.steps - before.steps}
+    for engine in started.values():
+        engine.stop(0)
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,6 +151,8 @@ def main() -> None:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--variant", default="4h8")
     parser.add_argument("--each", type=int, default=6, help="prompts of each kind")
+    parser.add_argument("--users", default="", help="numbers of users of the server")
+    parser.add_argument("--requests", type=int, default=2, help="of each user")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -117,10 +171,19 @@ def main() -> None:
         decoder.drafts = True
         if args.device == "cuda":
             launch_all(launches(model, decoder, 1, 512, Sampling()), lambda n, of: None)
-        for row in measured(decoder, tokenizer, answers):
-            rows.append({"model": args.shape, "variant": args.variant} | row | {"recorded": not decoder.reason})
+        about_model = {"model": args.shape, "variant": args.variant}
+
+        def keep(row: Row) -> None:
+            rows.append(about_model | row)
             print(rows[-1], flush=True)
             out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+        for row in measured(decoder, tokenizer, answers):
+            keep({"part": "generate"} | row | {"recorded": not decoder.reason})
+    del decoder
+    for users in map(int, filter(None, args.users.split(","))):
+        for row in served(model, answers, users, args.requests):
+            keep(row)
 
 
 if __name__ == "__main__":
