@@ -9,8 +9,9 @@ the known part.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,15 @@ from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
+from lowq_cli.calibrate.recorded import Recorded, adam, set_rate
 from lowq_cli.calibrate.requirements import PassDone, passes, rates, starts_straight
 from lowq_cli.hf.layers import DecoderLayers, Others, following
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.regular import opened
+
+Words = Sequence[torch.Tensor]  # token ids of each batch
 
 STATE = "end-to-end.safetensors"
 
@@ -76,8 +80,7 @@ class EndToEnd:
             learnt = {p: held[p].float().requires_grad_() for p in norms}
             groups = [g for m in mine.values() for g in m.parameters()]
             groups += [{"params": list(learnt.values()), "lr": norm_rate}] if learnt else []
-            fused = device.type == "cuda"
-            self.optimizers.append(torch.optim.Adam(groups, betas=(0.9, 0.95), fused=fused) if groups else None)
+            self.optimizers.append(adam(groups, device) if groups else None)
             self.layers.append(
                 SimpleNamespace(
                     spots=spots, quantized=held, grids=mine, norms=learnt, names=norms, module=module, forward=module.forward
@@ -93,22 +96,24 @@ class EndToEnd:
             folder: finished passes are saved here, so that a killed run continues after them.
         """
         groups = [g for o in self.optimizers if o for g in o.param_groups]
-        full = [g["lr"] for g in groups]
+        full = [float(g["lr"]) for g in groups]
+        words = ids.to(self.blocks.device).split(texts.BATCH)
         with repeatable(), fast_products(), self.blocks.tail() as logits:
             done, before = self._resume(folder / STATE)
             if done == 0:
-                before = self._loss(logits, ids, start, targets, others)
+                before = self._loss(logits, words, start, targets, others)
+            train = self._recorded(partial(self._step, logits, others), others)
             steps, step = self.passes * len(start), done * len(start)
             for number in range(done, self.passes):
-                total = 0.0
+                total = torch.zeros((), dtype=torch.float64, device=self.blocks.device)
                 for i in torch.randperm(len(start), generator=torch.Generator().manual_seed(number)).tolist():
                     for group, rate in zip(groups, full, strict=True):
-                        group["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
-                    total += self._step(logits, ids, i, start[i], targets[i], others)
+                        set_rate(group, rate * min((step + 1) / WARM, 1 - step / steps))
+                    total += train(words[i], start[i], targets[i], number=i)
                     step += 1
                 self._keep(folder / STATE, number + 1, before)
-                yield PassDone(number + 1, self.passes, total / len(start))
-            after = self._loss(logits, ids, start, targets, others)
+                yield PassDone(number + 1, self.passes, float(total) / len(start))
+            after = self._loss(logits, words, start, targets, others)
         self._write(after < before)
 
     def _forward(self, number: int, x: torch.Tensor, others: Others) -> torch.Tensor:
@@ -128,38 +133,51 @@ class EndToEnd:
                 entered.append(following(self._forward(number, entered[-1], others[number]), others[number], i))
         return entered
 
+    def _recorded(self, work: Callable[..., torch.Tensor], others: list[Others]) -> Callable[..., torch.Tensor]:
+        """`work` as a CUDA graph, unless a model adds something of each batch's own between its layers."""
+        return work if any(o.added for o in others) else Recorded(work, self.blocks.device, self._forget)
+
+    def _forget(self) -> None:
+        for optimizer in self.optimizers:
+            if optimizer:
+                optimizer.zero_grad()
+
     def _step(
-        self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, targets: torch.Tensor, others: list[Others]
-    ) -> float:
-        """Update every layer by the gradients of a batch's mean KL divergence, and return that divergence."""
-        entered = self._through(x, others, i)
+        self, logits: Any, others: list[Others], words: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, number: int
+    ) -> torch.Tensor:
+        """Update every layer by the gradients of the mean KL divergence of batch `number`, and return that divergence."""
+        entered = self._through(x, others, number)
         last = entered.pop().requires_grad_()
-        loss = 0.0
+        loss = torch.zeros((), device=x.device)
         for b in range(len(last)):  # one window at a time, because logits are large
             with torch.enable_grad():
-                kl = self._kl(logits, ids[i * texts.BATCH + b], last[b], targets[b]) / len(last)
+                kl = self._kl(logits, words[b], last[b], targets[b]) / len(last)
                 kl.backward()
-            loss += float(kl.detach())
+            loss += kl.detach()
         g = last.grad
-        for number in reversed(range(len(self.layers))):
+        for layer in reversed(range(len(self.layers))):
             with torch.enable_grad():
                 h = entered.pop().requires_grad_()
-                self._forward(number, h, others[number]).backward(g)
+                self._forward(layer, h, others[layer]).backward(g)
             g = h.grad
-            if optimizer := self.optimizers[number]:
+            if optimizer := self.optimizers[layer]:
                 optimizer.step()
                 optimizer.zero_grad()
         return loss
 
-    def _loss(self, logits: Any, ids: torch.Tensor, start: Hidden, targets: Hidden, others: list[Others]) -> float:
+    def _loss(self, logits: Any, words: Words, start: Hidden, targets: Hidden, others: list[Others]) -> float:
         """The mean KL divergence over the text."""
-        total = 0.0
+
+        def of_batch(words: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+            last = self._through(x, others, number)[-1]
+            return sum(self._kl(logits, *w) for w in zip(words, last, targets, strict=True)) / len(last)  # type: ignore[return-value]
+
+        measure = self._recorded(of_batch, others)
+        total = torch.zeros((), dtype=torch.float64, device=self.blocks.device)
         with torch.no_grad():
-            for i, x in enumerate(start):
-                last = self._through(x, others, i)[-1]
-                for b in range(len(last)):
-                    total += float(self._kl(logits, ids[i * texts.BATCH + b], last[b], targets[i][b])) / len(last)
-        return total / len(start)
+            for i, batch in enumerate(zip(words, start, targets, strict=True)):
+                total += measure(*batch, number=i)
+        return float(total) / len(start)
 
     @staticmethod
     def _kl(logits: Any, window: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -117,3 +117,16 @@ def test_a_result_that_is_not_better_is_not_used(family_checkpoints, text, tmp_p
     for method in ("distill", alone(2)):
         list(pipeline.run(dense, recipe(text, method=method), tmp_path / method))
     assert weights(tmp_path / "distill") == weights(tmp_path / alone(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "mixtral"])
+def test_recorded_steps_have_the_losses_of_steps_that_are_not(family, family_checkpoints, text, tmp_path, monkeypatch):
+    """Experts cannot be recorded: their steps run as they are, also behind the recording that failed."""
+    dense = family_checkpoints(family, schemes={}, positions=32).dense
+    losses = {}
+    for way, recorded in (("recorded", end_to_end.Recorded), ("plain", lambda work, *_: work)):
+        monkeypatch.setattr(end_to_end, "Recorded", recorded)
+        losses[way] = [e.loss for e in pipeline.run(dense, recipe(text), tmp_path / way) if isinstance(e, PassDone)]
+    assert losses["recorded"] == pytest.approx(losses["plain"], rel=1e-3)
