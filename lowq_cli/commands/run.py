@@ -70,10 +70,16 @@ def run(
 
 
 def _prompt_and_pictures(text: str | None, pictures: list[str], model: str) -> tuple[str | None, list[str]]:
-    """The prompt and the pictures, which may come first. Raises UsageError for pictures without a prompt."""
-    from lowq_cli.files.picture_file import is_picture
+    """The prompt and the pictures, which may come first.
+
+    Raises UsageError for pictures without a prompt, and what `read_picture` raises for a name of a picture that is none.
+    """
+    from lowq_cli.files.picture_file import is_picture, named_as_picture, read_picture
     from lowq_cli.state import as_argument
 
+    for given in () if text is None else (text, *pictures):
+        if named_as_picture(given) and not is_picture(given):
+            read_picture(given)
     if text is None or not is_picture(text):
         return text, pictures
     prompts = [given for given in pictures if not Path(given).expanduser().is_file()]

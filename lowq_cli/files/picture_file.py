@@ -20,6 +20,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_BYTES = 20 << 20  # max. bytes of an image file; OpenAI's limit
 MOST_PIXELS = 1 << 26  # max. pixels: 67 million take 200 MB decoded; the largest images of phones have 50 million
 MOST_LONGER = 150  # max. aspect ratio; models' image processors, which crop or pad, refuse more than 200
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 STARTS = {"PNG": b"\x89PNG\r\n\x1a\n", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "WEBP": b"RIFF"}
 
 
@@ -36,6 +37,12 @@ def is_picture(path: str) -> bool:
     with suppress(OSError, ValueError, LowqError), open(open_regular(Path(path).expanduser()), "rb") as file:
         return file.read(max(map(len, STARTS.values()))).startswith(tuple(STARTS.values()))
     return False
+
+
+def named_as_picture(word: str) -> bool:
+    """Whether an argument is the name of an image, not a text that ends with one: it has no blanks, or its folder exists."""
+    folder = Path(word).expanduser().parent
+    return word.lower().endswith(SUFFIXES) and (len(word.split()) == 1 or (folder != Path() and folder.is_dir()))
 
 
 def decode(data: bytes, name: str = "the picture") -> "Image":

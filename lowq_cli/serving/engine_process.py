@@ -92,8 +92,12 @@ class ApartEngine:
         standby = standby or Standby()
         self._pipe, self._process = standby.pipe, standby.process
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._tell(make, given)
-        threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
+        try:
+            self._tell(make, given)
+            threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
+        except BaseException:  # such as too many threads
+            standby.stop()
+            raise
         self._changed = threading.Condition()
         self._heard = self._moved = time.monotonic()  # time of its last message, and of its last step or idle state
         self._open: set[int] = set()

@@ -166,6 +166,15 @@ def test_generate_and_run_take_files_of_pictures(folders, run, tmp_path):
     alone = run("run", folder, tmp_path / "a.png", *how)
     assert alone.returncode == 2
     assert "a.png is a picture; say what you ask about it: lowq run" in alone.stderr
+    (tmp_path / "text.JPG").write_text("no pixels")
+    for given, line in (
+        (["missing.png"], "there is no picture missing.png"),
+        ([tmp_path / "my lost.webp"], "there is no picture"),
+        ([tmp_path / "a.png", "b.gif"], "there is no picture b.gif"),
+        ([tmp_path / "text.JPG"], "text.JPG is not a PNG"),
+    ):
+        refused = run("run", folder, *given, *how)
+        assert (refused.returncode != 0, line in refused.stderr) == (True, True), refused.stderr
     one, two = json.loads(one.stdout), json.loads(two.stdout)
     assert one["prompt_tokens"] == two["prompt_tokens"] > 35
     without = json.loads(run("generate", folder, "--prompt", QUESTION, "--chat", *how).stdout)

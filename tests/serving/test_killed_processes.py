@@ -3,9 +3,11 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from contextlib import asynccontextmanager
 from multiprocessing import active_children
+from unittest.mock import Mock
 
 import phases
 import pytest
@@ -14,7 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from lowq_cli.serving import engine_process
 from lowq_cli.serving.engine_process import ApartEngine
-from lowq_cli.serving.host_memory import HostMemory
+from lowq_cli.serving.host_memory import HostMemory, Kept
 from lowq_cli.serving.http import loading, refusal
 from lowq_cli.serving.http.loading import Loader
 from lowq_cli.serving.http.model_pool import ModelPool
@@ -214,7 +216,7 @@ def test_a_server_that_ends_as_a_load_begins_leaves_no_process(tmp_path):
         await until(lambda: s.pool.places["a"].state is State.LOADING)
         s.pool.loads.task.cancel()  # what an event loop does to its tasks at its end
         s.pool.close()
-        assert await asking == "503, again after None s"
+        assert await asking == "503, again after 5 s"
         return s
 
     s = asyncio.run(go())
@@ -243,3 +245,34 @@ def test_a_client_that_leaves_before_the_process_is_killed(tmp_path):
             assert await other == "answered"
 
     run(go())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["new process", "standby process"])
+@pytest.mark.parametrize("fault", ["options", "threads", "processes"])
+def test_a_load_that_cannot_begin_gives_everything_back(tmp_path, monkeypatch, fault, ahead):
+    host = HostMemory(1 << 20, 1)
+    host.take_back("a", lent := host.lend("a"), kept := Kept(b"", [1], None, 7))
+    loader = Loader("cpu", {"draft": threading.Lock()} if fault == "options" else {}, host)
+    if ahead:
+        loader.prepare()
+    with monkeypatch.context() as broken:
+        if fault == "threads":
+            broken.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        if fault == "processes":  # with a standby process, none has to be started
+            broken.setattr(engine_process.Standby, "__init__", Mock(side_effect=BlockingIOError(11, "too many processes")))
+        if fault == "processes" and ahead:
+            loader.begin(Gate(tmp_path / "a").offer()).stop()
+            host.take_back("a", host.lend("a"), kept)
+        else:
+            with pytest.raises((TypeError, RuntimeError, BlockingIOError)):
+                loader.begin(Gate(tmp_path / "a").offer())
+    assert not active_children()
+    again = host.lend("a")
+    assert (again.path, again.kept) == (lent.path, kept)
+    host.close()
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_every_refusal_for_now_says_when_to_come_again(status):
+    assert int(Refusal(status, "the server is stopping", "server_error").headers["Retry-After"]) > 0
+    assert Refusal(status, "line", retry=9).headers == {"Retry-After": "9"}

@@ -360,7 +360,7 @@ def test_errors_around_a_model_do_not_reach_its_requests():
     """One where the next process is prepared, one where a model is unloaded; an error of ours in the task ends the server."""
 
     async def go():
-        pool, _ = pool_of("ab", room=1)
+        pool, log = pool_of("ab", room=1)
 
         def broken(*_):
             raise OSError("no more processes")
@@ -372,6 +372,12 @@ def test_errors_around_a_model_do_not_reach_its_requests():
         assert await use(pool, "b") == "b"
         assert await use(pool, "a") == "a"
         assert pool.look() == ""
+        for here, other in ("ab", "ba"):
+            pool.places[here].model.engine.stats = broken  # its last numbers are not known; its process ends all the same
+            assert await use(pool, other) == other
+        assert log[-4:] == [("stop", "a"), ("begin", "b"), ("stop", "b"), ("begin", "a")]
+        assert b"lowq" in pool.reports.metrics.text()
+        assert all(p.task is None and p.state in (State.ABSENT, State.READY) for p in pool.places.values())
         pool.loads.say = pool.loads.failed = broken
         waiting = asyncio.create_task(use(pool, "b"))
         while not (why := pool.look()):

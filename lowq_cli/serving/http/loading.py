@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli import console, hf, state
 from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Made, Standby
-from lowq_cli.serving.host_memory import HostMemory, Lent
+from lowq_cli.serving.host_memory import HostMemory, Kept, Lent
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.request import Done
 from lowq_packers.errors import LowqError
@@ -232,7 +232,11 @@ class LoadingModel:
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.given = load, offer.path, device, how, quiet
-        self.engine = ApartEngine(*self.given, standby=standby)
+        try:
+            self.engine = ApartEngine(*self.given, standby=standby)
+        except BaseException:  # such as too many processes or threads
+            self._return(None if self.lent is None else self.lent.kept)
+            raise
         self.loaded: Loaded | None = None
         self.stopped, self.lock = False, threading.Lock()
 
@@ -279,5 +283,9 @@ class LoadingModel:
         with self.lock:
             self.stopped = True
         self.engine.stop(0, keep and self.lent is not None)
+        self._return(self.engine.kept)
+
+    def _return(self, kept: Kept | None) -> None:
+        """Give the host memory back. kept: its contents, None: nothing of use."""
         if self.host is not None and self.lent is not None:
-            self.host.take_back(self.offer.name, self.lent, self.engine.kept)
+            self.host.take_back(self.offer.name, self.lent, kept)

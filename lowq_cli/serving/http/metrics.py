@@ -87,7 +87,10 @@ class Metrics:
     def leave(self, name: str) -> None:
         """Remove the engine of a model that was unloaded, and keep its counters."""
         known = self.watched[name]
-        known.past, known.engine = known.now(), None
+        try:
+            known.past = known.now()
+        finally:
+            known.engine = None
 
     def text(self) -> bytes:
         """The response to /metrics."""

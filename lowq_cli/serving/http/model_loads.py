@@ -165,9 +165,11 @@ class ModelLoads:
         """End the process of a model. keep: keep its cache in host memory."""
         model = place.detach()
         assert model is not None
-        self.metrics.leave(place.offer.name)
         try:
-            await asyncio.to_thread(model.end, keep)
+            try:
+                self.metrics.leave(place.offer.name)
+            finally:
+                await asyncio.to_thread(model.end, keep)
         except Exception as e:  # the model is unloaded all the same: what waits for it must not wait forever
             log_error(f"{place.offer.name} was unloaded with an error", e)
         del model

@@ -20,7 +20,7 @@ from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.model_loads import ModelLoads
 from lowq_cli.serving.http.model_reports import ModelReports
 from lowq_cli.serving.http.place import Loading, Place, State
-from lowq_cli.serving.http.refusal import RETRY_S, Refusal
+from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.served_model import ServedModel
 from lowq_cli.serving.request import Done
 
@@ -156,7 +156,7 @@ class ModelPool:
             raise place.unloadable()
         if sum(len(p.waiters) for p in self.places.values()) >= self.most_waiting:
             line = f"{self.most_waiting} requests wait for models already; try again later"
-            raise Refusal(503, line, "server_error", retry=RETRY_S)
+            raise Refusal(503, line, "server_error")
         ready = place.wait()
         self.loads.work.set()
         gone = asyncio.create_task(_left(receive)) if receive is not None else None
@@ -167,7 +167,7 @@ class ModelPool:
             if gone is not None and gone.done():
                 raise ClientDisconnect
             line = f"the model {shown(place.offer.name)} could not be loaded within {self.wait_s:.0f} s; try again later"
-            raise Refusal(503, line, "server_error", retry=RETRY_S)
+            raise Refusal(503, line, "server_error")
         except BaseException:
             if ready.done() and not ready.cancelled() and ready.exception() is None:
                 place.beginning -= 1

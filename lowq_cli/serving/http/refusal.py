@@ -7,14 +7,14 @@ from lowq_cli.serving.request import Busy
 from lowq_packers.errors import LowqError, UsageError, one_line
 
 RETRY_AFTER = 1  # seconds of Retry-After when the queue, or the number of open requests, is at its limit
-# Seconds of Retry-After where a model is not ready: many requests wait for models, its engine has died or does not answer.
+# Seconds of Retry-After of a 503: many requests wait for models, an engine has died or does not answer, the server is stopping.
 RETRY_S = 5
 
 
 @dataclass(eq=False)  # not frozen: Python sets an exception's traceback; compared by identity
 class Refusal(Exception):
     """Why a request is not answered. param: the field with the error. code: OpenAI's code of the error, if it has one.
-    retry: seconds after which a retry may succeed, None if waiting does not help.
+    retry: seconds after which a retry may succeed; None: RETRY_AFTER for a 429, RETRY_S for a 503, otherwise no retry helps.
     """
 
     status: int
@@ -34,7 +34,7 @@ class Refusal(Exception):
         """What goes with it."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        retry = RETRY_AFTER if self.status == 429 else self.retry
+        retry = {429: RETRY_AFTER, 503: RETRY_S}.get(self.status) if self.retry is None else self.retry
         return {} if retry is None else {"Retry-After": str(retry)}
 
 
@@ -54,6 +54,6 @@ def of(error: LowqError) -> Refusal:
     if isinstance(error, Busy):
         return Refusal(429, line, "rate_limit_error", code="rate_limit_exceeded")
     if not isinstance(error, UsageError):
-        return Refusal(503, line, "server_error", retry=RETRY_S)
+        return Refusal(503, line, "server_error")
     named = re.match(r"(\w+)=", line)
     return Refusal(400, line, param=named[1] if named else None)
