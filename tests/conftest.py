@@ -3,6 +3,7 @@
 Commands under test remember their last checkpoint in a folder of their own, not as yours.
 """
 
+import contextlib
 import os
 import tempfile
 
@@ -15,5 +16,9 @@ def pytest_addoption(parser):
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):
+        import interpreter
+
+        interpreter.speed_up()
 _state = tempfile.TemporaryDirectory(prefix="lowq-tests-")
 os.environ["XDG_STATE_HOME"] = _state.name

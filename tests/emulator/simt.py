@@ -43,7 +43,7 @@ WGMMA_FP8 = """template <int NB> struct WgmmaFp8 {
 """
 # of headers that nvrtc.py makes
 GENERATED = {"wgmma.cuh": WGMMA, "wgmma_turned.cuh": TURNED, "wgmma8.cuh": WGMMA8, "wgmma_fp8.cuh": WGMMA_FP8}
-FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
+FLAGS = ("-std=c++17", "-Og", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 
 
 def _closing(text: str, at: int) -> int:

@@ -16,7 +16,7 @@ from lowq_cli.serving.scheduler import Scheduler
 from lowq_cli.serving.sequence import Sequence
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_each_text_reads_what_it_wrote_and_nothing_is_lost(seed):
     seen, scheduled = Counter(), Counter()
     for n in range(24):
@@ -212,12 +212,12 @@ def test_deterministic_pieces_are_those_of_a_text_alone():
 
 
 def test_memory_stays_flat():
-    """The records of 100,000 passes are as large as those of the first 20,000: blocks, slots and texts that there are."""
+    """The records of 40,000 passes are as large as those of the first 8,000: blocks, slots and texts that there are."""
     groups = [Group(), Group(30), Group(recurrent=True)]
     cache = CacheManager(groups, [60, 40], SIZE, 64, 6, 12)
     scheduler, rng, numbers, flights = Scheduler(cache, 6, lambda n: n), random.Random(2), count(1), deque()
     sizes = []
-    for turn in range(100_000):
+    for turn in range(40_000):
         if len(scheduler.waiting) < 3 and rng.random() < 0.4:
             prompt = [rng.randrange(2)] * rng.randrange(1, 80) + [rng.randrange(V) for _ in range(rng.randrange(1, 40))]
             scheduler.waiting.append(Sequence(next(numbers), Request(tuple(prompt), rng.randrange(1, 40))))
@@ -230,10 +230,10 @@ def test_memory_stays_flat():
             for seq in flights.popleft():
                 if not seq.done and scheduler.on_token(seq, rng.randrange(V)):
                     scheduler.end(seq)
-        if turn in (20_000, 99_999):
+        if turn in (8_000, 39_999):
             gc.collect()
             sizes.append(sys.getallocatedblocks())
-    assert next(numbers) > 10_000
+    assert next(numbers) > 4_000
     assert sizes[1] < sizes[0] + 5000
 
 

@@ -35,8 +35,8 @@ def test_nothing_is_lost_or_mixed_up():
 @pytest.mark.slow
 def test_nothing_is_lost_where_the_cache_is_too_small():
     """Texts give back their blocks and are computed again."""
-    requests = ["--requests", "40", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
+    requests = ["--requests", "24", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
     row = soak(*requests, "--args=--deterministic --cache-tokens 700")
     assert row["preemptions"] > 0
-    assert row["counts"]["equal"] > 15
+    assert row["counts"]["equal"] > 8
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
