@@ -39,9 +39,15 @@ def clean(file, expression, arch):
     return used
 
 
+def shared_out(configs, bits):
+    """(number, config) of a width's share: each third of the configs is one width's, or that of two which take pairs in turn."""
+    return [(p, c) for p, c in enumerate(configs[bits % 3 :: 3]) if bits == 3 or p // 2 % 2 == (bits < 3)]
+
+
 def mma_instances(bits):
     """Each config at one width or another, with a number of rows that it takes; the rest of an instance in turn."""
-    for i, config in list(enumerate(tile_mma.CONFIGS))[BITS.index(bits) :: len(BITS)]:
+    for number, config in shared_out(tile_mma.CONFIGS, bits):
+        i = 3 * number + bits % 3
         group, zero, dtype = (128, 4096, 32)[i // 3 % 3], ("float", "none")[i % 2], DTYPES[i // 2 % 2]
         for M in ((32, 24, 16, 8, 1), (8, 16, 1), (1, 3, 8))[i // 3 % 3]:
             call = Call(M, 4096, 4096, Scheme(bits, group, zero), "tile", dtype, "cuda", (9, 0))
@@ -81,7 +87,7 @@ def test_tile_mma_of_tables(scheme):
 @pytest.mark.parametrize("bits", BITS)
 def test_tile_wgmma(bits):
     """Each config at one width or another, groups regular, irregular, a row; no more registers than the entry allows."""
-    for i, c in enumerate(tile_wgmma.CONFIGS[BITS.index(bits) :: len(BITS)]):
+    for i, c in shared_out(tile_wgmma.CONFIGS, bits):
         group = (128, 48, 0)[i % 3]
         if tile_wgmma.plan(bits, group, "1", c)[0] >= 2:
             used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, str((i + 1) % 2), c), "sm_90a")
