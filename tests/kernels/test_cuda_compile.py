@@ -40,7 +40,7 @@ def clean(file, expression, arch):
 
 
 def shared_out(configs, bits):
-    """(number, config) of a width's share: each third of the configs is one width's, or that of two which take pairs in turn."""
+    """(number, config) of a width's share: each third of the configs is one width's, or two widths' in turn."""
     return [(p, c) for p, c in enumerate(configs[bits % 3 :: 3]) if bits == 3 or p // 2 % 2 == (bits < 3)]
 
 
