@@ -1,6 +1,6 @@
 """Measure right answers about drawn pictures by the width of the weights: pictures.json of the results.
 
-    python benchmarks/pictures_right.py FOLDER [--pictures 200] [--out FILE]
+    python benchmarks/pictures_right.py FOLDER [--pictures 200] [--device cpu] [--out FILE]
 
 FOLDER is what `pictures_train.py` wrote. It is quantized at each width as `lowq quantize` does by itself, the tower kept or
 quantized too, and asked about pictures that it was not trained on, through processor, tower and decoder: one question
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from drawn import Drawn, draw
 from PIL import Image
 
@@ -25,9 +26,9 @@ WIDTHS = ((16, "keep"), (8, "keep"), (4, "keep"), (4, 8), (4, 4), (3, "keep"), (
 SEED = 1 << 40  # of no batch that was trained on
 
 
-def right(folder: str, pictures: list[Drawn], swapped: bool = False) -> dict[str, float]:
+def right(folder: str, device: str, pictures: list[Drawn], swapped: bool = False) -> dict[str, float]:
     """Shares of right answers: of names, of colours, of both of two pictures."""
-    model, tokenizer = ready(folder, "cpu", lambda line: None)
+    model, tokenizer = ready(folder, device, lambda line: None)
     images = [Image.fromarray(p.pixels) for p in pictures]
     given = images[1:] + images[:1] if swapped else images
 
@@ -50,16 +51,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pictures", type=int, default=200)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pictures.json")
     args = parser.parse_args()
     r = np.random.default_rng(SEED)
     pictures, rows = [draw(r) for _ in range(args.pictures)], list[dict[str, Any]]()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     facts = json.loads((args.folder / "trained.json").read_text())  # what the model is
 
     def say(**row: Any) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
-        head = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "pictures": args.pictures, "model": facts}
+        head = {
+            "date": datetime.now(UTC).isoformat(timespec="minutes"),
+            "device": name,
+            "pictures": args.pictures,
+            "model": facts,
+        }
         args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,8 +77,8 @@ def main() -> None:
                 folder = Path(scratch) / f"{bits}-{vision}"
                 lowq.quantize(str(args.folder), out=str(folder), bits=bits, vision=vision)
                 size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-            say(bits=bits, vision=16 if vision == "keep" else vision, bytes=size, **right(str(folder), pictures))
-        say(bits=16, vision=16, swapped=True, **right(str(args.folder), pictures, swapped=True))
+            say(bits=bits, vision=16 if vision == "keep" else vision, bytes=size, **right(str(folder), args.device, pictures))
+        say(bits=16, vision=16, swapped=True, **right(str(args.folder), args.device, pictures, swapped=True))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
+import numpy as np
 import torch
 
 from lowq_cli.engine.rope import Tables
@@ -19,6 +20,12 @@ from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Groups, Heads, Packed, attend_packed, attend_prompt
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Images, Rope
+
+
+def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on the device; the transfer is asynchronous."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,13 @@ class Pictures:
     rows (n,) int64: the rows of image tokens. features (n, H): what replaces their embeddings. added: for each of the first
     layers (n, H), added to the layer's output. places (3, M) int64: the rows' positions in time, height and width; None: the
     rows rotate by their slots. until (R,) int64: for each row after the steps, the last slot that it attends to in layers where
-    the tokens of an image attend to the whole image; or None.
+    the tokens of an image attend to the whole image; or None. chosen (R, 1) bool: in a recorded pass, instead of `rows`: which
+    of the R rows after the steps are image tokens; features and added then have R rows each.
     """
 
     images: Images
     rows: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
     features: torch.Tensor | None = None
     added: Sequence[torch.Tensor] = ()
     places: torch.Tensor | None = None
@@ -109,9 +118,19 @@ class Pictures:
 
     def shown(self, x: torch.Tensor) -> torch.Tensor:
         """Embeddings x (M, H) with those of image rows replaced by features."""
-        assert self.rows is not None
         assert self.features is not None
+        if self.chosen is not None:
+            before = x.shape[0] - self.chosen.shape[0]
+            return torch.cat([x[:before], torch.where(self.chosen, self.features, x[before:])])
+        assert self.rows is not None
         return x.index_copy(0, self.rows, self.features)
+
+    def add(self, x: torch.Tensor, layer: int) -> None:
+        """x (M, H) += the features of image rows for one of the first layers, in place."""
+        if self.chosen is not None:
+            x[x.shape[0] - self.chosen.shape[0] :] += torch.where(self.chosen, self.added[layer], 0.0)
+        elif self.rows is not None:
+            x.index_add_(0, self.rows, self.added[layer])
 
     @cached_property
     def numbers(self) -> torch.Tensor:
@@ -162,7 +181,7 @@ class Batch:
     @property
     def shows(self) -> bool:
         """Whether some rows are image tokens."""
-        return self.pictures is not None and self.pictures.rows is not None
+        return self.pictures is not None and self.pictures.features is not None
 
     @property
     def mixed(self) -> bool:

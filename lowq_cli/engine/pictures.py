@@ -7,9 +7,10 @@ have the same id. Shared prefixes are therefore found with `names`, where an ima
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Pictures
+from lowq_cli.engine.batch import Pictures, upload
 from lowq_cli.hf.pictures import Picture
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import DamagedError, UsageError
@@ -114,11 +115,16 @@ def end_of_pass(first: int, end: int, whole: Sequence[tuple[int, int]]) -> int:
 
 
 def in_pass(
-    images: Images, pieces: Sequence[tuple[Shown | None, int, int]], device: torch.device, steps: torch.Tensor | None = None
+    images: Images,
+    pieces: Sequence[tuple[Shown | None, int, int]],
+    device: torch.device,
+    steps: torch.Tensor | None = None,
+    C: int = 0,
 ) -> Pictures:
     """The images in a pass over tokens first .. end of some sequences, sequence after sequence.
 
-    steps: (b,) positions of the step rows before these rows; None without step rows.
+    steps: (b,) positions of the step rows before these rows; None without step rows. C: rows after the steps, the last of
+    which may be padding.
     """
     rows, features, added, places, until, M = list[Any](), list[Any](), list[Any](), list[Any](), list[Any](), 0
     if steps is not None:
@@ -131,16 +137,58 @@ def in_pass(
             rows.append(rows_here + M)
             features.append(features_here)
             added.append(more)
-        places.append((plain.expand(3, -1) if shown is None else shown.turned(first, end)).to(device))
+        places.append(upload(plain.expand(3, -1) if shown is None else shown.turned(first, end), device))
         until.append(plain if shown is None else shown.until(first, end))
         M += end - first
+    if (fill := C - sum(end - first for _, first, end in pieces)) > 0:
+        places.append(torch.zeros(3, fill, dtype=torch.int64, device=device))
+        until.append(torch.zeros(fill, dtype=torch.int64))
     at = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
     layers = tuple(torch.cat(layer) for layer in zip(*added, strict=True))
     return Pictures(
         images,
-        at.to(device) if len(at) else None,
+        upload(at, device) if len(at) else None,
+        None,
         torch.cat(features) if len(at) else None,
         layers,
         torch.cat(places, 1) if images.sections else None,
-        torch.cat(until).to(device) if images.whole and until else None,
+        upload(torch.cat(until), device) if images.whole and until else None,
     )
+
+
+class PassImages:
+    """The images in recorded passes: tensors at fixed addresses, which hold the rows after the steps, at most `most` of them.
+
+    Args:
+        width: of the features.
+    """
+
+    def __init__(self, images: Images, most: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.images, self.device = images, device
+        self._features = torch.zeros(1 + images.deepstack, most, width, dtype=dtype, device=device)
+        self._rows = torch.zeros(4, most, dtype=torch.int32, device=device)  # three positions, and whether it is an image's
+
+    def fill(self, pieces: Sequence[tuple[Shown | None, int, int]], C: int) -> None:
+        """Set the C rows after the steps to tokens first .. end of some sequences, sequence after sequence."""
+        numbers, at = np.zeros((4, C), np.int32), 0
+        for shown, first, end in pieces:
+            n = end - first
+            if shown is None:
+                numbers[:3, at : at + n] = np.arange(first, end)
+            else:
+                numbers[:3, at : at + n] = shown.turned(first, end).numpy()
+                rows, features, added = shown.part(first, end)
+                numbers[3, at + rows.numpy()] = 1
+                if len(rows):
+                    there = upload(at + rows, self.device)
+                    for to, values in zip(self._features.unbind(), (features, *added), strict=True):
+                        to.index_copy_(0, there, values)
+            at += n
+        self._rows[:, :C].copy_(upload(numbers, self.device))
+
+    def of(self, C: int, steps: torch.Tensor) -> Pictures:
+        """The images of a pass with C rows after steps at positions `steps` (b,)."""
+        features, rows, places = self._features[:, :C], self._rows[:, :C], None
+        if self.images.sections:
+            places = torch.cat([steps.long().expand(3, -1), rows[:3].long()], 1)
+        return Pictures(self.images, None, (rows[3] != 0)[:, None], features[0], tuple(features[1:]), places)

@@ -65,7 +65,7 @@ class Plan:
         self.tile = tile_rows(widest)
         self.adapters: Any = None  # `lora.Adapters`, or None
         self.tuned = ""  # as in `model_record.Owned`
-        self._folded: dict[int, list[s.Step]] = {}
+        self._folded: dict[tuple[int, bool], list[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # number of rows -> ones in fp32, kept because recorded steps read them
 
     @property
@@ -82,11 +82,11 @@ class Plan:
         alone = [k for k, e in zip(chosen, routed, strict=True) if e.fused(self.dtype, k) is None]
         return max(1, FEW_ROWS // max(alone)) if alone else math.inf
 
-    def program(self, M: int) -> Sequence[s.Step]:
-        """The steps for M rows, with neighbours folded into products where possible."""
-        if M not in self._folded:
-            self._folded[M] = folding.fold(self.steps, self.ops, M, self.dtype)
-        return self._folded[M]
+    def program(self, M: int, shows: bool = False) -> Sequence[s.Step]:
+        """The steps for M rows, with neighbours folded into products where possible. shows: with the steps for images."""
+        if (M, shows) not in self._folded:
+            self._folded[M, shows] = folding.fold(self.of_pictures if shows else self.steps, self.ops, M, self.dtype)
+        return self._folded[M, shows]
 
     def folds(self, M: int) -> bool:
         """Whether some steps are folded into products for M rows."""
@@ -158,8 +158,8 @@ class Plan:
     def run(self, frame: s.Frame) -> s.Frame:
         """Run every step on a frame; returns the frame."""
         x, shows = frame.x, frame.batch.shows
-        steps = self.of_pictures if shows else self.program(x.shape[0])
-        if not shows and steps is not self.steps:
+        steps = self.program(x.shape[0], shows)
+        if steps is not (self.of_pictures if shows else self.steps):
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
         outer = scope.set(self.tuned)
         try:

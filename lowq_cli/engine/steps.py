@@ -488,9 +488,8 @@ class AddFeatures(Step):
     what = "add"
 
     def run(self, f: Frame) -> None:
-        p = f.batch.pictures
-        if p is not None and p.rows is not None:
-            f.x.index_add_(0, p.rows, p.added[self.layer])
+        if f.batch.pictures is not None:
+            f.batch.pictures.add(f.x, self.layer)
 
 
 @dataclass(frozen=True, eq=False)

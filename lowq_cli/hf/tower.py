@@ -42,8 +42,16 @@ class Tower:
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The features (n, H) of one image, and those for each of the first layers, from the processor's output."""
+        return self.run(self.arguments(inputs))
+
+    def arguments(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The processor's output on the device, as `run` takes it."""
         there = normalised({k: t.to(self.device) for k, t in inputs.items()})
         there[PIXELS] = there[PIXELS].to(self.dtype)
+        return there
+
+    def run(self, there: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """As `__call__`, from `arguments`; they depend on the pixels and on the image's size alone."""
         more = {}
         parameter = signature(self.model.get_image_features).parameters.get(STRATEGY)
         if (

@@ -9,11 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device; the transfer is asynchronous."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
+from lowq_cli.engine.batch import upload
 
 
 class BatchState:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, KeyValues
+from lowq_cli.engine.batch import Batch, KeyValues, upload
 from lowq_cli.engine.drafts.drafter import PagedDrafter
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving.batch_state import BatchState, upload
+from lowq_cli.serving.batch_state import BatchState
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Pages

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, Chain, KeyValues, States
+from lowq_cli.engine.batch import Batch, Chain, KeyValues, States, upload
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.pictures import in_pass
-from lowq_cli.serving.batch_state import upload
 from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
 from lowq_kernels import counters
 from lowq_kernels.decode.reference import MOST_DRAFTS

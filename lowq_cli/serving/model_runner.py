@@ -11,17 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, KeyValues, States
+from lowq_cli.engine.batch import Batch, KeyValues, States, upload
 from lowq_cli.engine.graph import Captured, capture
-from lowq_cli.engine.pictures import Shown, in_pass
+from lowq_cli.engine.pictures import PassImages, Shown, in_pass
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving.batch_state import BatchState, upload
+from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.scheduler import READERS, buckets
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
@@ -95,12 +96,21 @@ class ModelRunner:
         self.most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.turned: dict[int, Captured] = {}  # steps by number of rows, with rotary positions of three parts for images
+        # passes with prompts where some sequence has images, by rows that step and all rows, and their images
+        self.showing: dict[tuple[int, int], tuple[Captured, torch.Tensor]] = {}
+        self.pass_images: PassImages | None = None
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
         self.reason = ""  # why passes that should be recorded are not
         self.token_budget = TokenBudget(self.totals)
         self.teams = defaultdict[int, Team](Team)  # by number of rows that step
         self.noted: dict[int, torch.Tensor] | None = None  # hidden states (M, H) of the last pass, if a drafter reads them
+
+    @property
+    def shows(self) -> bool:
+        """Whether passes with pictures can be recorded: no kernel takes tokens that attend to the whole image."""
+        images = self.plan.model.images
+        return images is not None and not images.whole
 
     def bucket(self, n: int) -> int:
         """Return the rows that a step of n sequences computes."""
@@ -145,25 +155,68 @@ class ModelRunner:
         runs = self._runs(pieces)
         chunk, n = (None, 0) if not pieces else self._describe(b, M - b, pieces, drawn, runs)
         given = [(p.shown, p.first, p.end) for p in pieces]
-        if fill := M - b - sum(len(p.tokens) for p in pieces):
-            given.append((None, 0, fill))
+        if (b, M) in self.showing and chunk is not None and self.pass_images is not None:
+            graph, place = self.showing[b, M]
+            self.pass_images.fill(given, M - b)
+            place.copy_(upload(chunk, self.device))
+            graph.replay()
+            self.noted = graph.noted
+            return graph.logits
         return self.forward(b, M, None if chunk is None else upload(chunk, self.device), n, runs, given)
 
     def _record_turned(self) -> None:
         """Record steps with separate rotary positions, for a model whose images need them."""
         images = self.plan.model.images
         for b in self.sizes if images is not None and images.sections else ():
-            made: list[torch.Tensor | None] = [self.forward(b, b, None, 0, (), [])]  # compiles the kernels
-            try:
-                graph = capture(lambda: made.append(self.forward(b, b, None, 0, (), [])), self.pool)  # noqa: B023
-            except RuntimeError as e:  # cannot be recorded, or no memory for it: the step then runs unrecorded, only slower
-                if device_lost(e):
-                    raise
-                log_error(f"steps of {b} rows with pictures are not recorded", e)
-                continue
-            assert made[-1] is not None
-            graph.logits, graph.noted = made[-1], self.noted
-            self.turned[b] = graph
+            graph = self._recording(partial(self.forward, b, b, None, 0, (), []), f"steps of {b} rows", capture)
+            if graph is not None:
+                self.turned[b] = graph
+
+    def record_showing(self, record: Callable[..., Captured] = capture) -> None:
+        """Record passes with prompts of sequences that have images; their logits share one tensor."""
+        images = self.plan.model.images
+        if images is None or not self.shows:
+            return
+        passes = [(b, M) for b, M in self.recorded() if b != M]
+        width = self.plan.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
+        self.pass_images = PassImages(images, RECORDED, width, self.device, self.plan.dtype)
+        most = max((b + self.ends(M - b) for b, M in passes), default=0)
+        logits = torch.empty(most, self.plan.vocabulary, dtype=self.plan.dtype, device=self.device)
+        for b, M in passes:
+            chunk, n = self._describe(b, M - b, (), None)
+            place = upload(chunk, self.device)
+            step = partial(self.forward, b, M, place, n, (), self.pass_images)
+            graph = self._recording(step, f"passes of {M} rows", record, logits)
+            if graph is None:
+                return
+            self.showing[b, M] = graph, place
+
+    def _recording(
+        self,
+        step: Callable[[], torch.Tensor | None],
+        what: str,
+        record: Callable[..., Captured],
+        logits: torch.Tensor | None = None,
+    ) -> Captured | None:
+        """Record a pass with pictures; None where that fails: the pass then runs unrecorded, only slower."""
+        made = list[torch.Tensor | None]()
+
+        def run() -> torch.Tensor | None:
+            out = step()
+            made[:] = [out if logits is None or out is None else logits[: out.shape[0]].copy_(out)]
+            return made[0]
+
+        try:
+            run()  # compiles the kernels
+            graph = record(run, self.pool)
+        except RuntimeError as e:  # cannot be recorded, or no memory for it
+            if device_lost(e):
+                raise
+            log_error(f"{what} with pictures are not recorded", e)
+            return None
+        assert made[0] is not None
+        graph.logits, graph.noted = made[0], self.noted
+        return graph
 
     def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
         """Return the prompt tokens of a pass as one Run per sequence."""
@@ -236,7 +289,7 @@ class ModelRunner:
         chunk: torch.Tensor | None,
         n: int,
         runs: Sequence[Run] = (),
-        shown: Sequence[tuple[Shown | None, int, int]] | None = None,
+        shown: Sequence[tuple[Shown | None, int, int]] | PassImages | None = None,
     ) -> torch.Tensor | None:
         """Compute a pass, from and into tensors at fixed addresses; `chunk` and its n tiles have the layout of `_describe`.
 
@@ -255,8 +308,10 @@ class ModelRunner:
             tokens = torch.cat([tokens, ids]) if b else ids
         slots = r.slot[:b].long() if self.recurrent and b else None
         pictures = None
-        if shown is not None and self.plan.model.images is not None:
-            pictures = in_pass(self.plan.model.images, shown, self.device, r.pos[:b] + r.shift[:b])
+        if isinstance(shown, PassImages):
+            pictures = shown.of(C, r.pos[:b] + r.shift[:b])
+        elif shown is not None and self.plan.model.images is not None:
+            pictures = in_pass(self.plan.model.images, shown, self.device, r.pos[:b] + r.shift[:b], C)
         adapters = None
         if self.plan.adapters is not None:
             adapters = r.adapter[:b] if chunk is None else torch.cat([r.adapter[:b], r.adapter.index_select(0, rows)])
@@ -297,9 +352,10 @@ class ModelRunner:
                 t.index_copy_(0, at[1], t.index_select(0, at[0]))
 
     def graph_bytes(self) -> int:
-        """Return the bytes of the recorded passes' logits, which keep their addresses."""
+        """Return the bytes of the recorded passes' logits, which keep their addresses; with pictures one pass's more."""
         head = self.plan.vocabulary * self.plan.dtype.itemsize
-        return sum((b + self.ends(M - b)) * head for b, M in self.recorded())
+        each = [(b + self.ends(M - b)) * head for b, M in self.recorded()]
+        return sum(each) + (max(each, default=0) if self.shows else 0)
 
     def recorded(self) -> Iterator[tuple[int, int]]:
         """Yield (rows that step, all rows) of every pass to record, in the order in which they are needed."""
@@ -325,6 +381,7 @@ class ModelRunner:
                 self.measure(b, M)
             done(i + 1, len(keys))
         self._record_turned()
+        self.record_showing()
 
     def record_when_met(self) -> None:
         """Record each size when it comes the second time; the first time compiles its kernels. For one batch of prompts."""

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowq_cli.engine.batch import upload
 from lowq_cli.engine.sampling import penalise
-from lowq_cli.serving.batch_state import BatchState, upload
+from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.request import MOST_LOGPROBS, Draw, allow
 from lowq_cli.serving.sequence import Sequence
 from lowq_packers.errors import device_lost

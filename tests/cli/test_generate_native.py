@@ -1,13 +1,19 @@
 """The native decoder: the tokens of transformers' own greedy decoding, for every family it claims, packed or not."""
 
 import copy
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import emulation
+
+sys.path.append(str(Path(__file__).parents[1] / "families"))
+from folded import Fold
+
 from lowq_cli.engine import explain, folding, plan, stream
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.decoders import decoder_of
@@ -95,39 +101,6 @@ def test_families_give_the_tokens_of_transformers(name):
     assert tokens(model, decoder, **lively) == wanted
     assert tokens(model, NativeDecoder(model, most=4), **lively) == wanted
     assert transformers_tokens(model, **lively) == wanted  # the model still works through its views
-
-
-class Fold:
-    """What `lowq_kernels.decode.fold` does, by plain operations."""
-
-    NORMED, ADDED, SQUARES, ACTS = 1, 2, 16, {"silu": 4, "gelu_tanh": 8}
-
-    @staticmethod
-    def why_not(layer, M, dtype, fold):
-        return ""
-
-    @staticmethod
-    def config_of(layer, M, dtype, fold):
-        return {"WARPS": 4, "ROW_TILES": 2}
-
-    @staticmethod
-    def product_add(layer, x, residual, weight, eps, scale):
-        residual += layer(x)
-        return SimpleNamespace(x=residual * weight * scale[:, None], mean=residual.square().mean(-1), scale=scale, eps=eps)
-
-    @staticmethod
-    def norm_product(layer, s):
-        inverse = torch.rsqrt(s.mean + s.eps)
-        return layer(s.x * (inverse / s.scale)[:, None]), inverse
-
-    @staticmethod
-    def product_gate(layer, x, act):
-        return reference.gated(layer(x), act)
-
-    @staticmethod
-    def norm_product_gate(layer, s, act):
-        y, inverse = Fold.norm_product(layer, s)
-        return reference.gated(y, act), inverse
 
 
 @pytest.mark.parametrize("name", FAMILIES)

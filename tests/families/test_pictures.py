@@ -18,20 +18,23 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import pictured
 from described import model as random_model
+from folded import Fold
 from native import off, planned, texts
 
-from lowq_cli.engine import weights
+from lowq_cli.engine import folding, weights
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.steps import AddFeatures
 from lowq_cli.engine.vision import Sight
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import packed
 from lowq_cli.hf.tower import Tower, load_tower
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.host_memory import HostMemory
+from lowq_cli.serving.model_runner import RECORDED
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -101,6 +104,19 @@ def test_placeholders_that_are_only_typed_are_read_as_transformers_reads_them(na
     assert off(both.logits(behind, pictures), both.wanted(behind, pictures)) < CLOSE
     with pytest.raises(UsageError, match="leave the token that stands for a picture out of the text"):
         both.logits([*ids, pictured.TOKEN], pictures)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "mistral3"])
+def test_passes_with_pictures_fold_their_neighbours(name):
+    """Residual adds, norms and activations are part of the products, as for texts; features are added in between."""
+    both, (ids, pictures) = Both(name), some(name)[1]
+    plan = both.decoder.plan
+    plan.ops = replace(plan.ops, fold=Fold)
+    kinds = (folding.ProductAdd, folding.ProductGate)
+    assert any(isinstance(step, kinds) for step in plan.program(len(ids), shows=True))
+    added = [sum(isinstance(step, AddFeatures) for step in plan.program(len(ids), shows)) for shows in (True, False)]
+    assert added == [both.images.deepstack, 0]
+    assert off(both.logits(ids, pictures), both.wanted(ids, pictures)) < CLOSE
 
 
 @pytest.mark.parametrize("name", pictured.NAMES)
@@ -209,7 +225,12 @@ def test_tokens_and_pictures_that_do_not_fit_are_refused_in_one_line():
 
 def served(model, asked, n, **how):
     """The greedy tokens of texts with pictures that are asked for at once; the engine's statistics; pictures seen."""
-    engine, events, ended, numbers = ContinuousEngine(model, 64, **how), {}, threading.Event(), []
+    return answers(ContinuousEngine(model, 64, **how), asked, n)
+
+
+def answers(engine, asked, n):
+    """As `served`, of an engine that has not started."""
+    events, ended, numbers = {}, threading.Event(), []
 
     def sink(batch):
         for number, e in batch:
@@ -227,9 +248,12 @@ def served(model, asked, n, **how):
     return [[e.token for e in events[i]] for i in numbers], stats
 
 
-def seeing(name):
-    """A planned model whose tower is there already."""
-    model, tower = planned(pictured.model(name)), Tower(pictured.model(name))
+def seeing(name, *where):
+    """A planned model whose tower is there already. where: as `Module.to` takes it."""
+    model, tower = pictured.model(name), pictured.model(name)
+    if where:  # `to` makes complex buffers real
+        model, tower = model.to(*where), tower.to(*where)
+    model, tower = planned(model), Tower(tower)
     images = plan_of(model).model.images
     owned(model).sight = sight = Sight(Path(), images, model.device, model.dtype)
     sight._tower = tower
@@ -254,6 +278,79 @@ def test_served_side_by_side_they_are_as_alone(name):
     assert sight.computed == len({p.name for _, pictures in asked for p in pictures})
     assert served(model, asked, 8, running=3, cache_tokens=320)[0] == wanted
     assert sight.computed == len({p.name for _, pictures in asked for p in pictures})
+
+
+class Replayed:
+    """A recorded pass on a CPU: it is computed again from the same tensors."""
+
+    noted, count = None, 0
+
+    def __init__(self, step, pool):
+        self.step = step
+        step()
+
+    def replay(self):
+        Replayed.count += 1
+        self.logits.copy_(self.step())
+
+
+WHOLE, MIXTURES = ("gemma3", "gemma4/whole"), ("qwen3_vl_moe", "qwen3_5_moe", "llama4")  # unpacked experts are not recorded
+RECURRENT = ("qwen3_5",)  # on a CPU the rows of each sequence have to be on the host
+
+
+@pytest.mark.parametrize("name", [n for n in pictured.NAMES if n not in (*WHOLE, *MIXTURES, *RECURRENT)])
+def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
+    """All sizes are recorded that are for texts; a recorded pass reads its pictures from the same tensors each time."""
+    long, short = texts(pictured.VOCAB, 70, 5)
+    a, b = pictured.picture(name, 1, 4, 5), pictured.picture(name, 2)
+    asked = [*some(name), pictured.text(long, a, short), pictured.text(long, a, short, b), (short, [])]
+
+    def made(recorded):
+        engine = ContinuousEngine(seeing(name)[0], 64, running=4)
+        runner = engine.passes
+        runner.padded = True
+        runner.most_recorded = RECORDED
+        if recorded:
+            with torch.inference_mode():
+                runner.record_showing(Replayed)
+            assert set(runner.showing) == {(b, M) for b, M in runner.recorded() if b != M}
+        return answers(engine, asked, 6)
+
+    wanted, before = made(False), Replayed.count
+    assert made(True)[0] == wanted[0]
+    assert Replayed.count > before
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_passes_whose_pictures_are_seen_whole_are_not_recorded(name):
+    """No kernel takes them."""
+    engine = ContinuousEngine(seeing(name)[0], 64, running=4)
+    engine.passes.record_showing(Replayed)
+    assert engine.passes.showing == {}
+
+
+def test_texts_are_answered_while_the_tower_is_at_work():
+    """A picture's tower does not take a pass of others: they end, however long it takes."""
+    model, sight = seeing("qwen3_vl")
+    tower, go_on, begun = sight._tower, threading.Event(), threading.Event()
+
+    def slow(inputs):
+        begun.set()
+        assert go_on.wait(60)
+        return tower(inputs)
+
+    sight._tower = slow
+    engine, heard = ContinuousEngine(model, 8), queue.SimpleQueue()
+    engine.start(lambda batch: [heard.put(pair) for pair in batch])
+    ids, pictures = some("qwen3_vl")[0]
+    seen = engine.submit(Request(tuple(ids), 2, pictures=tuple(map(packed, pictures))))
+    assert begun.wait(60)
+    text = engine.submit(Request(tuple(ids[:3]), 20))
+    assert [heard.get(timeout=60)[0] for _ in range(20)] == [text] * 20
+    assert engine.stats().steps == 20
+    go_on.set()
+    assert [heard.get(timeout=60)[0] for _ in range(2)] == [seen] * 2
+    engine.stop(1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "mistral3"])
@@ -344,3 +441,21 @@ def test_on_a_gpu_pictures_give_the_logits_of_the_cpu(name):
     rows = [off(ours, wanted) for ours, wanted in zip(logits["cuda"], logits["cpu"], strict=True)]
     assert 1e-5 < statistics.median(rows) < 1e-2  # a token may go to other experts where two are nearly as likely
     assert max(rows) < 3e-2 or name in ("qwen3_vl_moe", "qwen3_5_moe", "llama4")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [n for n in pictured.NAMES if n not in (*WHOLE, *MIXTURES)])
+def test_on_a_gpu_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
+    """The same kernels of the same sizes of passes."""
+    asked, found = some(name), []
+    for recorded in (True, False):
+        engine = ContinuousEngine(seeing(name, "cuda", torch.float16)[0], 64, running=4, deterministic=True)
+        if recorded:
+            found.append(answers(engine, asked, 6)[0])
+            assert set(engine.passes.showing) == {(b, M) for b, M in engine.passes.recorded() if b != M}
+        else:
+            engine.passes.record_showing = lambda: None
+            found.append(answers(engine, asked, 6)[0])
+            assert engine.passes.showing == {}
+    assert found[0] == found[1]
