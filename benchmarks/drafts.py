@@ -15,6 +15,7 @@ import json
 import queue
 import statistics
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,9 @@ def steps(name: str, model: Any, ids: list[int]) -> Row:
 
 
 def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[int], each: int) -> list[Row]:
-    """Tokens per second, and the longest waits between a text's tokens, of `each` requests a user."""
+    """Tokens per second, and the longest waits between a text's tokens, of `each` requests a user; forced: n-grams without a
+    balance."""
+    from lowq_cli.serving.draft_trials import Trials
     from lowq_cli.serving.engines import engine_of
     from lowq_cli.serving.request import Request
 
@@ -208,13 +211,16 @@ def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[
     found = []
     for many in users:
         for load, some in loads.items():
-            for draft in ("none", "ngram"):
-                engine = engine_of(model, 4096, running=max(users), cache_tokens=1024 * max(users), draft=draft)
+            for draft in ("none", "ngram", "forced"):
+                by = "none" if draft == "none" else "ngram"
+                engine = engine_of(model, 4096, running=max(users), cache_tokens=1024 * max(users), draft=by)
                 events: Any = queue.SimpleQueue()
                 engine.start(events.put)
-                for turn in range(2):  # the first is not counted: drafts are tried there
-                    before = engine.stats()
-                    row = _loop(engine, events, some, many, each if turn else max(2, -(-24 // many)), Request)
+                always = {"allows": lambda self, size: True} if draft == "forced" else {}
+                with mock.patch.multiple(Trials, **always) if always else nullcontext():
+                    for turn in range(2):  # the first is not counted: drafts are tried there
+                        before = engine.stats()
+                        row = _loop(engine, events, some, many, each if turn else max(2, -(-24 // many)), Request)
                 stats, by = engine.stats(), getattr(engine, "drafts_by", "none")
                 engine.stop(0)
                 found.append({"part": "serve", "model": name, "load": load, "users": many, "draft": draft, "drafts_by": by}
