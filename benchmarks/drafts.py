@@ -216,7 +216,7 @@ def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[
                 engine = engine_of(model, 4096, running=max(users), cache_tokens=1024 * max(users), draft=by)
                 events: Any = queue.SimpleQueue()
                 engine.start(events.put)
-                always = {"allows": lambda self, size: True} if draft == "forced" else {}
+                always: Any = {"allows": lambda self, size: True} if draft == "forced" else {}
                 with mock.patch.multiple(Trials, **always) if always else nullcontext():
                     for turn in range(2):  # the first is not counted: drafts are tried there
                         before = engine.stats()
