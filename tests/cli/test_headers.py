@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import lowq
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import DEMO
+from lowq_cli.main import app
 from lowq_kernels.dispatch import tuning_file
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tokenizers")
@@ -28,6 +30,14 @@ def imported(*args, folder=None):
     done = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, args)], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()[-1].split()[1:], done.stdout
+
+
+def inspected(folder):
+    """What `inspect` prints, in this process."""
+    result = CliRunner().invoke(app, ["inspect", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tensors"]
+    return result.stdout
 
 
 @pytest.fixture
@@ -69,7 +79,7 @@ def test_inspect_reads_no_codes_and_no_dense_weights(form, demo4_none, tmp_path)
         shutil.copytree(demo4_none if form == "lowq" else DEMO, tmp_path / "m", ignore=shutil.ignore_patterns("__pycache__"))
     else:
         lowq.export(demo4_none, form, tmp_path / "m")
-    before = imported("inspect", tmp_path / "m", "--json")[1]
+    before = inspected(tmp_path / "m")
     small = re.compile(r"(scale|zero|scales|biases|qzeros|g_idx|shape|zero_point)$")
     changed = 0
     for path in (tmp_path / "m").glob("*.safetensors"):
@@ -81,7 +91,7 @@ def test_inspect_reads_no_codes_and_no_dense_weights(form, demo4_none, tmp_path)
                     f.write(bytes(tensor.nbytes))
                     changed += tensor.nbytes
     assert changed > 1 << 20
-    assert imported("inspect", tmp_path / "m", "--json")[1] == before
+    assert inspected(tmp_path / "m") == before
 
 
 def test_ls_imports_no_torch(tuned):
