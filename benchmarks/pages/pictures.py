@@ -67,3 +67,19 @@ def pictures_users() -> str:
         cells.append((r["pictures"], r["texts"], f"{r['tokens_per_s']:,.0f}", *times))
     columns = (">users with pictures", ">with texts", ">tokens/s", ">first token, ms", ">between tokens, ms")
     return table((*columns, ">texts: between tokens, ms"), cells)
+
+
+PASSES = {"launched": "launched kernel by kernel", "recorded": "recorded"}
+
+
+@part
+def pictures_passes() -> str:
+    """16 users who send pictures, before their passes were recorded and since (h200/pictures_passes.json)."""
+    cells = []
+    for r in json.loads((RESULTS / "h200" / "pictures_passes.json").read_text())["rows"]:
+        if r.get("passes") in PASSES:
+            m, first, between = r["mixed"], r["picture"]["first_ms"], r["picture"]["between_ms"]
+            times = (f"{first['p50']:.0f} / {first['p99']:.0f}", f"{between['p50']:.1f} / {between['p99']:.1f}")
+            cells.append((PASSES[r["passes"]], f"{r['tokens_per_s']:,.0f}", *times, m["n"], f"{m['total_s']:.1f}"))
+    columns = ("passes with prompts", ">tokens/s", ">first token, ms", ">between tokens, ms", ">such passes", ">their time, s")
+    return table(columns, cells)
