@@ -88,10 +88,26 @@ def rows_to_round(K, dtype, device="cpu"):
     return x.to(device)
 
 
+ROUNDED = [
+    (14336, torch.float16, "int8"),
+    (14336, torch.float16, "fp8"),
+    (2053, torch.bfloat16, "int8"),
+    (2053, torch.bfloat16, "fp8"),
+]
+
+
+@pytest.fixture(scope="module")
+def rounding():
+    """Builds all instances of the kernel that rounds, in one go."""
+    with emulation.hopper(act_rows), emulation.built_at_once():
+        for K, dtype, act in ROUNDED:
+            act_rows.rounded_rows(rows_to_round(K, dtype), act)
+
+
 @emulated
-@pytest.mark.parametrize("act", ["int8", "fp8"])
-@pytest.mark.parametrize(("K", "dtype"), [(14336, torch.float16), (2053, torch.bfloat16)], ids=str)
-def test_rounding_emulated(act, K, dtype):
+@pytest.mark.parametrize(("K", "dtype", "act"), ROUNDED, ids=str)
+@pytest.mark.usefixtures("rounding")
+def test_rounding_emulated(K, dtype, act):
     x = rows_to_round(K, dtype)
     with emulation.hopper(act_rows):
         y = act_rows.rounded_rows(x, act)
