@@ -112,21 +112,6 @@ def draft_rounds() -> str:
 
 
 @part
-def draft_follow() -> str:
-    """Tokens per second of n-grams on a large model's shape."""
-    rows = [
-        (d, r) for d in DEVICES if (RESULTS / d / "draft_follow.json").is_file() for r in read(f"{d}/draft_follow.json")["rows"]
-    ]
-    columns = ("device", "shape", ">bits", "text", ">tokens/s without", ">with", ">times", ">tokens a step")
-    lines = []
-    for d, r in rows:
-        speeds = (f"{r[name]:,.0f}" for name in ("tokens_per_s_without", "tokens_per_s"))
-        shape, bits = MODELS[r["model"]], r["variant"][0]
-        lines.append((d, shape, bits, r["kind"], *speeds, f"{r['times']:.2f}", f"{r['tokens_per_pass']:.2f}"))
-    return table(columns, lines)
-
-
-@part
 def draft_serving() -> str:
     """Tokens per second and waits of a server's users, with drafts and without."""
     rows = {(r["users"], r["load"], r["draft"]): r for _, r in _rows("drafts.json", "serve")}
