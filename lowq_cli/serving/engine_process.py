@@ -76,7 +76,8 @@ class ApartEngine:
 
     Args:
         make: a module-level function, given: its arguments; both are pickled, and so is its `Made.facts`.
-        standby: the process to use, None for a new one.
+        standby: the process to use, None for a new one. starts: the engine starts as soon as it is made, without waiting for
+            `start`, which must follow.
     Attributes in addition to Engine's:
         kept: the result of the engine's `keep`, if `stop` had to ask for it.
         facts: the `Made.facts` of `make`. Like limits, vocabulary, name and reason, it is set once `made` has returned.
@@ -88,12 +89,15 @@ class ApartEngine:
     vocabulary: int
     facts: Any
 
-    def __init__(self, make: Callable[..., Made], *given: Any, standby: Standby | None = None) -> None:
+    def __init__(self, make: Callable[..., Made], *given: Any, standby: Standby | None = None, starts: bool = False) -> None:
         standby = standby or Standby()
         self._pipe, self._process = standby.pipe, standby.process
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._starts = starts
         try:
             self._tell(make, given)
+            if starts:
+                self._tell("start")
             threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
         except BaseException:  # such as too many threads
             standby.stop()
@@ -116,7 +120,8 @@ class ApartEngine:
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
         """Start the engine in its process. Raises the errors of its `start`."""
-        self._tell("start")
+        if not self._starts:
+            self._tell("start")
         (self.reason,) = self._wait("started", done)
         self._sink, self.closed = sink, ""
         self._heard = self._moved = time.monotonic()

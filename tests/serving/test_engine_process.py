@@ -134,11 +134,15 @@ def test_the_process_ends_with_its_engine_and_answers_before():
         ("start", MemoryError, "while recording passes"),
     ],
 )
-def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line):
-    engine, output = ApartEngine(counting.make, fault), []
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line, starts):
+    engine, output = ApartEngine(counting.make, fault, starts=starts), []
 
     def begin():
         engine.made()
+        if starts:  # its start fails before it is asked for
+            engine._process.join(60)
+            assert not engine._process.is_alive()
         engine.start(lambda batch: None, lambda n, of: output.append((n, of)))
 
     try:

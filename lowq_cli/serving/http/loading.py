@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MODULES = (  # imported by a standby process before the model is known
     *("lowq_cli.engine.open_model", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
     *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
+    *("lowq_cli.engine.generation_config", "lowq_cli.serving.http.served_model", "lowq_kernels.dispatch.measure", "tokenizers"),
 )
 ROOMY = 20 << 30  # min. bytes of a GPU on which a process stands by with a CUDA context: about 0.5 GB, 0.8 to 1.4 s to make
 KEYED = ("kv", "act", "deterministic", "draft")  # options that change cache contents; block names hold the adapter
@@ -190,7 +191,7 @@ class Loader:
     def begin(self, offer: Offer) -> "LoadingModel":
         """Begin to load a model."""
         standby, self.standby = self._alive(), None
-        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host)
+        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host, starts=True)
         return self.latest
 
     def prepare(self) -> None:
@@ -216,7 +217,7 @@ class LoadingModel:
 
     Args:
         offer: the model. device, how: arguments of `load` for all models of the server; and `urls`: whether images at http and
-            https URLs are fetched.
+            https URLs are fetched. starts: the engine starts as soon as it is made, while this process reads its facts.
     """
 
     def __init__(
@@ -227,13 +228,15 @@ class LoadingModel:
         quiet: bool,
         standby: Standby | None = None,
         host: HostMemory | None = None,
+        starts: bool = False,
     ) -> None:
         self.offer, self.host, how = offer, host, {**how, **offer.how}
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.given = load, offer.path, device, how, quiet
+        self.starts = starts
         try:
-            self.engine = ApartEngine(*self.given, standby=standby)
+            self.engine = ApartEngine(*self.given, standby=standby, starts=starts)
         except BaseException:  # such as too many processes or threads
             self._return(None if self.lent is None else self.lent.kept)
             raise
@@ -264,7 +267,7 @@ class LoadingModel:
                 self.engine.stop(0)
                 if self.stopped:
                     raise
-                self.engine = ApartEngine(*self.given)
+                self.engine = ApartEngine(*self.given, starts=self.starts)
             made = self.engine.made()
         return made
 
