@@ -19,8 +19,8 @@
     fold       the module that fuses add_norm and gated into the products of cuda/tile_mma; None where the device cannot
 
 On CUDA they are the kernels of this package (dispatch chooses those of `attend`, prompts and routers; the rest are Triton).
-On a CPU, C++ runs what a step needs (`cpu`, `rows_cpu`, `recurrent/steps_cpu`). Everything else runs the
-torch functions that define each operation (`reference`). `experts` computes a mixture's layer from packed experts.
+On a CPU, C++ runs what a step needs (`cpu`, `rows_cpu`, `mixture_cpu`, `latent_cpu`, `recurrent/steps_cpu`). Everything else
+runs the torch functions that define each operation (`reference`). `experts` computes a mixture's layer from packed experts.
 `recurrent.dispatched` runs mixers with a state of fixed size.
 """
 
@@ -102,7 +102,7 @@ TORCH = Ops("torch", **{f.name: getattr(reference, f.name) for f in fields(Ops)[
 def ops(device_type: str) -> Ops:
     """The set for a kind of device; torch's where Triton is not installed."""
     if device_type == "cpu":
-        from lowq_kernels.decode import cpu, rows_cpu
+        from lowq_kernels.decode import cpu, latent_cpu, mixture_cpu, rows_cpu
 
         return replace(
             TORCH,
@@ -117,6 +117,10 @@ def ops(device_type: str) -> Ops:
             update_norms=rows_cpu.update_norms,
             prepare=rows_cpu.prepare,
             opened=rows_cpu.opened,
+            opened_by=rows_cpu.opened_by,
+            activated=cpu.activated,
+            route_by=mixture_cpu.route_by,
+            latent=replace(LATENT, step=latent_cpu.step),
         )
     if device_type != "cuda":
         return TORCH

@@ -1,4 +1,4 @@
-"""add_norm, gated and attend in C++ (products/cpu/step.h): `reference` allocates a dozen small tensors for each of them.
+"""add_norm, gated, activated and attend in C++ (products/cpu/step.h): torch allocates a dozen small tensors for each.
 
 In torch they took 8 of the 45 ms per token of a 1B model in 4 bits. Calls that step.h does not take (odd heads, other strides,
 no compiler) run in `reference`, which defines each operation.
@@ -14,13 +14,13 @@ from lowq_kernels.decode.reference import Heads
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import ADD_NORM, ATTEND, DTYPES, GATED, struct
 
-ACTS = ("silu", "gelu_tanh")  # the activations of step.h
+ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", activation.CLAMPED)  # as args.h numbers them
 LANES = 16  # head dims must be a multiple: whole vector registers in every instruction set
 
 
 ARGS = (
     struct("Norm", p="x delta post weight y", i="M H dtype meta threads", f="eps"),
-    struct("Gated", p="x y", i="M I dtype gelu threads"),
+    struct("Gated", p="x by y", q="apart", i="M I dtype act alone threads", f="scale"),
     struct(
         "Attend",
         p="qkv k v cos sin pos table q_norm k_norm sinks y",
@@ -50,11 +50,22 @@ def add_norm(
 
 def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
     """As `activation.gated`."""
-    if act not in ACTS or gate_scale != 1.0 or not native.takes(gate_up):
+    if act not in ACTS or not native.takes(gate_up):
         return activation.gated(gate_up, act, gate_scale)
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, inner, dtype=gate_up.dtype)
-    _run(GATED, y.dtype, {"x": gate_up, "y": y}, M=M, I=inner, gelu=act == "gelu_tanh")
+    _run(GATED, y.dtype, {"x": gate_up, "y": y}, M=M, I=inner, act=ACTS.index(act), scale=gate_scale)
+    return y
+
+
+def activated(x: torch.Tensor, act: str, by: torch.Tensor | None = None) -> torch.Tensor:
+    """As `activation.activated`."""
+    rows = by is None or (by.dtype == x.dtype and by.shape == x.shape and by.stride(1) == 1 and not by.requires_grad)
+    if act not in activation.ACTIVATIONS or x.dim() != 2 or not rows or not native.takes(x):
+        return activation.activated(x, act, by)
+    y, (M, inner), apart = torch.empty_like(x), x.shape, 0 if by is None else by.stride(0)
+    tensors = {"x": x, "by": by, "y": y}
+    _run(GATED, y.dtype, tensors, M=M, I=inner, act=ACTS.index(act), alone=True, apart=apart, scale=1.0)
     return y
 
 

@@ -1,5 +1,6 @@
 """Norms of any family, and the update of the residual stream, in torch: fp32 inside, rounded once to the output's dtype."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -108,6 +109,10 @@ def update_norms(
     scale: float = 1.0,
     after: torch.Tensor | None = None,
     second: torch.Tensor | None = None,
+    *,
+    update_norm: Callable[..., torch.Tensor] = update_norm,
+    normed: Callable[..., torch.Tensor] = normed,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `update_norm`, with two norms of the same x: those of the branches of a parallel block."""
+    """As `update_norm`, with two norms of the same x: those of the branches of a parallel block. The last two operands are
+    what computes it."""
     return update_norm(x, delta, norms[0], post, scale, after, second), normed(x, *norms[1])

@@ -1,10 +1,11 @@
-"""update_norm, add, normed, prepare and opened in C++ (products/cpu/rows.h), for families whose layers differ from Llama's.
+"""update_norm, add, normed, prepare and gates of outputs in C++ (products/cpu/rows.h), for layers that differ from Llama's.
 
 In torch each is 5 to 25 small operations, which also keep a step from being replayed as one call (`Repeated`). What rows.h does
 not take (other strides, no compiler) runs in the definitions.
 """
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lowq_kernels.decode import activation, norms
 from lowq_kernels.decode import prepare as definition
 from lowq_kernels.decode.norms import Kind, Norm
 from lowq_kernels.decode.prepare import Prepared
-from lowq_kernels.products.cpu import native
+from lowq_kernels.products.cpu import dense, native
 from lowq_kernels.products.cpu.native import DTYPES, struct
 
 NORM = struct("AnyNorm", p="weight bias", i="layer weight_kind bias_kind groups", f="eps")
@@ -78,19 +79,6 @@ def add(
         norms.add(x, delta, post, scale, after, second)
 
 
-def update_norms(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norms: tuple[Norm, Norm],
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `norms.update_norms`."""
-    return update_norm(x, delta, norms[0], post, scale, after, second), normed(x, *norms[1])
-
-
 def _own(delta: torch.Tensor | None, second: torch.Tensor | None, own: tuple[Norm, Norm]) -> tuple[torch.Tensor, torch.Tensor]:
     """Delta and second, each normed; rounded, unlike in the definition."""
     assert delta is not None
@@ -115,6 +103,9 @@ def normed(
     return y
 
 
+update_norms = partial(norms.update_norms, update_norm=update_norm, normed=normed)
+
+
 def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """As `activation.opened`."""
     wide = gate.shape[1] in (1, y.shape[1]) and gate.dtype == y.dtype
@@ -125,14 +116,19 @@ def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return z
 
 
+def opened_by(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `activation.opened_by`."""
+    return opened(y, dense.product(x, weight, None))
+
+
 def prepare(
     qkv: torch.Tensor, p: Prepared, pos: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `prepare.prepare`."""
     fits = (
-        _norms(p.q_norm, p.HQ * p.D if p.over == "all" else p.D)
-        and _norms(p.k_norm, p.HKV * p.D if p.over == "all" else p.D)
-        and _norms(p.v_norm, p.D)
+        norms_fit(p.q_norm, p.HQ * p.D if p.over == "all" else p.D)
+        and norms_fit(p.k_norm, p.HKV * p.D if p.over == "all" else p.D)
+        and norms_fit(p.v_norm, p.D)
     )
     tables = (cos is None) == (sin is None) and (cos is None or sin is None or cos.dtype == sin.dtype)
     if not (fits and tables and pos.dtype == torch.int32 and pos.is_contiguous() and native.takes(qkv, cos, sin)):
@@ -147,7 +143,7 @@ def prepare(
     numbers |= {"neighbours": p.pairing == "neighbours", "angle_kind": 0 if cos is None else DTYPES[cos.dtype]}
     numbers |= {} if scale is None else {"beta": scale.beta, "period": scale.period, "offset": scale.offset}
     for name, norm in (("q", p.q_norm), ("k", p.k_norm), ("v", p.v_norm)):
-        numbers |= {f"{name}_norm": _norm(norm), f"{name}_normed": norm is not None}
+        numbers |= {f"{name}_norm": norm_fields(norm), f"{name}_normed": norm is not None}
     tensors = {"x": qkv, "cos": cos, "sin": sin, "pos": pos, "y": y, "gate": gate}
     native.run(native.PREPARE, ARGS[native.PREPARE], qkv.dtype, tensors, **numbers)
     return y, gate
@@ -167,11 +163,18 @@ def _update(
     sizes = {"M": x.shape[0], "H": x.shape[1], "posts": post is not None, "scale": scale}
     kind = 0 if after is None else DTYPES[after.dtype]
     native.run(
-        native.UPDATE, ARGS[native.UPDATE], x.dtype, tensors, norm=_norm(norm), post=_norm(post), after_kind=kind, **sizes
+        native.UPDATE,
+        ARGS[native.UPDATE],
+        x.dtype,
+        tensors,
+        norm=norm_fields(norm),
+        post=norm_fields(post),
+        after_kind=kind,
+        **sizes,
     )
 
 
-def _norm(norm: Norm | None) -> ctypes.Structure:
+def norm_fields(norm: Norm | None) -> ctypes.Structure:
     if norm is None:
         return NORM(groups=1)
     weights: dict[str, Any] = {}
@@ -191,10 +194,10 @@ def _updates(
     alike = all(t is None or (t.dtype == x.dtype and t.shape == x.shape) for t in (delta, second))
     if not alike or x.dim() != 2 or (after is not None and after.numel() != 1):
         return False
-    return _norms(norm, x.shape[1]) and _norms(post, x.shape[1]) and native.takes(x, delta, second, after)
+    return norms_fit(norm, x.shape[1]) and norms_fit(post, x.shape[1]) and native.takes(x, delta, second, after)
 
 
-def _norms(norm: Norm | None, n: int) -> bool:
+def norms_fit(norm: Norm | None, n: int) -> bool:
     """Whether a norm's weights are one for each of n values."""
     if norm is None:
         return True

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
+from lowq_kernels.decode import mixture_cpu
 from lowq_kernels.decode.activation import UNGATED
-from lowq_kernels.decode.mixture import mixture, takes_any_number
+from lowq_kernels.decode.mixture import mixture as mixture_gpu
+from lowq_kernels.decode.mixture import takes_any_number
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice, find, select
 from lowq_kernels.modules.linear import blank_table, only_moved
@@ -135,8 +137,10 @@ class QuantExperts(nn.Module):
         if top_k_index is None or top_k_weights is None:
             return self._every_token(hidden_states)
         top_k = top_k_index.shape[-1]
-        if hidden_states.is_cuda and hidden_states.dim() == 2 and self.act and not through_autograd(hidden_states):
+        fused = hidden_states.dim() == 2 and self.act and not through_autograd(hidden_states)
+        if fused and hidden_states.device.type in ("cuda", "cpu"):
             up, down = (self.stack(name) for name in self.kind.stacks)
+            mixture = mixture_gpu if hidden_states.is_cuda else mixture_cpu.experts
             if (y := mixture(hidden_states, top_k_index, top_k_weights, up, down, self.act)) is not None:
                 return y
         x, experts = hidden_states.repeat_interleave(top_k, 0), top_k_index.reshape(-1)

@@ -37,10 +37,11 @@ def plain_isa(request, monkeypatch):
 
 @pytest.fixture(params=SETS)
 def isa(request, monkeypatch):
-    """One instruction set after the other, and outputs that hold NaN until they are written."""
+    """One instruction set after the other, and outputs that hold NaN, or large integers, until they are written."""
 
     def poisoned(*size, **kind):
-        return torch.full(size if isinstance(size[0], int) else size[0], float("nan"), **kind)
+        poison = float("nan") if kind.get("dtype", torch.float32).is_floating_point else 0x5A5A5A5A
+        return torch.full(size if isinstance(size[0], int) else size[0], poison, **kind)
 
     with only(request.param, monkeypatch) as name:
         monkeypatch.setattr(torch, "empty", poisoned)

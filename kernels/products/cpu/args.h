@@ -33,10 +33,14 @@ struct Norm {
     float eps;
 };
 
+enum { SILU, GELU_TANH, GELU, RELU, RELU2, CLAMPED };  // CLAMPED: gpt-oss's, of gate and up together
+
 struct Gated {
-    const void* x;  // (M, 2 I) `dtype`
-    void* y;        // (M, I)
-    int32_t M, I, dtype, gelu, threads;
+    const void *x, *by;  // (M, 2 I) `dtype`: gate, up; or, `alone`, (M, I), times `by` if it is not null: rows `apart`
+    void* y;             // (M, I)
+    int64_t apart;
+    int32_t M, I, dtype, act, alone, threads;
+    float scale;         // of the gate
 };
 
 struct Attend {
@@ -122,7 +126,41 @@ struct Prepare {
     float key_scale, beta, period;  // period 0: queries are not scaled by position
 };
 
-enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE };
+// Routers, experts and latent attention (mixture.h, latent.h); decode/mixture_cpu.py and latent_cpu.py fill these.
+struct Route {
+    AnyNorm norm;  // of x first, if `normed`
+    const void *x, *weight, *scale, *logits_bias, *choice_bias, *each;  // (M, H) `dtype`, (E, H), (H,), (E,) ...; or null
+    int64_t* ids;    // (M, top_k)
+    float* weights;  // (M, top_k)
+    int32_t M, E, H, top_k, groups, kept, top2, normed, sigmoid, usual, normalise, rounded;  // usual: logits are rounded
+    int32_t weight_kind, scale_kind, logits_kind, choice_kind, each_kind, dtype, threads;
+    float sum_eps, factor;
+};
+
+struct Experts {
+    Args up, down;  // the products of expert 0; M, x and y are set for each expert
+    const void* x;  // (M, H) `dtype`
+    const int64_t* ids;    // (M, top_k)
+    const float* weights;  // (M, top_k)
+    void* y;               // (M, H)
+    int64_t up_apart[5], down_apart[5];  // bytes from an expert's words, scales, zeros, bias, factor to the next one's
+    int32_t M, top_k, E, act, alone, dtype, threads;
+};
+
+struct Latent {
+    AnyNorm norm;
+    const void *q, *latent;   // (B, heads (nope + rotated)) and (B, rank + rotated) `dtype`
+    void* cache;              // (B or blocks, 1, BLOCK, rank + rotated), blocks `block` apart
+    const void *cos, *sin;    // (slots, rotated) `angle_kind`
+    const int32_t *pos, *table;  // (B,); (B, wide), or null: sequence b is block b
+    const void *k_up, *v_up;  // (heads, nope, rank) and (heads, v_dim, rank) `up_kind`, heads `k_apart` and `v_apart` apart
+    void* y;                  // (B, heads v_dim)
+    int64_t block, k_apart, v_apart;
+    int32_t B, heads, nope, rotated, v_dim, rank, BLOCK, wide, neighbours, angle_kind, up_kind, offset, dtype, threads;
+    float scale, beta, period;  // period 0: queries are not scaled by position
+};
+
+enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE, ROUTE, EXPERTS, LATENT };
 
 struct Call {
     int32_t what, dtype;

@@ -91,8 +91,8 @@ struct Isa {
 };
 }  // namespace
 
+#include "latent.h"
 #include "product.h"
-#include "rows.h"
 
 void product_avx2(const Args& a) { product(a); }
 void step_avx2(int what, int dtype, const void* a) { between(what, dtype, a); }

@@ -96,8 +96,8 @@ struct Isa {
 };
 }  // namespace
 
+#include "latent.h"
 #include "product.h"
-#include "rows.h"
 
 void product_avx512(const Args& a) { product(a); }
 void step_avx512(int what, int dtype, const void* a) { between(what, dtype, a); }

@@ -75,8 +75,8 @@ struct Isa {
 };
 }  // namespace
 
+#include "latent.h"
 #include "product.h"
-#include "rows.h"
 
 void product_neon(const Args& a) { product(a); }
 void step_neon(int what, int dtype, const void* a) { between(what, dtype, a); }

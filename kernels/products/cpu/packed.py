@@ -30,15 +30,22 @@ def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
 
 def _product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, most: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K) @ dequantize(p)^T + bias -> (M, N). most (M,): round rows of x to 8 bits between minus it and it."""
-    s, M = p.scheme, x.shape[0]
+    M = x.shape[0]
     y = torch.empty(M, p.N, dtype=x.dtype)
     if M == 0:
         return y
+    bias = None if bias is None else bias.to(p.scales.dtype).contiguous()
+    tensors, sizes = operands(p)
+    tensors |= {"x": x, "bias": bias, "most": most, "y": y}
+    native.product(tensors, p.scales.dtype, M=M, **sizes, digits=2 if most is None else 1)
+    return y
+
+
+def operands(p: PackedWeight) -> tuple[dict[str, torch.Tensor | None], dict[str, float]]:
+    """The tensors of a weight by their names in args.h, and the numbers that follow from its shape."""
+    s = p.scheme
     group = chunks(p.K) * 32 if s.group_size == p.K else s.group_size
     block = next(b for b in BLOCKS if group % b == 0)
-    bias = None if bias is None else bias.to(p.scales.dtype).contiguous()
-    tensors = {"x": x, "words": p.words, "scales": p.scales, "zeros": p.zeros, "bias": bias, "most": most, "y": y}
-    sizes = {"M": M, "N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
-    blocks = {"block": block, "blocks": chunks(p.K) * 32 // block, "digits": 2 if most is None else 1, "mid": s.mid}
-    native.product(tensors, p.scales.dtype, **sizes, **blocks)
-    return y
+    sizes = {"N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
+    blocks = {"block": block, "blocks": chunks(p.K) * 32 // block, "mid": s.mid}
+    return {"words": p.words, "scales": p.scales, "zeros": p.zeros}, sizes | blocks

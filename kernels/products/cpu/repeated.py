@@ -17,7 +17,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 class _Only(TorchDispatchMode):
     """Detects whether torch itself computes anything, beyond allocating memory and making views."""
 
-    ALLOWED = ("empty", "empty_like", "slice", "view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "detach")
+    ALLOWED = ("empty", "empty_like", "slice", "select", "view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "detach")
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch asks: True would import torch._dynamo, seconds before the second token

@@ -166,9 +166,4 @@ inline void rows(int what, int dtype, const void* a) {
     else rows_of<FP32>(what, a);
 }
 
-// What lies between products: one call of args.h.
-inline void between(int what, int dtype, const void* a) {
-    what < PRODUCT ? step(what, dtype, a) : what < UPDATE ? recurrent(what, dtype, a) : rows(what, dtype, a);
-}
-
 }  // namespace

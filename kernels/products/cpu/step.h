@@ -10,23 +10,11 @@
 #include <omp.h>
 #endif
 
+#include "activate.h"
 #include "args.h"
 #include "dense.h"
 
 namespace {
-
-// e^x within 2 ulp, in operations that the compiler makes vectors of; 0 below -87, infinite above 88.
-inline float exponential(float x) {
-    float clamped = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
-    float n = __builtin_rintf(clamped * 1.44269504f), r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1;
-    uint32_t u = (uint32_t)((int32_t)n + 127) << 23;
-    float scale;
-    memcpy(&scale, &u, 4);
-    return x < -87.f ? 0 : x > 88.f ? INFINITY : x != x ? x : p * scale;
-}
 
 // x / sqrt(mean(x^2) + eps) * weight
 inline void norm(float* x, const float* weight, int n, float eps) {
@@ -76,28 +64,6 @@ void add_norm(const Norm& a) {
         }
     }
     free(memory);
-}
-
-template <int T>
-void gated(const Gated& a) {
-    constexpr int PART = 256;  // values at once
-    const int parts = (a.I + PART - 1) / PART;
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.M > 1)
-    for (long i = 0; i < (long)a.M * parts; i++) {
-        size_t m = i / parts, first = i % parts * PART, at = m * 2 * a.I + first;
-        int n = a.I - (int)first < PART ? a.I - (int)first : PART;
-        float gate[PART], up[PART];
-        widen<T>(gate, a.x, at, n);
-        widen<T>(up, a.x, at + a.I, n);
-        if (a.gelu)  // by tanh(u) = 1 - 2 / (e^2u + 1)
-            for (int j = 0; j < n; j++) {
-                float g = gate[j], u = 1.5957691216f * (g + 0.044715f * g * g * g);
-                up[j] *= g * (1 - 1 / (exponential(u) + 1));
-            }
-        else
-            for (int j = 0; j < n; j++) up[j] *= gate[j] / (1 + exponential(-gate[j]));
-        round_to<T>(a.y, m * a.I + first, up, n);
-    }
 }
 
 // One head of q or k: normed, turned on its first R dims, rounded to T as the cache is.

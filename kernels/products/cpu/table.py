@@ -27,18 +27,30 @@ from lowq_packers.scheme import TABLES
 )
 def table(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) bf16 or fp16 -> (M, N)."""
-    s, M, T = p.scheme, x.shape[0], 1 if p.table is None else p.table.shape[0]
-    if T > 1 and p.N // T % ROWS:  # tiles of two tables
+    M = x.shape[0]
+    if two_tables_in_a_tile(p):
         return reference(x, p, bias, config)
     y = torch.empty(M, p.N, dtype=x.dtype)
     if M == 0:
         return y
     bias = None if bias is None else bias.to(x.dtype).contiguous()
-    values, factor = tables.values(s, p.table), None if s.table == "fitted" else p.table
-    tensors = {"x": x, "words": p.words, "scales": p.scales, "bias": bias, "y": y, "table": values, "factor": factor}
-    group = chunks(p.K) * CHUNK if s.group_size == p.K else s.group_size
-    sizes = {"M": M, "N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
-    scale = native.SCALES[s.scale] if s.scale in native.SCALES else native.DTYPES[p.scales.dtype]
-    apart = 0 if values.shape[0] == 1 else s.levels
-    native.product(tensors, x.dtype, **sizes, scale=scale, tables=T, apart=apart)
+    tensors, sizes = operands(p)
+    native.product(tensors | {"x": x, "bias": bias, "y": y}, x.dtype, M=M, **sizes)
     return y
+
+
+def two_tables_in_a_tile(p: PackedWeight) -> bool:
+    """Whether some tile's rows have different tables, which table.h does not take."""
+    T = 1 if p.table is None else p.table.shape[0]
+    return T > 1 and p.N // T % ROWS != 0
+
+
+def operands(p: PackedWeight) -> tuple[dict[str, torch.Tensor | None], dict[str, float]]:
+    """The tensors of a weight by their names in args.h, and the numbers that follow from its shape."""
+    s, T = p.scheme, 1 if p.table is None else p.table.shape[0]
+    values, factor = tables.values(s, p.table), None if s.table == "fitted" else p.table
+    group = chunks(p.K) * CHUNK if s.group_size == p.K else s.group_size
+    sizes = {"N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
+    scale = native.SCALES[s.scale] if s.scale in native.SCALES else native.DTYPES[p.scales.dtype]
+    more = {"scale": scale, "tables": T, "apart": 0 if values.shape[0] == 1 else s.levels}
+    return {"words": p.words, "scales": p.scales, "table": values, "factor": factor}, sizes | more
