@@ -4,7 +4,7 @@
 
 Shapes of families_speed.py with two or three layers and 16 experts, random weights, 4 bits. "torch" is the same decoder with
 the definitions in place of the C++ of mixture.h, latent.h and activate.h. Both decode in turn in one process. A row: {family,
-ms of a step with and without, the least of all rounds, share of the torch step in torch's operators and Python, replayed, agree}.
+ms of a step with and without, the least of all rounds, share of the torch step outside of the library, replayed, agree}.
 """
 
 import argparse

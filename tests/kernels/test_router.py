@@ -239,7 +239,7 @@ def test_activations(name):
 def test_gpt_oss_gate_on_a_cpu_is_not_taken_for_another():
     gate_up = torch.randn(5, 2 * 32) * 6
     wanted = activation.gated(gate_up, "clamped_swiglu")
-    assert torch.equal(ops("cpu").gated(gate_up, "clamped_swiglu"), wanted)
+    assert error(ops("cpu").gated(gate_up, "clamped_swiglu"), wanted) < 1e-6
     assert error(ops("cpu").gated(gate_up, "silu"), wanted) > 0.1
 
 
