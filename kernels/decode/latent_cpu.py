@@ -32,18 +32,26 @@ def step(
     order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `latent.step`; keys of all rows are written before any is read, so rows may be of one text."""
-    if not _takes(q, latent, cache, pos, cos, sin, f, table):
+    if isinstance(cache, Coded) or not _takes(q, latent, cache, pos, cos, sin, f, table):
         return definition.step(q, latent, cache, pos, cos, sin, f, table, order)
     B, dtype = q.shape[0], q.dtype
     y = torch.empty(B, f.heads * f.v_dim, dtype=dtype)
-    tensors = {"q": q, "latent": latent, "cache": cache, "cos": cos, "sin": sin, "pos": pos, "table": table}
+    tensors: dict[str, torch.Tensor | None] = {
+        "q": q,
+        "latent": latent,
+        "cache": cache,
+        "cos": cos,
+        "sin": sin,
+        "pos": pos,
+        "table": table,
+    }
     numbers = {name: getattr(f, name) for name in ("heads", "nope", "rotated", "v_dim", "rank", "scale")}
     strides = {"block": cache.stride(0), "k_apart": f.k_up.stride(0), "v_apart": f.v_up.stride(0)}
     strides |= {"wide": 0 if table is None else table.stride(0), "BLOCK": cache.shape[2]}
     kinds = {"angle_kind": DTYPES[cos.dtype], "up_kind": DTYPES[f.k_up.dtype], "neighbours": f.pairing == "neighbours"}
     scale = f.position_scale
     numbers |= {} if scale is None else {"beta": scale.beta, "period": scale.period, "offset": scale.offset}
-    tensors |= {"k_up": f.k_up, "v_up": f.v_up, "y": y}
+    tensors |= {"cos": cos, "sin": sin, "k_up": f.k_up, "v_up": f.v_up, "y": y}
     native.run(native.LATENT, LATENT, dtype, tensors, B=B, norm=norm_fields(f.norm), **numbers, **strides, **kinds)
     return y
 
@@ -51,7 +59,7 @@ def step(
 def _takes(
     q: torch.Tensor,
     latent: torch.Tensor,
-    cache: Cache,
+    cache: torch.Tensor,
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -59,7 +67,7 @@ def _takes(
     table: torch.Tensor | None,
 ) -> bool:
     D, ups = f.rank + f.rotated, (f.k_up, f.v_up)
-    if isinstance(cache, Coded) or D % LANES or cos.shape[1] != f.rotated or not norms_fit(f.norm, f.rank):
+    if D % LANES or cos.shape[1] != f.rotated or not norms_fit(f.norm, f.rank):
         return False
     alike = q.dtype == latent.dtype == cache.dtype and cos.dtype == sin.dtype and cache.stride()[2:] == (D, 1)
     kinds = all(t.dtype == f.k_up.dtype and t.dtype in (q.dtype, torch.float32) and t.stride()[1:] == (f.rank, 1) for t in ups)

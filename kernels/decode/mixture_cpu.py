@@ -55,7 +55,12 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
         if t is not None
     }
     groups = {"groups": f.groups[0], "kept": f.groups[1], "top2": f.group_score == "top2"}
-    facts = {"sigmoid": f.score == "sigmoid", "usual": usual, "normed": f.norm is not None, "norm": norm_fields(f.norm)}
+    facts: dict[str, Any] = {
+        "sigmoid": f.score == "sigmoid",
+        "usual": usual,
+        "normed": f.norm is not None,
+        "norm": norm_fields(f.norm),
+    }
     numbers = {name: getattr(f, name) for name in ("normalise", "rounded", "sum_eps", "factor")}
     pointers = {"x": x, "weight": f.weight, "scale": f.scale, "logits_bias": f.logits_bias, "choice_bias": f.choice_bias}
     pointers |= {"each": f.each, "ids": r.ids, "weights": r.weights}
@@ -75,7 +80,7 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack
     if first is None or last is None:
         return None
     y = torch.empty(x.shape[0], down.N, dtype=x.dtype)
-    tensors = {"x": x, "ids": ids, "weights": weights, "y": y}
+    tensors: dict[str, torch.Tensor | None] = {"x": x, "ids": ids, "weights": weights, "y": y}
     numbers: dict[str, Any] = {"up": first[0], "down": last[0], "up_apart": first[1], "down_apart": last[1]}
     numbers |= {"M": x.shape[0], "top_k": ids.shape[1], "E": up.words.shape[0], "act": cpu.ACTS.index(act), "alone": alone}
     native.run(native.EXPERTS, EXPERTS, x.dtype, tensors, **numbers)

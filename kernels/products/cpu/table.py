@@ -50,7 +50,14 @@ def operands(p: PackedWeight) -> tuple[dict[str, torch.Tensor | None], dict[str,
     s, T = p.scheme, 1 if p.table is None else p.table.shape[0]
     values, factor = tables.values(s, p.table), None if s.table == "fitted" else p.table
     group = chunks(p.K) * CHUNK if s.group_size == p.K else s.group_size
-    sizes = {"N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
+    sizes: dict[str, float] = {
+        "N": p.N,
+        "K": p.K,
+        "bits": s.bits,
+        "group": group,
+        "groups": s.groups(p.K),
+        "chunks": chunks(p.K),
+    }
     scale = native.SCALES[s.scale] if s.scale in native.SCALES else native.DTYPES[p.scales.dtype]
     more = {"scale": scale, "tables": T, "apart": 0 if values.shape[0] == 1 else s.levels}
     return {"words": p.words, "scales": p.scales, "table": values, "factor": factor}, sizes | more
