@@ -26,6 +26,7 @@ ROUTE = struct(
     "weight_kind scale_kind logits_kind choice_kind each_kind dtype threads",
     f="sum_eps factor",
 )
+MOST = 2  # max. rows of a router: of 128 experts, 2,048 wide, 4 rows take 45 us here and 42 us in torch, 1 row 25 and 40
 APART = ctypes.c_int64 * 5
 EXPERTS = struct(
     "Experts",
@@ -39,7 +40,7 @@ EXPERTS = struct(
 
 
 def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `router.route_by`; of experts with equal scores the first are chosen. Torch computes many rows."""
+    """As `router.route_by`; of experts with equal scores the first are chosen. Torch computes more than `MOST` rows."""
     r = Routing.of(x, f)
     M, E, H, top_k = r.sizes
     vectors = {"logits": f.logits_bias, "choice": f.choice_bias, "each": f.each}
@@ -47,7 +48,7 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
     usual = not f.beyond
     exact = not usual or f.weight.dtype in (x.dtype, torch.float32)  # else x would be rounded to the router's dtype first
     tensors = (x, f.weight, f.scale, *vectors.values())
-    if M > dense.MOST or not sized or not exact or not norms_fit(f.norm, H) or not native.takes(*tensors):
+    if M > MOST or not sized or not exact or not norms_fit(f.norm, H) or not native.takes(*tensors):
         return router.route_by(x, f)
     kinds = {
         f"{name}_kind": DTYPES[t.dtype]

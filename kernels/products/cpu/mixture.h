@@ -95,19 +95,26 @@ inline void route(const Route& a) {
             for (int i = 0; i < H; i++) row[i] = row[i] * spare[i] * by;
         }
     }
-#pragma omp parallel num_threads(a.threads) if ((size_t)E * H > 65536)
-    {
-#pragma omp for schedule(static)
+    if (a.weight_kind == FP32) {
+#pragma omp parallel for schedule(static) num_threads(a.threads)
         for (int e = 0; e < E; e++)
-            for (int m = 0; m < a.M; m++) {
-                float y = dot_with(a.weight, a.weight_kind, (size_t)e * H, x + (size_t)m * H, H);
-                if (a.logits_bias) y += read(a.logits_bias, a.logits_kind, e);
-                if (a.usual && a.weight_kind != FP32) {
-                    uint16_t rounded;
-                    write(&rounded, a.weight_kind, 0, y), y = read(&rounded, a.weight_kind, 0);
-                }
-                logits[(size_t)m * E + e] = y;
-            }
+            for (int m = 0; m < a.M; m++)
+                logits[(size_t)m * E + e] = dot_with<FP32>(a.weight, (size_t)e * H, x + (size_t)m * H, H);
+    } else {
+        Args p{};
+        p.words = (const int32_t*)a.weight, p.meta = a.weight_kind, p.y = logits, p.dtype = FP32;
+        p.M = a.M, p.N = E, p.K = H, p.threads = a.threads;
+        a.weight_kind == BF16 ? dense_rows<Widened<BF16>>(p, x) : dense_rows<Widened<FP16>>(p, x);
+    }
+    for (size_t i = 0; i < (size_t)a.M * E; i++) {
+        if (a.logits_bias) logits[i] += read(a.logits_bias, a.logits_kind, i % E);
+        if (a.usual && a.weight_kind != FP32) {
+            uint16_t rounded;
+            write(&rounded, a.weight_kind, 0, logits[i]), logits[i] = read(&rounded, a.weight_kind, 0);
+        }
+    }
+#pragma omp parallel num_threads(a.threads) if (a.M > 1)
+    {
         float* choice = (float*)malloc((size_t)E * (2 * sizeof(float) + sizeof(int64_t) + 1));
         int64_t* some = (int64_t*)(choice + 2 * (size_t)E);
 #pragma omp for schedule(static)
@@ -155,10 +162,9 @@ void experts(const Experts& a) {
     }
 #pragma omp parallel for schedule(static) num_threads(a.threads) if (a.M > 1)
     for (int m = 0; m < a.M; m++) {
-        constexpr int PART = 256;
-        for (size_t c = 0; c < out; c += PART) {
-            const int n = out - c < PART ? out - c : PART;
-            float sum[PART] = {}, one[PART];
+        for (size_t c = 0; c < out; c += AT_ONCE) {
+            const int n = out - c < AT_ONCE ? out - c : AT_ONCE;
+            float sum[AT_ONCE] = {}, one[AT_ONCE];
             for (int j = 0; j < a.top_k; j++) {
                 const size_t s = (size_t)m * a.top_k + j;
                 widen<T>(one, each, s * out + c, n);

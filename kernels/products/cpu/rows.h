@@ -72,13 +72,12 @@ void update(const Update& a) {
 // y sigmoid(gate), gate (M, N) or (M, 1).
 template <int T>
 void open(const Open& a) {
-    constexpr int PART = 256;  // values at once
-    const int parts = (a.N + PART - 1) / PART;
+    const int parts = (a.N + AT_ONCE - 1) / AT_ONCE;
 #pragma omp parallel for schedule(static) num_threads(a.threads) if (a.M > 1)
     for (int i = 0; i < a.M * parts; i++) {
-        const int m = i / parts, first = i % parts * PART, n = a.N - first < PART ? a.N - first : PART;
+        const int m = i / parts, first = i % parts * AT_ONCE, n = a.N - first < AT_ONCE ? a.N - first : AT_ONCE;
         const size_t at = (size_t)m * a.N + first;
-        float y[PART], gate[PART];
+        float y[AT_ONCE], gate[AT_ONCE];
         widen<T>(y, a.x, at, n);
         if (a.wide == 1)
             for (int j = 0; j < n; j++) gate[j] = read(a.gate, T, m);
