@@ -26,8 +26,8 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import activation, cpu, latent, mixture_cpu, router
 
-FAMILIES = ("llama", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma4_text")
-FAMILIES += ("nemotron_h", "minimax_m2")
+MIXTURES = ("qwen3_moe", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss")
+FAMILIES = (*MIXTURES, "gemma4_text", "nemotron_h", "llama")
 MORE: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "full_attention"], "num_hidden_layers": 3},
     "deepseek_v3": {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128}
@@ -94,6 +94,7 @@ def row(family: str, rounds: int) -> dict[str, Any]:
         parts = profile_steps(other, prompt, Sampling(), Path(folder) / "timeline.json")
     library = sum(p.us for p in parts if p.what.startswith("lowq::") and p.what != "lowq::experts_linear")
     made |= {"share_outside": round(1 - library / parts[-1].us, 2), "agree": f"{agree}/{len(tokens)}"}
+    assert own.repeated is not None
     replays = bool(own.repeated.made) and all(step is not None for step in own.repeated.made.values())
     return made | {"replayed": replays, "parts": {p.what: round(p.us) for p in parts[:6]}}
 
