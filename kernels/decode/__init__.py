@@ -93,6 +93,7 @@ class Ops:
     latent: Forms = LATENT
     fold: FoldedProducts | None = None
     attend_prepared: Callable[..., torch.Tensor | None] | None = None
+    gate_product: Callable[[Any, torch.Tensor, str], torch.Tensor | None] | None = None
 
 
 TORCH = Ops("torch", **{f.name: getattr(reference, f.name) for f in fields(Ops)[1:] if f.default is MISSING})
@@ -131,7 +132,7 @@ def ops(device_type: str) -> Ops:
     from lowq_kernels.decode.attend_rows import attend_rows
     from lowq_kernels.decode.route import route_by
 
-    folding = optional("lowq_kernels.decode.fold", "cuda")
+    folding, rounding = (optional(f"lowq_kernels.decode.{name}", "cuda") for name in ("fold", "gate_product"))
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
     operations = Ops(
@@ -142,4 +143,5 @@ def ops(device_type: str) -> Ops:
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "update_norms", "beside")}
     together = optional("lowq_kernels.decode.attend_prepared", "cuda")
     more: dict[str, Any] = {"attend_rows": attend_rows, "accept": sample.accept, "prepare": prepare_triton.prepare}
-    return replace(operations, attend_prepared=together and together.attend, **more, **rows)
+    more |= {"attend_prepared": together and together.attend, "gate_product": rounding and rounding.gate_product}
+    return replace(operations, **more, **rows)

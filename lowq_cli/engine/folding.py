@@ -5,6 +5,9 @@ Three rewrites of the list of steps, where `fold.why_not` allows a product for t
     product, gate                     product_gate
 and one where a kernel takes both (`SharedExperts`):
     experts, product, gate, product   experts with their shared expert
+
+For more rows than a decode step has (STEPS), a gate and the product behind it become one step, which rounds act(gate) * up to
+8 bits where the layer does (`--act`).
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ import torch
 
 from lowq_cli.engine import steps as s
 from lowq_cli.hf.experts import QuantExperts
+from lowq_kernels.activations import STEPS
 from lowq_kernels.decode import FoldedProducts, Ops
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.modules.linear import QuantLinear
@@ -102,6 +106,31 @@ class SharedExperts(s.Experts):
         f.y = self.experts.with_shared(f.y, f.kept.pop("ids"), f.kept.pop("weights"), self.shared)
 
 
+@dataclass(frozen=True, eq=False)
+class GateProduct(s.Step):
+    """y = layer(act(gate) * up), where y holds gate and up."""
+
+    gate: s.Gate
+    product: s.Product
+    what = "product"
+
+    def width(self, before: int) -> int:
+        return self.product.width(before)
+
+    def compiled_for(self) -> tuple[object, ...]:
+        layer = self.product.layer
+        return (*self.gate.compiled_for(), *_facts(layer), getattr(layer, "act", "none"))
+
+    def run(self, f: s.Frame) -> None:
+        assert f.ops.gate_product is not None
+        y = f.ops.gate_product(self.product.layer, f.y, self.gate.act)
+        if y is None:
+            self.gate.run(f)
+            self.product.run(f)
+        else:
+            f.y = y
+
+
 def _facts(layer: Any) -> tuple[object, ...]:
     return layer.out_features, layer.in_features, getattr(layer, "scheme", None), layer.bias is None
 
@@ -122,7 +151,10 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
     if ops.fold is None:
         return steps
     joined = with_shared(steps, M, dtype)
-    folded = _fold_products(joined, ops, M, dtype)
+    if M > STEPS:
+        folded = _with_gates(joined) if ops.gate_product else joined
+    else:
+        folded = _fold_products(joined, ops, M, dtype)
     return steps if folded is joined and len(joined) == len(steps) else folded
 
 
@@ -198,6 +230,18 @@ def _fold_products(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) ->
             folded.append(step)
             i += 1
     return folded if len(folded) < len(steps) else steps
+
+
+def _with_gates(steps: list[s.Step]) -> list[s.Step]:
+    """The steps with each gate and the product behind it as one; the same list object without such a pair."""
+    found = list[s.Step]()
+    for step in steps:
+        gate = found[-1] if found else None
+        if isinstance(gate, s.Gate) and gate.gated and gate.gate_scale == 1.0 and type(step) is s.Product:
+            found[-1] = GateProduct(gate, step)
+        else:
+            found.append(step)
+    return found if len(found) < len(steps) else steps
 
 
 def _folds_gate(gate: s.Gate, fold: FoldedProducts) -> bool:

@@ -20,6 +20,7 @@ from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import FEW_ROWS, QuantExperts
+from lowq_kernels.activations import STEPS
 from lowq_kernels.decode import Ops, ops
 from lowq_kernels.decode.prepare import unrotated
 from lowq_kernels.decode.reference import tile_rows
@@ -84,6 +85,7 @@ class Plan:
 
     def program(self, M: int, shows: bool = False) -> Sequence[s.Step]:
         """The steps for M rows, with neighbours folded into products where possible. shows: with the steps for images."""
+        M = min(M, STEPS + 1)  # more rows are folded alike
         if (M, shows) not in self._folded:
             self._folded[M, shows] = folding.fold(self.of_pictures if shows else self.steps, self.ops, M, self.dtype)
         return self._folded[M, shows]
@@ -159,7 +161,7 @@ class Plan:
         """Run every step on a frame; returns the frame."""
         x, shows = frame.x, frame.batch.shows
         steps = self.program(x.shape[0], shows)
-        if steps is not (self.of_pictures if shows else self.steps):
+        if steps is not (self.of_pictures if shows else self.steps) and x.shape[0] <= STEPS:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
         outer = scope.set(self.tuned)
         try:

@@ -55,7 +55,8 @@ def warm_texts(model: Any, decoder: NativeDecoder, rows: int) -> int:
     """As `warm`, for the logits of whole sequences with `rows` tokens at a time, without reporting progress."""
     if model.device.type != "cuda":
         return 0
-    work = [*products(decoder.linears, model.dtype, {rows}), *_steps(decoder.plan, decoder.plan.steps, rows, decoder.kv, True)]
+    steps = _steps(decoder.plan, decoder.plan.program(rows), rows, decoder.kv, True)
+    work = [*products(decoder.linears, model.dtype, {rows}), *steps]
     return launch_all(work, lambda n, of: None)
 
 
@@ -120,7 +121,7 @@ def _between(decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampl
     work += _steps(plan, plan.steps, 1, kind, False, lambda step: isinstance(step, s.Attend), LONG)
     work += _steps(plan, plan.steps, batch, kind, True, lambda step: bool(step.state))
     for M in rows - {batch}:
-        work += _steps(plan, plan.steps, M, kind, False, lambda step: isinstance(step, s.Experts))
+        work += _steps(plan, plan.program(M), M, kind, False, lambda step: isinstance(step, s.Experts | folding.GateProduct))
     return work
 
 

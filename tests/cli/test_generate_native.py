@@ -21,6 +21,7 @@ from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
+from lowq_kernels.activations import STEPS
 from lowq_kernels.decode import reference
 from lowq_kernels.dispatch.registry import KernelSpec
 from lowq_kernels.modules.linear import QuantLinear
@@ -113,6 +114,27 @@ def test_folding_changes_no_token(name):
     assert any(isinstance(step, folding.ProductAdd) for step in decoder.plan.program(2)) == (name != "gemma3_text")
     assert decoder.about(2).endswith("into the matmuls, with config 4,2 for gate_up") == (name != "gemma3_text")
     assert tokens(model, decoder, **lively) == wanted
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_gates_of_prompts_go_to_the_products_behind_them(taken):
+    """In passes of more than STEPS rows, whether a kernel computes both or none does."""
+    asked = []
+
+    def gate_product(layer, gate_up, act):
+        asked.append((layer.in_features, act))
+        return layer(reference.gated(gate_up, act)) if taken else None
+
+    prompt = [torch.randint(2, 320, (STEPS + 9,), generator=torch.Generator().manual_seed(4)).tolist()]
+    steps = {"max_new_tokens": 3, "repetition_penalty": 1.5}
+    g = stream(model := build("llama"), TOKENIZER, prompt, decoder=NativeDecoder(model), **steps)
+    list(g.pieces())
+    decoder = NativeDecoder(model := build("llama"))
+    decoder.plan.ops = replace(decoder.plan.ops, fold=Fold, gate_product=gate_product)
+    found = stream(model, TOKENIZER, prompt, decoder=decoder, **steps)
+    list(found.pieces())
+    assert found.tokens == g.tokens
+    assert asked == [(96, "silu")] * 3  # a layer each; none in steps
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])

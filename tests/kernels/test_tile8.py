@@ -8,12 +8,15 @@ import torch
 
 import emulation
 from lowq_kernels import activations
+from lowq_kernels.decode import activation
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8", compiler=False)
 from lowq_kernels.cuda import nvrtc
+from lowq_kernels.decode.gate_product import gate_product
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cuda import act_rows, tile_wgmma8
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -78,6 +81,32 @@ def test_emulated(case):
     with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
         y = emulation.twice(lambda: spec.launch(x, p, bias, config))
     assert emulation.error(y, ref) < TOLERANCE[case.dtype]
+
+
+GATED = [  # K of two rounds of act_rows; K that is no multiple of 128, and of 8
+    ("silu", Case((1, 64, 1), 4, torch.float16, 128, "float", 5, 72, 4224, act="fp8")),
+    ("gelu_tanh", Case((1, 64, 1), 8, torch.bfloat16, 272, "none", 35, 130, 272, bias=True, act="int8")),
+]
+
+
+def gated_operands(gate, case, device="cpu"):
+    """Gate and up, the packed weight, the bias, and the product of the rounded act(gate) * up."""
+    x, p, bias, q = emulation.operands(case, device)
+    gate_up = torch.cat([x, x.flip(0)], 1) / x.abs().amax(1, keepdim=True)
+    x = activation.gated(gate_up, gate)
+    ref = activations.rounded(x.float(), case.act) @ q.dequantize().t().to(device) + (0 if bias is None else bias.float())
+    return gate_up, p, bias, ref
+
+
+@emulated
+@pytest.mark.parametrize(("gate", "case"), GATED, ids=str)
+def test_gated_emulated(gate, case):
+    """act(gate) * up is computed by the launch that rounds it."""
+    gate_up, p, bias, ref = gated_operands(gate, case)
+    config = dict(zip(tile_wgmma8.KEYS, case.config, strict=True))
+    with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
+        y = emulation.twice(lambda: tile_wgmma8.product(gate_up, p, bias, config, case.act == "int8", gate))
+    assert emulation.error(y, ref) < 2 * TOLERANCE[case.dtype]
 
 
 def rows_to_round(K, dtype, device="cpu"):
@@ -176,3 +205,17 @@ def test_on_the_gpu(act, bits):
             y = spec.launch(x, p, bias, config)
             assert emulation.error(y, ref) < TOLERANCE[case.dtype], case
             assert torch.equal(y, spec.launch(x, p, bias, config)), case
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("act", ["int8", "fp8"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gated_on_the_gpu(act, gate):
+    """As a layer behind a gate computes it; of few rows, which are not rounded, nothing is taken."""
+    case = Case(0, 4, torch.bfloat16, 128, "float", 300, 1000, 14336, bias=True, act=act)
+    gate_up, p, bias, ref = gated_operands(gate, case, "cuda")
+    layer = QuantLinear.from_packed(p, bias)
+    layer.set_act(act)
+    assert emulation.error(gate_product(layer, gate_up, gate), ref) < 2 * TOLERANCE[case.dtype]
+    assert gate_product(layer, gate_up[: activations.STEPS], gate) is None

@@ -4,12 +4,14 @@
 // round_rows  q * scale in x's type: what 16-bit kernels multiply
 // act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. Of each
 //             chunk of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with f = i + (b %
-//             2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2
+//             2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2. GATE: of act(gate) * up, rounded to x's type, where a row
+//             of x holds K of gate and K of up
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
 // Launch  one block of 256 threads a row. act_rows holds it in registers meanwhile where it has at most 16 * 256 * ROUNDS
 //         values (0: it is read twice, as by round_rows, the second time out of L1)
 // Source  own.
 #include "tile.cuh"
+#include "fold.cuh"
 
 template <bool INT8>
 __device__ __forceinline__ float quantized(float x, u32& byte) {  // the rounded value, and its bits
@@ -102,22 +104,36 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
     }
 }
 
-template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS>
+enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2 };
+template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE>
 __global__ void __launch_bounds__(256)
 act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps,
          int sums_stride) {
+    static_assert(GATE == PLAIN || ROUNDS > 0, "gates are computed once");
     __shared__ float maxima[8];
     const int row = blockIdx.x, units = steps * 8;  // of 16 bytes
-    const u16* const from = x + (size_t)row * K;
+    const u16* const from = x + (size_t)row * (GATE == PLAIN ? K : 2 * K);
     next_grid_launch();
     previous_grid_wait();
     constexpr float LIMIT = INT8 ? 127.f : 448.f;
+    auto load = [&](int k, u32 (&v)[4]) {
+        load8(from, k, K, v);
+        if constexpr (GATE != PLAIN) {
+            u32 up[4];
+            load8(from + K, k, K, up);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 a = to_floats<T>(v[i]), b = to_floats<T>(up[i]);
+                v[i] = from_floats<T>(activation(GATE == SILU_GATE, a.x) * b.x, activation(GATE == SILU_GATE, a.y) * b.y);
+            }
+        }
+    };
     auto read = [&](int unit, u32 (&v)[2][4]) {  // the 16 values of a unit
         constexpr int PER = CHUNK / 16;  // units of a chunk
         const int chunk = unit / PER, j = unit % PER / 2, h = unit % 2;
         const int f0 = INTERLEAVED ? 2 * j : j, f1 = INTERLEAVED ? 2 * j + 1 : j + CHUNK / 32;
-        load8(from, chunk * CHUNK + 16 * f0 + 8 * h, K, v[0]);
-        load8(from, chunk * CHUNK + 16 * f1 + 8 * h, K, v[1]);
+        load(chunk * CHUNK + 16 * f0 + 8 * h, v[0]);
+        load(chunk * CHUNK + 16 * f1 + 8 * h, v[1]);
     };
     u32 held[ROUNDS ? ROUNDS : 1][2][4];
     float most = 0.f;

@@ -30,6 +30,7 @@ BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
 MOST_HELD = 7  # act_rows holds up to this many times 4,096 values of a row of x, 8 registers per thread each
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2}  # what act_rows computes before it rounds
 
 
 def sum_span(group: int) -> int:
@@ -95,24 +96,35 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     return min(legal, key=cost)
 
 
+def rounds_held(K: int) -> int:
+    """The rounds of 4,096 values in which act_rows holds a row of K in registers; 0: it reads longer rows twice."""
+    rounds = math.ceil(math.ceil(K / BLOCK_K) * BLOCK_K / 4096)
+    return rounds if rounds <= MOST_HELD else 0
+
+
 @cache
 def _prepared(
-    bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], steps: int, device: int
+    bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], steps: int, device: int, gate: str
 ) -> tuple[Kernel, Kernel, int]:
     """Both kernels of a config and the second one's shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, named)[1]
-    rounds = math.ceil(steps * BLOCK_K / 4096)
-    held = rounds if rounds <= MOST_HELD else 0
-    rounding = f"act_rows<{T}, {str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}, {sum_span(group)}, {held}>"
+    held = rounds_held(steps * BLOCK_K)
+    flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}"
+    rounding = f"act_rows<{T}, {flags}, {sum_span(group)}, {held}, {GATES[gate]}>"
     rows = Kernel("act_rows.cu", rounding, device, 256, ROUND_PARAMETERS, serialize=True)
     instance = expression(bits, T, int8, group, zeros, named)
     return rows, Kernel("tile_wgmma8.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT_K"], serialize=True), smem
 
 
-def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config, int8: bool) -> torch.Tensor:
-    """x (M, K) fp16 or bf16 -> (M, N): x rounded per token, 8-bit products summed exactly or in fp32, scaled in fp32."""
-    (M, K), bits, device = x.shape, p.scheme.bits, x.device
+def product(
+    x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config, int8: bool, gate: str = ""
+) -> torch.Tensor:
+    """x (M, K) fp16 or bf16 -> (M, N): x rounded per token, 8-bit products summed exactly or in fp32, scaled in fp32.
+
+    gate: one of GATES; x is then gate and up (M, 2 K), and act(gate) * up of them is what is rounded.
+    """
+    M, K, bits, device = x.shape[0], p.K, p.scheme.bits, x.device
     y = torch.empty(M, p.N, dtype=x.dtype, device=device)
     if M == 0:
         return y
@@ -120,7 +132,7 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     steps, span = math.ceil(K / BLOCK_K), sum_span(group)
     rows, kernel, smem = _prepared(
-        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), steps, device.index
+        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), steps, device.index, gate
     )
     x = aligned(x)
     x8 = torch.empty(M, steps * BLOCK_K, dtype=torch.uint8, device=device)

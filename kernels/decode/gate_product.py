@@ -1,0 +1,21 @@
+"""act(gate) * up rounded to 8 bits by the launch that computes it, and the product behind it: layers under `--act`."""
+
+import torch
+
+from lowq_kernels.activations import act_of
+from lowq_kernels.dispatch.registry import Call, select
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.cuda import tile_wgmma8
+
+KERNELS = ("cuda/tile_int8", "cuda/tile_fp8")
+
+
+def gate_product(layer: object, gate_up: torch.Tensor, act: str) -> torch.Tensor | None:
+    """layer(act(gate) * up) (M, N) of gate_up (M, 2 K), or None where no kernel does both."""
+    if not isinstance(layer, QuantLinear) or layer.in_blocks or act not in tile_wgmma8.GATES:
+        return None
+    mode, p = act_of(layer.act, gate_up.shape[0]), layer.packed
+    if mode == "none" or not tile_wgmma8.rounds_held(p.K):
+        return None
+    spec, config = select(Call.of(gate_up, p, mode), layer.kernel)
+    return tile_wgmma8.product(gate_up, p, layer.bias, config, mode == "int8", act) if spec.name in KERNELS else None
