@@ -95,22 +95,24 @@ def gpus() -> int | None:
     return count.value if fine else 0
 
 
-def wake(device: str) -> None:
+def wake(device: str, least: int = 0) -> None:
     """Create the GPU's context and prepare Triton in threads while torch is imported.
 
-    After the import the context would take 0.15 to 0.4 s, and Triton 0.5 s. device: the user's name for it. Without a CUDA GPU
-    nothing happens; errors of a GPU are left for torch to report.
+    After the import the context would take 0.15 to 0.4 s, and Triton 0.5 s. device: the user's name for it. least: min. bytes
+    of a GPU on which a context is created. Without a CUDA GPU nothing happens; errors of a GPU are left for torch to report.
     """
     kind, _, index = device.partition(":")
     if kind in ("auto", "cuda") and (index.isdigit() or not index):
-        Thread(target=_make_context, args=(int(index or 0),), daemon=True).start()
+        Thread(target=_make_context, args=(int(index or 0), least), daemon=True).start()
 
 
-def _make_context(index: int) -> None:
+def _make_context(index: int, least: int) -> None:
     if gpus():
         Thread(target=_hash_triton, daemon=True).start()
-        driver, handle, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuDeviceGet(ctypes.byref(handle), index) == 0:
+        driver, handle, context, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
+        if driver.cuDeviceGet(ctypes.byref(handle), index) or driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle):
+            return
+        if total.value >= least:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)  # the context that torch uses too
 
 

@@ -22,6 +22,11 @@ GPU_THREADS = 8  # one thread copies 5 to 10 GB/s from the page cache; the bus t
 CHUNK = 16 << 20  # bytes per pinned buffer
 
 
+def host_buffers(threads: int, pinned: bool) -> list[torch.Tensor]:
+    """Two buffers for each of `threads` threads. torch keeps pinned memory that is freed for the next buffers of this size."""
+    return [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 * threads)]
+
+
 class Reader:
     """Reads tensors of an open source onto `device`."""
 
@@ -98,8 +103,7 @@ class Reader:
         """The next of this thread's two buffers, which alternate; pinned for a GPU, with the event of its last copy."""
         if not hasattr(self._own, "buffers"):
             to_gpu = self.device.type == "cuda"
-            buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=to_gpu) for _ in range(2)]
-            self._own.buffers = [(buffer, torch.cuda.Event() if to_gpu else None) for buffer in buffers]
+            self._own.buffers = [(b, torch.cuda.Event() if to_gpu else None) for b in host_buffers(1, pinned=to_gpu)]
         self._own.buffers.reverse()
         return self._own.buffers[0]
 

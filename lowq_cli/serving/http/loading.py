@@ -52,18 +52,23 @@ class Loaded:
 
 def get_ready(device: str) -> None:
     """Do what every load on this device begins with, in a process whose model is not known yet."""
+    from lowq_cli.devices import pick_device, wake
+
+    wake(device, ROOMY)
     for name in MODULES:
         import_module(name)
     import torch
 
-    from lowq_cli.devices import pick_device
+    from lowq_cli.engine.parallel_read import GPU_THREADS, host_buffers
     from lowq_kernels.dispatch.registry import load_kernels
 
     chosen = pick_device(device)
     if chosen.type == "cuda":
         load_kernels(chosen.type)
         if torch.cuda.get_device_properties(chosen).total_memory >= ROOMY:
-            torch.zeros(1, device=chosen)
+            ones = torch.ones(16, 16, dtype=torch.bfloat16, device=chosen)
+            ones @ ones  # loads cuBLAS
+            host_buffers(GPU_THREADS, pinned=True)
 
 
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
