@@ -16,7 +16,7 @@ class Recorded:
 
     The first call runs it as it is, so that libraries and optimizers allocate what they hold; the second records it, and later
     ones replay the recording, which overwrites the tensor that the call before returned. Without a GPU, for tensors of other
-    shapes, and where work cannot be recorded (experts: the rows that each computes depend on values), every call runs it.
+    shapes, and where work cannot be recorded, every call runs it.
 
     failed: called if the recording failed, to drop gradients that were recorded only.
     """

@@ -151,10 +151,7 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
     if ops.fold is None:
         return steps
     joined = with_shared(steps, M, dtype)
-    if M > STEPS:
-        folded = _with_gates(joined) if ops.gate_product else joined
-    else:
-        folded = _fold_products(joined, ops, M, dtype)
+    folded = (_with_gates(joined) if ops.gate_product else joined) if M > STEPS else _fold_products(joined, ops, M, dtype)
     return steps if folded is joined and len(joined) == len(steps) else folded
 
 

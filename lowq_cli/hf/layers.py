@@ -115,6 +115,11 @@ class DecoderLayers:
         kind = self.skeleton.kinds.get(param.rpartition(".")[0])
         return kind.stacks if isinstance(kind, Kind) and not kind.every_token and len(kind.stacks) > 1 else ()
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer runs only the experts that tokens visit: transformers' loop over them asks the GPU which."""
+        return bool(self.skeleton.kinds)
+
     def kept(self, number: int) -> dict[str, str]:
         """Parameter in the layer -> checkpoint name, for parameters that one tensor fills."""
         held = dict(self.layers[number].named_parameters())

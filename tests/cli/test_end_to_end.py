@@ -123,7 +123,7 @@ def test_a_result_that_is_not_better_is_not_used(family_checkpoints, text, tmp_p
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("family", ["llama-tied", "gemma3", "mixtral"])
 def test_recorded_steps_have_the_losses_of_steps_that_are_not(family, family_checkpoints, text, tmp_path, monkeypatch):
-    """Experts cannot be recorded: their steps run as they are, also behind the recording that failed."""
+    """Steps with experts are not recorded: the rows that an expert computes depend on values."""
     dense = family_checkpoints(family, schemes={}, positions=32).dense
     losses = {}
     for way, recorded in (("recorded", end_to_end.Recorded), ("plain", lambda work, *_: work)):

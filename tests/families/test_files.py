@@ -58,7 +58,8 @@ def compare(name, model, heavy):
     assert why_not(heavy) is None
     ids = torch.tensor(texts(VOCAB, 40, 40))
     result, expected = NativeDecoder(model).logits(ids).float(), NativeDecoder(heavy).logits(ids).float()
-    if name == "hunyuan_v1_moe":  # transformers holds its routers in fp32; bf16 moves a choice between likely experts
+    if name in ("hunyuan_v1_moe", "gpt_oss", "llama4", "llama4_text", "lfm2_moe"):
+        # one of the two computes routers or experts in torch, whose bf16 moves a choice between likely experts
         assert float(((result - expected).norm(dim=-1) / expected.norm(dim=-1)).median()) < 0.05
     else:
         assert torch.equal(result, expected)
