@@ -36,22 +36,14 @@ def step(
         return definition.step(q, latent, cache, pos, cos, sin, f, table, order)
     B, dtype = q.shape[0], q.dtype
     y = torch.empty(B, f.heads * f.v_dim, dtype=dtype)
-    tensors: dict[str, torch.Tensor | None] = {
-        "q": q,
-        "latent": latent,
-        "cache": cache,
-        "cos": cos,
-        "sin": sin,
-        "pos": pos,
-        "table": table,
-    }
+    tensors = {"q": q, "latent": latent, "cache": cache, "cos": cos, "sin": sin, "pos": pos, "table": table}
     numbers = {name: getattr(f, name) for name in ("heads", "nope", "rotated", "v_dim", "rank", "scale")}
     strides = {"block": cache.stride(0), "k_apart": f.k_up.stride(0), "v_apart": f.v_up.stride(0)}
     strides |= {"wide": 0 if table is None else table.stride(0), "BLOCK": cache.shape[2]}
     kinds = {"angle_kind": DTYPES[cos.dtype], "up_kind": DTYPES[f.k_up.dtype], "neighbours": f.pairing == "neighbours"}
     scale = f.position_scale
     numbers |= {} if scale is None else {"beta": scale.beta, "period": scale.period, "offset": scale.offset}
-    tensors |= {"cos": cos, "sin": sin, "k_up": f.k_up, "v_up": f.v_up, "y": y}
+    tensors |= {"k_up": f.k_up, "v_up": f.v_up, "y": y}
     native.run(native.LATENT, LATENT, dtype, tensors, B=B, norm=norm_fields(f.norm), **numbers, **strides, **kinds)
     return y
 

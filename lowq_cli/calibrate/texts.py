@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.files.picture_file import SUFFIXES
 from lowq_cli.models import CausalModel, Tokenizer
 from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
@@ -20,7 +21,6 @@ WINDOW = 512
 BATCH = 8  # windows per batch
 MAX_TEXT = 1 << 32  # max. bytes per file
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 SELF, BUNDLED = "self", "bundled"  # a recipe's names for the text that the model writes itself and for the bundled one
 
 
@@ -92,7 +92,7 @@ def text_files(folder: Path) -> list[Path]:
 
 def picture_pairs(folder: Path) -> list[tuple[Path, str]]:
     """The images of a folder that have a text file next to them (a.txt for a.png), each with its text."""
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in PICTURES and f.with_suffix(".txt").is_file())
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES and f.with_suffix(".txt").is_file())
     return [(f, read_utf8(f.with_suffix(".txt"), "text").strip()) for f in files]
 
 

@@ -24,7 +24,8 @@ from lowq_packers.arch.parts import Images, Rope
 
 def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a contiguous copy on the device; the transfer is asynchronous."""
-    tensor = (values if isinstance(values, torch.Tensor) else torch.from_numpy(values)).contiguous()  # as pinned memory must be
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    tensor = tensor.contiguous()  # as pinned memory must be
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 

@@ -139,7 +139,10 @@ class DraftRounds:
         chances = ((t.number, drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t, drafter in likely)
         given = max((len(drafter.given) for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
         apart = self.costs.gap_s + self.costs.guess_s(plain) * given
-        seconds = lambda rows: self.costs.pass_s(rows, n, plain) + apart  # noqa: E731
+
+        def seconds(rows: int) -> float:
+            return self.costs.pass_s(rows, n, plain) + apart
+
         timed = self._trials.plain_s(self.runner.bucket(n)) if self._trials is not None else 0.0
         return choose(chances, n, self.passes.sizes, seconds, max(plain, timed))
 

@@ -34,6 +34,13 @@ inline void write(void* p, int dtype, size_t i, float f) {
     }
 }
 
+// f rounded to 16 bits of a dtype.
+inline float rounded_to(int dtype, float f) {
+    uint16_t u;
+    write(&u, dtype, 0, f);
+    return read(&u, dtype, 0);
+}
+
 // n values from `at` on, to and from fp32: loops that the compiler makes vectors of, the dtype known outside of them.
 template <int T>
 inline void widen(float* to, const void* from, size_t at, int n) {

@@ -15,7 +15,7 @@ namespace {
 template <int U>
 inline void absorb(const Latent& a, const Prepare& turns, int h, int at, float* q, float* to, float* spare) {
     rotate(turns, q + a.nope, at);
-    const float by = a.period ? 1 + a.beta * std::log1p(std::floor((at + a.offset) / a.period)) : 1;
+    const float by = a.period ? position_factor(a, at) : 1;
     for (int r = 0; r < a.rank; r++) to[r] = 0;
     for (int n = 0; n < a.nope; n++) {
         widen<U>(spare, a.k_up, h * a.k_apart + (size_t)n * a.rank, a.rank);
@@ -58,10 +58,7 @@ void latent(const Latent& a) {
                 absorb<U>(a, turns, h0 + g, a.pos[b], one, q + g * D, spare);
             }
             const int end = a.pos[b] + 1;
-            if (heads == 1) attend_heads<T, 1>(over, b, 0, 0, end, q, scores, nullptr);
-            else if (heads == 2) attend_heads<T, 2>(over, b, 0, 0, end, q, scores, nullptr);
-            else if (heads == 3) attend_heads<T, 3>(over, b, 0, 0, end, q, scores, nullptr);
-            else attend_heads<T, 4>(over, b, 0, 0, end, q, scores, nullptr);
+            attend_some<T>(heads, over, b, 0, 0, end, q, scores, nullptr);
             for (int g = 0; g < heads; g++) {
                 const size_t h = h0 + g;
                 for (int v = 0; v < a.v_dim; v++) out[v] = dot_with<U>(a.v_up, h * a.v_apart + (size_t)v * a.rank, q + g * D, a.rank);
@@ -81,15 +78,19 @@ void mixture_of(int what, const void* a) {
     else latent<T, T>(of);  // refused otherwise
 }
 
-inline void mixture(int what, int dtype, const void* a) {
-    if (dtype == BF16) mixture_of<BF16>(what, a);
-    else if (dtype == FP16) mixture_of<FP16>(what, a);
-    else mixture_of<FP32>(what, a);
+template <int T>
+void between_of(int what, const void* a) {
+    if (what < PRODUCT) step_of<T>(what, a);
+    else if (what < UPDATE) recurrent_of<T>(what, a);
+    else if (what < ROUTE) rows_of<T>(what, a);
+    else mixture_of<T>(what, a);
 }
 
 // What lies between products: one call of args.h.
 inline void between(int what, int dtype, const void* a) {
-    what < PRODUCT ? step(what, dtype, a) : what < UPDATE ? recurrent(what, dtype, a) : what < ROUTE ? rows(what, dtype, a) : mixture(what, dtype, a);
+    if (dtype == BF16) between_of<BF16>(what, a);
+    else if (dtype == FP16) between_of<FP16>(what, a);
+    else between_of<FP32>(what, a);
 }
 
 }  // namespace

@@ -77,8 +77,7 @@ inline void choose(const Route& a, int m, float* logits, float* choice, int64_t*
         weights[j] *= a.factor * (a.each ? read(a.each, a.each_kind, ids[j]) : 1);
     }
     if (!a.rounded || a.dtype == FP32) return;
-    uint16_t rounded;
-    for (int j = 0; j < k; j++) write(&rounded, a.dtype, 0, weights[j]), weights[j] = read(&rounded, a.dtype, 0);
+    for (int j = 0; j < k; j++) weights[j] = rounded_to(a.dtype, weights[j]);
 }
 
 inline void route(const Route& a) {
@@ -108,10 +107,7 @@ inline void route(const Route& a) {
     }
     for (size_t i = 0; i < (size_t)a.M * E; i++) {
         if (a.logits_bias) logits[i] += read(a.logits_bias, a.logits_kind, i % E);
-        if (a.usual && a.weight_kind != FP32) {
-            uint16_t rounded;
-            write(&rounded, a.weight_kind, 0, logits[i]), logits[i] = read(&rounded, a.weight_kind, 0);
-        }
+        if (a.usual && a.weight_kind != FP32) logits[i] = rounded_to(a.weight_kind, logits[i]);
     }
 #pragma omp parallel num_threads(a.threads) if (a.M > 1)
     {

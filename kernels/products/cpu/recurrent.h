@@ -234,10 +234,4 @@ void recurrent_of(int what, const void* a) {
     else short_conv<T>(*(const ShortConv*)a);
 }
 
-inline void recurrent(int what, int dtype, const void* a) {
-    if (dtype == BF16) recurrent_of<BF16>(what, a);
-    else if (dtype == FP16) recurrent_of<FP16>(what, a);
-    else recurrent_of<FP32>(what, a);
-}
-
 }  // namespace

@@ -88,6 +88,12 @@ void open(const Open& a) {
     }
 }
 
+// What a query at position `at` is multiplied by, where queries are scaled by position.
+template <class Of>
+inline float position_factor(const Of& a, int at) {
+    return 1 + a.beta * std::log1p(std::floor((at + a.offset) / a.period));
+}
+
 inline void rotate(const Prepare& a, float* x, int at) {
     const int half = a.R / 2, step = a.neighbours ? 2 : 1, apart = a.neighbours ? 1 : half;
     for (int i = 0; i < half; i++) {
@@ -126,7 +132,7 @@ void prepare(const Prepare& a) {
                 for (int h = 0; h < q_wide / D; h++) widen<T>(x + h * D, a.x, q_at(u + h), D);
                 rotate_and_norm(a, x, q_wide, at, a.q_norm, a.q_normed, spare);
                 if (a.period) {
-                    const float factor = 1 + a.beta * std::log1p(std::floor((at + a.offset) / a.period));
+                    const float factor = position_factor(a, at);
                     for (int d = 0; d < q_wide; d++) x[d] *= factor;
                 }
                 round_to<T>(a.y, to + (size_t)u * D, x, q_wide);
@@ -157,12 +163,6 @@ void rows_of(int what, const void* a) {
     if (what == UPDATE) update<T>(*(const Update*)a);
     else if (what == OPEN) open<T>(*(const Open*)a);
     else prepare<T>(*(const Prepare*)a);
-}
-
-inline void rows(int what, int dtype, const void* a) {
-    if (dtype == BF16) rows_of<BF16>(what, a);
-    else if (dtype == FP16) rows_of<FP16>(what, a);
-    else rows_of<FP32>(what, a);
 }
 
 }  // namespace

@@ -192,6 +192,15 @@ inline void attend_heads(const Attend& a, int b, int kv, int from, int end, floa
     for (; d < D; d += L) values<T, G, 1>(a, b, kv, from, end, d, scores, stride, q);
 }
 
+// `attend_heads` of 1 to HEADS heads.
+template <int T>
+inline void attend_some(int heads, const Attend& a, int b, int kv, int from, int end, float* q, float* scores, const float* sinks) {
+    if (heads == 1) attend_heads<T, 1>(a, b, kv, from, end, q, scores, sinks);
+    else if (heads == 2) attend_heads<T, 2>(a, b, kv, from, end, q, scores, sinks);
+    else if (heads == 3) attend_heads<T, 3>(a, b, kv, from, end, q, scores, sinks);
+    else attend_heads<T, 4>(a, b, kv, from, end, q, scores, sinks);
+}
+
 template <int T>
 void attend(const Attend& a) {
     const int G = a.HQ / a.HKV, D = a.D, size = T == FP32 ? 4 : 2, rows = a.HQ + 2 * a.HKV;
@@ -224,10 +233,7 @@ void attend(const Attend& a) {
                     turn<T>(a, q + g * D, spare, (char*)a.y + (to + (size_t)g * D) * size, at, a.q_norm);
                 }
                 const float* sinks = a.sinks ? a.sinks + kv * G + g0 : nullptr;
-                if (heads == 1) attend_heads<T, 1>(a, b, kv, from, end, q, scores, sinks);
-                else if (heads == 2) attend_heads<T, 2>(a, b, kv, from, end, q, scores, sinks);
-                else if (heads == 3) attend_heads<T, 3>(a, b, kv, from, end, q, scores, sinks);
-                else attend_heads<T, 4>(a, b, kv, from, end, q, scores, sinks);
+                attend_some<T>(heads, a, b, kv, from, end, q, scores, sinks);
                 round_to<T>(a.y, to, q, heads * D);
             }
         }
@@ -240,12 +246,6 @@ void step_of(int what, const void* a) {
     if (what == ADD_NORM) add_norm<T>(*(const Norm*)a);
     else if (what == GATED) gated<T>(*(const Gated*)a);
     else attend<T>(*(const Attend*)a);
-}
-
-inline void step(int what, int dtype, const void* a) {
-    if (dtype == BF16) step_of<BF16>(what, a);
-    else if (dtype == FP16) step_of<FP16>(what, a);
-    else step_of<FP32>(what, a);
 }
 
 }  // namespace
