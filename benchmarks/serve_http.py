@@ -1,6 +1,7 @@
 """Measure servers over HTTP under the users of serve_load.py: `lowq serve`, `vllm serve`, and vLLM with lowq's plugin.
 
     python benchmarks/serve_http.py --work /dev/shm/x [--servers lowq,export,plugin] [--users 1,16,64,128] [--long 4400,128000]
+    python benchmarks/serve_http.py --work /dev/shm/x [--users 1] --loads rag-1,rag-16,rag-64,agents-16,agents-64,chats-128
     python benchmarks/serve_http.py --work /dev/shm/x --texts 64
 
 Each server is a process of its own with the flags that its users would type; all start side by side, then one after another is
@@ -8,6 +9,8 @@ measured while the others wait, by one client: so many connections, prompts as t
 random codes (vllm_speed.make), its tokenizer filled up to the model's vocabulary, for a token without text is not told. A
 token's time is when its event has come; those beside another one's have a gap of 0. --long: after the users, prompts of so many
 tokens, one at a time, until their first token. results/<gpu>/serve_http_SHAPE.json.
+
+`--loads rag-16,...`: after them those of serve_load.LOADS. Both servers have a cache of --cache GB then.
 
 `--texts N`: the bundled model in 4 bits, N prompts at once by the `openai` package, streaming, greedy, beside `lowq.stream` of
 each alone; where texts part, by how much the two tokens' log-probabilities differ. results/<gpu>/serve_texts.json.
@@ -25,9 +28,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -35,15 +38,17 @@ from typing import Any
 
 import torch
 from pages import results_of
-from serve_load import LONGEST_NEW, LONGEST_PROMPT, SEED, Answered, Asked, requests, row_of
+from serve_load import LOADS, LONGEST_NEW, LONGEST_PROMPT, SEED, Answered, Asked, User, plain, requests, row_of, users_of
 from vllm_speed import SHAPES, SIZES, USERS, make
 
 SERVERS = ("lowq", "export", "plugin")
 LOWQ = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve"]
 WITH_TEXT = re.compile(rb'"text":"[^"]')  # an event that shows something; the last one has an empty text in some servers
+WORDS = re.compile(rb"w(\d+)")  # tokens that fill_tokenizer named
 COUNTED = re.compile(rb'"completion_tokens": *(\d+)')
 REPEATS = 2  # of a long prompt
 NEW = 64  # tokens of an answer of --texts
+LONGEST_TURN = 8192  # tokens of a request of --loads that vLLM takes; of 9,000 requests of rag-64 the longest has 4,897
 Row = dict[str, Any]
 
 
@@ -66,9 +71,13 @@ def fill_tokenizer(folder: Path, vocabulary: int) -> None:
 
 @dataclass
 class Told(Answered):
-    """events: how many of the answer's tokens had one of their own; a slow server, or client, takes several together."""
+    """events: how many of the answer's tokens had one of their own; a slow server, or client, takes several together.
+
+    ids: the answer's tokens, as far as their text says which they are.
+    """
 
     events: int = 0
+    ids: list[int] = field(default_factory=list)
 
 
 class Server:
@@ -108,12 +117,15 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
     port, env = free_port(), {}
     if name == "lowq":
         cache = 64 * (LONGEST_PROMPT + LONGEST_NEW)  # other engines run on the same GPU: leave them memory
+        if args.loads:
+            c = SHAPES[args.shape]
+            cache = (args.cache << 30) // (4 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
         line = [*LOWQ, str(folder), "--port", str(port), "--device", args.device, "--cache-tokens", str(cache), "--name", "m"]
         line += args.args.split()
     else:
         from lowq_cli.interop.serving import command
 
-        longest = max(LONGEST_PROMPT + LONGEST_NEW, *args.long, 0) + 8
+        longest = max(LONGEST_PROMPT + LONGEST_NEW, *args.long, LONGEST_TURN if args.loads else 0) + 8
         extra = ["--max-model-len", str(longest), "--max-num-seqs", "256", "--dtype", "float16"]
         extra += ["--kv-cache-memory-bytes", str(args.cache << 30), "--gpu-memory-utilization", "0.05"]
         extra += ["--attention-backend", "FLASH_ATTN", "--cudagraph-capture-sizes", *map(str, SIZES), "--served-model-name=m"]
@@ -149,6 +161,7 @@ async def ask(port: int, asked: Asked, answered: Told) -> None:
             whole, found, seen = seen.rpartition(b"\n\n")
             if found and (shown := len(WITH_TEXT.findall(whole))):
                 answered.times.append((now, shown))
+                answered.ids += map(int, WORDS.findall(whole))
             if found and (told := COUNTED.findall(whole)):
                 made = int(told[-1])
             if found and b"[DONE]" in whole:
@@ -167,21 +180,23 @@ async def ask(port: int, asked: Asked, answered: Told) -> None:
     answered.times[-1] = (at, shown + made - events)
 
 
-async def load(port: int, users: int, count: int, asked: Iterator[Asked]) -> Row:
-    """The closed loop: `users` requests under way until `count` are answered; the others are left."""
+async def load(port: int, users: Sequence[User], count: int) -> Row:
+    """The closed loop: a request of each user under way until `count` are answered; the others are left."""
     done: list[Told] = []
     every: list[Told] = []
     began, enough = time.perf_counter(), asyncio.Event()
 
-    async def user() -> None:
-        for one in asked:
+    async def serve(user: User) -> None:
+        one = next(user)
+        while True:
             every.append(answered := Told(time.perf_counter()))
             await ask(port, one, answered)
             done.append(answered)
             if len(done) >= count:
                 enough.set()
+            one = user.send(answered.ids)
 
-    tasks = [asyncio.create_task(user()) for _ in range(users)]
+    tasks = [asyncio.create_task(serve(user)) for user in users]
     waiting = asyncio.create_task(enough.wait())
     await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
     seconds, made = time.perf_counter() - began, sum(n for a in every for _, n in a.times)
@@ -193,7 +208,7 @@ async def load(port: int, users: int, count: int, asked: Iterator[Asked]) -> Row
         if isinstance(failed, Exception):
             raise failed
     events = sum(a.events for a in done) / sum(n for a in done for _, n in a.times)
-    return row_of(users, count, seconds, made, done) | {"events_per_token": events}
+    return row_of(len(users), count, seconds, made, done) | {"events_per_token": events}
 
 
 async def alone(port: int, length: int, asked: Iterator[Asked]) -> Row:
@@ -225,11 +240,15 @@ async def measure(servers: list[Server], args: argparse.Namespace, found: Row, w
         row["ready_s"] = server.ready_s
         try:
             for users in (1, 16, args.users[-1]):  # compile kernels for these numbers of rows
-                await load(server.port, users, 2 * users, requests(V, 7 + users))
+                await load(server.port, plain(users, requests(V, 7 + users)), 2 * users)
             for users in args.users:
                 count = max(users, int(USERS[users] * args.requests))
-                row[f"users_{users}"] = await load(server.port, users, count, requests(V, SEED + users))
+                row[f"users_{users}"] = await load(server.port, plain(users, requests(V, SEED + users)), count)
                 print(server.name, json.dumps(row[f"users_{users}"]), flush=True)
+                write()
+            for name in args.loads:
+                row[name] = await load(server.port, users_of(LOADS[name], V), LOADS[name].count)
+                print(server.name, name, json.dumps(row[name]), flush=True)
                 write()
             for length in args.long:
                 row[f"prompt_{length}"] = await alone(server.port, length, requests(V, SEED + length))
@@ -326,9 +345,10 @@ def main() -> None:
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=list(USERS))
     parser.add_argument("--requests", type=float, default=1.0, help="share of USERS' requests that are answered")
     parser.add_argument("--long", type=lambda s: [int(n) for n in s.split(",")], default=[], help="prompts, one at a time")
+    parser.add_argument("--loads", type=lambda s: s.split(","), default=[], help="names of serve_load.LOADS")
     parser.add_argument("--texts", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", help="more flags of lowq serve")
-    parser.add_argument("--cache", type=int, default=14, help="GB of vLLM's cache")
+    parser.add_argument("--cache", type=int, default=14, help="GB of vLLM's cache, under --loads of lowq's too")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds that a server may take to start")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
