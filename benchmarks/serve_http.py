@@ -10,6 +10,7 @@ random codes (vllm_speed.make), its tokenizer filled up to the model's vocabular
 token's time is when its event has come; those beside another one's have a gap of 0. --long: after the users, prompts of so many
 tokens, one at a time, until their first token. results/<gpu>/serve_http_SHAPE.json.
 
+`--adapters 0,1,8`: 16 users of the plain load whose requests name one of so many random LoRA adapters of every product.
 `--loads rag-16,...`: after them those of serve_load.LOADS. Both servers have a cache of --cache GB then.
 
 `--texts N`: the bundled model in 4 bits, N prompts at once by the `openai` package, streaming, greedy, beside `lowq.stream` of
@@ -38,16 +39,18 @@ from typing import Any
 
 import torch
 from pages import results_of
+from safetensors.torch import save_file
 from serve_load import LOADS, LONGEST_NEW, LONGEST_PROMPT, SEED, Answered, Asked, User, plain, requests, row_of, users_of
-from vllm_speed import SHAPES, SIZES, USERS, make
+from vllm_speed import SHAPES, SIZES, USERS, linears, make
 
 SERVERS = ("lowq", "export", "plugin")
 LOWQ = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve"]
-WITH_TEXT = re.compile(rb'"text":"[^"]')  # an event that shows something; the last one has an empty text in some servers
+WITH_TEXT = re.compile(rb'"(?:text|content)": ?"[^"]')  # an event that shows something; a last one may have an empty text
 WORDS = re.compile(rb"w(\d+)")  # tokens that fill_tokenizer named
 COUNTED = re.compile(rb'"completion_tokens": *(\d+)')
 REPEATS = 2  # of a long prompt
 NEW = 64  # tokens of an answer of --texts
+ADAPTED, RANK = 16, 16  # users, and the adapters' rank
 LONGEST_TURN = 8192  # tokens of a request of --loads that vLLM takes; of 9,000 requests of rag-64 the longest has 4,897
 Row = dict[str, Any]
 
@@ -71,11 +74,13 @@ def fill_tokenizer(folder: Path, vocabulary: int) -> None:
 
 @dataclass
 class Told(Answered):
-    """events: how many of the answer's tokens had one of their own; a slow server, or client, takes several together.
+    """model: which is asked.
 
+    events: how many of the answer's tokens had one of their own; a slow server, or client, takes several together.
     ids: the answer's tokens, as far as their text says which they are.
     """
 
+    model: str = "m"
     events: int = 0
     ids: list[int] = field(default_factory=list)
 
@@ -112,6 +117,25 @@ class Server:
         return self.process.poll()
 
 
+def adapter(args: argparse.Namespace, number: int) -> Path:
+    """The folder of a random adapter in PEFT's format, which is made once."""
+    folder, shape = args.work / f"adapter-{number}", SHAPES[args.shape]
+    if folder.exists():
+        return folder
+    g, tensors = torch.Generator().manual_seed(number), {}
+    for leaf, (N, K) in linears(shape).items():
+        for layer in range(shape["num_hidden_layers"]):
+            at = f"base_model.model.model.layers.{layer}.{leaf}"
+            tensors[f"{at}.lora_A.weight"] = (torch.randn(RANK, K, generator=g) / K**0.5).half()
+            tensors[f"{at}.lora_B.weight"] = (torch.randn(N, RANK, generator=g) * 1e-3).half()
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    leaves = sorted(leaf.rpartition(".")[2] for leaf in linears(shape))
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": leaves, "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
     """Start `lowq serve`, or vLLM as `lowq serve --engine vllm` would."""
     port, env = free_port(), {}
@@ -121,7 +145,7 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
             c = SHAPES[args.shape]
             cache = (args.cache << 30) // (4 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
         line = [*LOWQ, str(folder), "--port", str(port), "--device", args.device, "--cache-tokens", str(cache), "--name", "m"]
-        line += args.args.split()
+        line += [*args.args.split(), *(f"--lora=a{i}={adapter(args, i)}" for i in range(max(args.adapters, default=0)))]
     else:
         from lowq_cli.interop.serving import command
 
@@ -129,6 +153,9 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
         extra = ["--max-model-len", str(longest), "--max-num-seqs", "256", "--dtype", "float16"]
         extra += ["--kv-cache-memory-bytes", str(args.cache << 30), "--gpu-memory-utilization", "0.05"]
         extra += ["--attention-backend", "FLASH_ATTN", "--cudagraph-capture-sizes", *map(str, SIZES), "--served-model-name=m"]
+        if several := max(args.adapters, default=0):
+            extra += ["--enable-lora", f"--max-loras={several}", f"--max-lora-rank={RANK}", "--lora-modules"]
+            extra += [f"a{i}={adapter(args, i)}" for i in range(several)]
         line = command(str(folder), 1, port, tuple(extra), native=name == "plugin")
         line = [sys.executable, "-m", "vllm.entrypoints.cli.main", *line[1:]]
         env = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -147,13 +174,18 @@ async def get(port: int, path: str) -> tuple[int, bytes]:
 
 
 async def ask(port: int, asked: Asked, answered: Told) -> None:
-    """Stream one answer; the times of its events are noted as they come. Raises RuntimeError where it is not whole."""
-    body = {"model": "m", "prompt": asked.prompt, "max_tokens": asked.new, "temperature": 0, "ignore_eos": True}
+    """Stream the answer to a prompt of token ids. Raises RuntimeError where it is not whole."""
+    await stream(port, "/v1/completions", {"prompt": asked.prompt}, asked.number, asked.new, answered)
+
+
+async def stream(port: int, path: str, body: Row, number: int, new: int, answered: Told) -> None:
+    """Stream one answer of `new` tokens and note the times of its events. Raises RuntimeError where it is not whole."""
+    body = body | {"model": answered.model, "max_tokens": new, "temperature": 0, "ignore_eos": True}
     raw = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     made = 0
     try:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         seen = b""  # since the last event that was whole
         while more := await reader.read(1 << 16):
@@ -167,21 +199,24 @@ async def ask(port: int, asked: Asked, answered: Told) -> None:
             if found and b"[DONE]" in whole:
                 break
         else:
-            raise RuntimeError(f"request {asked.number} was not answered: {seen[:300]!r}")
+            raise RuntimeError(f"request {number} was not answered: {seen[:300]!r}")
     finally:
         writer.close()
-    if made != asked.new:
-        raise RuntimeError(f"request {asked.number}: {made} of {asked.new} tokens")
+    if made != new:
+        raise RuntimeError(f"request {number}: {made} of {new} tokens")
     events = sum(n for _, n in answered.times)
     if not 1 <= events <= made:
-        raise RuntimeError(f"request {asked.number}: {events} events with text for {made} tokens")
+        raise RuntimeError(f"request {number}: {events} events with text for {made} tokens")
     answered.events = events
     at, shown = answered.times[-1]
     answered.times[-1] = (at, shown + made - events)
 
 
-async def load(port: int, users: Sequence[User], count: int) -> Row:
-    """The closed loop: a request of each user under way until `count` are answered; the others are left."""
+async def load(port: int, users: Sequence[User], count: int, adapters: int = 0) -> Row:
+    """The closed loop: a request of each user under way until `count` are answered; the others are left.
+
+    adapters: requests name them in turn.
+    """
     done: list[Told] = []
     every: list[Told] = []
     began, enough = time.perf_counter(), asyncio.Event()
@@ -189,7 +224,7 @@ async def load(port: int, users: Sequence[User], count: int) -> Row:
     async def serve(user: User) -> None:
         one = next(user)
         while True:
-            every.append(answered := Told(time.perf_counter()))
+            every.append(answered := Told(time.perf_counter(), model=f"a{one.number % adapters}" if adapters else "m"))
             await ask(port, one, answered)
             done.append(answered)
             if len(done) >= count:
@@ -245,6 +280,12 @@ async def measure(servers: list[Server], args: argparse.Namespace, found: Row, w
                 count = max(users, int(USERS[users] * args.requests))
                 row[f"users_{users}"] = await load(server.port, plain(users, requests(V, SEED + users)), count)
                 print(server.name, json.dumps(row[f"users_{users}"]), flush=True)
+                write()
+            for several in args.adapters:
+                await load(server.port, plain(ADAPTED, requests(V, 7)), ADAPTED, several)
+                asked = plain(ADAPTED, requests(V, SEED + several))
+                row[f"adapters_{several}"] = await load(server.port, asked, USERS[ADAPTED], several)
+                print(server.name, several, "adapters", json.dumps(row[f"adapters_{several}"]), flush=True)
                 write()
             for name in args.loads:
                 row[name] = await load(server.port, users_of(LOADS[name], V), LOADS[name].count)
@@ -345,6 +386,7 @@ def main() -> None:
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=list(USERS))
     parser.add_argument("--requests", type=float, default=1.0, help="share of USERS' requests that are answered")
     parser.add_argument("--long", type=lambda s: [int(n) for n in s.split(",")], default=[], help="prompts, one at a time")
+    parser.add_argument("--adapters", type=lambda s: [int(n) for n in s.split(",")], default=[])
     parser.add_argument("--loads", type=lambda s: s.split(","), default=[], help="names of serve_load.LOADS")
     parser.add_argument("--texts", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", help="more flags of lowq serve")
