@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,12 @@ LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s fo
 
 def seconds(plan: Plan, device: torch.device) -> float:
     """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here."""
+    return OVERHEAD * operations(plan) * _operation_s(device)
+
+
+@cache
+def _operation_s(device: torch.device) -> float:
+    """Seconds per operation of a large matmul, timed once per process: a run makes several plans."""
     x = torch.randn(1024, 1024, device=device)
     (x @ x)[0, 0].item()  # warm-up: the library's start-up does not count
     times = []
@@ -69,7 +76,7 @@ def seconds(plan: Plan, device: torch.device) -> float:
         began = time.perf_counter()
         (x @ x)[0, 0].item()
         times.append(time.perf_counter() - began)
-    return OVERHEAD * operations(plan) * min(times) / (2 * 1024**3)
+    return min(times) / (2 * 1024**3)
 
 
 def operations(plan: Plan) -> float:

@@ -1,7 +1,9 @@
 """The role of each tensor of a checkpoint, from config.json and the safetensors headers; no weights are read."""
 
-import inspect
+import ast
 import re
+import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -192,13 +194,21 @@ def why_not_head(config: dict[str, Any]) -> str | None:
     return _weight_used_directly(skeleton, f"{name}.weight") if name else None
 
 
-@cache
 def _source(cls: Any) -> str:
     """The source code of a class; "" if there is none, e.g. for classes defined in an interactive session."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
+    return _sources(getattr(sys.modules.get(cls.__module__), "__file__", None) or "").get(cls.__qualname__, "")
+
+
+@cache
+def _sources(file: str) -> dict[str, str]:
+    """The source code of each class in a file, which is parsed once: `inspect.getsource` parses it for each class (20 ms)."""
+    if not file.endswith(".py"):
+        return {}
+    with tokenize.open(file) as opened:
+        text = opened.read()
+    lines = text.splitlines(keepends=True)
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
 
 
 def _embedding(skeleton: Skeleton) -> str | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.lazy import torch
+from lowq_packers.scheme import Scheme
 
 if TYPE_CHECKING:
     from lowq_cli.run.own_text import Outlook
@@ -86,7 +86,7 @@ def make_budget(
 
 def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) -> tuple[float, int]:
     """(estimated seconds of the work from a timed sample, the factor by which it may take longer or shorter)."""
-    probed = sum(probe(plan, device, workers).values())
+    probed = probe(plan, device, workers)
     if not calibrating:
         return probed, 1
     from lowq_cli.calibrate import calibration  # imports transformers
@@ -119,33 +119,26 @@ def slab_rows(K: int, device: str = "cpu") -> int:
     return max(1, SLAB.get(device, SLAB["cpu"]) // (inner * K)) * inner
 
 
-def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str | None, str], float]:
-    """Seconds that each method and scheme of the plan takes with `workers`, from timing it on a random sample.
+def probe(plan: Plan, device: torch.device, workers: int) -> float:
+    """Seconds that rounding takes with `workers`: each method and scheme of the plan is timed on a random sample.
 
     This also checks that the method supports the scheme: a SchemeError is raised here, not at the first tensor.
     """
-    work: dict[tuple[str | None, str], list[Item]] = {}
-    for i in plan.items:
-        if i.spelled:
-            work.setdefault((i.method, i.spelled), []).append(i)
     at_once = max(1, workers // GPU_WORKERS) if device.type == "cuda" else workers
-    seconds = {}
-    for key, items in work.items():
-        g, params = torch.Generator().manual_seed(0), sum(i.params for i in items)
-        quantize, K = _sampled(items[0])
-        W = torch.randn(max(1, PROBE[device.type] // K), K, generator=g).to(device, scale_dtype(items[0]))
-        with shared_threads(workers):
-            quantize(W[:1])  # warm-up: the rate must not include the start-up of libraries
-            start = time.perf_counter()
-            quantize(W).scales[:1].cpu()  # waits for a GPU
-            seconds[key] = (time.perf_counter() - start) * params / W.numel() / at_once
-    return seconds
+    rounded = ((i, i.scheme) for i in plan.items if i.scheme)
+    return sum(i.params * _sampled(i.method, scheme, scale_dtype(i), device, workers) for i, scheme in rounded) / at_once
 
 
-def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], Any], int]:
-    """The quantizer of an item's weights with its scheme and dtype, and K of the sample to time it on."""
-    assert item.scheme
-    return partial(quantizers.get(item.method), scheme=item.scheme, dtype=scale_dtype(item)), item.scheme.group_size
+@cache
+def _sampled(method: str | None, scheme: Scheme, dtype: torch.dtype, device: torch.device, workers: int) -> float:
+    """Seconds per weight, timed once per process: a run makes several plans, and a sample takes 50 ms."""
+    quantize, K = partial(quantizers.get(method), scheme=scheme, dtype=dtype), scheme.group_size
+    W = torch.randn(max(1, PROBE[device.type] // K), K, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    with shared_threads(workers):
+        quantize(W[:1])  # warm-up: the rate must not include the start-up of libraries
+        start = time.perf_counter()
+        quantize(W).scales[:1].cpu()  # waits for a GPU
+        return (time.perf_counter() - start) / W.numel()
 
 
 def scale_dtype(item: Item) -> torch.dtype:
