@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafts import NEW, Row, _loop, prompts
+from drafts import NEW, Row, prompts, served_loop
 from e2e_decode import decoder_for
 from pages import results_of
 
@@ -133,7 +133,7 @@ def served(model: Any, answers: dict[str, list[list[int]]], users: int, each: in
         for load, some in loads.items():
             for draft, engine in started.items():
                 before, by = engine.stats(), engine.drafts_by
-                row = _loop(engine, engine.events, [[i] for i in some], users, each, ask)
+                row = served_loop(engine, engine.events, [[i] for i in some], users, each, ask)
                 stats = engine.stats()
                 about = {"part": "serve", "load": load, "users": users, "draft": draft, "drafts_by": by, "turn": turn}
                 counts = {"drafted": stats.drafted - before.drafted, "accepted": stats.accepted - before.accepted}

@@ -220,7 +220,7 @@ def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[
                 with mock.patch.multiple(Trials, **always) if always else nullcontext():
                     for turn in range(2):  # the first is not counted: drafts are tried there
                         before = engine.stats()
-                        row = _loop(engine, events, some, many, each if turn else max(2, -(-24 // many)), Request)
+                        row = served_loop(engine, events, some, many, each if turn else max(2, -(-24 // many)), Request)
                 stats, by = engine.stats(), getattr(engine, "drafts_by", "none")
                 engine.stop(0)
                 found.append({"part": "serve", "model": name, "load": load, "users": many, "draft": draft, "drafts_by": by}
@@ -230,7 +230,7 @@ def serve(name: str, model: Any, asked: dict[str, list[list[int]]], users: list[
     return found
 
 
-def _loop(engine: Any, events: Any, prompts: list[list[int]], users: int, each: int, request: Any) -> Row:
+def served_loop(engine: Any, events: Any, prompts: list[list[int]], users: int, each: int, request: Any) -> Row:
     waiting = [prompts[i % len(prompts)] for i in range(users * each)]
     last, gaps, tokens, began = dict[int, float](), list[float](), 0, time.perf_counter()
     for _ in range(users):

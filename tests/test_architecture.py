@@ -311,7 +311,7 @@ def test_no_error_is_swallowed(package):
         ("except ValueError:\n    pass", False),
     ],
 )
-def test_the_rule_for_errors_sees_what_hides_one(body, hides):
+def test_the_rule_for_errors_catches_a_handler_that_hides_one(body, hides):
     assert bool(swallowing("def f():\n    try:\n        g()\n    " + body.replace("\n", "\n    "))) == hides
     assert swallowing("with suppress(Exception):  # whatever\n    g()")
     assert swallowing("with contextlib.suppress(RuntimeError):\n    g()")

@@ -38,7 +38,7 @@ def test_the_command_line_is_one_that_serve_takes(words):
     assert all(re.search(rf"{flag}\b", known) for flag in flags)
 
 
-def test_the_example_of_models_can_be_read_and_so_can_what_it_shows(tmp_path):
+def test_the_example_of_models_can_be_read_and_so_can_the_lines_in_its_comments(tmp_path):
     text = (DEPLOY / "models.toml").read_text()
     assert read_config(DEPLOY / "models.toml").folders == ["/var/lib/lowq/models"]
     (tmp_path / "m.toml").write_text(re.sub(r"^# (?=[\w\[])(?!What)", "", text, flags=re.M))

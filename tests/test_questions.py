@@ -34,7 +34,7 @@ def test_where_does_a_weights_bytes_get_written(tmp_path, monkeypatch):
 
 @pytest.mark.skipif("cuda/tile_mma" not in registry.kernels(), reason="NVRTC is not installed")
 @pytest.mark.parametrize(("N", "K", "wanted"), [(4096, 4096, "cuda/tile_mma"), (28672, 4096, "cuda/tile_int8x2")])
-def test_what_picks_the_kernel_at_16_rows_for_2_bits(N, K, wanted, monkeypatch):
+def test_a_row_of_the_policy_picks_the_kernel_at_16_rows_for_2_bits(N, K, wanted, monkeypatch):
     """`registry.select`, by the rows "prefer" of tuned/h100.json, and then by rank: without the row it is another."""
     call, file = call_of(N, K), policy.file_for(gpu.of(gpu.HOPPER.capability))
     spec, _ = registry.select(call)

@@ -35,7 +35,7 @@ from lowq_cli.calibrate.requirements import (
     MatrixDone,
     PassDone,
     learns_alone,
-    passes,
+    pass_count,
     rounds_both_sides,
 )
 from lowq_cli.files.folder import staged
@@ -105,7 +105,7 @@ def operations(plan: Plan) -> float:
         alone = sum(i.params for i in items if learns_alone(i, weights))
         work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
-            work += LEARNING * read * (8 * passes(items, weights) + 4) * (sum(learning) + tables)
+            work += LEARNING * read * (8 * pass_count(items, weights) + 4) * (sum(learning) + tables)
     return work
 
 

@@ -25,7 +25,7 @@ from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
 from lowq_cli.calibrate.recorded import Recorded, adam, set_rate
-from lowq_cli.calibrate.requirements import PassDone, passes, rates, starts_straight
+from lowq_cli.calibrate.requirements import PassDone, pass_count, rates, starts_straight
 from lowq_cli.hf.layers import DecoderLayers, Others, following
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
@@ -58,7 +58,7 @@ class EndToEnd:
         self.layers: list[SimpleNamespace] = []
         self.optimizers: list[torch.optim.Adam | None] = []
         weights = sum(i.params for i in items.values())
-        self.passes = passes((items[n] for n in files if n in items), weights)
+        self.passes = pass_count((items[n] for n in files if n in items), weights)
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:

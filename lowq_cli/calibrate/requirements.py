@@ -95,7 +95,7 @@ def tokens_for(plan: Plan) -> int:
     return min(MOST_TOKENS, max(CALIB_TOKENS, 1 << int(COST / max(weights, 1)).bit_length() - 1))
 
 
-def passes(items: Iterable[Item], weights: int) -> int:
+def pass_count(items: Iterable[Item], weights: int) -> int:
     """The number of passes over the text that train all layers of `distill` together."""
     return MORE_PASSES if any(starts_straight(i, weights) for i in items) else PASSES
 

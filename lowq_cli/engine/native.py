@@ -185,7 +185,7 @@ class NativeDecoder:
             self._piece(slice(0, B), ids[:, tokens], tokens.start, [T] * B, self._tables(T)).reshape(
                 B, -1, self.plan.model.hidden
             )
-            for _, tokens in passes(1, 0, T, self.chunk, self._uncut(slice(0, B)), T)
+            for _, tokens in prompt_passes(1, 0, T, self.chunk, self._uncut(slice(0, B)), T)
         ]
         return torch.cat(hidden, 1)
 
@@ -287,7 +287,7 @@ class NativeDecoder:
         B, T = ids.shape
         last = torch.empty(B, self.plan.model.hidden, dtype=self.dtype, device=self.device)
         ends = torch.tensor(lengths, device=self.device) - 1
-        for some, tokens in passes(B, known, T, self.chunk, self._uncut(rows), self.most):
+        for some, tokens in prompt_passes(B, known, T, self.chunk, self._uncut(rows), self.most):
             between()
             piece = ids[some, tokens]
             b, t = piece.shape
@@ -370,7 +370,7 @@ class NativeDecoder:
         return self.captured[key]
 
 
-def passes(
+def prompt_passes(
     batch: int,
     known: int,
     longest: int,

@@ -18,7 +18,7 @@ from lowq_cli.engine import explain, folding
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle
 from lowq_cli.engine.drafts.drafting import WIDTHS
-from lowq_cli.engine.native import NativeDecoder, passes
+from lowq_cli.engine.native import NativeDecoder, prompt_passes
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.state import state_of_layer
@@ -71,7 +71,9 @@ def launches(
     met: row counts and steps that are already launched; they are left out, and the new ones are added.
     """
     met = set() if met is None else met
-    rows = {batch} | {(some.stop - some.start) * (tokens.stop - tokens.start) for some, tokens in passes(batch, 0, longest)}
+    rows = {batch} | {
+        (some.stop - some.start) * (tokens.stop - tokens.start) for some, tokens in prompt_passes(batch, 0, longest)
+    }
     step, new = (batch, replace(sampling, seed=0)), rows - met
     work = [*products(explain.called(model, decoder), model.dtype, new)]
     if isinstance(decoder, NativeDecoder) and step not in met:

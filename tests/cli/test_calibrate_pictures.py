@@ -132,7 +132,7 @@ def test_moments_where_features_are_added_behind_layers_are_those_of_the_whole_m
     assert {n.split(".")[3] for n, H in without.items() if (H - wanted[n]).norm() > 1e-2 * wanted[n].norm()} == {"1", "2", "3"}
 
 
-def test_what_is_measured_is_another_than_a_texts(folders, tmp_path):
+def test_moments_with_pictures_differ_from_those_of_a_text(folders, tmp_path):
     """Moments of the first layer's inputs differ between texts alone and windows with pictures."""
     folder, found = sighted.write("mistral3", tmp_path / "m"), []
     with open_source(folder) as source:

@@ -71,7 +71,7 @@ def test_chances_follow_accepted_drafts():
     assert never.guess(1).chances[0] < 0.05
 
 
-def test_drafts_are_worth_what_they_bring_over_what_their_rows_cost():
+def test_drafts_are_worth_their_tokens_less_the_cost_of_their_rows():
     flat, steep = TableCosts({1: 1.0, 16: 1.4}), TableCosts({1: 1.0, 2: 1.9, 16: 15.0})
     sure, doubtful = Guess([1] * 15, [0.95] * 15), Guess([1] * 15, [0.3] * 15)
     assert worth(sure, flat, (4, 8, 16)) == 15
@@ -99,7 +99,7 @@ def test_costs_are_those_that_were_timed_once_they_are_known():
     assert costs(4) < 2.0  # it is tried again
 
 
-def test_a_width_without_timings_costs_what_the_table_says_until_a_neighbour_is_timed():
+def test_a_width_without_timings_costs_its_entry_of_the_table_until_a_neighbour_is_timed():
     costs = TimedCosts(TableCosts({1: 1.0, 2: 1.5, 16: 8.5}))
     for rows, seconds in ((1, 1.0), (2, 1.25), (8, 2.75)):
         for _ in range(ENOUGH + 1):

@@ -36,7 +36,7 @@ def opened(folder, cls: str = "AutoModelForCausalLM", **how):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mixtral"])
 @pytest.mark.parametrize("cls", HEADS)
-def test_another_class_of_the_family_takes_what_is_its_own_and_draws_its_head(family, cls, family_checkpoints, caplog):
+def test_another_class_of_the_family_loads_its_tensors_and_draws_its_head_at_random(family, cls, family_checkpoints, caplog):
     if cls == "AutoModelForTokenClassification" and family == "gemma3":
         pytest.skip("transformers has no such class for Gemma 3's text models")
     c = family_checkpoints(family)
@@ -54,7 +54,7 @@ def test_another_class_of_the_family_takes_what_is_its_own_and_draws_its_head(fa
 
 
 @pytest.mark.parametrize("cls", HEADS)
-def test_what_the_classes_of_a_family_share_must_be_there(cls, family_checkpoints, tmp_path):
+def test_a_tensor_that_all_classes_of_a_family_need_must_be_there(cls, family_checkpoints, tmp_path):
     folder = Path(shutil.copytree(family_checkpoints("llama").packed, tmp_path / "less"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]

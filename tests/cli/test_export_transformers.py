@@ -18,7 +18,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_transformers_loads_what_it_is_said_to_load(case, family, family_checkpoints, tmp_path):
+def test_transformers_loads_the_checkpoints_that_inspect_promises(case, family, family_checkpoints, tmp_path):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors (extra test)")
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import CompressedTensorsConfig

@@ -88,7 +88,7 @@ def test_json_is_one_object_with_the_promised_keys(run):
         ({"pictures_s": 0.5, "ttft_s": 0.0}, "3 prompt tokens; "),
     ],
 )
-def test_what_else_delayed_the_first_token_is_told(more, told, capsys):
+def test_other_delays_of_the_first_token_are_reported(more, told, capsys):
     numbers = {"ttft_s": 1.25, "prompt_tokens": 3, "prefill_tps": 9.0, "decode_tps": 7.0, "finish_reason": "stop", "seed": 0}
     numbers |= {
         "roofline_pct": None,
@@ -246,7 +246,7 @@ def test_a_timeline_where_no_file_can_be_made_is_one_line(run):
     assert done.stderr.splitlines()[-1].startswith("lowq: the timeline /proc/t.json cannot be written")
 
 
-def test_profile_writes_a_timeline_and_says_what_took_longest(run, tmp_path):
+def test_profile_writes_a_timeline_and_prints_the_longest_kernels(run, tmp_path):
     timeline = tmp_path / "deep" / "steps.json"
     done = run(*SHORT, "--prompt", "Once upon a time", "--profile", str(timeline))
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import torch
 from lowq_cli import memory
 from lowq_cli.engine import explain, graph, precompiling, stream
 from lowq_cli.engine.hf_eager import HfEagerDecoder
-from lowq_cli.engine.native import NativeDecoder, passes
+from lowq_cli.engine.native import NativeDecoder, prompt_passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.generation import statistics
 from lowq_kernels import workspaces
@@ -46,8 +46,8 @@ def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most):
 
 
 def test_kernels_compiled_first_are_those_of_the_passes(monkeypatch):
-    assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11, most=24)] == [(2, 11), (2, 11), (1, 11)]
-    pieces = [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40, most=24)]
+    assert [(s.stop - s.start, t.stop - t.start) for s, t in prompt_passes(5, 0, 11, most=24)] == [(2, 11), (2, 11), (1, 11)]
+    pieces = [(s.start, t.start, t.stop) for s, t in prompt_passes(2, 3, 40, most=24)]
     assert pieces == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
     seen = set()
     monkeypatch.setattr(precompiling, "products", lambda model, decoder, rows: seen.update(rows) or ())

@@ -30,7 +30,7 @@ def test_greedy_takes_the_first_of_several_equal_logits(dtype):
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.3}], ids=str)
 @pytest.mark.parametrize("right", range(5))
-def test_rows_of_one_text_draw_what_they_draw_one_after_the_other(how, right):
+def test_rows_of_one_text_draw_the_same_tokens_as_one_after_the_other(how, right):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
     samplers = [Sampler(TORCH.choose, 1, 40, logits.device) for _ in range(2)]
     for sampler in samplers:

@@ -61,7 +61,7 @@ def test_a_llama_8b_is_as_large_as_published_files_of_the_type(name):
         ("Q8_0", "output.weight", 4096, Facts(32, 4, 0, False), "Q8_0"),
     ],
 )
-def test_what_a_tensor_gets(name, tensor, K, facts, kind):
+def test_the_type_of_a_tensor_in_a_mixture(name, tensor, K, facts, kind):
     assert type_of(MIXTURES[name], tensor, K, facts) == kind
 
 

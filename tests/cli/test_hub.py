@@ -96,7 +96,7 @@ def nowhere():
         yield f"http://127.0.0.1:{s.getsockname()[1]}"
 
 
-def test_without_a_network_the_cache_is_read_and_what_it_lacks_is_said(nowhere, tmp_path):
+def test_without_a_network_the_cache_is_read_and_missing_files_are_named(nowhere, tmp_path):
     for model in ("whole", "damaged", "half", "bare"):
         root = tmp_path / f"models--org--{model}"
         write_model(root / "snapshots" / SHA)

@@ -30,7 +30,7 @@ def lowq(tmp_path, monkeypatch, capsys, own_cache):
     return run
 
 
-def test_run_quantizes_once_and_the_last_checkpoint_stays_what_it_was(lowq, tmp_path):
+def test_run_quantizes_once_and_does_not_become_the_last_checkpoint(lowq, tmp_path):
     code, out, err = lowq("run", "demo", "Once upon a time", *SHORT)
     assert code == 0, err
     assert out.strip()
@@ -137,7 +137,7 @@ STRANGE = {  # what a person may have put where lowq once wrote a checkpoint
 
 
 @pytest.mark.parametrize("put", STRANGE.values(), ids=STRANGE)
-def test_rm_leaves_what_has_come_where_a_checkpoint_was(lowq, tmp_path, put):
+def test_rm_leaves_files_that_replaced_a_checkpoint(lowq, tmp_path, put):
     mine = written(tmp_path / "mine")
     state.remember(mine, "0123456789abcdef")
     shutil.rmtree(mine)
@@ -149,7 +149,7 @@ def test_rm_leaves_what_has_come_where_a_checkpoint_was(lowq, tmp_path, put):
     assert "mine" not in lowq("ls")[1]
 
 
-def test_rm_leaves_what_a_person_has_put_into_a_checkpoint(lowq, tmp_path):
+def test_rm_leaves_a_persons_files_in_a_checkpoint(lowq, tmp_path):
     assert lowq("quantize", "demo", "--method", "rtn", "--out", "kk", "--quiet")[0] == 0
     (tmp_path / "kk" / "notes").mkdir()
     (tmp_path / "kk" / "notes" / "mine.txt").write_text("thesis")

@@ -30,7 +30,7 @@ def within(t, source):
     return any(at <= t.data_ptr() < at + size for at, size in spans)
 
 
-def test_neighbours_are_one_view_of_the_file_and_hold_what_is_read(tmp_path):
+def test_neighbours_are_one_view_of_the_file_with_the_tensors_values(tmp_path):
     rows = {name: torch.arange(12, dtype=torch.int32).reshape(3, 4) + at for name, at in (("a", 0), ("b", 100), ("c", 200))}
     save_file(rows, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text("{}")
@@ -67,7 +67,7 @@ def test_tensors_at_odd_places_are_read(folder, tmp_path):
 
 
 @pytest.mark.skipif(native.library() is None, reason="own CPU kernels are not built here")
-def test_a_model_holds_no_copy_of_what_is_mapped(folder):
+def test_a_model_holds_no_copy_of_mapped_tensors(folder):
     with open_source(folder) as source:
         model = native_loader.read(source, CPU)
         result = [m for m in model.plan.linears.modules() if isinstance(m, QuantLinear)]

@@ -125,7 +125,7 @@ def test_a_size_is_kept_to_the_byte(family_checkpoints, small, tmp_path):
         assert 0.9 * size < result["bytes"] <= size
 
 
-def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
+def test_matrices_with_a_scheme_of_their_own_take_no_part(family_checkpoints, small, tmp_path):
     folder = family_checkpoints("llama").dense
     recipe = make_recipe(bpw=4.7, **FINE, lm_head="keep", overrides=["layers.0.mlp.down_proj=8:16"], skip=["layers.1.mlp"])
     resolved, found = resolve(folder, recipe)

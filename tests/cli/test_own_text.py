@@ -109,7 +109,7 @@ def test_a_chat_model_writes_half_as_conversations(family_checkpoints, cache, tm
     assert {p.name[:4] for p in cache.rglob("*.safetensors")} == {"text", "chat"}
 
 
-def test_a_checkpoint_is_the_same_again_and_its_report_says_what_it_read(family_checkpoints, cache, tmp_path):
+def test_a_checkpoint_is_the_same_again_and_its_report_names_the_text(family_checkpoints, cache, tmp_path):
     dense = family_checkpoints("llama").dense
     list(pipeline.run(dense, recipe(), tmp_path / "a"))
     for path in cache.rglob("*.safetensors"):

@@ -356,7 +356,7 @@ def test_refining_twice_makes_no_matrix_worse(bf16_checkpoints, text, tmp_path):
     assert twice < 1.1 * once < first
 
 
-def test_what_it_refuses(bf16_checkpoints, text, tmp_path):
+def test_other_files_models_and_full_folders_are_refused(bf16_checkpoints, text, tmp_path):
     folders = bf16_checkpoints("llama", INT4)
     export(folders.packed, "gptq", tmp_path / "file")
     with pytest.raises(UsageError, match="not a checkpoint of another tool"):

@@ -248,7 +248,7 @@ class Words:
         "{{ messages[7].content.x.y }}",
     ],
 )
-def test_a_chat_template_spends_what_it_is_given(template):
+def test_a_chat_template_spends_its_budget(template):
     with pytest.raises(LowqError, match="the model's chat template"):
         encode(Words(template), "hello", chat=True)
     assert encode(Words("{{ messages[0].content }}"), "hello", chat=True) == [5], "and the next one is rendered"

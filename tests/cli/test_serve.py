@@ -193,7 +193,7 @@ def test_the_installed_version_of_vllm_is_named(version, line, tmp_path, monkeyp
     assert line in serving.installed()
 
 
-def test_what_only_one_of_them_can_serve(family_checkpoints):
+def test_checkpoints_that_only_one_engine_can_serve(family_checkpoints):
     table = {"attention": Scheme(4, 16, "none"), "embedding": Scheme(8, 16, "none")}
     with pytest.raises(UnsupportedError, match="--embedding keep"):
         serving.command(str(family_checkpoints("mixtral", "bfloat16", table).packed), native=True)

@@ -47,7 +47,7 @@ def test_shapes_are_those_the_decoder_multiplies(folder):
     assert shapes == {(512, 256): 6, (256, 256): 6, (1536, 256): 6, (256, 768): 6}
 
 
-def test_tune_writes_winners_into_the_checkpoint_and_says_what_it_did(folder, monkeypatch):
+def test_tune_writes_winners_into_the_checkpoint_and_prints_a_summary(folder, monkeypatch):
     monkeypatch.setattr(trial, "race", lambda *_: [])  # tests/cli/test_tune_trial.py
     result, output = lowq("tune", folder, "--batch", "1,16", "--device", "cpu")
     assert {"gpu", "entries", "seconds"} <= set(result)

@@ -54,7 +54,7 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     assert precompiling.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), output.append) == 0
 
 
-def test_texts_launch_their_own_products_and_what_lies_between(decoder, monkeypatch):
+def test_prompts_launch_their_own_products_and_the_steps_between(decoder, monkeypatch):
     seen, work = [], []
     whole = ops.product
     monkeypatch.setattr(ops, "product", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))

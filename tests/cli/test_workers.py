@@ -40,7 +40,7 @@ def test_results_come_in_order_and_at_most_so_many_run():
     assert most == 3
 
 
-def test_an_error_comes_with_its_result_and_what_runs_is_waited_for():
+def test_an_error_is_raised_by_its_result_after_the_running_jobs_end():
     finished = []
 
     def work(i):

@@ -110,7 +110,7 @@ def test_a_published_models_names_and_shapes_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_hold_what_the_description_says_and_each_tensor_is_what_it_says(name, tmp_path):
+def test_files_hold_the_described_tensors_with_their_shapes_and_roles(name, tmp_path):
     made = model(name)
     made.save_pretrained(tmp_path)
     d = family_of(name).describe(made.config)

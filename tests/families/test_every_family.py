@@ -35,7 +35,7 @@ def test_a_family_comes_through(family):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"])
-def test_a_family_in_nvfp4_is_what_it_dequantizes_to(family):
+def test_a_family_in_nvfp4_computes_with_its_dequantized_weights(family):
     """In 4 bits a random model's logits equal those of its dequantized weights, also after save and reload."""
     result = judge(family, format="nvfp4")
     assert result.fault == ""

@@ -23,7 +23,7 @@ from native import off, planned, texts
 
 from lowq_cli.engine import folding, weights
 from lowq_cli.engine.model_record import owned
-from lowq_cli.engine.native import NativeDecoder, passes
+from lowq_cli.engine.native import NativeDecoder, prompt_passes
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
@@ -197,7 +197,7 @@ def test_places_that_are_shifted_give_other_logits(name):
 
 
 @pytest.mark.parametrize("name", pictured.NAMES)
-def test_the_tower_of_a_folder_makes_what_the_whole_model_makes(name, tmp_path):
+def test_the_tower_of_a_folder_computes_as_in_the_whole_model(name, tmp_path):
     """Also where the pad token is beyond the small vocabulary of the text model that the tower is loaded with."""
     theirs = pictured.model(name)
     theirs.config.get_text_config().pad_token_id = pictured.VOCAB - 1
@@ -220,7 +220,7 @@ def test_tokens_and_pictures_that_do_not_fit_are_refused_in_one_line():
     with pytest.raises(UsageError, match=r"has 5 picture tokens, but its 1 pictures need 4"):
         Shown(both.images, [*ids, pictured.TOKEN], pictures)
     with pytest.raises(UnsupportedError, match="longer than the 4 tokens"):
-        passes(1, 0, 20, 4, [(3, 9)])
+        prompt_passes(1, 0, 20, 4, [(3, 9)])
 
 
 def served(model, asked, n, **how):

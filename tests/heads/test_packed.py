@@ -59,7 +59,7 @@ def test_a_folder_of_a_head_is_quantized_and_run_as_its_codes_say(bits, llama, t
     torch.testing.assert_close(result[1], expected[1], rtol=5e-3, atol=5e-3)
 
 
-def test_the_command_says_what_a_packed_head_is_for_and_remembers_the_model(tmp_path, monkeypatch):
+def test_the_command_names_the_use_of_a_packed_head_and_does_not_remember_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pub.specforge(tmp_path / "dense", pub.eagle3_tensors())
     shown = CliRunner().invoke(app, ["quantize", "dense", "--out", "packed", "--bits", "4"])

@@ -116,7 +116,7 @@ def learnt(model, folder):
     return text, learner, teacher
 
 
-def test_what_a_head_learnt_is_accepted_and_its_text_is_that_without(llama, tmp_path):
+def test_drafts_of_a_trained_head_are_accepted_and_the_text_is_that_without(llama, tmp_path):
     learnt(llama, tmp_path / "head")
     plain, _ = said(llama, PROMPTS[0], "none")
     tokens, drafting = said(llama, PROMPTS[0], str(tmp_path / "head"))

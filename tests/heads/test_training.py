@@ -49,7 +49,7 @@ def teacher_of(model, of, window):
     return training.Teacher(plan_of(model), of, torch.arange(of.guesses), 2, window)
 
 
-def test_what_learns_guesses_as_the_reference_does_on_the_same_words(model):
+def test_a_head_in_training_guesses_as_the_reference_on_the_same_words(model):
     of, L = sizes(plan_of(model), WORDS), 16
     learner = Learner(of, {}, torch.device("cpu"), seed=4)
     ids = torch.randint(3, WORDS, (2, L), generator=torch.Generator().manual_seed(2))
@@ -65,7 +65,7 @@ def test_what_learns_guesses_as_the_reference_does_on_the_same_words(model):
             f = torch.cat((f, o[-1:]))
 
 
-def test_what_learns_to_guess_at_once_does_so_as_the_reference(model):
+def test_a_head_in_training_guesses_a_block_as_the_reference(model):
     of, L = replace(sizes(plan_of(model), WORDS, "peagle"), mask=9), 16
     learner, teacher = Learner(of, {}, torch.device("cpu"), seed=4), teacher_of(model, of, L)
     ids = torch.randint(3, WORDS, (1, L), generator=torch.Generator().manual_seed(2))
@@ -78,7 +78,7 @@ def test_what_learns_to_guess_at_once_does_so_as_the_reference(model):
         torch.testing.assert_close(torch.stack([x[0, t] for x in result]), expected, rtol=2e-4, atol=2e-4)
 
 
-def test_a_guess_sees_only_its_own_and_what_came_before():
+def test_a_guess_sees_only_its_own_state_and_the_tokens_before():
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
     later = [torch.randn(1, 2, 5, 4) for _ in range(2)]
     whole = attended(q, [k, later[0]], [v, later[1]])
@@ -164,7 +164,7 @@ def test_a_folder_with_other_files_is_not_changed(folder, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
 
 
-def test_a_model_writes_what_its_head_learns_from_half_of_it_greedily(folder, tmp_path, monkeypatch):
+def test_a_model_writes_its_heads_texts_half_of_them_greedily(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     of, model, tokenizer = planned(folder, tmp_path / "head", text="self")
     steps = training._text(of, model, tokenizer)

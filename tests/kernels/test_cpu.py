@@ -133,7 +133,7 @@ def test_deepcopy_and_dtype_change_keep_the_weight():
     assert error(half(x.bfloat16()), truth_of(x, q)) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_a_dtype_change_leaves_what_torchs_kernel_reads(no_compiler):
+def test_a_dtype_change_leaves_the_words_of_torchs_kernel(no_compiler):
     q = weight(32, 64, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()

@@ -89,7 +89,7 @@ def test_every_scale_of_8_bits_is_read(isa):
         assert ((y - truth).abs() <= truth.abs() * 2**-7 + 1e-38).all()
 
 
-def test_entries_of_tables_are_exact_or_within_what_is_said(isa):
+def test_entries_of_tables_are_exact_or_within_their_stated_error(isa):
     """One weight of each code: e2m1 and iq4_nl as they are, any other within 2**-13 of the largest."""
     for kind in ("e2m1", "iq4_nl", "nf4", "fitted"):
         q = weight(16, 32, 4, 32, kind, torch.float16)

@@ -269,7 +269,7 @@ def test_attend_of_rows_that_are_not_prepared(name):
     assert error(*in_one(name)[1]) < tolerance
 
 
-def test_what_one_kernel_of_prepared_rows_does_not_compute():
+def test_the_kernel_of_prepared_rows_refuses_other_kinds_of_heads():
     weight, h = torch.ones(256), reference.Heads(8, 2, 256, 1.0)
     norm = Norm(weight, 1e-6)
     plain = prepare.Prepared(8, 2, 256, q_norm=norm, k_norm=norm)

@@ -134,7 +134,7 @@ def test_which_products_may(changed, doing, why):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-def test_gate_and_up_take_what_is_fast_in_a_step(bits):
+def test_gate_and_up_take_the_kernel_that_is_fast_in_a_step(bits):
     """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says."""
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
 

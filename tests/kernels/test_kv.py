@@ -78,7 +78,7 @@ def test_bytes_are_those_that_are_held():
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("kind", CODED)
-def test_attention_is_over_what_is_held_the_newest_token_too(kind, window):
+def test_attention_is_over_the_cached_tokens_and_the_newest(kind, window):
     """Steps, prompts and packed pieces over contiguous and paged caches, against attention over what `decode` gives."""
     B, S, T, D, page = 2, 48, 37, 32, 16
     h = Heads(4, 2, D, D**-0.5, window)

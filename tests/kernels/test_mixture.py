@@ -40,7 +40,7 @@ def test_many_tokens_are_grouped_where_a_kernel_can(capability, act, wanted):
     assert [taken(tokens, capability, act) for tokens in (1, 3, 200)] == wanted
 
 
-def test_a_recording_takes_what_it_can_for_many_tokens():
+def test_a_recording_takes_the_operations_that_can_be_recorded_for_many_tokens():
     assert taken(200, (8, 0), capturing=True) == EACH
 
 

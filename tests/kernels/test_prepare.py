@@ -238,7 +238,7 @@ def test_rounded_once(dtype):
     assert y.dtype == gate.dtype == dtype
 
 
-def test_it_is_what_the_kernels_do_themselves():
+def test_the_definition_agrees_with_split_heads():
     """Of Qwen3's facts `split_heads` makes the same of the same rows."""
     w = [torch.randn(D) for _ in range(2)]
     qkv, a, pos = torch.randn(T, (HQ + 2 * HKV) * D), angles(D), torch.arange(T)

@@ -79,7 +79,7 @@ def test_a_comment_leaves_entries_fresh_and_code_does_not():
     assert code_of("int a; // one\n/* two\n three */ int b;\n", "a.cu") == "int a;\n int b;"
 
 
-def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
+def test_a_kernel_is_hashed_with_its_imports_and_without_its_neighbours():
     pytest.importorskip("triton")
     result = {Path(name).name for name in sources.closure("lowq_kernels.products.triton.gemm")}
     assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= result

@@ -32,7 +32,7 @@ def test_kernels_wait_and_not_in_a_loop(path):
     assert not list(faults(path.read_text(encoding="utf-8")))
 
 
-def test_the_rule_sees_what_breaks_it():
+def test_the_rule_catches_a_file_that_breaks_it():
     assert len(DEPENDENT) > 10
     head, wait = "def f(x, PDL):\n", "if PDL:\n        gdc_wait()\n"
     assert list(faults(f"{head}    {wait}")) == []

@@ -69,7 +69,7 @@ def test_a_mistake_of_ours_that_a_library_called_is_not_the_persons(package):
         through_a_library(theirs)
 
 
-def test_what_the_catching_function_calls_without_python_code_is_a_librarys():
+def test_errors_out_of_compiled_code_called_by_the_catching_function_are_a_librarys():
     catching = types.ModuleType("lowq_cli.catching")
     exec("def calls(refused, text):\n    with refused:\n        int(text)\n", vars(catching))
     with pytest.raises(DamagedError, match="invalid literal"):

@@ -17,7 +17,7 @@ from lowq_cli.serving.sequence import Sequence
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_text_reads_what_it_wrote_and_nothing_is_lost(seed):
+def test_each_sequence_reads_its_own_blocks_and_no_block_is_lost(seed):
     seen, scheduled = Counter(), Counter()
     for n in range(24):
         d = driver(1000 * seed + n)

@@ -97,7 +97,7 @@ async def until(true):
     raise AssertionError("it never came")
 
 
-def test_a_slow_reader_gets_what_came_meanwhile_in_one_piece(tokenizer):
+def test_a_slow_reader_gets_the_tokens_of_meanwhile_in_one_piece(tokenizer):
     async def go():
         engine = Scripted(list(range(300, 500)))
         s, app = served(engine, tokenizer)

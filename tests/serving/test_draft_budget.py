@@ -224,7 +224,7 @@ OPTIONS = (
 )
 
 
-def test_what_requests_ask_for_besides_holds_beside_those_with_drafts(model, client):
+def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client):
     """Each option, a grammar, and texts that draft, in the same passes: as each is without drafts."""
     asked = prompts(*(30 + i for i in range(len(OPTIONS) + 3)), seed=6)
     n = len(OPTIONS)

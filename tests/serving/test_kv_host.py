@@ -89,7 +89,7 @@ def test_texts_go_on_from_blocks_that_came_back_as_from_those_that_stayed(model,
 
 
 @pytest.mark.parametrize("model", KINDS, indirect=True)
-def test_the_next_engine_of_the_same_model_goes_on_from_what_one_left(model, lend):
+def test_the_next_engine_of_the_same_model_goes_on_from_the_saved_blocks(model, lend):
     memory, asked = lend(), prompts(200, 150, 190)
     first = Client(model, running=2, host=(lent := memory.lend("m")))
     expected = first.tokens(*[first.ask(p, 20) for p in asked])

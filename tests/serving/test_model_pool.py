@@ -471,7 +471,7 @@ def test_offers_that_are_read_again():
     run(go())
 
 
-def test_what_was_written_since_is_found_and_names_that_are_made_up_cost_one_look():
+def test_models_written_since_are_listed_and_an_unknown_name_costs_one_look():
     async def go():
         pool, _ = pool_of("a")
         looks = []
@@ -542,7 +542,7 @@ def test_the_file(tmp_path):
         ("a = ", "is not TOML"),
     ],
 )
-def test_what_the_file_may_not_say(tmp_path, text, line):
+def test_mistakes_in_the_file_are_refused_by_name(tmp_path, text, line):
     (tmp_path / "m.toml").write_text(text)
     with pytest.raises(UsageError, match=line):
         read_config(tmp_path / "m.toml")

@@ -12,7 +12,7 @@ CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {
 TOWN = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
 
 
-def test_lm_evals_local_completions_says_what_eval_says(server, talk, tmp_path, monkeypatch):
+def test_lm_evals_local_completions_has_the_scores_of_eval(server, talk, tmp_path, monkeypatch):
     """Likelihoods and greedy texts by HTTP are those of `lowq eval --tasks`."""
     completions = pytest.importorskip("lm_eval.models.openai_completions", reason="lm-eval[api] is not installed")
     from lowq_cli.engine.open_model import ready

@@ -86,7 +86,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_not_taken_is_refused_by_name(seeing):
+def test_unsupported_parts_are_refused_by_name(seeing):
     for part, why in REFUSED:
         answer = seeing.post("chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
         assert answer.status_code == 400, (part, answer.text)
@@ -347,7 +347,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize(("path", "part", "name"), ELSEWHERE)
-def test_what_is_not_taken_is_named_in_the_other_dialects(seeing, path, part, name):
+def test_unsupported_parts_are_named_in_the_other_dialects(seeing, path, part, name):
     said = [{"role": "user", "content": [part]}]
     body = {"input": said} if path == "responses" else {"messages": said, "max_tokens": 2}
     answer = seeing.post(path, {"model": "sees", **body})

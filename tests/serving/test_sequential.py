@@ -160,7 +160,7 @@ def test_one_that_never_started_stops(demo):
     SequentialEngine(demo[0], waiting=4).stop(1)
 
 
-def test_stop_finishes_what_there_is_and_refuses_more(demo):
+def test_stop_finishes_the_running_requests_and_refuses_more(demo):
     engine, events = SequentialEngine(demo[0], waiting=4), []
     engine.start(events.extend)
     numbers = [engine.submit(Request(prompt(demo), 5)) for _ in range(3)]

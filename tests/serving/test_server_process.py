@@ -301,7 +301,7 @@ def test_systemd_is_notified_when_the_server_is_ready_and_when_it_stops(start, t
         assert output.recv(100) == b"STOPPING=1"
 
 
-def test_no_process_runs_what_lies_in_the_working_folder(talk, tmp_path):
+def test_no_process_imports_modules_of_the_working_folder(talk, tmp_path):
     """A model's folder, say, with files named as modules are: the engine's process imported the first of them."""
     for name in ("types", "runpy", "pickle", "socket", "tempfile", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")

@@ -87,7 +87,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 30, 400, 3
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals=ARRIVALS)
-def test_whatever_comes_every_prompt_and_every_token_has_a_bound(arrivals):
+def test_every_prompt_and_every_token_has_a_bound_for_any_arrivals(arrivals):
     """A prompt is overtaken only by one that comes before as many tokens were read as it is shorter; no stream stalls.
 
     Its turn begins and ends inside a pass, so the tokens of two passes come on top.

@@ -45,7 +45,7 @@ def test_written_tensors_read_back_bit_for_bit_or_are_refused(fmt, bits, zero, N
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_each_format_holds_what_its_specification_says_and_refuses_the_rest(name):
+def test_each_format_holds_the_schemes_of_its_specification_and_refuses_the_rest(name):
     fmt = formats.get(name)
     for kind in KINDS:
         reason = fmt.why_not(scheme_of(*kind, 64), 64, 128)

@@ -145,7 +145,7 @@ def test_every_number_of_gemlites_metadata(position):
 
 
 @pytest.mark.parametrize("leaf", ["nbits", "group_size", "axis", "channel_wise", "view_as_float", "quant_scale", "quant_zero"])
-def test_every_setting_of_hqqs_tensors_is_what_hqq_makes_of_it_or_an_error(leaf):
+def test_every_setting_of_hqqs_tensors_is_read_as_hqq_reads_it_or_refused(leaf):
     hqq = pytest.importorskip("hqq.core.quantize", reason="needs the package hqq")
     for fmt, spelled, tensors, _, shape in cases():
         if fmt != "hqq":

@@ -119,7 +119,7 @@ def test_heads_permute_there_and_back():
 
 
 @pytest.mark.parametrize("kind", [k for k in gguf.SCHEMES if k not in ("Q1_0", "Q4_1")])
-def test_any_bytes_of_a_block_are_what_the_gguf_package_makes_of_them(kind):
+def test_any_bytes_of_a_block_decode_as_in_the_gguf_package(kind):
     package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
     t, g = gguf.TYPES[kind], torch.Generator().manual_seed(0)
     number = package.GGMLQuantizationType(t.number)
@@ -164,7 +164,7 @@ def test_gguf_codes_that_no_writer_produces_are_refused(kind, said):
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_any_bytes_of_blocks_of_two_levels_are_what_the_gguf_package_makes_of_them(kind):
+def test_any_bytes_of_blocks_of_two_levels_decode_as_in_the_gguf_package(kind):
     package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
     t, g = gguf.TYPES[kind], torch.Generator().manual_seed(0)
     raw, at = torch.randint(0, 256, (6 * 512 // t.elements, t.nbytes), generator=g, dtype=torch.uint8), {}

@@ -80,7 +80,7 @@ def test_autoawq_unpacks_our_words():
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_mlx_dequantizes_what_we_write_and_we_read_what_it_quantizes(bits):
+def test_mlx_dequantizes_our_files_and_we_read_its_files(bits):
     mx = pytest.importorskip("mlx.core", reason="needs mlx (extra interop)")
     q = random_q(bits, 32, "none", 40, 96)
     tensors, _ = written(formats.get("mlx"), q)
