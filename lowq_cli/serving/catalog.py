@@ -95,14 +95,17 @@ class Offer:
             return 0
 
     def published(self) -> dict[str, Any]:
-        """Return what is known of it before it is loaded: its context length, and whether it has a chat template."""
+        """Return what is known of it before it is loaded: its context length, whether it has a chat template, and the features
+        that follow from this; others need the tokenizer."""
         try:
             config = json.loads(read_text(self.folder / CONFIG, MAX_CONFIG))
             inner = config.get("text_config") or config
             longest = inner.get("max_position_embeddings")
         except (LowqError, ValueError, AttributeError):  # no config, or JSON of another shape: loading the model reports it
             return {}
-        return {"max_model_len": longest if isinstance(longest, int) else None, "chat": has_template(self.folder)}
+        chat = has_template(self.folder)
+        features = ["completions", *["chat"] * chat]
+        return {"max_model_len": longest if isinstance(longest, int) else None, "chat": chat, "features": features}
 
 
 @dataclass(frozen=True)

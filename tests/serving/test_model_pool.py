@@ -518,7 +518,7 @@ def test_the_file(tmp_path):
     assert dict(small.how) == {"running": 3, "kv": "fp8"}
     assert {"two", "three"} <= set(result)
     assert not {"one", "no"} & set(result)  # the first under its other name alone
-    assert result["two"].published() == {"max_model_len": 77, "chat": False}
+    assert result["two"].published() == {"max_model_len": 77, "chat": False, "features": ["completions"]}
 
 
 @pytest.mark.parametrize(

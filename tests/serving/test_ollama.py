@@ -101,6 +101,41 @@ def test_generate():
     assert "".join(p.response for p in parts) == "Yes."
 
 
+def test_generate_goes_on_with_the_prompt_of_a_model_without_a_template():
+    engine = Heard("Yes.", template=None)
+
+    def asked(client):
+        with pytest.raises(ollama.ResponseError, match="no chat template"):
+            client.chat(model="m", messages=HI)
+        whole = client.generate(model="m", prompt="Once", system="Be kind.")
+        return whole, list(client.generate(model="m", prompt="Once", stream=True))
+
+    whole, parts = ask(engine, asked)
+    assert whole.response == "".join(p.response for p in parts) == "Yes."
+    assert set(engine.prompts) == {"Once"}
+
+
+def test_a_request_without_a_prompt_only_loads_the_model():
+    engine = Heard("Yes.")
+
+    def asked(client):
+        empty = [client.generate(model="m"), client.generate(model="m", prompt="", raw=True), client.chat(model="m")]
+        return [*empty, *client.chat(model="m", messages=[], stream=True), *client.generate(model="m", stream=True)]
+
+    assert {(one.done, one.done_reason) for one in ask(engine, asked)} == {(True, "load")}
+    assert not engine.requests
+
+
+def test_the_older_path_of_one_vector(server):
+    client = ollama.Client(server.url)
+    one, several = client.embeddings(model="talk:latest", prompt="Once upon a time"), client.embed("talk", ["Once upon a time"])
+    length = sum(x * x for x in one.embedding) ** 0.5
+    assert [x / length for x in one.embedding] == pytest.approx(list(several.embeddings[0]), abs=1e-5)
+    assert abs(length - 1) > 0.01  # as in ollama, it is not made of length one
+    with pytest.raises(ollama.ResponseError, match="input"):
+        client.embeddings(model="talk", prompt=None)
+
+
 @pytest.mark.parametrize("form", ["json", TOWN], ids=["json", "schema"])
 def test_a_form_is_a_mask(form):
     pytest.importorskip("llguidance", reason="forms need the extra lowq[grammar]")

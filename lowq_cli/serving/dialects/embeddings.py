@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings and ollama's /api/embed: a text's vector is the pooled hidden states of the model."""
+"""OpenAI's /v1/embeddings, ollama's /api/embed and /api/embeddings: a text's vector is the model's pooled hidden states."""
 
 import base64
 from collections.abc import Sequence

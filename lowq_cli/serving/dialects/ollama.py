@@ -34,7 +34,7 @@ class Ollama:
         self.chat, self.name = chat, "api/chat" if chat else "api/generate"
 
     def read(self, body: dict[str, Any]) -> fields.Params:
-        """Parse a body into a chat, or with `raw` into a completion. Raises Refusal."""
+        """Parse a body into a chat, or with `raw` a completion; without a prompt it only loads the model. Raises Refusal."""
         known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
         raw = not self.chat and bool(body.get("raw"))
         request: dict[str, Any] = {"stream": body.get("stream") is not False}
@@ -43,6 +43,9 @@ class Ollama:
         for name in ("suffix", "template", "context"):
             if body.get(name):
                 raise wrong(name, "is not supported; leave it out")
+        if body.get("messages" if self.chat else "prompt") in (None, "", []) and not body.get("images"):
+            loads = fields.read(request | {"prompt": [0], "max_tokens": 0}, chat=False)
+            return replace(loads, dialect={"loads": True})
         if raw:
             request["prompt"] = body.get("prompt")
         elif self.chat:
@@ -63,7 +66,8 @@ class Ollama:
         if raw:
             request.setdefault("max_tokens", fields.INT64)  # no limit, as in ollama
         rest = {name: value for name, value in body.items() if name not in known}
-        return replace(fields.read(request | rest, chat=not raw), dialect={"began": time.monotonic_ns()})
+        plain = None if self.chat or raw or body.get("images") else self.read(body | {"raw": True})  # as ollama's own template
+        return replace(fields.read(request | rest, chat=not raw), dialect={"began": time.monotonic_ns()}, plain=plain)
 
     def refused(self, why: Refusal) -> dict[str, Any]:
         """As ollama says it."""
@@ -147,6 +151,8 @@ def _think(given: Any) -> dict[str, Any]:
 
 def _ending(answer: Answer) -> dict[str, Any]:
     """The fields of the last line: the reason of the end, and durations in nanoseconds."""
+    if answer.params.dialect.get("loads"):
+        return {"done": True, "done_reason": "load"}
     usage, now = answer.usage(), time.monotonic_ns()
     live, began = answer.live, answer.params.dialect["began"]
     first = int(live.first * 1e9) or now
@@ -161,6 +167,11 @@ def _ending(answer: Answer) -> dict[str, Any]:
         "eval_count": usage["completion_tokens"],
         "eval_duration": max(0, now - first),
     }
+
+
+def embedding(body: dict[str, Any]) -> dict[str, Any]:
+    """A body of /api/embeddings, which has one text and whose vectors have any length, in the format of /api/embed."""
+    return {"normalize": False, "input": body.get("prompt")} | {n: v for n, v in body.items() if n != "prompt"}
 
 
 def described(model: dict[str, Any]) -> dict[str, Any]:

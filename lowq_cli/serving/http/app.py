@@ -121,6 +121,7 @@ def make_app(served: Served) -> ASGIApp:
         Route("/api/generate", endpoints.answers("api/generate"), methods=["POST"]),
         Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
         Route("/api/embed", endpoints.embeddings, methods=["POST"]),
+        Route("/api/embeddings", endpoints.embeddings, methods=["POST"]),
         Route("/v1/rerank", endpoints.rerank, methods=["POST"]),
         Route("/rerank", endpoints.rerank, methods=["POST"]),
         Route("/api/tags", endpoints.tags),
@@ -236,11 +237,11 @@ class Endpoints:
         return await self._reply(request, self.of["completion"], result)
 
     async def embeddings(self, request: HttpRequest) -> Response:
-        """/v1/embeddings, and ollama's /api/embed."""
-        ours = request.url.path.startswith("/v1/")
+        """/v1/embeddings, ollama's /api/embed, and its older /api/embeddings of one text."""
+        ours, one = request.url.path.startswith("/v1/"), request.url.path == "/api/embeddings"
 
         async def result(body: dict[str, Any]) -> dict[str, Any]:
-            settings = embeddings.read(body)
+            settings = embeddings.read(ollama.embedding(body) if one else body)
             name = _model(body)
             name = name if ours or name is None else name.removesuffix(ollama.LATEST)
             async with self.served.models.lease(name, request.receive) as model:
@@ -253,6 +254,8 @@ class Endpoints:
             n = sum(map(len, ids))
             if ours:
                 return embeddings.whole(model.name, vectors, settings, n)
+            if one:
+                return {"embedding": vectors[0].tolist()}
             return {"model": model.name, "embeddings": [v.tolist() for v in vectors], "prompt_eval_count": n}
 
         return await self._reply(request, self.of["completion" if ours else "api/chat"], result)
@@ -349,6 +352,8 @@ class Endpoints:
     async def _begin(self, params: fields.Params, request: HttpRequest) -> Answer:
         """Lease the model and queue the requests of a body. Raises Refusal, LowqError."""
         async with self.served.models.lease(params.get("model"), request.receive) as model:
+            if params.plain is not None and not model.tokenizer.chat_template:
+                params = params.plain
             return await self._queue(model, params, request)
 
     async def _queue(self, model: ServedModel, params: fields.Params, request: HttpRequest) -> Answer:

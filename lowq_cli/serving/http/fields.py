@@ -182,6 +182,7 @@ class Params:
     draw: the settings of `Draw` that it sets. logprobs: alternatives per token, None for no log-probabilities. dialect: fields
     of a different dialect's body that its answer needs. think: whether the model has to think, None for its default. effort: a
     word for reasoning effort. thinking: max. thinking tokens. left_out: known fields without effect. unknown: unknown fields.
+    plain: the completion that a chat means for a model without a chat template, None where such a model refuses it.
     """
 
     chat: bool
@@ -195,6 +196,7 @@ class Params:
     thinking: int | None = None
     left_out: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    plain: "Params | None" = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field's value, or the default if it is missing or null."""
