@@ -158,14 +158,14 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def run() -> None:
-    """The entry point of the console script."""
+def run(failed: BaseException | None = None) -> None:
+    """Run the command line of this process. failed: the error with which `start` has ended, which is reported instead."""
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # child processes must not import modules from the working folder
     _open_streams()
     hf.leave_out()
     if ranks.rank():
         console.only_errors()
-    code = main(sys.argv[1:])
+    code = main(sys.argv[1:], failed)
     if ranks.world() > 1:
         _leave_group()
     _end(code)
@@ -218,11 +218,21 @@ def _parser(verb: str) -> Callable[..., Any]:
     return typer.main.get_command(one)
 
 
-def main(words: Sequence[str]) -> int:
-    """Run one command, given as the words after `lowq`, and print what it says or the error; returns the exit code."""
+def _raise(failed: BaseException) -> None:
+    raise failed
+
+
+def main(words: Sequence[str], failed: BaseException | None = None) -> int:
+    """Run one command, given as the words after `lowq`, and print what it says or the error; returns the exit code.
+
+    failed: the error with which the command has ended already.
+    """
     global _entered
     console.json_wanted, console.json_is_out, console.quiet, _entered = "--json" in words, False, False, False
     try:
+        if failed is not None:
+            _guarded(_raise)(failed)
+            return 0
         code = int(_parser(words[0] if words else "")(list(words), prog_name="lowq", standalone_mode=False) or 0)
         return code if _entered or code != EXIT_INTERRUPTED else _fail("interrupted", code)
     except LowqError as e:

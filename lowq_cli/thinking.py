@@ -2,16 +2,20 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console
-from lowq_cli.output.dialects import ways_by
-from lowq_cli.output.parts import Offered, Part
-from lowq_cli.output.read import Reader
+
+if TYPE_CHECKING:
+    from lowq_cli.output.parts import Part
 
 
-def parts(pieces: Iterable[str], marks: Any) -> Iterator[Part]:
+def parts(pieces: Iterable[str], marks: Any) -> "Iterator[Part]":
     """Split pieces of an answer into thoughts and text. marks: from `output.dialects.marks`, None if the model has none."""
+    from lowq_cli.output.dialects import ways_by  # 50 ms, for which an answer without thoughts does not wait
+    from lowq_cli.output.parts import Offered, Part
+    from lowq_cli.output.read import Reader
+
     if marks is None:
         yield from (Part("text", piece) for piece in pieces)
         return
@@ -33,6 +37,10 @@ def write(pieces: Iterable[str], marks: Any) -> bool:
     """Print an answer while it arrives. Returns whether Ctrl-C ended it."""
     interrupted, terminal, before = False, sys.stdout.isatty(), ""
     try:
+        if marks is None:
+            for piece in pieces:
+                console.out(piece, end="")
+            return False
         for part in parts(pieces, marks):
             if before == "thought" and part.kind == "text":
                 console.thought("\n\n" if terminal else "\n", terminal)

@@ -34,6 +34,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
         *("output", "engine", "loading", "evaluate", "run", "inventory", "tuning", "serving"),
         *("checkup", "vllm_plugin", "run_report", "thinking", "generation", "line_input", "completion", "commands", "main"),
+        "start",
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
