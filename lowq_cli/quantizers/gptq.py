@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -100,7 +100,7 @@ def codes_on(W: torch.Tensor, moments: Moments, size: int, nearest_in: Callable[
     """
     W, path = _corrected(W, Scheme(8, size), moments)
     left = W.float()[:, path.order]
-    codes = torch.empty_like(left)
+    codes, nearest_in = torch.empty_like(left), cache(nearest_in)
     for first in range(0, left.shape[1], BLOCK):
         last = min(first + BLOCK, left.shape[1])
         groups = iter((path.order[first:last] // size).tolist())
