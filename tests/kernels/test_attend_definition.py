@@ -20,6 +20,7 @@ from lowq_kernels.decode.reference import Heads, Packed
 from lowq_kernels.dispatch.registry import refusals, select
 
 S, BLOCK = 96, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of what Triton runs: interpreted without a GPU
 # facts, positions of the sequences
 CASES = {
     "plain": ({}, [0, 40, 95]),
@@ -167,9 +168,9 @@ def test_prompts(name, shape):
 @pytest.mark.parametrize("name", ["softcap", "chunk", "keys of another layer"])
 def test_triton_prompts_in_half_precision(name):
     h = heads(CASES[name][0], (4, 2, 16))
-    caches = [torch.randn(1, 2, S, 16).half() for _ in range(2)]
-    tables = [torch.ones(S, 16), torch.zeros(S, 16)]
-    qkv = torch.randn(1, 40, (4 if not h.writes else 8) * 16).half()
+    caches = [torch.randn(1, 2, S, 16).half().to(DEVICE) for _ in range(2)]
+    tables = [torch.ones(S, 16, device=DEVICE), torch.zeros(S, 16, device=DEVICE)]
+    qkv = torch.randn(1, 40, (4 if not h.writes else 8) * 16).half().to(DEVICE)
     expected = reference.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h)
     assert error(prompt.attend_prompt(qkv, *[c.clone() for c in caches], 30, *tables, h), expected) < 2e-3
 
@@ -206,10 +207,14 @@ def test_kernels_turn_nothing_by_the_tables_of_no_rotation():
     expected = reference.attend(qkv, *[c.clone() for c in caches], pos, *none, h)
     assert torch.equal(reference.attend(qkv, *[c.clone() for c in caches], pos, *unrotated, h), expected)
     for tables in (none, unrotated):
-        assert error(attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), expected) < 2e-3
+        there = [t.to(DEVICE) for t in (qkv, *caches, pos, *tables)]  # a copy only where there is a GPU
+        y = attend_triton.attend(there[0], *[c.clone() for c in there[1:3]], *there[3:], h)
+        assert error(y.cpu(), expected) < 2e-3
         assert error(cpu.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), expected) < 2e-3
     run = torch.randn(1, 20, 8 * 16).half()
     expected = reference.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *none, h)
-    assert error(prompt.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *unrotated, h), expected) < 2e-3
+    there = [t.to(DEVICE) for t in (run, *[c[:1].clone() for c in caches], *unrotated)]
+    y = prompt.attend_prompt(*there[:3], 30, *there[3:], h)
+    assert error(y.cpu(), expected) < 2e-3
     call = AttendCall(1, 8192, 0, 8, 2, 64, None, torch.bfloat16, "cuda", (9, 0))
     assert "R=0" in refusals(call)["cuda/attend"]  # it would read a row of no dims
