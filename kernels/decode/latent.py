@@ -16,7 +16,7 @@ import torch
 from lowq_kernels.decode import norms, reference
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of, part
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.prepare import Pairing, PositionScale, position_factors, turned
+from lowq_kernels.decode.prepare import Pairing, PositionScale, position_factors, rotate
 from lowq_kernels.decode.reference import Heads, Packed
 from lowq_kernels.decode.runs import Runs
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register, select
@@ -190,11 +190,11 @@ def _prepared(
     """Queries (M, heads, nope + rotated) in fp32, and cache entries (M, rank + rotated) in the dtype of latent, both rotated by
     cos, sin (M, rotated)."""
     q = q.unflatten(1, (f.heads, -1)).float()
-    q = torch.cat((q[..., : f.nope], turned(q[..., f.nope :], cos, sin, f.pairing)), -1)
+    q = torch.cat((q[..., : f.nope], rotate(q[..., f.nope :], cos, sin, f.pairing)), -1)
     if f.position_scale is not None:
         q = q * position_factors(pos, f.position_scale)
     normed, key = norms.in_fp32(latent[:, : f.rank], *f.norm), latent[:, None, f.rank :].float()
-    return q, torch.cat((normed, turned(key, cos, sin, f.pairing)[:, 0]), -1).to(latent.dtype)
+    return q, torch.cat((normed, rotate(key, cos, sin, f.pairing)[:, 0]), -1).to(latent.dtype)
 
 
 def _absorbed(q: torch.Tensor, f: Latent) -> torch.Tensor:

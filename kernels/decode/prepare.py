@@ -58,7 +58,7 @@ def unrotated(slots: int, D: int, like: torch.Tensor) -> tuple[torch.Tensor, tor
     return like.new_ones(slots, D), like.new_zeros(slots, D)
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
     """x (M, heads, D) fp32 with its first R dims rotated. cos, sin (M, R): the layout of "halves", each angle twice."""
     R = cos.shape[-1]
     c, s = (t[:, None, : R // 2].float() for t in (cos, sin))
@@ -117,7 +117,7 @@ def _turned_and_normed(
 ) -> torch.Tensor:
     """Heads x (M, heads, D) fp32, normed before or after the rotation."""
     if tables is not None and p.norm_last:
-        x = turned(x, *tables, p.pairing)
+        x = rotate(x, *tables, p.pairing)
     if norm is not None:
         x = norms.in_fp32(x, *norm) if p.over == "head" else norms.in_fp32(x.flatten(1), *norm).view_as(x)
-    return turned(x, *tables, p.pairing) if tables is not None and not p.norm_last else x
+    return rotate(x, *tables, p.pairing) if tables is not None and not p.norm_last else x

@@ -114,8 +114,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """RoPE on the first R of D dims, halves paired: x (..., D) fp32, cos and sin broadcastable (..., R)."""
     R = cos.shape[-1]
     first, second = x[..., : R // 2], x[..., R // 2 : R]
-    turned = x[..., :R] * cos.float() + torch.cat((-second, first), -1) * sin.float()
-    return turned if x.shape[-1] == R else torch.cat((turned, x[..., R:]), -1)
+    rotated = x[..., :R] * cos.float() + torch.cat((-second, first), -1) * sin.float()
+    return rotated if x.shape[-1] == R else torch.cat((rotated, x[..., R:]), -1)
 
 
 def split_heads(

@@ -144,7 +144,7 @@ def _experts(part: p.Experts, norm: Norm | None) -> Turns:
         yield from _reads(part.latent[0], norm)
         yield from _writes(part.latent[1])
         return
-    turned, weighted = bool(part.transposed), norm if norm and norm.name else None
+    transposed, weighted = bool(part.transposed), norm if norm and norm.name else None
     first = "gate_up_proj" if part.gated else "up_proj"
-    yield f"{part.module}.{first}", Turn(norm=weighted, columns=True, transposed=turned)
-    yield f"{part.module}.down_proj", Turn(rows=True, transposed=turned)
+    yield f"{part.module}.{first}", Turn(norm=weighted, columns=True, transposed=transposed)
+    yield f"{part.module}.down_proj", Turn(rows=True, transposed=transposed)

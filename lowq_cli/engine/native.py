@@ -335,11 +335,11 @@ class NativeDecoder:
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (B, V) from the newest tokens' embeddings x (B, H), before factor and soft cap."""
-        pictures = self.turned(self.pos)
+        pictures = self.pictures_of(self.pos)
         batch = Batch(self.ops, self.token, self.batch, self.pos, self.angles, self.places, pictures=pictures)
         return self.plan.logits(self.plan.hidden(x, batch, self.state))
 
-    def turned(self, pos: torch.Tensor) -> Pictures | None:
+    def pictures_of(self, pos: torch.Tensor) -> Pictures | None:
         """Three-part positions of rows at `pos`, one row per sequence or all of one sequence; None: rows rotate by `pos`."""
         images = self.plan.model.images
         return in_pass(images, (), self.device, pos + self.shift) if self.turns and images is not None else None

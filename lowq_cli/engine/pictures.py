@@ -85,7 +85,7 @@ class Shown:
         rows, added = self.features
         return self.at[a:b] - first, rows[a:b], tuple(layer[a:b] for layer in added)
 
-    def turned(self, first: int, end: int) -> torch.Tensor:
+    def positions(self, first: int, end: int) -> torch.Tensor:
         """Three-part positions (3, end - first) of tokens first .. end; tokens past the prompt are text."""
         n = len(self.ids)
         places = torch.arange(first, end).expand(3, -1) + self.shift
@@ -137,7 +137,7 @@ def in_pass(
             rows.append(rows_here + M)
             features.append(features_here)
             added.append(more)
-        places.append(upload(plain.expand(3, -1) if shown is None else shown.turned(first, end), device))
+        places.append(upload(plain.expand(3, -1) if shown is None else shown.positions(first, end), device))
         until.append(plain if shown is None else shown.until(first, end))
         M += end - first
     if (fill := C - sum(end - first for _, first, end in pieces)) > 0:
@@ -176,7 +176,7 @@ class PassImages:
             if shown is None:
                 numbers[:3, at : at + n] = np.arange(first, end)
             else:
-                numbers[:3, at : at + n] = shown.turned(first, end).numpy()
+                numbers[:3, at : at + n] = shown.positions(first, end).numpy()
                 rows, features, added = shown.part(first, end)
                 numbers[3, at + rows.numpy()] = 1
                 if len(rows):

@@ -136,7 +136,7 @@ class Skeleton:
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter) and not _only_turns(c)]
-        self.turned = [c.source_patterns[0] for c in conversions if isinstance(c, WeightConverter) and _only_turns(c)]
+        self.transposed = [c.source_patterns[0] for c in conversions if isinstance(c, WeightConverter) and _only_turns(c)]
         self.own = self._own_converters()
         self.converters += self.own
         self._by_pattern = {p: c for c in self.converters for p in c.source_patterns}
@@ -182,7 +182,7 @@ class Skeleton:
 
     def turns(self, name: str) -> bool:
         """Whether files may hold this stack of experts transposed."""
-        return any(re.search(p, name) for p in self.turned)
+        return any(re.search(p, name) for p in self.transposed)
 
     def _why_not(self, converter: WeightConverter, param: str) -> str | None:
         """The reason why a converter for rows of floats cannot convert rows of int32 words, or None."""

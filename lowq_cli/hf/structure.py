@@ -62,8 +62,8 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
 def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeader) -> None:
     """Raise DamagedError if a tensor that alone fills a parameter has a different shape."""
     expected = tuple(skeleton.params[place.param].shape)
-    turned = (*expected[:-2], *expected[:-3:-1]) if skeleton.turns(name) else expected
-    if not place.merged and tuple(header.shape) not in (expected, turned):
+    transposed = (*expected[:-2], *expected[:-3:-1]) if skeleton.turns(name) else expected
+    if not place.merged and tuple(header.shape) not in (expected, transposed):
         raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {expected}")
 
 

@@ -105,7 +105,7 @@ class Verification:
             drafted=True,
             chains=[self.chain],
             groups=(self.first, self.count, self.T),
-            pictures=d.turned(self.pos),
+            pictures=d.pictures_of(self.pos),
         )
         if d.attached is None:
             return d.plan.logits(d.plan.hidden(x, batch, self.state))
