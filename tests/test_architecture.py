@@ -12,6 +12,7 @@ import tomllib
 import urllib.request
 import venv
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,17 @@ BUDGET = 82_000
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax tree: seven tests read all of them."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Every module a file imports, at its top or inside a function."""
     result = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -61,9 +69,10 @@ def module_name(package: str, path: Path) -> str:
 MODULES = {module_name(package, path): path for package, path in SOURCES}
 
 
+@cache
 def arrows(name: str, lazily: bool = True) -> set[str]:
     """The modules of ours that a module imports, lazily too: `from a import b` is a.b where that is a module."""
-    result, tree = set(), ast.parse(MODULES[name].read_text())
+    result, tree = set(), tree_of(MODULES[name])
     for node in ast.walk(tree) if lazily else tree.body:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} has a relative import"
@@ -125,7 +134,7 @@ def test_no_module_of_the_commands_needs_what_only_a_gpu_needs():
         left |= ({parent} & set(MODULES) | arrows(name, lazily=False)) - reached
     assert "lowq_kernels.modules.linear" in reached
     for name in reached:
-        tops = ast.parse(MODULES[name].read_text()).body
+        tops = tree_of(MODULES[name]).body
         asked = {a.name for n in tops if isinstance(n, ast.Import) for a in n.names}
         asked |= {n.module for n in tops if isinstance(n, ast.ImportFrom)}
         assert not {a.split(".")[0] for a in asked} & {"cuda", "triton", "matplotlib", "llguidance"}, name
@@ -147,7 +156,7 @@ def test_packers_need_only_torch(case):
 def test_only_the_console_prints():
     printing = []
     for package, path in SOURCES:
-        calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+        calls = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
         if path.name != "console.py" and any(c.func.id == "print" for c in calls):
             printing.append(f"{package}: {path.name}")
     assert not printing
