@@ -19,6 +19,7 @@ from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.measured import Measured
 from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner
 from lowq_cli.serving.scheduler import READERS
 from lowq_cli.serving.token_budget import TokenBudget
@@ -82,8 +83,8 @@ class Cache:
 
     blocks: number of blocks of each page group, including the null block. slots, snapshots, copies: numbers of slots of
     recurrent states. longest: max. tokens of a sequence. tokens: max. tokens in the cache. bytes: of the whole cache.
-    shares: the number of blocks of each page group, then of snapshots; and the bytes of one of each. drafter: keys and values
-    of a drafter's layers.
+    shares: the number of blocks of each page group, then of snapshots; and the bytes of one of each. beside: bytes that passes
+    take beside the cache, 0 if unknown. drafter: keys and values of a drafter's layers.
     """
 
     passes: ModelRunner
@@ -96,6 +97,7 @@ class Cache:
     tokens: int
     bytes: int
     shares: tuple[list[int], list[int]]
+    beside: int
     drafter: list[KeyValues]
 
 
@@ -112,12 +114,13 @@ def make_cache(
     drafts: bool = False,
     reserve: int = 0,
     drafter: Plan | None = None,
+    known: Measured | None = None,
 ) -> Cache:
     """Allocate a cache in format `kind` for `most` sequences at once, of at most `tokens` tokens and `most_bytes` bytes.
 
     reads: total prompt tokens to come, if known. drafts: whether passes check drafts. reserve: bytes of host memory that are
     reserved for other uses. drafter: the plan of a drafter, whose keys and values are stored in blocks with the numbers of
-    those of layers that see all tokens.
+    those of layers that see all tokens. known: the measurements of an earlier load, which replace those of trial passes.
 
     Raises DoesNotFitError where the device has no room.
     """
@@ -127,12 +130,14 @@ def make_cache(
     states = sizes.state_bytes * (slots + snapshots + copies + 1)
     n = 1 + -(-min(tokens or most * longest, most * longest) // BLOCK)
     try:
-        token_budget, room = None, memory.available_memory()
+        token_budget, beside, room = None, 0, memory.available_memory()
         room = None if room is None else room - reserve
         held = states + sizes.bytes(sizes.blocks(n, most, longest))
         little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
-            room, token_budget = (None, None) if little else _room(plan, kind, most, longest, fixed)
+            if known is None and not little:
+                beside, token_budget = _trial(plan, kind, most, longest, fixed)
+            room = None if little else _free() - (beside if known is None else known.beside)
         rooms = [] if room is None else [int(room * SHARE[device.type])]
         rooms += [] if most_bytes is None else [most_bytes]
         if rooms:
@@ -144,6 +149,7 @@ def make_cache(
         longest = min([longest, *(g.longest(b, BLOCK, longest) for g, b in zip(paged, blocks, strict=True))])
         passes = _runner(plan, kind, most, longest, blocks, slots + snapshots + copies, fixed)
         passes.token_budget = token_budget or passes.token_budget
+        passes.token_budget.known |= {} if known is None else known.passes
         if little:
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
@@ -151,9 +157,8 @@ def make_cache(
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
         beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]
         drafter_cache = [KeyValues(*both, passes.rows.tables[0]) for both in beside_it]
-        return Cache(
-            passes, sizes.groups, blocks, slots, snapshots, copies, longest, (n - 1) * BLOCK, held, shares, drafter_cache
-        )
+        numbers = (slots, snapshots, copies, longest, (n - 1) * BLOCK, held)
+        return Cache(passes, sizes.groups, blocks, *numbers, shares, beside, drafter_cache)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 
@@ -206,8 +211,14 @@ def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], 
     return [*work, *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
 
 
-def _room(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[int, TokenBudget]:
-    """Return the bytes that the largest pass leaves free, and the times of passes; also compiles the kernels of all passes."""
+def _free() -> int:
+    """Return the bytes of a GPU that are free or that torch holds for later tensors."""
+    free: int = torch.cuda.mem_get_info()[0]
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _trial(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[int, TokenBudget]:
+    """Return the bytes that passes take beside the cache, and the times of passes; also compiles the kernels of all passes."""
     trial = trial_runner(plan, kind, most, longest, fixed)
     launch_all(launches(trial), lambda n, of: None)
     torch.cuda.synchronize()
@@ -216,6 +227,4 @@ def _room(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[
     # other sizes are timed when recorded, or estimated from the nearest: timing 15 more passes would take a second
     for M in (t for t in trial.totals if t > trial.most_recorded and (t <= RECORDED or t % 1024 == 0)):
         trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
-    peak = torch.cuda.max_memory_allocated() - before
-    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + reserved - peak - trial.graph_bytes() - BESIDE, trial.token_budget
+    return torch.cuda.max_memory_allocated() - before + trial.graph_bytes() + BESIDE, trial.token_budget

@@ -34,6 +34,7 @@ from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.image_encoding import Seeing
+from lowq_cli.serving.measured import Measured
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
@@ -76,6 +77,8 @@ class ContinuousEngine:
             8B, decoding 16 sequences of 256 tokens took 0.7 s, after 3.3 s of recording for 128 sequences of any length.
         host: host memory for cache blocks that the device has no room for, or None; without effect if `deterministic`.
         prefer: even streams, or early first tokens (`token_budget.PREFER`).
+        earlier: the measurements of an earlier load of this model, empty for the first one; None: those of this load are not
+            asked for.
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING requests at once.
     """
 
@@ -94,6 +97,7 @@ class ContinuousEngine:
         prefer: str = PREFER[0],
         draft: str | PagedDrafter = "none",
         host: Lent | None = None,
+        earlier: Measured | None = None,
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -107,7 +111,13 @@ class ContinuousEngine:
         host = None if deterministic else host
         reserved = 0 if host is None else host.room
         sizes = (most, cache_tokens, deterministic, reads, cache_bytes, name != "none", reserved)
-        cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=None if drafter is None else drafter.plan)
+        # recordings of passes with pictures and with a drafter are made at the start alone
+        quick = plan.device.type == "cuda" and not deterministic and drafter is None and plan.model.images is None
+        self._earlier = earlier if quick else None
+        self._known = self._earlier if self._earlier is not None and self._earlier.passes else None
+        drafter_plan = None if drafter is None else drafter.plan
+        cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=drafter_plan, known=self._known)
+        self._beside = cache.beside
         self.passes, rows = cache.passes, cache.passes.rows
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
         self._everywhere = 0 if plan.adapters is None else plan.adapters.all
@@ -141,6 +151,7 @@ class ContinuousEngine:
         self._prompt_tokens = self._new_tokens = self._steps = 0
         self._busy_s = self._due = 0.0  # _due: the time at which the pass on the device is expected to end
         self._thread: threading.Thread | None = None
+        self._unrecorded = self._known is not None  # whether passes are left to be recorded
 
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record the passes, then start the engine's thread. `done(n, of)` is called after each recording."""
@@ -148,10 +159,10 @@ class ContinuousEngine:
         if self.device.type == "cuda":
             with torch.inference_mode():
                 self.rows.flush()
-                self.passes.record_when_met() if self._brief else self.passes.record(done)
+                self.passes.record_when_met() if self._brief or self._known else self.passes.record(done)
                 self.reason = self.passes.reason
                 if self.drafts is not None and not self.reason:
-                    self.drafts.passes.record()
+                    self.drafts.passes.record_when_met(self._known.drafts) if self._known else self.drafts.passes.record()
                     self.why_no_drafts = self.drafts.passes.reason
                 if self.reason or self.why_no_drafts:
                     self.drafts = self.passes.noted = None
@@ -249,6 +260,14 @@ class ContinuousEngine:
         if self._thread is not None:
             self._thread.join(timeout=30)
 
+    @property
+    def measured(self) -> Measured | None:
+        """The measurements of this load, or those of the earlier one; None where passes are not recorded, or not later."""
+        if self._earlier is None or self._known is not None or self.reason:
+            return self._known
+        drafts = {} if self.drafts is None else self.drafts.passes.seconds
+        return replace(self._earlier, beside=self._beside, passes=dict(self.passes.token_budget.known), drafts=dict(drafts))
+
     def keep(self) -> Kept | None:
         """Return the host-memory cache for a later engine with the same settings; call after `stop`; None without one."""
         if self._host is None or self._lent is None or self._broken:
@@ -284,10 +303,23 @@ class ContinuousEngine:
                 self._changed.notify_all()
             self._sink([(n, Event(finish_reason="error", message=message)) for n in numbers])
 
+    @property
+    def _idle(self) -> bool:
+        """Whether no pass is in flight and no request is there to compute."""
+        return not (self._incoming or self._cancelled or self._flights or len(self._texts) > len(self._unseen))
+
+    def _record_passes(self) -> None:
+        """While there is nothing to do, record the passes that the start has left."""
+        while self._unrecorded and self._idle and not self._ending:
+            self._pass()  # takes the rows of ended sequences out of use
+            more = self.passes.record_next() or (self.drafts is not None and self.drafts.passes.record_next())
+            self._unrecorded = more
+
     def _take(self) -> bool:
         """Take new requests and cancellations; waits while there is nothing to do. Returns False once the engine ends."""
+        self._record_passes()
         with self._changed:
-            while not (self._incoming or self._cancelled or self._flights or len(self._texts) > len(self._unseen)):
+            while self._idle:
                 if self._ending:
                     return False
                 self._changed.wait()

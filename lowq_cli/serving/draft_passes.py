@@ -4,7 +4,7 @@ Every row samples a token. The device counts how many drafts of each sequence we
 position. The host knows all tokens when it launches such a pass. On a GPU passes have few sizes, recorded at the start.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -53,6 +53,7 @@ class DraftPasses:
         self.sizes = sorted(n for n in row_counts if 1 < n <= MOST_ROWS)
         self.seconds: dict[int, float] = {}
         self.captured: dict[int, tuple[Captured, torch.Tensor]] = {}
+        self.met: set[int] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
         self.reason = ""
         if passes.fixed:
             self.reason = SAME
@@ -71,6 +72,10 @@ class DraftPasses:
         """Launch a pass; return (M + M,) the token sampled after each row, then each sequence's right drafts; logits (M, V)."""
         M = self.size(sum(len(t.tokens) for t in texts))
         chunk = self._describe(M, texts)
+        if self.met is not None and M not in self.captured:
+            if M in self.met:
+                self._record(M)
+            self.met.add(M)
         if M in self.captured:
             graph, place = self.captured[M]
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
@@ -135,27 +140,45 @@ class DraftPasses:
 
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record and time a pass of each size. No pass may be in flight, and no row may belong to a sequence."""
+        self._begin()
+        for i, M in enumerate(self.sizes):
+            if not self._record(M, first=True):
+                return
+            self.seconds[M] = self.passes.timed(self.captured[M][0].replay)
+            done(i + 1, len(self.sizes))
+
+    def record_when_met(self, seconds: Mapping[int, float]) -> None:
+        """Record each size when it comes the second time. seconds: times by number of rows, measured earlier."""
+        self._begin()
+        self.seconds, self.met = dict(seconds), set()
+
+    def record_next(self) -> bool:
+        """Record one of the passes that `record_when_met` leaves; return False if there is none. As for `record`."""
+        M = None if self.met is None or self.reason else next((n for n in self.sizes if n not in self.captured), None)
+        return M is not None and self._record(M, first=True)
+
+    def _begin(self) -> None:
         self.result = torch.zeros(2 * self.sizes[-1], dtype=torch.int64, device=self.device)
         counters.reserve(len(self.sizes) * COUNTERS, self.device)
-        for i, M in enumerate(self.sizes):
-            place, made = upload(self._describe(M, ()), self.device), list[torch.Tensor]()
 
-            def step(M: int = M, place: torch.Tensor = place, made: list[torch.Tensor] = made) -> None:
-                result, logits = self.forward(M, place)
-                self.result[: 2 * M].copy_(result)
-                made.append(logits)
+    def _record(self, M: int, first: bool = False) -> bool:
+        """Record a pass; `first`: run it before, which loads its kernels. Returns False if it cannot be recorded."""
+        place, made = upload(self._describe(M, ()), self.device), list[torch.Tensor]()
 
-            step()  # compiles its kernels; recording does not run them
-            try:
-                graph = capture(step, self.passes.pool)
-            except torch.OutOfMemoryError:
+        def step() -> None:
+            result, logits = self.forward(M, place)
+            self.result[: 2 * M].copy_(result)
+            made.append(logits)
+
+        try:
+            if first:
+                step()
+            graph = capture(step, self.passes.pool)
+        except RuntimeError as e:  # such as a pass that waits for the device: `reason` says so
+            if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
                 raise
-            except RuntimeError as e:  # such as a pass that waits for the device: `reason` says so
-                if device_lost(e):
-                    raise
-                self.reason = f"passes with drafts are not recorded: {one_line(e)}"
-                return
-            graph.logits, graph.noted = made[-1], self.passes.noted
-            self.captured[M] = graph, place
-            self.seconds[M] = self.passes.timed(graph.replay)
-            done(i + 1, len(self.sizes))
+            self.reason, self.met = f"passes with drafts are not recorded: {one_line(e)}", None
+            return False
+        graph.logits, graph.noted = made[-1], self.passes.noted
+        self.captured[M] = graph, place
+        return True

@@ -104,7 +104,7 @@ class DraftRounds:
 
     def begin_turn(self, size: int) -> None:
         """Decide whether the next pass may have drafts; size: the rows of a plain pass."""
-        self.on = self._trials is None or self._trials.allows(size)
+        self.on = not self.passes.reason and (self._trials is None or self._trials.allows(size))
 
     def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
         """Record what a turn launched and how many tokens came in it, for the decision of `begin_turn`."""

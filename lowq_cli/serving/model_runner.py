@@ -384,11 +384,18 @@ class ModelRunner:
         self.record_showing()
 
     def record_when_met(self) -> None:
-        """Record each size when it comes the second time; the first time compiles its kernels. For one batch of prompts."""
+        """Record each size when it comes the second time; the first time compiles or loads its kernels."""
         counters.reserve(len(list(self.recorded())) * COUNTERS, self.device)
         self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool, `capture` runs nothing on live rows
 
-    def _record(self, b: int, M: int) -> bool:
+    def record_next(self) -> bool:
+        """Record one of the passes that `record_when_met` leaves, in the order of `recorded`; return False if there is none.
+        As for `record`, no pass may be in flight, and no row may belong to a sequence."""
+        key = None if self.met is None else next((k for k in self.recorded() if k not in self.captured), None)
+        return key is not None and self._record(*key, first=True)
+
+    def _record(self, b: int, M: int, first: bool = False) -> bool:
+        """Record a pass; `first`: run it before, which loads its kernels. Returns False if it cannot be recorded."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         place = None if chunk is None else upload(chunk, self.device)
         made: list[torch.Tensor | None] = []
@@ -397,10 +404,12 @@ class ModelRunner:
             made.append(self.forward(b, M, place, n))
 
         try:
+            if first:
+                step()
             graph = capture(step, self.pool)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as e:  # passes then run unrecorded, only slower
+            if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
+                raise
             self.reason, self.met = f"passes of {M} rows and more are not recorded: {one_line(e)}", None
             return False
         self.pool = self.pool or graph.graph.pool()

@@ -19,6 +19,7 @@ from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.ranges import Range
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.pictures import Packed
+from lowq_cli.serving.measured import Measured
 from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
 MOST_LOGPROBS = 20  # max. alternatives per token, as in OpenAI's API
@@ -256,6 +257,11 @@ class Engine(Protocol):
 
     def stats(self) -> Stats:
         """Return its current state and counters; can be called from any thread."""
+        ...
+
+    @property
+    def measured(self) -> Measured | None:
+        """What a later engine of the same model need not measure; known after `start`; None for nothing."""
         ...
 
     def keep(self) -> Any:

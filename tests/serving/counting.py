@@ -3,8 +3,13 @@
 import os
 import threading
 import time
+from dataclasses import replace
+
+from saying import byte_tokenizer
 
 from lowq_cli.serving.engine_process import Made
+from lowq_cli.serving.http import loading
+from lowq_cli.serving.http.served_model import Facts
 from lowq_cli.serving.request import Event, Limits, Stats
 from lowq_packers.errors import DoesNotFitError
 
@@ -14,6 +19,7 @@ class Counting:
 
     name, reason, closed, vocabulary = "counting", "", "", 320
     limits = Limits(512, 8, 4, 4096, 0)
+    measured = None
 
     def __init__(self, fault=None):
         self.fault, self.open, self.number, self.ending, self.made = fault, {}, 0, False, 0
@@ -64,3 +70,10 @@ def make(fault=None):
     if fault == "gone":
         os._exit(3)
     return Made(Counting(fault), None, {"pid": os.getpid()})
+
+
+def load(model, device, how, quiet):
+    """In the place of `loading.load`, in the engine's process: each load measures one byte more than the one before."""
+    engine = Counting()
+    engine.measured = replace(how["earlier"], beside=how["earlier"].beside + 1, key=model.encode())
+    return Made(engine, None, loading.Loaded(byte_tokenizer(), frozenset(), loading.Roofline(), Facts(), None))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib import import_module
@@ -14,6 +14,7 @@ from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Made, Standby
 from lowq_cli.serving.host_memory import HostMemory, Kept, Lent
 from lowq_cli.serving.http.metrics import Roofline
+from lowq_cli.serving.measured import Measured
 from lowq_cli.serving.request import Done
 from lowq_packers.errors import LowqError
 from lowq_packers.regular import MAX_CONFIG, read_regular
@@ -105,8 +106,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
         adapters = _adapted(loaded, how.get("lora") or {})
         images = _sees(loaded)
-        if how.get("host") is not None:
-            how = {**how, "host": _known(how["host"], model, owned(loaded).folder, how)}
+        how = {**how, **keyed(how, model, owned(loaded).folder)}
         if why_not(loaded) is None:
             how = {**how, "draft": served(how.get("draft", "none"), loaded, tokenizer)}
         engine = engines.engine_of(loaded, **_bounded(how, total))
@@ -150,14 +150,27 @@ def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(folders)
 
 
-def _known(lent: Lent, model: str, folder: str, how: Mapping[str, Any]) -> Lent:
-    """The host memory with a key of this model's files and options; blocks kept there under a different key are dropped."""
+def keyed(how: Mapping[str, Any], model: str, folder: str) -> dict[str, Any]:
+    """The host memory and the measurements in `how` with keys of this model's files and options; their contents are dropped
+    if they were kept under different keys."""
     from lowq_cli.engine.model_record import file_facts
 
-    others = sorted((n, str(v)) for n, v in how.items() if n in KEYED)
+    lent: Lent | None = how.get("host")
+    earlier: Measured | None = how.get("earlier")
+    if lent is None and earlier is None:
+        return {}
     files = file_facts(folder), file_facts(str(state.user_path(str(how.get("draft", "")))))
-    key = blake2b(repr((model, files, others)).encode(), digest_size=32).digest()
-    return replace(lent, key=key, kept=lent.kept if lent.kept is not None and lent.kept.key == key else None)
+
+    def key(names: Collection[str]) -> bytes:
+        options = sorted((n, str(v)) for n, v in how.items() if n in names)
+        return blake2b(repr((model, files, options)).encode(), digest_size=32).digest()
+
+    of_cache, of_passes = key(KEYED), key(how.keys() - {"host", "earlier"})
+    if lent is not None:
+        lent = replace(lent, key=of_cache, kept=lent.kept if lent.kept is not None and lent.kept.key == of_cache else None)
+    if earlier is not None and earlier.key != of_passes:
+        earlier = Measured(of_passes)
+    return {"host": lent, "earlier": earlier}
 
 
 def pooling_of(model: str) -> str:
@@ -190,13 +203,14 @@ class Loader:
 
     def __init__(self, device: str, how: Mapping[str, Any], host: HostMemory | None = None) -> None:
         self.device, self.how, self.host = device, how, host
+        self.measured: dict[str, Measured] = {}  # by model
         self.standby: Standby | None = None
         self.latest: LoadingModel | None = None
 
     def begin(self, offer: Offer) -> "LoadingModel":
         """Begin to load a model."""
         standby, self.standby = self._alive(), None
-        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host, starts=True)
+        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host, self.measured, starts=True)
         return self.latest
 
     def prepare(self) -> None:
@@ -222,7 +236,8 @@ class LoadingModel:
 
     Args:
         offer: the model. device, how: arguments of `load` for all models of the server; and `urls`: whether images at http and
-            https URLs are fetched. starts: the engine starts as soon as it is made, while this process reads its facts.
+            https URLs are fetched. measured: the measurements of earlier loads by model, to which those of this load are added.
+        starts: the engine starts as soon as it is made, while this process reads its facts.
     """
 
     def __init__(
@@ -233,9 +248,11 @@ class LoadingModel:
         quiet: bool,
         standby: Standby | None = None,
         host: HostMemory | None = None,
+        measured: dict[str, Measured] | None = None,
         starts: bool = False,
     ) -> None:
-        self.offer, self.host, how = offer, host, {**how, **offer.how}
+        self.offer, self.host, self.measured, how = offer, host, measured, {**how, **offer.how}
+        how["earlier"] = None if measured is None else measured.get(offer.name, Measured())
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.given = load, offer.path, device, how, quiet
@@ -291,6 +308,8 @@ class LoadingModel:
         with self.lock:
             self.stopped = True
         self.engine.stop(0, keep and self.lent is not None)
+        if self.measured is not None and self.engine.measured is not None:
+            self.measured[self.offer.name] = self.engine.measured
         self._return(self.engine.kept)
 
     def _return(self, kept: Kept | None) -> None:
