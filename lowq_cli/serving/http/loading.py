@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib import import_module
@@ -66,10 +67,14 @@ def get_ready(device: str) -> None:
     chosen = pick_device(device)
     if chosen.type == "cuda":
         load_kernels(chosen.type)
+        with suppress(ImportError):
+            import_module("triton.experimental.gluon")  # Triton imports it at the first launch, in 0.17 s
         if torch.cuda.get_device_properties(chosen).total_memory >= ROOMY:
-            ones = torch.ones(16, 16, dtype=torch.bfloat16, device=chosen)
-            ones @ ones  # loads cuBLAS
             host_buffers(GPU_THREADS, pinned=True)
+            first = torch.zeros(1, dtype=torch.int64, device=chosen)
+            for dtype in (torch.bfloat16, torch.float16):  # loads cuBLAS, and kernels of torch: 0.19 s
+                ones = torch.ones(256, 512, dtype=dtype, device=chosen)
+                torch.nn.functional.linear(torch.nn.functional.embedding(first, ones), ones)
 
 
 def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
