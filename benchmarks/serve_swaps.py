@@ -3,7 +3,8 @@
     python benchmarks/serve_swaps.py --work /dev/shm/x [--shape 8b] [--swaps 8]
 
 Two folders with the same random model (vllm_speed.make), files in the page cache. A request names the model that is not loaded;
-its first token is timed, then its other tokens, then those of a second request. `load` and `unload` are the server's own times.
+its first token is timed, then its other tokens, then those of a second request. `load_s` is the server's own time. Then
+`lowq generate` is timed while the server has its model: seconds to its first byte, beside those of Python's and lowq's start.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import http.client
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -25,6 +28,7 @@ from serve_http import LOWQ, Server, fill_tokenizer, free_port
 from vllm_speed import SHAPES, make
 
 NEW = 32  # tokens of an answer
+STARTS = 7  # of each command
 PATIENCE = 120  # seconds until the server must answer
 FLAGS = ("--memory", "9GB", "--cache-tokens", "16384", "--max-batch", "16")
 LOADED = re.compile(r"is loaded, after ([\d.]+) s")
@@ -46,13 +50,34 @@ def ask(port: int, model: str) -> list[float]:
     return times
 
 
+def warm(folder: Path) -> dict[str, list[float]]:
+    """Return the seconds to the first byte of commands, each started several times by turns."""
+    text = ("generate", str(folder), "--prompt", "Once upon a time", "--max-new-tokens", "8")
+    start = (sys.executable, "-P", "-c", "from lowq_cli.start import run; run()")
+    lines = {"python": (sys.executable, "-c", "print(1)"), "lowq --version": (*start, "--version"), "generate": (*start, *text)}
+    lines["generate --json"] = (*lines["generate"], "--json")  # through Typer
+    seconds: dict[str, list[float]] = {name: [] for name in lines}
+    for _ in range(STARTS):
+        for name, line in lines.items():
+            began = time.perf_counter()
+            with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                process.stdout.read(1)
+                seconds[name].append(round(time.perf_counter() - began, 4))
+                rest, errors = process.stdout.read(), process.stderr.read()
+            if name.startswith("generate") and "process" not in rest + errors:
+                raise RuntimeError(f"{name} was not answered by the server: {errors}")
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for checkpoints; on /dev/shm they stay in memory")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="fewer than the shape's")
-    parser.add_argument("--swaps", type=int, default=8)
-    parser.add_argument("--rest", type=float, default=4.0, help="seconds between two swaps, for the process that stands by")
+    parser.add_argument("--swaps", type=int, default=8, help="at least one")
+    parser.add_argument("--rest", type=float, default=7.0, help="seconds between two swaps, for the process that stands by")
     parser.add_argument("--args", default=" ".join(FLAGS), help="flags of lowq serve")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -84,6 +109,9 @@ def main() -> None:
             found["median_s"] = median(r["first_token_s"] for r in found["swaps"])
             print(json.dumps({k: v for k, v in row.items() if k != "gaps_ms"}), max(gaps, default=0), flush=True)
             out.write_text(json.dumps(found, indent=1) + "\n")
+        found["warm_s"] = warm(args.work / "models" / model)
+        print({name: median(each) for name, each in found["warm_s"].items()}, flush=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         server.stop()
         print(server.log.read_text()[-1500:])

@@ -1,4 +1,4 @@
-"""docs/serving.md: the soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py, and swaps of models), and loads (serve_own.py)."""
+"""docs/serving.md: soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py), swaps of models, adapters, loads (serve_own.py)."""
 
 from pages import part, read, table
 
@@ -70,6 +70,36 @@ def swaps() -> str:
         f"server's own process held {rss['quarter']} MB after a quarter of the answers and {rss['end']} MB at the end "
         f"(`tests/fuzz/swaps.py`).\n\n{kills()}"
     )
+
+
+@part
+def swap() -> str:
+    """Seconds in which a server exchanges one 8B for another (serve_swaps.py)."""
+    run = read("h200/serve_swap.json")
+    first, *later = (r["first_token_s"] for r in run["swaps"])
+    again = max(r["again_first_token_s"] for r in run["swaps"])
+    return (
+        f"An 8B in 4 bits, its files in the page cache, a memory for one model ({run['device']}, {run['date'][:10]}, "
+        f"`benchmarks/serve_swaps.py`): the first token came {first:.1f} s after the request for a model that had not "
+        f"been loaded in this server, and {min(later):.1f} to {max(later):.1f} s after one for a model that had been; that of "
+        f"the next request {again:.2f} s after it or sooner.\n"
+    )
+
+
+@part
+def adapters() -> str:
+    """Users of LoRA adapters (lora.py)."""
+    run, lines = read("h200/lora.json"), []
+    for several in ("0", "1", "8"):
+        r = run[several]
+        t, b = r["ttft_ms"], r["between_ms"]
+        seen = f"{t['p50']:.0f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.1f}"
+        lines.append((several, f"{r['tokens_per_s']:,.0f}", f"{r['share']:.2f}", *seen))
+    columns = (">adapters", ">tokens/s", ">of those without", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms")
+    about = (
+        f"{run['users']} users of an 8B in 4 bits, rank {run['rank']} in every product ({run['device']}, {run['date'][:10]}):"
+    )
+    return f"{about}\n\n{table(columns, lines)}"
 
 
 def kills() -> str:
