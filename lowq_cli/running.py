@@ -49,11 +49,14 @@ def listen() -> socket.socket | None:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder() / f"{os.getpid()}{SUFFIX}"
-        path.unlink(missing_ok=True)  # left by an earlier process with the same id
-        with _short(path) as name:
+        unheard = path.with_suffix(".new")  # a command that finds a socket nobody listens at deletes it
+        for left in (path, unheard):  # by an earlier process with the same id
+            left.unlink(missing_ok=True)
+        with _short(unheard) as name:
             sock.bind(name)
-        path.chmod(0o600)
+        unheard.chmod(0o600)
         sock.listen()
+        unheard.rename(path)
         return sock
     return None
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -107,6 +108,28 @@ def test_no_heavy_library_is_imported_before_the_text(home):
     assert done.stdout.endswith("[]\n"), done
     lowq("stop")
     left_behind(home)
+
+
+def test_no_command_finds_a_socket_before_it_is_listened_at(home, monkeypatch):
+    seen, listen = [], socket.socket.listen
+
+    def listens(self, *backlog):
+        with pytest.raises(Declined, match="no server of yours"):
+            running.ask({"path": "m"})
+        seen.append(1)
+        listen(self, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", listens)
+    before = os.umask(0o077)
+    try:
+        with running.listen():
+            assert seen
+            assert len(running.sockets()) == 1
+            running.connect(running.sockets()[0]).close()
+    finally:
+        os.umask(before)
+        running.forget()
+    assert not list((home / "state" / "lowq" / "run").iterdir())
 
 
 def test_sockets_of_other_users_and_dead_processes_are_ignored(home):
