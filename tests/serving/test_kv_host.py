@@ -21,7 +21,7 @@ from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.adapter import read_adapter
 from lowq_cli.serving.host_blocks import HostBlocks
 from lowq_cli.serving.host_memory import HostMemory, Kept
-from lowq_cli.serving.http.loading import _known
+from lowq_cli.serving.http.loading import keyed
 from lowq_cli.serving.http.place import PROCESS
 from lowq_cli.serving.request import Request
 
@@ -150,7 +150,7 @@ def test_host_blocks_of_a_changed_model_are_not_reused(tmp_path):
     lent = HostMemory(1 << 20, 1).lend("m")
 
     def known(by=lent, **how):
-        return _known(by, "m", str(tmp_path), {"kv": "16", "prefer": "smooth"} | how)
+        return keyed({"kv": "16", "prefer": "smooth", "host": by} | how, "m", str(tmp_path))["host"]
 
     mine = replace(lent, kept=Kept(known().key, (1,), ([],), 0))
     assert known(mine).kept is mine.kept
@@ -172,7 +172,8 @@ def test_host_blocks_of_another_draft_head_are_not_reused(tmp_path):
             head.unlink(missing_ok=True)
             if there is not None:
                 head.write_bytes(there)
-            keys.append(_known(lent, "m", str(tmp_path) if draft == "auto" else "", {"kv": "16", "draft": draft}).key)
+            folder = str(tmp_path) if draft == "auto" else ""
+            keys.append(keyed({"kv": "16", "draft": draft, "host": lent}, "m", folder)["host"].key)
         assert keys[0] == keys[3]
         assert len(set(keys)) == 3
 
