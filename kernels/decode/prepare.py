@@ -83,14 +83,14 @@ def prepare(
     k and v), and the gate (M, HQ * D) or None. cos, sin (S, R): one row per position, or None without a rotation."""
     q, k, v, gate = _parted(qkv, p)
     tables = None if cos is None or sin is None else (cos[pos.long()], sin[pos.long()])
-    q = _turned_and_normed(q.float(), p.q_norm, tables, p)
+    q = _rotated_and_normed(q.float(), p.q_norm, tables, p)
     if p.position_scale is not None:
         q = q * position_factors(pos, p.position_scale)
     heads = [q]
     if k is not None:
         v = k if v is None else v
         k = k.float() if p.key_scale == 1.0 else k.float() * p.key_scale
-        heads += [_turned_and_normed(k, p.k_norm, tables, p), v if p.v_norm is None else norms.in_fp32(v, *p.v_norm)]
+        heads += [_rotated_and_normed(k, p.k_norm, tables, p), v if p.v_norm is None else norms.in_fp32(v, *p.v_norm)]
     return torch.cat([t.to(qkv.dtype).flatten(1) for t in heads], 1), gate
 
 
@@ -112,7 +112,7 @@ def _parted(
     return q, k, v, gate
 
 
-def _turned_and_normed(
+def _rotated_and_normed(
     x: torch.Tensor, norm: Norm | None, tables: tuple[torch.Tensor, torch.Tensor] | None, p: Prepared
 ) -> torch.Tensor:
     """Heads x (M, heads, D) fp32, normed before or after the rotation."""
