@@ -239,7 +239,7 @@ def select(call: AnyCall, kernel: str | None = None) -> Choice:
     `kernel` (or LOWQ_KERNEL) forces a kernel by name; if it cannot take the call, that is an error.
     Raises UnsupportedError with every kernel's reason when none can take it.
     """
-    return _resolve(call, kernel)[1]
+    return resolve(call, kernel)[1]
 
 
 def find(call: AnyCall) -> Choice | None:
@@ -254,10 +254,10 @@ def find(call: AnyCall) -> Choice | None:
 
 def after_rounding(call: Call, kernel: str | None = None) -> Call:
     """The call as its kernel receives it: without an `act` if x is rounded first."""
-    return _resolve(call, kernel)[0]  # type: ignore[return-value]
+    return resolve(call, kernel)[0]  # type: ignore[return-value]
 
 
-def _resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
+def resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
     """The call as its kernel receives it, and the choice; cached."""
     kernel = kernel or _name_from_environment(call.op)
     key = scope.get(), call, kernel
@@ -329,7 +329,7 @@ def matmul(
         return x.new_empty(0, p.N)
     act = act_of(act, x.shape[0])
     call = Call.of(x, p, act)
-    resolved, (spec, config) = _resolve(call, kernel)
+    resolved, (spec, config) = resolve(call, kernel)
     if act != "none" and resolved != call:
         x = rounded(x, act)
     return spec.launch(x.contiguous(), p, bias, config)

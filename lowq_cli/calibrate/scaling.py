@@ -51,7 +51,7 @@ def scale(
         mappings, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
         for mapping in mappings:
             if mapping.label not in exact:
-                exact[mapping.label] = _is_exact(layer, mapping, window, dtypes)
+                exact[mapping.label] = is_exact(layer, mapping, window, dtypes)
     done.missing += [label.partition(" -> ")[2] for label, good in exact.items() if not good]
     usable = (m for m in mappings if exact[m.label])
     mappings = sorted(usable, key=lambda m: bool(m.norm))  # rows before columns, like `repeat`
@@ -202,7 +202,7 @@ def _divide_bias(
     layer.replace(path, done.kept[path])
 
 
-def _is_exact(layer: Layer, mapping: ScaleMapping, hidden: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> bool:
+def is_exact(layer: Layer, mapping: ScaleMapping, hidden: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> bool:
     """Whether random scales leave the layer's output unchanged. They are powers of two, so that undoing them is exact."""
     exactly = dict.fromkeys(dtypes, torch.float32)
     before = layer.run(hidden, layer.original)

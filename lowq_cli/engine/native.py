@@ -103,13 +103,13 @@ class NativeDecoder:
         shown: the images of each prompt. The leading tokens that all prompts share with `held` are not read again.
         """
         longest = max(map(len, prompts))
-        self._make_room(len(prompts), longest + room + AHEAD * self.drafts)
+        self.make_room(len(prompts), longest + room + AHEAD * self.drafts)
         self._show(shown)
         if self.saved is not None:
             self.saved.put(self)
             self.saved = None
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
-        known = 0 if self.long or longest > self.steady else self._reusable(names)
+        known = 0 if self.long or longest > self.steady else self.reusable(names)
         if self.attached is not None and known and not self.snapshot:
             known -= 1  # a draft head's row for the last token depends on the token after it
         self.held, self.long = [], longest > self.steady
@@ -177,7 +177,7 @@ class NativeDecoder:
     def hidden_states(self, ids: torch.Tensor, shown: Sequence[Shown | None] = ()) -> torch.Tensor:
         """Normed hidden states (B, T, H) of sequences (B, T), the input of the head. shown: the images of each sequence."""
         B, T = ids.shape
-        self._make_room(B, T)
+        self.make_room(B, T)
         self._show(shown)
         self.held = []
         self._restore(0)
@@ -200,7 +200,7 @@ class NativeDecoder:
         """(first token, end) of the images of some sequences that have to be read in one piece."""
         return [run for s in self.shown[rows] if s is not None for run in s.runs]
 
-    def _make_room(self, batch: int, length: int) -> None:
+    def make_room(self, batch: int, length: int) -> None:
         """Allocate a cache with at least `length` slots for `batch` sequences, unless the present one is large enough."""
         if batch == self.batch and length <= self.slots and self.drafts <= self.drafted:
             return
@@ -222,7 +222,7 @@ class NativeDecoder:
         if self.attached is not None:
             self.attached.drafter.make_room(batch, slots)
 
-    def _reusable(self, prompts: list[list[int]]) -> int:
+    def reusable(self, prompts: list[list[int]]) -> int:
         """The number of leading tokens of all prompts that the cache already holds."""
         if not self.held:
             return 0

@@ -55,7 +55,7 @@ def prepared(checkpoint: Checkpoint, name: str, mixture: Mixture | None = None) 
     arch = ARCHITECTURES.get(str(kind))
     if arch is None:
         raise UnsupportedError(f"model_type {kind!r} cannot be written as GGUF (supported: {', '.join(ARCHITECTURES)})")
-    config, model = _described(raw)
+    config, model = config_and_model(raw)
     _check_computed_alike(config, model, arch)
     facts = _model_metadata(inside, config, model, arch, name)
     text, others = parts_of(checkpoint, model)
@@ -102,7 +102,7 @@ def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
 def rows_of(checkpoint: Checkpoint, mixture: Mixture) -> tuple[list[GgufTensor], list[GgufTensor]]:
     """The tensors that `export_gguf` would write: of the text's file, and of the tower's beside it. Raises as `prepared`."""
     rows = [row for row, _ in prepared(checkpoint, "", mixture)[2]]
-    text, others = parts_of(checkpoint, _described(checkpoint.config)[1])
+    text, others = parts_of(checkpoint, config_and_model(checkpoint.config)[1])
     tower = mmproj(checkpoint, others, _embedding(text)).pieces if others else []
     return rows, list(dict.fromkeys(piece.row for piece in tower))
 
@@ -116,7 +116,7 @@ def totals(rows: Iterable[GgufTensor]) -> list[tuple[str, int, int, int]]:
     return sorted(sums, key=lambda line: -line[3])
 
 
-def _described(config: Mapping[str, Any]) -> tuple[Any, Model]:
+def config_and_model(config: Mapping[str, Any]) -> tuple[Any, Model]:
     """The config with its family's defaults, and the model that it describes. Raises UnsupportedError for unknown families."""
     try:
         read, model, _ = read_config(config)
@@ -146,8 +146,8 @@ def export_gguf(
     exists.
     """
     arch, metadata, entries = prepared(checkpoint, out.stem, mixture)
-    config, model = _described(checkpoint.config)
-    factors = _rope_factors(config)
+    config, model = config_and_model(checkpoint.config)
+    factors = rope_factors(config)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch in PERMUTED else {}
     text, others = parts_of(checkpoint, model)
     pieces = [Piece(row, t, heads=heads.get(row.name.split(".")[-2])) for row, members in entries for t in members]
@@ -312,7 +312,7 @@ def _mixture_metadata(config: Any, model: Model) -> dict[str, Value]:
     return values
 
 
-def _rope_factors(config: Any) -> torch.Tensor | None:
+def rope_factors(config: Any) -> torch.Tensor | None:
     """Llama 3's divisors of the rotary frequencies, (head_dim / 2,) fp32; None for other types."""
     rope, dim = _rope(config), config.head_dim
     if rope["rope_type"] != "llama3":

@@ -34,7 +34,7 @@ FIELDS = {  # field of config.json -> metadata key, without the architecture's p
 }
 
 
-ARCH_KEYS = (  # an architecture's metadata keys that `_config` reads, or that have one value in all its models
+ARCH_KEYS = (  # an architecture's metadata keys that `config_of` reads, or that have one value in all its models
     *(*FIELDS.values(), "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"),
     *("rope.scaling.type", "vocab_size", "tensor_data_layout", "attention.causal"),
     *("rope.dimension_sections", "n_deepstack_layers"),  # of texts with images; equal positions rotate as one
@@ -77,7 +77,7 @@ def _whole_config(
     """The config of the model: of text and tower, or of the text alone."""
     config_path = path.with_name("config.json")
     if not config_path.is_file():
-        text = _config(path, arch, metadata, tensors)
+        text = config_of(path, arch, metadata, tensors)
         return tower.config(text, metadata) if tower else text
     check_config(config := read_json(config_path), config_path)
     _check_beside(text_config(config), arch, metadata, path)
@@ -165,7 +165,7 @@ def _name(theirs: str) -> str | None:
     return None if ours is None else f"{ours}.{leaf}"
 
 
-def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
+def config_of(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
     """Make a config.json from metadata. Raises UnsupportedError if the metadata are not sufficient."""
     if "rope_freqs.weight" in tensors or metadata.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json next to it")

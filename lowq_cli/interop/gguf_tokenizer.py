@@ -183,7 +183,7 @@ def made_tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,  # as in Qwen's tokenizer.json; not in GGUF
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, byte_level]},
-        "post_processor": _puts_beside(bos, eos, {t: tokens.index(t) for t in (bos, eos) if t}),
+        "post_processor": post_processor(bos, eos, {t: tokens.index(t) for t in (bos, eos) if t}),
         "decoder": byte_level,
         "model": {
             "type": "BPE", "ignore_merges": pre in LLAMA_3, "merges": merges,
@@ -202,7 +202,7 @@ def _made_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]]:
     return [{"name": n, "template": t} for n, t in {"default": default, **named}.items()]
 
 
-def _puts_beside(bos: str | None, eos: str | None, numbers: Mapping[str, int]) -> dict[str, Any] | None:
+def post_processor(bos: str | None, eos: str | None, numbers: Mapping[str, int]) -> dict[str, Any] | None:
     """A post-processor that begins every text with `bos` and ends it with `eos`; None if there is neither."""
     if not numbers:
         return None

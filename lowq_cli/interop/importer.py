@@ -50,7 +50,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
         if packed is None:
             return name
         fmt, matrices = packed
-        if fmt.name == "fp8" and _runs_in_fp8(source):
+        if fmt.name == "fp8" and runs_in_fp8(source):
             return name
         target = cached(source)
         for note in source.notes:
@@ -68,7 +68,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
     return str(target)
 
 
-def _runs_in_fp8(source: Source) -> bool:
+def runs_in_fp8(source: Source) -> bool:
     """Whether fp8 kernels can run it directly; for unknown families, transformers decides."""
     if source.folder is None or fp8_tensors.why_not(source.config, source.headers):
         return False

@@ -46,7 +46,7 @@ def _section(config: Config) -> Mapping[str, Any]:
     return c.section(config, "quantization_config", "compression_config")
 
 
-class _Groups:
+class Groups:
     """The config groups. A module is in the first group whose targets match its name, else the first that names its class."""
 
     def __init__(self, q: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         raise UnsupportedError(f"compressed-tensors format {q['format']!r} is not supported")
     if q.get("quantization_status", "compressed") not in ("compressed", "frozen"):
         raise UnsupportedError(f"quantization_status is {q['quantization_status']!r}; lowq reads compressed")
-    groups = _Groups(q)
+    groups = Groups(q)
     matrices = []
     for name in headers:
         p, _, leaf = name.rpartition(".")

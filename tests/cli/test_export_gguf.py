@@ -221,13 +221,13 @@ def test_llama_3_frequencies():
     """Short waves stay, long ones are slowed by the factor, those between lie between."""
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = SimpleNamespace(head_dim=128, rope_parameters=rope | {"original_max_position_embeddings": 8192})
-    factors = gguf_export._rope_factors(config)
+    factors = gguf_export.rope_factors(config)
     assert factors.shape == (64,)
     assert (factors[0], factors[-1]) == (1, 8)
     assert ((factors[1:] - factors[:-1]) >= 0).all()
     assert factors[30:40].unique().numel() > 1
     with open_source("demo") as source:
-        assert gguf_export._rope_factors(gguf_export._described(source.config)[0]) is None
+        assert gguf_export.rope_factors(gguf_export.config_and_model(source.config)[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_metadata_that_change_the_computation_are_refused(key, value):
     fields = dict.fromkeys(gguf_source.FIELDS.values(), 4) | {"embedding_length": 64, "rope.dimension_count": 16}
     metadata = {f"llama.{k}": v for k, v in fields.items()}
     tensors = {"token_embd.weight": gguf_source.Entry((160, 64), "F16", 0)}
-    assert gguf_source._config(Path("m.gguf"), "llama", metadata, tensors)["head_dim"] == 16
+    assert gguf_source.config_of(Path("m.gguf"), "llama", metadata, tensors)["head_dim"] == 16
     with pytest.raises(UnsupportedError, match=f"llama.{key}={value}"):
-        gguf_source._config(Path("m.gguf"), "llama", metadata | {f"llama.{key}": value}, tensors)
+        gguf_source.config_of(Path("m.gguf"), "llama", metadata | {f"llama.{key}": value}, tensors)
 
 
 HEAD = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
@@ -167,7 +167,7 @@ def test_a_tokenizer_there_and_back(rule, bos, tmp_path):
     else:
         split["pattern"]["Regex"] = next(r for r, name in gguf_tokenizer.PRE_TOKENIZERS.items() if name == rule)
     if bos:
-        content["post_processor"] = gguf_tokenizer._puts_beside("<|endoftext|>", None, {"<|endoftext|>": 0})
+        content["post_processor"] = gguf_tokenizer.post_processor("<|endoftext|>", None, {"<|endoftext|>": 0})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     values = gguf_tokenizer.tokenizer_metadata(tmp_path, {"eos_token_id": 0, "bos_token_id": 0}, 8200)

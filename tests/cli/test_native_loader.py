@@ -297,7 +297,7 @@ def test_fp8_gives_the_tokens_by_way_of_transformers(tmp_path, family, more, cap
         more = {"act": more["act"]} if more else {}
     folder = in_fp8(dense, tmp_path / "fp8", **more)
     with open_source(folder) as source:
-        assert importer._runs_in_fp8(source)
+        assert importer.runs_in_fp8(source)
         capfd.readouterr()
         model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     output = [line for line in capfd.readouterr().err.splitlines() if "weights widened" in line]

@@ -63,7 +63,7 @@ def test_scaling_leaves_the_layer_the_same_function(family, family_checkpoints):
     assert sorted(dict.fromkeys(f.label for f in result)) == sorted(FOLDS[family])
     untouched = {n: layer.matrix(n, layer.original).clone() for n in walked.spots}
     for mapping in result:
-        assert scaling._is_exact(layer, mapping, walked.hidden[0], walked.dtypes)
+        assert scaling.is_exact(layer, mapping, walked.hidden[0], walked.dtypes)
     for n, W in untouched.items():  # the proof takes its scales back, bit for bit
         assert torch.equal(layer.matrix(n, layer.original), W)
     done = scaling.scale(layer, walked.hidden, dict.fromkeys(walked.spots, Scheme(2, 16)), walked.dtypes, 8)
@@ -85,10 +85,10 @@ def test_a_mapping_that_is_not_exact_is_left_out(family_checkpoints):
     result, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))
     (norm,) = [f for f in result if f.norm == "input_layernorm"]
     wrong = replace(norm, after=norm.after[:2])
-    assert not scaling._is_exact(layer, wrong, walked.hidden[0], walked.dtypes)
+    assert not scaling.is_exact(layer, wrong, walked.hidden[0], walked.dtypes)
     (values,) = [f for f in result if f.heads]
     assert values.heads == (2, 2, 16)
-    assert not scaling._is_exact(layer, replace(values, heads=(1, 2, 32)), walked.hidden[0], walked.dtypes)
+    assert not scaling.is_exact(layer, replace(values, heads=(1, 2, 32)), walked.hidden[0], walked.dtypes)
     mine = {n: s for n, s in walked.spots.items() if "k_proj" not in n}  # k is not quantized: the norm must stay
     rest = Layer(layer.module, layer.others, mine)
     done = scaling.scale(rest, walked.hidden, dict.fromkeys(mine, Scheme(2, 16)), walked.dtypes, 8)

@@ -39,7 +39,7 @@ def twins(tmp_path):
 
 def taken(model, monkeypatch):
     """Names of the kernels that a step of a model's products takes."""
-    seen, resolve = set(), registry._resolve
+    seen, resolve = set(), registry.resolve
 
     def noted(call, kernel):
         result = resolve(call, kernel)
@@ -49,7 +49,7 @@ def taken(model, monkeypatch):
     decoder = decoder_of(model)
     decoder.start([[5, 6, 7]], Sampling(), 4)
     with monkeypatch.context() as m:
-        m.setattr(registry, "_resolve", noted)
+        m.setattr(registry, "resolve", noted)
         with torch.inference_mode():
             decoder.forward_step()
     return seen

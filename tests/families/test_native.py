@@ -42,7 +42,7 @@ def test_logits_are_those_of_transformers(name):
     result = decoder.logits(torch.tensor([a[:21], b]))
     assert off(result[0], logits_of(theirs, a[:21])) < CLOSE
     assert off(result[1], logits_of(theirs, b)) < CLOSE
-    decoder._make_room(2, 60)
+    decoder.make_room(2, 60)
     decoder.chunk = 7
     decoder.start([a, b], Sampling(), 20)
     for _ in range(8):

@@ -93,7 +93,7 @@ def test_placeholders_that_are_only_typed_are_read_as_transformers_reads_them(na
     both, (a, b) = Both(name), texts(pictured.VOCAB, 5, 4)
     typed = [*a, pictured.TOKEN, *b, pictured.TOKEN, pictured.TOKEN]
     assert off(both.logits(typed, []), both.wanted(typed, [])) < CLOSE
-    both.decoder._make_room(1, 40)
+    both.decoder.make_room(1, 40)
     both.decoder.start([typed], Sampling(), 2)
     with torch.inference_mode():
         both.decoder.token[0] = pictured.TOKEN
@@ -124,7 +124,7 @@ def test_texts_side_by_side_in_pieces_and_token_by_token(name):
     """With pictures and without in one batch, prompts in pieces of nine tokens, then greedy tokens."""
     both, cases = Both(name), [(list(ids), pictures) for ids, pictures in some(name)]
     decoder, n = both.decoder, len(cases)
-    decoder._make_room(n, 80)
+    decoder.make_room(n, 80)
     decoder.chunk = 9
     decoder.start([ids for ids, _ in cases], Sampling(), 20, shown=[both.shown(*case) for case in cases])
     open_ = set(range(n))
@@ -144,7 +144,7 @@ def test_a_conversation_continues_from_the_cached_tokens(name):
     both, (a, b) = Both(name), (pictured.picture(name, 1), pictured.picture(name, 2))
     words = texts(pictured.VOCAB, 5, 4, 6)
     decoder = both.decoder
-    decoder._make_room(1, 90)
+    decoder.make_room(1, 90)
     recurrent = name.startswith("qwen3_5")  # whose state is that of whole prompts
     first, longer, other = (
         pictured.text(words[0], a, words[1]),
@@ -154,7 +154,7 @@ def test_a_conversation_continues_from_the_cached_tokens(name):
     before = 0
     for ids, pictures in (first, longer, other):
         shown = both.shown(ids, pictures)
-        known = decoder._reusable([shown.names])
+        known = decoder.reusable([shown.names])
         assert known == before
         decoder.start([ids], Sampling(), 2, shown=[shown])
         assert off(decoder.sampler.logits[0], both.wanted(ids, pictures)[-1]) < CLOSE
@@ -269,7 +269,7 @@ def test_served_side_by_side_they_are_as_alone(name):
     asked.append(pictured.text(long, b, short))
     wanted = []
     for ids, pictures in asked:
-        both.decoder._make_room(1, 160)
+        both.decoder.make_room(1, 160)
         made = [int(both.decoder.start([ids], Sampling(), 8, shown=[both.shown(ids, pictures)])[0])]
         wanted.append(made + [int(both.decoder.step()[0]) for _ in range(7)])
     model, sight = seeing(name)

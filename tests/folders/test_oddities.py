@@ -16,7 +16,7 @@ from dialects import TEMPLATES
 from encoding import COMPRESSED, MODELOPT, fp8, int4, quantize, rows8
 from making import write
 from published import FAMILIES
-from walking import GREEDY, HOW, NEW, PROMPT, SAID, Walk, _command, _json, run
+from walking import GREEDY, HOW, NEW, PROMPT, SAID, Walk, json_of, run, run_command
 
 from lowq_cli.engine.open_model import tokenizer
 from lowq_cli.files.source import _UNWANTED, _WANTED, open_source
@@ -127,7 +127,7 @@ _made: dict[str, list[int]] = {}
 
 
 def said(folder):
-    return _json("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)["tokens"]
+    return json_of("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)["tokens"]
 
 
 @pytest.mark.parametrize("odd", SAME)
@@ -173,12 +173,12 @@ def test_experts_of_a_derivative_under_other_names_are_read_or_refused(tmp_path,
     if not tower:
         assert said(folder) == before
         return
-    code, _, err = _command("generate", folder, "--prompt", PROMPT, "--device", "cpu")
+    code, _, err = run_command("generate", folder, "--prompt", PROMPT, "--device", "cpu")
     assert code == DamagedError.exit_code
     assert "model.language_model.embed_tokens.weight is missing; the files have it as model.embed_tokens.weight" in err
     assert "remove the tensors of images" in err
     assert "fetch" not in err
-    code, _, err = _command("quantize", folder, "--bits", 8, "--group", 16, "--out", tmp_path / "q", "--quiet")
+    code, _, err = run_command("quantize", folder, "--bits", 8, "--group", 16, "--out", tmp_path / "q", "--quiet")
     assert code == DamagedError.exit_code
     assert "remove the tensors of images" in err
     weights(folder, lambda w: [w.pop(n) for n in [*w] if "visual" in n])  # the way out
@@ -285,7 +285,7 @@ def test_a_quantized_folder_is_the_matrices_that_its_format_defines(tmp_path, od
     with open_decoded(str(folder)) as source:
         for name, expected in dense.items():
             assert torch.equal(source.read(name).to(expected.dtype).reshape(expected.shape), expected), name
-    assert _json("inspect", folder, "--json")["format"] != "dense"
+    assert json_of("inspect", folder, "--json")["format"] != "dense"
     assert len(said(folder)) > 0
     run("quantize", folder, "--bits", 8, "--group", 16, "--method", "rtn", "--out", tmp_path / "q", "--quiet")
 
@@ -304,7 +304,7 @@ def test_unsupported_folders_are_refused_with_the_reason(tmp_path, odd):
     quantize(folder, how, quantization_config=section)
     change(folder)
     for command in (("generate", folder, "--prompt", PROMPT), ("inspect", folder), ("quantize", folder)):
-        code, _, err = _command(*command)
+        code, _, err = run_command(*command)
         assert code == UnsupportedError.exit_code
         assert reason in err
         assert "fetch" not in err
@@ -329,7 +329,7 @@ def test_templates_in_a_folder_of_their_own_are_read_as_transformers_reads_them(
     run("inspect", walk.packed, "--verify")
     (walk.packed / "additional_chat_templates").mkdir()
     (walk.packed / "additional_chat_templates" / "rag.jinja").write_text("another's")
-    code, _, err = _command("inspect", walk.packed, "--verify")
+    code, _, err = run_command("inspect", walk.packed, "--verify")
     assert code == DamagedError.exit_code
     assert "rag.jinja has no hash" in err
 
@@ -364,7 +364,7 @@ def test_ids_of_calls_are_as_long_as_the_template_asks(tmp_path, name):
 
     with ExitStack() as walk.exits:
         run("quantize", walk.published, "--bits", 8, "--method", "rtn", "--out", walk.packed, "--quiet")
-        walk.made = _json("generate", walk.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
+        walk.made = json_of("generate", walk.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
         walk._serve()
         answer = walk._post("chat/completions", messages=talk(name, "{}"), max_tokens=1)
     theirs = walk.theirs.apply_chat_template(talk("a1B2c3D4e", {}), **HOW)

@@ -94,7 +94,7 @@ class Walk:
     def _generate(self) -> None:
         """As transformers has the dense model: each token the likeliest, and the text that of the tokens."""
         self._natively(self.published)
-        made = _json("generate", self.published, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
+        made = json_of("generate", self.published, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         dense = getattr(transformers, self.family.model).from_pretrained(self.readable).eval()
         self._likeliest(dense, made)
 
@@ -144,13 +144,13 @@ class Walk:
         assert companions - {"params.json"} <= kept, f"left behind: {companions - kept}"
 
     def _inspect(self) -> None:
-        result = _json("inspect", self.packed, "--json")
+        result = json_of("inspect", self.packed, "--json")
         assert result["format"] == "lowq", result
 
     def _packed(self) -> None:
         """The checkpoint, as transformers computes it with the same weights."""
         self._natively(self.packed)
-        self.made = _json("generate", self.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
+        self.made = json_of("generate", self.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         self._likeliest(lowq.load(str(self.packed), "cpu")[0], self.made)
 
     def _chat(self) -> None:
@@ -160,7 +160,7 @@ class Walk:
     def _eval(self) -> None:
         text = self.published.parent / "text.txt"
         text.write_text("Once upon a time there was a king who had a daughter. " * 4)
-        result = _json("eval", self.packed, "--text", text, "--max-tokens", 100, "--device", "cpu", "--json")
+        result = json_of("eval", self.packed, "--text", text, "--max-tokens", 100, "--device", "cpu", "--json")
         assert 1 < result["ppl"] < 1e9, result
 
     def _serve(self) -> None:
@@ -202,7 +202,7 @@ class Walk:
         return answer.json()
 
     def _export(self) -> None:
-        code, _, output = _command("export", self.packed, "--to", "compressed-tensors", "--out", self.exported, "--json")
+        code, _, output = run_command("export", self.packed, "--to", "compressed-tensors", "--out", self.exported, "--json")
         if code == 5:
             self.notes["export"] = output.strip().removeprefix("lowq: ")
             return
@@ -215,8 +215,8 @@ class Walk:
             self._as_before()
 
     def _as_before(self) -> None:
-        assert _json("inspect", self.exported, "--json")["format"] != "lowq"
-        again = _json("generate", self.exported, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
+        assert json_of("inspect", self.exported, "--json")["format"] != "lowq"
+        again = json_of("generate", self.exported, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         _same(again["tokens"], self.made["tokens"], "the tokens of what was exported")
 
 
@@ -267,7 +267,7 @@ def _same(found: Any, wanted: Any, what: str) -> None:
     assert found == wanted, f"{what}: {found!r}, transformers has {wanted!r}"
 
 
-def _command(*words: Any, given: str = "") -> tuple[int, str, str]:
+def run_command(*words: Any, given: str = "") -> tuple[int, str, str]:
     """A command of lowq in this process: exit code, stdout, stderr."""
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "stdin", io.StringIO(given)), redirect_stdout(out), redirect_stderr(err):
@@ -277,10 +277,10 @@ def _command(*words: Any, given: str = "") -> tuple[int, str, str]:
 
 def run(*words: Any, given: str = "") -> tuple[str, str]:
     """Its stdout and stderr, where it ends well."""
-    code, out, err = _command(*words, given=given)
+    code, out, err = run_command(*words, given=given)
     assert code == 0, f"lowq {words[0]} ended with {code}: {err.strip()[-400:]}"
     return out, err
 
 
-def _json(*words: Any) -> dict[str, Any]:
+def json_of(*words: Any) -> dict[str, Any]:
     return json.loads(run(*words)[0])

@@ -153,7 +153,7 @@ def test_ct_target_of_a_group():
         "c": {"targets": [NAME], "weights": {"num_bits": 2}},
     }
     result = [
-        compressed_tensors._Groups({"config_groups": groups}).weights(n, "pack-quantized", {})["num_bits"]
+        compressed_tensors.Groups({"config_groups": groups}).weights(n, "pack-quantized", {})["num_bits"]
         for n in ("x.down_proj", "x.up_proj", NAME)
     ]
     assert result == [8, 4, 2]
