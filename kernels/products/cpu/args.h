@@ -5,8 +5,20 @@
 enum { BF16, FP16, FP32, E4M3, E8M0 };  // the last two of scales alone: bytes; `meta` reads E4M3 as 2^-8 of it
 #ifdef __aarch64__
 typedef __fp16 Half;  // g++ knows _Float16 there from version 13 on
-#else
+#elif defined(__clang__) || __GNUC__ > 11
 typedef _Float16 Half;
+#elif defined(__F16C__)  // g++ 11, which is Ubuntu 22.04's, does not know it on x86
+#include <immintrin.h>
+struct Half {
+    uint16_t bits;
+    explicit Half(float f) : bits(_cvtss_sh(f, 0)) {}
+    explicit operator float() const { return _cvtsh_ss(bits); }
+};
+#endif
+#if defined(__clang__) || __GNUC__ > 11
+#define SHUFFLED(INDICES, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(INDICES, a, b, ...) __builtin_shuffle(a, b, INDICES{__VA_ARGS__})  // INDICES: a vector of integers as wide
 #endif
 constexpr int AHEAD = 6144;  // bytes that weights are asked for ahead of their use
 

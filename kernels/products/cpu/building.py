@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden")
 X86 = {
     "api.cpp": (),
-    "bf16.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"),
+    "bf16.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mf16c"),
     "avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mf16c", "-mfma"),
     "avx2.cpp": ("-mavx2", "-mf16c", "-mfma"),
 }

@@ -32,14 +32,14 @@ constexpr int code_of(int bits, int j) {
 
 template <int BITS, size_t... J>
 inline Bytes in_quads(Bytes v, std::index_sequence<J...>) {
-    return __builtin_shufflevector(v, v, code_of(BITS, J)...);
+    return SHUFFLED(Bytes, v, v, code_of(BITS, J)...);
 }
 
 // Low and high bytes in quads become the 16-bit integers of even bytes, and those of odd ones.
 template <size_t... J>
 inline void pair_up(Bytes& low, Bytes& high, std::index_sequence<J...>) {
-    Bytes even = __builtin_shufflevector(low, high, (J / 2 * 2 + J % 2 * CHUNK)...);
-    high = __builtin_shufflevector(low, high, (J / 2 * 2 + 1 + J % 2 * CHUNK)...);
+    Bytes even = SHUFFLED(Bytes, low, high, (J / 2 * 2 + J % 2 * CHUNK)...);
+    high = SHUFFLED(Bytes, low, high, (J / 2 * 2 + 1 + J % 2 * CHUNK)...);
     low = even;
 }
 

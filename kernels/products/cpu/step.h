@@ -91,8 +91,9 @@ constexpr int HEADS = 4;  // queries that share a key while it is in registers
 // Of each 2 H lanes, a's sums of lanes H apart, then b's.
 template <class F, int L, int H, size_t... J>
 INLINE F halves_added(F a, F b, std::index_sequence<J...>) {
-    return __builtin_shufflevector(a, b, (J / (2 * H) * 2 * H + J % H + J / H % 2 * L)...) +
-           __builtin_shufflevector(a, b, (J / (2 * H) * 2 * H + H + J % H + J / H % 2 * L)...);
+    typedef int32_t Lanes __attribute__((vector_size(sizeof(F))));
+    return SHUFFLED(Lanes, a, b, (J / (2 * H) * 2 * H + J % H + J / H % 2 * L)...) +
+           SHUFFLED(Lanes, a, b, (J / (2 * H) * 2 * H + H + J % H + J / H % 2 * L)...);
 }
 
 // Lane i: the sum of the lanes of v[i], always those L / 2 apart first, then L / 4, and so on: in 45 operations for 16 registers,
