@@ -49,14 +49,14 @@ def listen() -> socket.socket | None:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder() / f"{os.getpid()}{SUFFIX}"
-        unheard = path.with_suffix(".new")  # a command that finds a socket nobody listens at deletes it
-        for left in (path, unheard):  # by an earlier process with the same id
+        temporary = path.with_suffix(".new")  # a command that finds a socket nobody listens at deletes it
+        for left in (path, temporary):  # by an earlier process with the same id
             left.unlink(missing_ok=True)
-        with _short(unheard) as name:
+        with _short(temporary) as name:
             sock.bind(name)
-        unheard.chmod(0o600)
+        temporary.chmod(0o600)
         sock.listen()
-        unheard.rename(path)
+        temporary.rename(path)
         return sock
     return None
 

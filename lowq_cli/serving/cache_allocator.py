@@ -84,7 +84,7 @@ class Cache:
     blocks: number of blocks of each page group, including the null block. slots, snapshots, copies: numbers of slots of
     recurrent states. longest: max. tokens of a sequence. tokens: max. tokens in the cache. bytes: of the whole cache.
     shares: the number of blocks of each page group, then of snapshots; and the bytes of one of each. beside: bytes that passes
-    take beside the cache, 0 if unknown. drafter: keys and values of a drafter's layers.
+    take besides the cache, 0 if unknown. drafter: keys and values of a drafter's layers.
     """
 
     passes: ModelRunner
@@ -218,7 +218,7 @@ def _free() -> int:
 
 
 def _trial(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[int, TokenBudget]:
-    """Return the bytes that passes take beside the cache, and the times of passes; also compiles the kernels of all passes."""
+    """Return the bytes that passes take besides the cache, and the times of passes; also compiles the kernels of all passes."""
     trial = trial_runner(plan, kind, most, longest, fixed)
     launch_all(launches(trial), lambda n, of: None)
     torch.cuda.synchronize()
