@@ -19,20 +19,21 @@
 #include "hopper.cuh"
 #include "wgmma.cuh"
 #include "wgmma_turned.cuh"
+#include "prompt.cuh"
 
-constexpr int BLOCK_M = 128, BLOCK_N = 128, PIECE = 64;
-constexpr float NONE = -1e30f, LIMIT = 8.f;  // the top of no scores: finite, so that differences stay numbers
+constexpr int PIECE = 64;
+constexpr float LIMIT = 8.f;
 
 // The phases of the kernel that work on registers of a thread.
 template <int T, int D, int STAGES>
-struct Prompt {
+struct Prompt : Tokens<T, D> {
     static constexpr int PANELS = D / 64, STEPS = D / 16;
     static constexpr u32 PANEL = BLOCK_N * 128, HALF = PANELS * PANEL, STAGE = 2 * HALF;  // bytes; HALF: keys, or values
     using Queries = u32[STEPS][4];
-    using Scores = float[BLOCK_N / 2];     // S of two tokens
+    using typename Tokens<T, D>::Scores;
     using Weights = u32[BLOCK_N / 16][4];  // p, rounded
-    using Sums = float[D / 2];             // of y
-    using Pair = float[2];                 // of the lane's two tokens
+    using typename Tokens<T, D>::Sums;
+    using typename Tokens<T, D>::Pair;
 
     static __device__ __forceinline__ void init_barriers(u32 k_there, u32 v_there, u32 k_read, u32 v_read, int readers) {
         for (int i = 0; i < STAGES; i++) {
@@ -60,15 +61,6 @@ struct Prompt {
         products_commit();
     }
 
-    // Scores of slots that a token does not see become -inf. slot, token: the lane's first of either.
-    static __device__ __forceinline__ void hide(int slot, int token, int window, Scores& s) {
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; i++) {
-            const int at = slot + i / 4 * 8 + i % 2, its = token + 8 * (i / 2 % 2);
-            if (at > its || at <= its - window) s[i] = __uint_as_float(0xff800000);
-        }
-    }
-
     static __device__ __forceinline__ void round_off(const Scores& s, Weights& p) {  // S has its values where A has them
 #pragma unroll
         for (int k = 0; k < BLOCK_N / 16; k++)
@@ -89,15 +81,6 @@ struct Prompt {
         }
         return past;
     }
-    // fade: what sums of before are multiplied by.
-    static __device__ __forceinline__ void move_top(const Pair& most, Pair& top, Pair& total, Pair& fade) {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            const float higher = fmaxf(most[c], top[c]);
-            fade[c] = exp2_of(top[c] - higher), top[c] = higher, total[c] *= fade[c];
-        }
-    }
-
     static __device__ __forceinline__ void exponentials(float scale, const Pair& top, Scores& s, Pair& total) {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; i++) s[i] = exp2_of(s[i] * scale - top[i / 2 % 2]), total[i / 2 % 2] += s[i];
@@ -113,21 +96,6 @@ struct Prompt {
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
     }
 
-    // Tokens own and own + 8 of y, at row and row_8.
-    static __device__ __forceinline__ void store(u16* out, size_t row, size_t row_8, int own, int last, int t, const Sums& acc,
-                                                 Pair& total) {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-#pragma unroll
-            for (int d = 1; d < 4; d *= 2) total[c] += __shfl_xor_sync(0xffffffffu, total[c], d);
-            total[c] = 1.f / total[c];
-            if (own + 8 * c >= last) continue;
-#pragma unroll
-            for (int i = 0; i < D / 8; i++)
-                *(u32*)(out + (c ? row_8 : row) + 8 * i + 2 * t) =
-                    from_floats<T>(acc[4 * i + 2 * c] * total[c], acc[4 * i + 2 * c + 1] * total[c]);
-        }
-    }
 };
 
 template <int T, int D, int PAGE, int STAGES>

@@ -26,6 +26,7 @@ from lowq_kernels.decode.kv_triton import facts as facts_of
 from lowq_kernels.decode.prompt_call import PromptCall, Sizes
 from lowq_kernels.decode.reference import Heads, Packed
 from lowq_kernels.dispatch.registry import Choice, Config, capability, find, named, register
+from lowq_packers.scheme import Act
 
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 # for heads past 128 dims, whose tiles are twice as large
@@ -210,10 +211,11 @@ def attend_prompt(
 
     config: the kernel's, instead of the one that dispatch chooses.
     """
-    if _chosen(qkv, qkv.shape[0] * qkv.shape[1], k_cache, 0, h) is None:
+    units = qkv.shape[0] * -(-(start + qkv.shape[1]) // reference.TILE)
+    if _chosen(qkv, qkv.shape[0] * qkv.shape[1], k_cache, 0, h, units) is None:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
-    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0), config).reshape(B, T, -1)
+    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0), units, config).reshape(B, T, -1)
 
 
 def attend_packed(
@@ -230,14 +232,16 @@ def attend_packed(
 
     config: as in `attend_prompt`; its BLOCK_M is the size of p's tiles.
     """
-    if _chosen(qkv, qkv.shape[0], k_cache, k_cache.shape[2], h) is None:
+    if _chosen(qkv, qkv.shape[0], k_cache, k_cache.shape[2], h, p.units) is None:
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
-    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, (1 << 30, 0, k_cache.shape[2], p.table.shape[1]), config)
+    sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
+    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, p.units, config)
 
 
-def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads) -> Choice | None:
+def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads, units: int) -> Choice | None:
     """The kernel for M tokens, or None if no kernel takes them."""
-    call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond)
+    act: Act = "none" if h.window or h.sinks is not None else h.act
+    call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond, act, units)
     if qkv.is_cuda:
         return find(call)
     spec = named("triton/prompt")  # also in Triton's interpreter
@@ -253,6 +257,7 @@ def _launch(
     sin: torch.Tensor,
     h: Heads,
     sizes: Sizes,
+    units: int,
     config: Config | None,
 ) -> torch.Tensor:
     """Launches both kernels over qkv (M, ...)."""
@@ -270,7 +275,7 @@ def _launch(
         shape = {"HQ": h.HQ, "HKV": HKV, "D": h.D, "R": cos.shape[1], "NORM": h.q_norm is not None, "PAGE": page}
         grid = (M, triton.cdiv(h.HQ + 2 * HKV, HEADS_AT_ONCE))
         _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D), num_warps=4)
-    chosen = _chosen(qkv, M, k_cache, page, h)
+    chosen = _chosen(qkv, M, k_cache, page, h, units)
     assert chosen
     spec, by_dispatch = chosen
     return spec.launch(y, k_cache, v_cache, p, h, sizes, config or by_dispatch)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lowq_kernels.decode.activation import gated as gated
 from lowq_kernels.decode.kv import Cache, Coded
+from lowq_packers.scheme import Act
 
 # Lower bound of a draw from Exp(1). The uniform numbers behind it have 24 bits, so one in 2^24 is exactly 0: with 128k tokens
 # one step in 130 would contain a 0, which wins at any probability. With the bound at the spacing of the uniform numbers it
@@ -32,6 +33,7 @@ class Heads:
     q_norm, k_norm: (D,) RMSNorm weights over each head, or None; eps is theirs. sinks: (HQ,) fp32, a score of each head that
     takes its share of the softmax and has no value; or None.
     softcap: scores s are softcap * tanh(s / softcap). chunk: a token sees its own chunk of so many positions alone.
+    act: see `PromptCall.act`; in layers with a window or sinks it says nothing.
     writes: whether there are k and v; else qkv is q alone, (..., HQ * D), and the cache, another layer's, is only read.
     """
 
@@ -47,6 +49,7 @@ class Heads:
     softcap: float = 0.0
     chunk: int = 0
     writes: bool = True
+    act: Act = "none"
 
     @property
     def beyond(self) -> tuple[str, ...]:
@@ -81,13 +84,15 @@ class Packed:
     """Tokens of several sequences, concatenated without padding; all int32 on one device.
 
     pos, rows: (M,) each token's slot, and its sequence's row of `table` (rows, most). tiles: (n, 2) first and end of tokens of
-    one sequence. Each token is in one tile; padding tokens are in none, and their output is undefined.
+    one sequence. Each token is in one tile; padding tokens are in none, and their output is undefined. units: how many times 128
+    slots the sequences take up to their last tokens, each sequence rounded up; 0: the host does not know.
     """
 
     table: torch.Tensor
     rows: torch.Tensor
     pos: torch.Tensor
     tiles: torch.Tensor
+    units: int = 0
 
 
 def tile_rows(D: int) -> int:
@@ -281,6 +286,22 @@ def attend_packed(
             last = None if until is None else until[first:end]
             y[first:end] = _causal(row, place, q[first:end].transpose(0, 1), k_cache, v_cache, p.table, h, last)
     return y
+
+
+def in_e4m3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unit: int = 128
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (..., T, D), k and v (..., S, D) as attention of prompts in fp8 rounds them, in fp32: q by token, k and v by `unit` slots,
+    v by powers of two. What it does not define: the weights of values are rounded to e4m3, too."""
+
+    def rounded(x: torch.Tensor, power: bool = False) -> torch.Tensor:
+        scale = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-18) / 448
+        scale = torch.exp2(torch.floor(torch.log2(scale)) + 1) if power else scale
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    parts = (x.float().split(unit, -2) for x in (k, v))
+    k, v = (torch.cat([rounded(x, power) for x in units], -2) for units, power in zip(parts, (False, True), strict=True))
+    return rounded(q.float().unsqueeze(-2)).squeeze(-2), k, v
 
 
 def write(

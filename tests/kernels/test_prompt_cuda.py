@@ -1,4 +1,4 @@
-"""prompt.cu against its definition in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
+"""prompt.cu and prompt8.cu against their definitions in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from lowq_kernels import gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 emulation.require("cuda/prompt", compiler=DEVICE == "cpu")
-from lowq_kernels.decode import prompt_cuda, reference
+from lowq_kernels.decode import prompt8_cuda, prompt_cuda, reference
 from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.dispatch.registry import named, select
 
@@ -19,6 +19,7 @@ if DEVICE == "cuda" and gpu.no_wgmma(torch.cuda.get_device_capability()):
     pytest.skip("not a Hopper GPU", allow_module_level=True)
 F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 1e-3, BF16: 8e-3}
+TOLERANCE_8 = 3e-2  # weights of values have three bits behind the first
 # HQ, HKV, D, dtype, window, sinks, sequences, tokens, tokens before them
 ALONE = {
     "two tiles, two sequences": (2, 1, 128, F16, 0, False, 2, 200, 0),
@@ -34,17 +35,31 @@ PACKED = {
     "several, one behind a text": (4, 2, 128, BF16, 0, False, ((0, 300), (512, 40), (0, 1), (129, 64)), 64),
     "windows, sinks, wide blocks": (2, 2, 64, F16, 90, True, ((200, 65), (0, 129)), 128),
 }
+# of prompt8.cu, in the same order
+ALONE_8 = {
+    "two sequences behind texts": (4, 2, 128, F16, 0, False, 2, 140, 130),
+    "whole units": (2, 1, 128, BF16, 0, False, 1, 256, 0),
+    "one token": (1, 1, 128, BF16, 0, False, 1, 1, 300),
+}
+PACKED_8 = {
+    "one text, more units than tiles": (4, 2, 128, F16, 0, False, ((900, 100),), 64),
+    "several texts": (2, 1, 128, BF16, 0, False, ((0, 300), (512, 40), (0, 1), (129, 64)), 64),
+    "wide blocks": (2, 2, 128, F16, 0, False, ((200, 65), (0, 129)), 128),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def built():
-    def launches():
-        for case in ALONE.values():
-            alone(*case)
-        for case in PACKED.values():
-            packed(*case)
+    def launches(module, cases, pieces):
+        for case in cases.values():
+            alone(*case, module)
+        for case in pieces.values():
+            packed(*case, module)
 
-    with emulation.without_a_gpu(prompt_cuda, launches):
+    with (
+        emulation.without_a_gpu(prompt_cuda, lambda: launches(prompt_cuda, ALONE, PACKED)),
+        emulation.without_a_gpu(prompt8_cuda, lambda: launches(prompt8_cuda, ALONE_8, PACKED_8)),
+    ):
         yield
 
 
@@ -58,7 +73,7 @@ def drawn(*shape, dtype):
     return x, x.float()
 
 
-def alone(HQ, HKV, D, dtype, window, sinks, B, T, start):
+def alone(HQ, HKV, D, dtype, window, sinks, B, T, start, module=prompt_cuda):
     """(y, truth) of T tokens of each sequence; what lies behind them in the caches is not to be read."""
     torch.manual_seed(5)
     h, end = heads(HQ, HKV, D, window, sinks), start + T
@@ -66,11 +81,16 @@ def alone(HQ, HKV, D, dtype, window, sinks, B, T, start):
     for cache in (k, v):
         cache[:, :, end:] = float("nan")
     y, q = drawn(B * T, HQ * D, dtype=dtype)
-    ours = prompt_cuda.attend(y, k, v, None, h, (T, start, k.shape[2], 0), {})
+    ours = module.attend(y, k, v, None, h, (T, start, k.shape[2], 0), {})
     mask = seen(torch.arange(start, end, device=DEVICE), end, window)
-    whole = (c[:, :, :end].repeat_interleave(HQ // HKV, 1) for c in (k32, v32))
-    truth = attended(q.reshape(B, T, HQ, D).transpose(1, 2), *whole, mask, h)
+    q, *whole = exactly(module, q.reshape(B, T, HQ, D).transpose(1, 2), k32[:, :, :end], v32[:, :, :end])
+    truth = attended(q, *(c.repeat_interleave(HQ // HKV, 1) for c in whole), mask, h)
     return ours, truth.transpose(1, 2).reshape(B * T, HQ * D)
+
+
+def exactly(module, *operands):
+    """q, k and v as the module's kernel rounds them."""
+    return operands if module is prompt_cuda else reference.in_e4m3(*operands)
 
 
 def attended(q, k, v, mask, h):
@@ -86,7 +106,7 @@ def seen(own, end, window):
     return (slots <= own) & (slots > own - (window or end + 1))
 
 
-def packed(HQ, HKV, D, dtype, window, sinks, pieces, page):
+def packed(HQ, HKV, D, dtype, window, sinks, pieces, page, module=prompt_cuda):
     """(y, truth) of pieces of several texts one after another, over blocks that lie in any order."""
     torch.manual_seed(6)
     h, width = heads(HQ, HKV, D, window, sinks), -(-max(map(sum, pieces)) // page)
@@ -104,32 +124,45 @@ def packed(HQ, HKV, D, dtype, window, sinks, pieces, page):
             for slot in range(0, end, page):
                 part = own[:, slot : slot + page]
                 pool[table[b, slot // page], :, : part.shape[1]] = part
-            whole.append(exact.repeat_interleave(HQ // HKV, 0)[None])
+            whole.append(exact[None])
         mask = seen(torch.arange(start, end, device=DEVICE), end, window)
         mine = q[None, first : first + new].reshape(1, new, HQ, D).transpose(1, 2)
+        mine, *whole = exactly(module, mine, *whole)
+        whole = (c.repeat_interleave(HQ // HKV, 1) for c in whole)
         truth.append(attended(mine, *whole, mask, h)[0].transpose(0, 1).reshape(new, HQ * D))
         rows += [b] * new
         pos += range(start, end)
         tiles += [[t, min(t + reference.TILE, first + new)] for t in range(first, first + new, reference.TILE)]
     filled = (rows + [0] * 3, pos + [0] * 3, [*tiles, [0, 0]])  # what only fills up is in no tile
-    p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in filled))
-    ours = prompt_cuda.attend(y, *pools, p, h, (1 << 30, 0, page, width), {})
+    units = sum(-(-sum(piece) // reference.TILE) for piece in pieces)
+    p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in filled), units)
+    ours = module.attend(y, *pools, p, h, (1 << 30, 0, page, width), {})
     return ours[:M], torch.cat(truth)
 
 
-def check(made, dtype):
+def check(made, most):
     y, truth = emulation.twice(made)
-    assert emulation.error(y, truth) < TOLERANCE[dtype]
+    assert emulation.error(y, truth) < most
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_cache_a_sequence(name):
-    check(lambda: alone(*ALONE[name]), ALONE[name][3])
+    check(lambda: alone(*ALONE[name]), TOLERANCE[ALONE[name][3]])
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_caches_in_blocks(name):
-    check(lambda: packed(*PACKED[name]), PACKED[name][3])
+    check(lambda: packed(*PACKED[name]), TOLERANCE[PACKED[name][3]])
+
+
+@pytest.mark.parametrize("name", ALONE_8)
+def test_a_cache_a_sequence_in_fp8(name):
+    check(lambda: alone(*ALONE_8[name], prompt8_cuda), TOLERANCE_8)
+
+
+@pytest.mark.parametrize("name", PACKED_8)
+def test_caches_in_blocks_in_fp8(name):
+    check(lambda: packed(*PACKED_8[name], prompt8_cuda), TOLERANCE_8)
 
 
 CALL = PromptCall(256, 128, 64, "16", F16, "cuda", (9, 0))
@@ -147,3 +180,7 @@ def test_unsupported_calls_are_refused():
 def test_supported_calls_choose_it():
     assert select(CALL)[0].name == "cuda/prompt"
     assert select(dataclasses.replace(CALL, kv="fp8"))[0].name == "triton/prompt"
+    eight = dataclasses.replace(CALL, M=2048, act="fp8", units=16)
+    assert select(eight)[0].name == "cuda/prompt8"
+    for other in ({"act": "none"}, {"act": "int8"}, {"units": 0}, {"M": 512}, {"D": 64}):
+        assert select(dataclasses.replace(eight, **other))[0].name == "cuda/prompt", other
