@@ -8,6 +8,7 @@
 read bandwidth. Prompts: q/k rotation and cache write included for ours and `triton` (prompt.py), left out for torch's flash and
 cuDNN; `first_ms` is the first call of a length that the process has not seen. Each result is checked against
 decode/reference.py.
+`fp8`: attention of prompts alone in e4m3 (prompt8.cu), with the codes that it makes of keys and values, beside prompt.cu.
 `kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; of Triton's
 time `place_triton_us` is the kernel that writes new keys and values as codes. `decode`: a recorded step of an 8B by 4 bits with
 an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, `read_us` of that many more slots.
@@ -36,7 +37,7 @@ from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.cuda import nvrtc
-from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference
+from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, prompt8_cuda, prompt_cuda, reference
 from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.kv import Cache, Coded, empty
 from lowq_kernels.decode.reference import Heads
@@ -73,6 +74,8 @@ PAGED = (  # sequences, slots of the table, tokens so far, in turn
 )
 PACKED = (((0, 300),), ((0, 300), (512, 100), (0, 600)), ((0, 2048),), ((30720, 2048),), tuple((0, 128) for _ in range(16)))
 PROMPTS = ((512, 0), (2048, 0), (2048, 2048), (304, 4096), (8192, 0), (2048, 30720))  # tokens, tokens before them
+EIGHT = ((1024, 0), (2048, 0), (4096, 0), (8192, 0), (4096, 12288), (4096, 28672), (304, 4096))  # of `fp8`, the same
+EIGHT_CHECKED = 4096  # max. tokens and tokens before them for which errors are computed
 NO_LENGTH = 1 << 40
 KV_TOKENS = (500, 4400, 16000, 32000, 128000)
 TRUTHS = 8 * 32000  # slots of all sequences up to which what comes of caches in few bits is checked
@@ -284,6 +287,26 @@ def prompts() -> Iterator[dict[str, float | int]]:
         yield row
 
 
+def in_fp8() -> Iterator[dict[str, float | int]]:
+    """Attention of prompts alone in e4m3, codes of keys and values included, and in 16 bits; errors beside fp32."""
+    for T, start in EIGHT:
+        k, v = caches(1, start + T)
+        drawn = torch.randn(T, HEADS.HQ * HEADS.D, device=DEVICE, dtype=DTYPE)
+        sizes, row = (T, start, start + T, 0), dict[str, float | int](T=T, start=start)
+        work = 4 * HEADS.HQ * HEADS.D * (T * start + T * T / 2)
+        for name, module in (("16", prompt_cuda), ("fp8", prompt8_cuda)):
+            ours = partial(module.attend, k_cache=k, v_cache=v, p=None, h=HEADS, sizes=sizes, config={})
+            if T + start <= EIGHT_CHECKED:
+                q = drawn.reshape(1, T, HEADS.HQ, HEADS.D).transpose(1, 2).float()
+                truth = scaled_dot_product_attention(q, k.float(), v.float(), is_causal=True, enable_gqa=True)
+                row[f"{name}_error"] = error(ours(drawn.clone()), truth[0].transpose(0, 1).flatten(1))
+            y = drawn.clone()  # each call's y is the next one's q
+            time.sleep(0.2)
+            us = graph_time([partial(ours, y)], 8, 2000.0)
+            row |= {f"{name}_us": round(us, 1), f"{name}_tflops": round(work / us / 1e6)}
+        yield row
+
+
 def by_triton(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """The same by prompt.py."""
 
@@ -320,7 +343,12 @@ def main() -> None:
     found: dict[str, object] = {"gpu": ceiling.device, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     found |= {"triton": triton.__version__, "nvrtc": "{}.{}".format(*nvrtc.version()), "read_gbs": round(ceiling.read_gbs)}
     parts = {"steps": lambda: steps(ceiling.read_gbs), "prompts": prompts, "paged": lambda: paged(ceiling.read_gbs)}
-    parts |= {"packed": packed, "kv": lambda: few_bits(ceiling.read_gbs, batches), "decode": lambda: decode(ceiling.read_gbs)}
+    parts |= {
+        "packed": packed,
+        "fp8": in_fp8,
+        "kv": lambda: few_bits(ceiling.read_gbs, batches),
+        "decode": lambda: decode(ceiling.read_gbs),
+    }
     if out.exists():
         found = json.loads(out.read_text()) | found
     out.parent.mkdir(parents=True, exist_ok=True)

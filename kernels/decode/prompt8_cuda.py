@@ -1,4 +1,4 @@
-"""cuda/prompt8: prompt8.cu, attention of prompts in e4m3 under `--act fp8`, for heads of 128 dims over caches in 16 bits on Hopper."""
+"""cuda/prompt8: prompt8.cu, attention of prompts in e4m3 under `--act fp8`, for heads of 128 dims over 16 bits on Hopper."""
 
 import ctypes
 import math
@@ -23,7 +23,9 @@ UNIT_BYTES, SCALES = 2 * UNIT * D, 4  # of a unit and key head: codes of keys an
 STAGES = 5  # units in flight: 160 KB
 SHARES = 4  # blocks per tile of tokens that make codes of a sequence: its cache is long where its new tokens are few
 LEAST = 1024  # min. tokens of a pass: shorter ones are recorded in CUDA graphs, for any length of their sequences
-MOST_UNITS = 2048  # max. units of a pass, 0.5 GB of codes at 8 key heads
+MOST_UNITS = (
+    1024  # max. units of a pass: at 8 key heads 0.27 GB of codes, less than an 8B's gates of 4,096 tokens, which come later
+)
 
 
 def _refuse(call: PromptCall) -> str | None:
@@ -58,8 +60,8 @@ def attend(
     rows, pos, table, tiles = (0, 0, 0, 0) if p is None else (t.data_ptr() for t in (p.rows, p.pos, p.table, p.tiles))
     per, of = (each, sequences) if p is None else (SHARES, blocks)
     _kernel(f"prompt_codes<{type_}, {page}>", y.device.index, 0)(
-        per * of, h.HKV, 0, k_cache.data_ptr(), v_cache.data_ptr(), rows, pos, table, tiles, codes.data_ptr(), scales.data_ptr(),
-        bases.data_ptr(), start + T if p is None else 0, S, width, h.HKV, per,
+        per * of, h.HKV, 0, k_cache.data_ptr(), v_cache.data_ptr(), rows, pos, table, tiles, codes.data_ptr(),
+        scales.data_ptr(), bases.data_ptr(), start + T if p is None else 0, S, width, h.HKV, per,
     )  # fmt: skip
     paged = "false" if p is None else "true"
     _kernel(f"attend_prompt8<{type_}, {paged}, {STAGES}>", y.device.index, STAGES * UNIT_BYTES)(

@@ -84,8 +84,8 @@ class Packed:
     """Tokens of several sequences, concatenated without padding; all int32 on one device.
 
     pos, rows: (M,) each token's slot, and its sequence's row of `table` (rows, most). tiles: (n, 2) first and end of tokens of
-    one sequence. Each token is in one tile; padding tokens are in none, and their output is undefined. units: how many times 128
-    slots the sequences take up to their last tokens, each sequence rounded up; 0: the host does not know.
+    one sequence. Each token is in one tile; padding tokens are in none, and their output is undefined. units: how many times
+    128 slots the sequences take up to their last tokens, each sequence rounded up; 0: the host does not know.
     """
 
     table: torch.Tensor
@@ -291,8 +291,8 @@ def attend_packed(
 def in_e4m3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unit: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (..., T, D), k and v (..., S, D) as attention of prompts in fp8 rounds them, in fp32: q by token, k and v by `unit` slots,
-    v by powers of two. What it does not define: the weights of values are rounded to e4m3, too."""
+    """q (..., T, D), k and v (..., S, D) as attention of prompts in fp8 rounds them, in fp32: q by token, k and v by `unit`
+    slots, v by powers of two. What it does not define: the weights of values are rounded to e4m3, too."""
 
     def rounded(x: torch.Tensor, power: bool = False) -> torch.Tensor:
         scale = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-18) / 448

@@ -98,10 +98,11 @@ class Compiler:
     def _emit(self, *steps: s.Step) -> None:
         self.steps += steps
 
-    def _product(self, part: p.Linear, role: str) -> None:
+    def _product(self, part: p.Linear, role: str) -> nn.Module:
         layer = self.weights.linear(part)
         self.products[-1][role if role not in self.products[-1] else f"{role}_{len(self.products[-1])}"] = layer
         self._emit(s.Product(layer, role, part))
+        return layer
 
     def norm(self, part: p.Norm) -> Norm:
         """A norm's tensors."""
@@ -185,7 +186,7 @@ class Compiler:
             self._emit(s.Keep("before"))
             self._product(part.gate, "gate")
             self._emit(s.Keep("gate"), s.Take("before", last=True))
-        self._product(part.qkv, "qkv" if part.shares is None else "q")
+        layer = self._product(part.qkv, "qkv" if part.shares is None else "q")
         if part.clip:
             self._emit(s.Clip(part.clip))
         if part.state is not None:
@@ -201,7 +202,7 @@ class Compiler:
         )  # fmt: skip
         if _direct(part) and part.rope is not None:
             heads = replace(heads, q_norm=q.weight, k_norm=k.weight, eps=q.eps) if q and k else heads
-            self._emit(s.Attend(index, heads, part.rope, self._whole(part)))
+            self._emit(s.Attend(index, heads, part.rope, self._whole(part), layer))
         else:
             scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
             facts = Prepared(

@@ -406,14 +406,21 @@ class TimesToken(Step):
 class Attend(Step):
     """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: the step does not rotate.
 
-    whole: whether a token of an image attends to all tokens of the image.
+    whole: whether a token of an image attends to all tokens of the image. layer: the product that makes the queries; where it
+    rounds its inputs to fp8 (--act), attention of prompts may round as well.
     """
 
     index: int
     heads: Heads
     rope: Rope | None
     whole: bool = False
+    layer: nn.Module | None = None
     what = "attention"
+
+    @cached_property
+    def in_fp8(self) -> Heads:
+        """The heads, for attention that may round."""
+        return replace(self.heads, act="fp8")
 
     @cached_property
     def apart(self) -> tuple[Prepared, Heads]:
@@ -436,7 +443,8 @@ class Attend(Step):
     def run(self, f: Frame) -> None:
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
-        turned, heads = f.batch.angles[self.rope or self.heads.D], self.heads
+        heads = self.in_fp8 if getattr(self.layer, "act", "none") == "fp8" else self.heads
+        turned = f.batch.angles[self.rope or heads.D]
         if self.rope is not None and (of_pictures := f.batch.turned(self.rope)) is not None:
             assert f.batch.pictures is not None
             facts, heads = self.apart

@@ -27,7 +27,7 @@ from lowq_cli.serving.scheduler import READERS, buckets
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
 from lowq_kernels.decode.mixture import FEW_TOKENS
-from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.reference import TILE, Packed
 from lowq_kernels.decode.runs import CHUNK, Run, Runs, states_of
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import device_lost, log_error, one_line
@@ -302,7 +302,8 @@ class ModelRunner:
             states, chunk = chunk[: 4 * (most + more)], chunk[4 * (most + more) :]
             own = Runs(runs, C, self.device, states.view(-1, 4) if most else None, most)
             ids, pos, rows, rest = chunk[:C], chunk[C : 2 * C], chunk[2 * C : 3 * C], chunk[3 * C :]
-            packed = Packed(r.tables[0] if r.tables else rows.view(-1, 1), rows, pos, rest[: 2 * n].view(n, 2))
+            units = sum(-(-run.length // TILE) for run in runs)
+            packed = Packed(r.tables[0] if r.tables else rows.view(-1, 1), rows, pos, rest[: 2 * n].view(n, 2), units)
             half = (rest.shape[0] - 2 * n) // 2
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids

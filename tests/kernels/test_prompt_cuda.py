@@ -1,4 +1,4 @@
-"""prompt.cu and prompt8.cu against their definitions in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
+"""prompt.cu and prompt8.cu against their definitions in fp32. On a GPU they run there; elsewhere emulated, in two orders."""
 
 import dataclasses
 
