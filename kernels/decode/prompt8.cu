@@ -1,6 +1,7 @@
 // Causal attention of many tokens in e4m3 on Hopper: prompt.cu's plan with operands of 8 bits, over copies of the keys and values.
 //
-// Maths   q, k, v and p rounded to e4m3: q with a scale per token, k and v with one per 128 slots of a key head, v's a power of two.
+// Maths   q, k, v and p rounded to e4m3: q with a scale per token, k and v with one per 128 slots of a key head, v's a power of two. q
+//         and k are multiplied by a Hadamard matrix first, which leaves q k as it is and evens out their dims.
 //         With lv its exponent, p = 2^(score + lv - top + SHIFT), so that tiles of any scale of v meet in one sum; sums of p stay in
 //         fp32. top is within 2^LIMIT of the largest score + lv so far: p is at most 2^(LIMIT + SHIFT) = 256 of e4m3's 448.
 // Codes   prompt_codes copies a unit, 128 slots of a sequence and a key head, as two tiles of 16 KB as wgmma's B has them, 128-byte
@@ -29,16 +30,23 @@ __device__ __forceinline__ u32 four_codes(float a, float b, float c, float d) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
     return (u32)low | (u32)high << 16;
 }
-template <int T>
-__device__ __forceinline__ u32 four_codes(u32 a, u32 b, float by) {  // of two times two halves
-    const float2 low = to_floats<T>(a), high = to_floats<T>(b);
-    return four_codes(low.x * by, low.y * by, high.x * by, high.y * by);
+// Sums and differences of pairs of values: a level of a Hadamard transform whose dims i and i + STEP are one thread's.
+template <int STEP, int COUNT>
+__device__ __forceinline__ void mix(float (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (!(i & STEP)) {
+            const float a = x[i], b = x[i + STEP];
+            x[i] = a + b, x[i + STEP] = a - b;
+        }
 }
-template <int T>
-__device__ __forceinline__ float largest_of(float most, u32 halves) {
-    const float2 f = to_floats<T>(halves & 0x7fff7fffu);
-    return fmaxf(most, fmaxf(f.x, f.y));
+template <int COUNT>  // the same between this lane and the one whose number differs in bit STEP
+__device__ __forceinline__ void mix_lanes(int step, float (&x)[COUNT]) {
+    const float sign = threadIdx.x & step ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], step));
 }
+
 __device__ __forceinline__ u32 swizzled(int row, int byte) { return row * 128 + ((byte >> 4 ^ row & 7) << 4) + (byte & 15); }
 
 __device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier) {
@@ -50,24 +58,37 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 byte
 template <int T>
 struct Coder {
     static constexpr int ROUNDS = BLOCK_N * D / 8 / 256;
-    using Halves = u32[ROUNDS][4];  // thread i holds dims 8 (i % 16) .. + 7 of slots i / 16 + 16 n
+    using Values = float[8];  // thread i holds dims 8 (i % 16) .. + 7 of slots i / 16 + 16 n
 
     template <class Row>
-    static __device__ __forceinline__ void load(const u16* cache, Row row_of, int there, Halves& x) {
+    static __device__ __forceinline__ void load(const u16* cache, Row row_of, int there, Values (&x)[ROUNDS]) {
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++) {
             const int slot = threadIdx.x / 16 + 16 * n;
             uint4 v = make_uint4(0, 0, 0, 0);
             if (slot < there) v = *(const uint4*)(cache + row_of(slot) * D + threadIdx.x % 16 * 8);
-            x[n][0] = v.x, x[n][1] = v.y, x[n][2] = v.z, x[n][3] = v.w;
+            const u32 halves[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 f = to_floats<T>(halves[i]);
+                x[n][2 * i] = f.x, x[n][2 * i + 1] = f.y;
+            }
         }
     }
-    static __device__ __forceinline__ float largest(const Halves& x, float* maxima) {
+    static __device__ __forceinline__ void turn(Values (&x)[ROUNDS]) {
+#pragma unroll
+        for (int n = 0; n < ROUNDS; n++) {
+            mix<1>(x[n]), mix<2>(x[n]), mix<4>(x[n]);
+#pragma unroll
+            for (int d = 1; d < 16; d *= 2) mix_lanes(d, x[n]);
+        }
+    }
+    static __device__ __forceinline__ float largest(const Values (&x)[ROUNDS], float* maxima) {
         float most = 0.f;
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) most = largest_of<T>(most, x[n][i]);
+            for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[n][i]));
 #pragma unroll
         for (int d = 16; d; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
         if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = most;
@@ -77,15 +98,16 @@ struct Coder {
         for (int i = 0; i < 8; i++) most = fmaxf(most, maxima[i]);
         return most;
     }
-    static __device__ __forceinline__ u64 eight_codes(const u32 (&x)[4], float by) {
-        return (u64)four_codes<T>(x[0], x[1], by) | (u64)four_codes<T>(x[2], x[3], by) << 32;
+    static __device__ __forceinline__ u64 eight_codes(const Values& x, float by) {
+        return (u64)four_codes(x[0] * by, x[1] * by, x[2] * by, x[3] * by) |
+               (u64)four_codes(x[4] * by, x[5] * by, x[6] * by, x[7] * by) << 32;
     }
-    static __device__ __forceinline__ void store_keys(const Halves& x, float by, unsigned char* to) {
+    static __device__ __forceinline__ void store_keys(const Values (&x)[ROUNDS], float by, unsigned char* to) {
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++)
             *(u64*)(to + swizzled(threadIdx.x / 16 + 16 * n, threadIdx.x % 16 * 8)) = eight_codes(x[n], by);
     }
-    static __device__ __forceinline__ void store_values(const Halves& x, float by, unsigned char* turned, unsigned char* to) {
+    static __device__ __forceinline__ void store_values(const Values (&x)[ROUNDS], float by, unsigned char* turned, unsigned char* to) {
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++)
             *(u64*)(turned + (threadIdx.x / 16 + 16 * n) * D + threadIdx.x % 16 * 8) = eight_codes(x[n], by);
@@ -152,19 +174,22 @@ prompt_codes(const u16* k, const u16* v, const int* rows, const int* positions, 
             if constexpr (PAGE == 0) return ((size_t)mine * HKV + head) * S + slot + i;
             else return ((size_t)table[(slot + i) / (PAGE ? PAGE : 1)] * HKV + head) * PAGE + (slot + i) % (PAGE ? PAGE : 1);
         };
-        typename C::Halves keys, values;
-        C::load(k, row_of, end - slot, keys);
-        C::load(v, row_of, end - slot, values);
-        const float most_k = C::largest(keys, maxima[0]), most_v = C::largest(values, maxima[1]);
+        typename C::Values x[C::ROUNDS];
+        const size_t at = (size_t)(base + unit) * HKV + head;
+        unsigned char* const to = codes + at * UNIT_BYTES;
+        C::load(k, row_of, end - slot, x);
+        C::turn(x);
+        const float most_k = C::largest(x, maxima[0]);
+        C::store_keys(x, MOST / most_k, to);
+        C::load(v, row_of, end - slot, x);
+        const float most_v = C::largest(x, maxima[1]);
         // the power of two from which values are at most MOST
         const int exponent = (int)(__float_as_uint(most_v * (1.f / MOST)) >> 23) - 127 + 1;
-        const size_t at = (size_t)(base + unit) * HKV + head;
         if (threadIdx.x == 0) {
-            Scales s = {most_k / MOST, (float)exponent, __uint_as_float((u32)(127 - exponent) << 23), 0.f};
+            Scales s = {most_k / (MOST * D), (float)exponent, __uint_as_float((u32)(127 - exponent) << 23), 0.f};
             scales[at] = s;
         }
-        C::store_keys(keys, MOST / most_k, codes + at * UNIT_BYTES);
-        C::store_values(values, __uint_as_float((u32)(127 - exponent) << 23), (unsigned char*)turned, codes + at * UNIT_BYTES + TILE_BYTES);
+        C::store_values(x, __uint_as_float((u32)(127 - exponent) << 23), (unsigned char*)turned, to + TILE_BYTES);
         __syncthreads();
     }
 }
@@ -180,21 +205,27 @@ struct Prompt8 : Tokens<T, D> {
 
     // The lane's codes of two rows of q, and their scales times `scale`.
     static __device__ __forceinline__ void load_queries(const u16* row, const u16* row_8, int t, float scale, Queries& q, Pair& of_q) {
-        u32 halves[2][D / 16][2];
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            float most = LEAST;
+            float x[D / 4];  // 4 n + e: dim 16 n + 4 t + e
 #pragma unroll
             for (int n = 0; n < D / 16; n++) {
                 const u64 v = *(const u64*)((c ? row_8 : row) + 16 * n + 4 * t);
-                halves[c][n][0] = (u32)v, halves[c][n][1] = (u32)(v >> 32);
-                most = largest_of<T>(largest_of<T>(most, halves[c][n][0]), halves[c][n][1]);
+                const float2 low = to_floats<T>((u32)v), high = to_floats<T>((u32)(v >> 32));
+                x[4 * n] = low.x, x[4 * n + 1] = low.y, x[4 * n + 2] = high.x, x[4 * n + 3] = high.y;
             }
+            mix<1>(x), mix<2>(x), mix<4>(x), mix<8>(x), mix<16>(x);
+            mix_lanes(1, x), mix_lanes(2, x);
+            float most = LEAST;
+#pragma unroll
+            for (int i = 0; i < D / 4; i++) most = fmaxf(most, fabsf(x[i]));
 #pragma unroll
             for (int d = 1; d < 4; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
             of_q[c] = most / MOST * scale;
+            const float by = MOST / most;
 #pragma unroll
-            for (int n = 0; n < D / 16; n++) q[n / 2][n % 2 * 2 + c] = four_codes<T>(halves[c][n][0], halves[c][n][1], MOST / most);
+            for (int n = 0; n < D / 16; n++)
+                q[n / 2][n % 2 * 2 + c] = four_codes(x[4 * n] * by, x[4 * n + 1] * by, x[4 * n + 2] * by, x[4 * n + 3] * by);
         }
     }
 

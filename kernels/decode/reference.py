@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from lowq_kernels.decode.activation import gated as gated
-from lowq_kernels.decode.kv import Cache, Coded
+from lowq_kernels.decode.kv import Cache, Coded, turn
 from lowq_packers.scheme import Act
 
 # Lower bound of a draw from Exp(1). The uniform numbers behind it have 24 bits, so one in 2^24 is exactly 0: with 128k tokens
@@ -292,13 +292,14 @@ def in_e4m3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unit: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q (..., T, D), k and v (..., S, D) as attention of prompts in fp8 rounds them, in fp32: q by token, k and v by `unit`
-    slots, v by powers of two. What it does not define: the weights of values are rounded to e4m3, too."""
+    slots, v by powers of two. q and k are Hadamard-transformed, which leaves q k as it is. What it does not define: the weights of values are rounded to e4m3, too."""
 
     def rounded(x: torch.Tensor, power: bool = False) -> torch.Tensor:
         scale = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-18) / 448
         scale = torch.exp2(torch.floor(torch.log2(scale)) + 1) if power else scale
         return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
+    q, k = turn(q.float()), turn(k.float())
     parts = (x.float().split(unit, -2) for x in (k, v))
     k, v = (torch.cat([rounded(x, power) for x in units], -2) for units, power in zip(parts, (False, True), strict=True))
     return rounded(q.float().unsqueeze(-2)).squeeze(-2), k, v
