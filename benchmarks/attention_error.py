@@ -2,14 +2,15 @@
 
     python benchmarks/attention_error.py ../shared/models/base ../shared/data/wikitext2_test.txt [--windows 16] [--out x.json]
 
-The model as it is, in fp32, over windows of its longest context: perplexity, and the mean KL divergence from it in nats per token,
-of attention by the kernel's rounding (of queries, keys and values as `reference.in_e4m3`, and of the weights of values), of the
-inputs of linear layers rounded to e4m3 by token, and of both. `turned`: queries and keys multiplied by a Hadamard matrix first.
+The model in fp32 over windows of its longest context: perplexity, and the mean KL divergence from it in nats per token, of
+attention by the kernel's rounding (of queries, keys and values as `reference.in_e4m3`, and of the weights of values), of the
+inputs of linear layers rounded to e4m3 by token, and of both.
 """
 
 import argparse
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,9 @@ SHIFT = 6  # prompt8.cu's
 Tensor = torch.Tensor
 
 
-def hadamard(D: int) -> Tensor:
-    H = torch.ones(1, 1)
-    while H.shape[0] < D:
-        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
-    return H / math.sqrt(D)
-
-
-def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **rest: Any) -> tuple[Tensor, None]:
-    if module.turned:
-        q, k = (x @ hadamard(x.shape[-1]) for x in (q, k))
+def attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **rest: Any
+) -> tuple[Tensor, None]:
     q8, k8, v8 = in_e4m3(q, k, v)
     most = torch.cat([x.abs().amax((-2, -1)).expand(x.shape[-2], *x.shape[:2]) for x in v.split(128, -2)]).permute(1, 2, 0)
     lv = torch.floor(torch.log2(most.clamp(min=1e-18) / 448)) + 1  # (B, HKV, S)
@@ -47,6 +41,11 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     total = (p * torch.exp2(-lv)[:, :, None]).sum(-1, keepdim=True)
     y = p.to(torch.float8_e4m3fn).float() @ (v8 * torch.exp2(-lv)[..., None]) / total
     return y.transpose(1, 2).to(q.dtype), None
+
+
+def perplexity(predicted: list[Tensor], windows: Tensor) -> float:
+    losses = [-x[:-1].gather(1, w[1:, None]).mean() for x, w in zip(predicted, windows, strict=True)]
+    return round(float(torch.stack(losses).mean().exp()), 4)
 
 
 def main() -> None:
@@ -62,12 +61,9 @@ def main() -> None:
     T = min(model.config.max_position_embeddings, len(ids) // args.windows)
     windows = torch.tensor(ids[: args.windows * T]).view(args.windows, T)
     products = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in n]
-    attentions = [m for m in model.modules() if hasattr(m, "q_proj")]
 
-    def predictions(attention: str, act: bool, turned: bool) -> list[Tensor]:
+    def predictions(attention: str, act: bool) -> list[Tensor]:
         model.set_attn_implementation("e4m3" if attention == "fp8" else "sdpa")
-        for m in attentions:
-            m.turned = turned
         hooks = [
             m.register_forward_pre_hook(lambda m, x: (rounded(x[0].flatten(0, -2), "fp8").view_as(x[0]),))
             for m in (products if act else ())
@@ -78,15 +74,21 @@ def main() -> None:
             hook.remove()
         return logits
 
-    found: dict[str, Any] = {"model": args.model.name, "text": args.text.name, "windows": args.windows, "tokens": T, "rows": []}
-    exact = predictions("16", False, False)
-    ways = ("16", False, False), ("fp8", False, False), ("fp8", False, True), ("16", True, False), ("fp8", True, False)
-    for attention, act, turned in ways:
-        got = predictions(attention, act, turned)
-        nll = torch.stack([-x[:-1].gather(1, w[1:, None]).mean() for x, w in zip(got, windows, strict=True)]).mean()
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "model": args.model.name,
+        "text": args.text.name,
+        "windows": args.windows,
+        "tokens": T,
+        "rows": [],
+    }
+    exact = predictions("16", False)
+    found["ppl"] = perplexity(exact, windows)
+    for attention, act in (("fp8", False), ("16", True), ("fp8", True)):
+        got = predictions(attention, act)
         kl = torch.stack([(e.exp() * (e - x)).sum(-1).mean() for e, x in zip(exact, got, strict=True)]).mean()
-        row = {"attention": attention, "act": "fp8" if act else "none", "turned": turned}
-        found["rows"].append(row | {"ppl": round(float(nll.exp()), 4), "kl": round(float(kl), 6)})
+        row = {"attention": attention, "act": "fp8" if act else "none"}
+        found["rows"].append(row | {"ppl": perplexity(got, windows), "kl": round(float(kl), 6)})
         print(found["rows"][-1], flush=True)
     out = args.out or results_of("cpu") / f"attention_error_{args.model.name}.json"
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -2,9 +2,9 @@
 
     python benchmarks/prompt_timeline.py --work /dev/shm/x --out x.json [--act fp8] [--prompts 1x4400,8x4400,1x32000]
 
-An 8B of random codes (serve_own.py's) in the server's engine. `ms`: from sending until the first tokens of all, medians after
-rests, with the device's ms of each pass. `recorded`: the same while passes of 4,096 rows are CUDA graphs, too, so that no launch
-waits for the host (their attention stays in 16 bits). `kernels`: of one more run under CUPTI, by name: launches, ms;
+An 8B of random codes (serve_own.py's) in the server's engine. `ms`: from sending until the first tokens of all, medians
+after rests, with the device's ms of each pass. `recorded`: the same while passes of 4,096 rows are CUDA graphs, too, so that no
+launch waits for the host (their attention stays in 16 bits). `kernels`: of one more run under CUPTI, by name: launches, ms;
 `busy_ms` their sum, `span_ms` from the first's begin to the last's end, `idle_ms` what lies between. `early`, `late`: ms of the
 slowest kernel's first and last eighth of launches of the first pass, which differ where the clock falls.
 """

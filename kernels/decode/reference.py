@@ -292,7 +292,8 @@ def in_e4m3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unit: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q (..., T, D), k and v (..., S, D) as attention of prompts in fp8 rounds them, in fp32: q by token, k and v by `unit`
-    slots, v by powers of two. q and k are Hadamard-transformed, which leaves q k as it is. What it does not define: the weights of values are rounded to e4m3, too."""
+    slots, v by powers of two. q and k are Hadamard-transformed first, which leaves q k as it is. What it does not define: the
+    weights of values are rounded to e4m3, too."""
 
     def rounded(x: torch.Tensor, power: bool = False) -> torch.Tensor:
         scale = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-18) / 448

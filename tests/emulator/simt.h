@@ -521,6 +521,7 @@ inline void mov_b32(u16& lo, u16& hi, u32 v) { lo = (u16)v, hi = (u16)(v >> 16);
 inline void mov_b32(u32& v, u16 lo, u16 hi) { v = (u32)hi << 16 | lo; }
 inline void cvt_f32_f16(float& f, u16 v) { f = f16(v); }
 inline void ex2_approx_ftz_f32(float& e, float v) { e = std::exp2(v); }
+inline void rcp_approx_ftz_f32(float& e, float v) { e = 1.f / v; }
 inline void rsqrt_approx_f32(float& r, float v) { r = 1 / std::sqrt(v); }
 inline void prmt_b32(u32& d, u32 a, u32 b, u32 which) {  // a selector's top bit: the byte's sign, eight times
     const uint64_t both = (uint64_t)b << 32 | a;
