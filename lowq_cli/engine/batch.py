@@ -135,11 +135,11 @@ class Pictures:
 
     @cached_property
     def numbers(self) -> torch.Tensor:
-        """(M,) int32: the row numbers, which index the tables of `turned`."""
+        """(M,) int32: the row numbers, which index the tables of `tables_of`."""
         assert self.places is not None
         return torch.arange(self.places.shape[1], dtype=torch.int32, device=self.places.device)
 
-    def turned(self, tables: Tables) -> "Tables | None":
+    def tables_of(self, tables: Tables) -> "Tables | None":
         """cos, sin (M, R) of every row, selected from tables (S, R) by position; None where rows rotate by their slots."""
         if self.places is None:
             return None
@@ -177,7 +177,7 @@ class Batch:
     chains: Sequence["Chain"] = ()
     pictures: Pictures | None = None
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # values that one layer computes and later layers read
-    _turned: dict[Rope, Tables] = field(default_factory=dict)
+    _tables: dict[Rope, Tables] = field(default_factory=dict)
 
     @property
     def shows(self) -> bool:
@@ -213,17 +213,17 @@ class Batch:
             return of_rows
         return torch.cat([of_rows, self.packed.pos]) if self.steps else self.packed.pos
 
-    def turned(self, kind: Rope) -> "Tables | None":
+    def tables_of(self, kind: Rope) -> "Tables | None":
         """cos, sin (M, R) of every row; None where all rows rotate by their slots, with the tables of `angles`."""
         if self.pictures is None or self.pictures.places is None:
             return None
-        if kind not in self._turned:
-            tables = self.pictures.turned(self.angles[kind])
+        if kind not in self._tables:
+            tables = self.pictures.tables_of(self.angles[kind])
             assert tables is not None
-            self._turned[kind] = tables
-        return self._turned[kind]
+            self._tables[kind] = tables
+        return self._tables[kind]
 
-    def attend(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, held: KeyValues, tables: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:
         """Attention of every row over its sequence: qkv (M, (HQ + 2 HKV) D) -> (M, HQ D).
 
         whole: whether a token of an image attends to all tokens of the image.
@@ -233,10 +233,10 @@ class Batch:
         if b:
             own, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
             attend = partial(self.ops.attend_rows, groups=self.groups) if self.drafted else self.ops.attend
-            parts.append(attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
+            parts.append(attend(own, held.k, held.v, self.pos[:b], *tables, heads, held.table, order))
         if self.mixed:
             until = self.pictures.until if whole and self.pictures is not None else None
-            parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads, until))
+            parts.append(self._prompts(qkv[b:] if b else qkv, held, tables, heads, until))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_prepared(
@@ -244,26 +244,26 @@ class Batch:
     ) -> torch.Tensor | None:
         """`prepare`, attention and gates of every row by one kernel, or None where there is none: of steps alone."""
         together = self.ops.attend_prepared
-        if together is None or kind is None or self.mixed or self.drafted or self.turned(kind) is not None:
+        if together is None or kind is None or self.mixed or self.drafted or self.tables_of(kind) is not None:
             return None
         order = None if self.order is None else self.order[: self.steps]
         return together(qkv, p, held.k, held.v, self.pos[: self.steps], *self.angles[kind], heads, held.table, order)
 
-    def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, turned: Tables, facts: Latent) -> torch.Tensor:
+    def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, tables: Tables, facts: Latent) -> torch.Tensor:
         """Latent attention of every row: q (M, heads (nope + rotated)), latents x (M, rank + rotated) -> (M, heads v_dim)."""
         b, forms, parts = self.steps, self.ops.latent, []
         if b:
             order = None if self.order is None else self.order[:b]
-            parts.append(forms.step(q[:b], x[:b], held.k, self.pos[:b], *turned, facts, held.table, order))
+            parts.append(forms.step(q[:b], x[:b], held.k, self.pos[:b], *tables, facts, held.table, order))
         if self.mixed:
             q, x = q[b:], x[b:]
             if held.table is not None:
-                parts.append(forms.packed(q, x, held.k, replace(self.packed, table=held.table), *turned, facts, self.runs))
+                parts.append(forms.packed(q, x, held.k, replace(self.packed, table=held.table), *tables, facts, self.runs))
             else:
                 assert self.rectangle is not None
                 k = part(held.k, self.rectangle.some)
                 split = (t.reshape(k.shape[0], -1, t.shape[-1]) for t in (q, x))
-                parts.append(forms.prompt(*split, k, self.rectangle.start, *turned, facts).flatten(0, 1))
+                parts.append(forms.prompt(*split, k, self.rectangle.start, *tables, facts).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recur(self, x: torch.Tensor, facts: recurrent.Facts, held: States, width: int) -> torch.Tensor:
@@ -284,17 +284,17 @@ class Batch:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prompts(
-        self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads, until: torch.Tensor | None
+        self, qkv: torch.Tensor, held: KeyValues, tables: Tables, heads: Heads, until: torch.Tensor | None
     ) -> torch.Tensor:
         assert held.v is not None
         if held.table is not None:
             packed = replace(self.packed, table=held.table)
             if until is not None:  # no kernel takes `until`
-                return attend_packed(qkv, held.k, held.v, packed, *turned, heads, until)
-            return self.ops.attend_packed(qkv, held.k, held.v, packed, *turned, heads)
+                return attend_packed(qkv, held.k, held.v, packed, *tables, heads, until)
+            return self.ops.attend_packed(qkv, held.k, held.v, packed, *tables, heads)
         assert self.rectangle is not None
         k, v = (part(cache, self.rectangle.some) for cache in (held.k, held.v))
         split, start = qkv.reshape(k.shape[0], -1, qkv.shape[-1]), self.rectangle.start
         if until is not None:
-            return attend_prompt(split, k, v, start, *turned, heads, until.reshape(k.shape[0], -1)).flatten(0, 1)
-        return self.ops.attend_prompt(split, k, v, start, *turned, heads).flatten(0, 1)
+            return attend_prompt(split, k, v, start, *tables, heads, until.reshape(k.shape[0], -1)).flatten(0, 1)
+        return self.ops.attend_prompt(split, k, v, start, *tables, heads).flatten(0, 1)

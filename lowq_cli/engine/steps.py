@@ -325,19 +325,17 @@ class Prepare(Step):
         return (self.facts.HQ + 2 * self.facts.HKV * self.facts.writes) * self.facts.D
 
     def compiled_for(self) -> tuple[object, ...]:
-        p, turned = self.facts, (self.rope and self.rope.dims, self.facts.pairing, self.facts.position_scale is None)
+        p, rotation = self.facts, (self.rope and self.rope.dims, self.facts.pairing, self.facts.position_scale is None)
         norms = tuple(n and (n.kind, n.weight is None, n.bias is None, n.groups) for n in (p.q_norm, p.k_norm, p.v_norm))
-        return p.HQ, p.HKV, p.D, p.order, p.gated, p.v_is_k, p.writes, p.over, p.norm_last, *turned, *norms
+        return p.HQ, p.HKV, p.D, p.order, p.gated, p.v_is_k, p.writes, p.over, p.norm_last, *rotation, *norms
 
     def run(self, f: Frame) -> None:
         tables: tuple[Any, Any] = (None, None) if self.rope is None else f.batch.angles[self.rope]
         at = f.batch.positions
-        if self.rope is not None and (turned := f.batch.turned(self.rope)) is not None:
+        if self.rope is not None and (of_pictures := f.batch.tables_of(self.rope)) is not None:
             assert f.batch.pictures is not None
-            at, tables = (
-                f.batch.pictures.numbers,
-                turned,
-            )  # no family both scales queries by position and has three-part positions
+            # No family both scales queries by position and has three-part positions.
+            at, tables = f.batch.pictures.numbers, of_pictures
         f.y, gate = f.ops.prepare(f.y, self.facts, at, *tables)
         if gate is not None:
             f.kept["gate"] = gate
@@ -444,13 +442,13 @@ class Attend(Step):
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
         heads = self.in_fp8 if getattr(self.layer, "act", "none") == "fp8" else self.heads
-        turned = f.batch.angles[self.rope or heads.D]
-        if self.rope is not None and (of_pictures := f.batch.turned(self.rope)) is not None:
+        tables = f.batch.angles[self.rope or heads.D]
+        if self.rope is not None and (of_pictures := f.batch.tables_of(self.rope)) is not None:
             assert f.batch.pictures is not None
             facts, heads = self.apart
             f.y, _ = f.ops.prepare(f.y, facts, f.batch.pictures.numbers, *of_pictures)
-            turned = f.batch.angles[heads.D]
-        f.y = f.batch.attend(f.y, held, turned, heads, self.whole)
+            tables = f.batch.angles[heads.D]
+        f.y = f.batch.attend(f.y, held, tables, heads, self.whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,12 +478,12 @@ class AttendBlock(Attend):
     """Attention of a block's rows: each attends up to the position in the kept "until" (M,), or up to itself without it."""
 
     def run(self, f: Frame) -> None:
-        held, turned, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
+        held, tables, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
         assert isinstance(held, KeyValues)
         q, until = f.y[:, : h.HQ * h.D], f.kept.get("until")
-        f.y = f.batch.attend(f.y, held, turned, h)  # writes the keys and values of all rows; the next line then attends
+        f.y = f.batch.attend(f.y, held, tables, h)  # writes the keys and values of all rows; the next line then attends
         if until is not None:
-            f.y = replace(f.batch, pos=until).attend(q.contiguous(), held, turned, replace(h, writes=False))
+            f.y = replace(f.batch, pos=until).attend(q.contiguous(), held, tables, replace(h, writes=False))
 
 
 @dataclass(frozen=True, eq=False)
