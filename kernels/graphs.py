@@ -3,12 +3,16 @@
 While any thread records, CUDA refuses to destroy a graph ("operation not permitted when stream is capturing"). A graph can be
 dropped at any moment: by a full cache, by a thread that unloads a model, or by the garbage collector, in whichever thread it
 runs. So a `Graph` that is dropped meanwhile is kept in a list until the recording has ended.
+
+Other threads may use the GPU while one records: only calls of the recording thread can spoil its recording.
 """
 
+import ctypes
 import gc
+import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock, get_ident
 from typing import Any
 from weakref import finalize
@@ -18,6 +22,7 @@ import torch
 _busy = Lock()  # held while a graph is recorded, and while graphs are freed
 _recording: set[int] = set()  # the thread that records
 _dropped: deque[Any] = deque()  # graphs that nothing uses any more
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Graph:
@@ -33,14 +38,17 @@ class Graph:
 
         pool: the memory pool of an earlier graph; torch's release of cached memory is then skipped.
         """
-        with _alone(), torch.cuda.graph(self._held[0], stream=stream) if pool is None else torch.cuda.stream(stream):
-            if pool is not None:
-                self._held[0].capture_begin(pool=pool)
-            try:
-                yield
-            finally:
-                if pool is not None:
-                    self._held[0].capture_end()
+        graph, shared = self._held[0], {} if pool is None else {"pool": pool}
+        with _alone():
+            if pool is None:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            with torch.cuda.stream(stream):
+                graph.capture_begin(**shared, capture_error_mode="thread_local")
+                try:
+                    yield
+                finally:
+                    _end(graph, stream)
 
     def replay(self) -> None:
         """Run the recorded work on the current stream."""
@@ -49,6 +57,27 @@ class Graph:
     def pool(self) -> Any:
         """Its memory pool, which later graphs may share."""
         return self._held[0].pool()
+
+
+def _end(graph: Any, stream: torch.cuda.Stream | None) -> None:
+    """End a recording.
+
+    Where CUDA has given up the recording, torch raises before it takes its generator of random numbers and its allocators
+    out of recording (2.11): later draws raise, and cached memory is not given back. A second end, of an empty recording,
+    does that.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        if stream is not None and not _begin_capture(stream):
+            with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # "the graph is empty"
+                graph.capture_end()
+        raise
+
+
+def _begin_capture(stream: torch.cuda.Stream) -> int:
+    """Begin a recording of which torch does not know; returns CUDA's error code, 0 for none."""
+    return ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), _THREAD_LOCAL)
 
 
 def _drop(held: list[Any]) -> None:

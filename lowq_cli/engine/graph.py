@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from lowq_kernels.graphs import Graph
 
 SMALLEST_BUCKET = 512
 WARM_UP = 1  # runs before recording, in which kernels compile and libraries allocate workspaces
+
+_one_at_a_time = Lock()  # all recordings share a stream: one would also record what another thread warms up there
 
 
 class Captured:
@@ -55,16 +58,17 @@ def capture(step: Callable[[], object], pool: Any = None) -> Captured:
 
     A step that waits for the device, or whose shapes depend on values, cannot be recorded.
     """
-    stream = _stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP if pool is None else 0):
+    with _one_at_a_time:
+        stream = _stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP if pool is None else 0):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = Graph()
+        with workspaces.released(), graph.recording(stream, pool):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = Graph()
-    with workspaces.released(), graph.recording(stream, pool):
-        step()
     return Captured(graph)
 
 

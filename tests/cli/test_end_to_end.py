@@ -2,15 +2,25 @@
 
 import pytest
 import torch
+from checkpoints import SMALL, Family
 from safetensors.torch import load_file
 
 from lowq_cli.calibrate import end_to_end, requirements, texts
 from lowq_cli.calibrate.end_to_end import EndToEnd
+from lowq_cli.calibrate.recorded import Recorded
 from lowq_cli.calibrate.requirements import LayerDone, PassDone
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.tokenizer import load_tokenizer
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
+
+CONVOLVED: Family = ("lfm2", SMALL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False})
+LINEAR: Family = (
+    "qwen3_5_text",
+    SMALL
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -121,12 +131,19 @@ def test_a_result_that_is_not_better_is_not_used(family_checkpoints, text, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "mixtral", CONVOLVED, LINEAR], ids=str)
 def test_recorded_steps_have_the_losses_of_steps_that_are_not(family, family_checkpoints, text, tmp_path, monkeypatch):
     """Steps with experts are not recorded: the rows that an expert computes depend on values."""
     dense = family_checkpoints(family, schemes={}, positions=32).dense
-    losses = {}
-    for way, recorded in (("recorded", end_to_end.Recorded), ("plain", lambda work, *_: work)):
-        monkeypatch.setattr(end_to_end, "Recorded", recorded)
+    losses, steps = {}, []
+
+    def recorded(*how):
+        steps.append(Recorded(*how))
+        return steps[-1]
+
+    for way, made in (("recorded", recorded), ("plain", lambda work, *_: work)):
+        monkeypatch.setattr(end_to_end, "Recorded", made)
         losses[way] = [e.loss for e in pipeline.run(dense, recipe(text), tmp_path / way) if isinstance(e, PassDone)]
     assert losses["recorded"] == pytest.approx(losses["plain"], rel=1e-3)
+    assert all(step.graph for step in steps)
+    assert bool(steps) == (family != "mixtral")

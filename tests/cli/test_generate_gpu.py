@@ -96,6 +96,27 @@ def test_recorded_and_launched_steps_give_the_same_tokens():
         assert texts[0].tokens == texts[1].tokens == texts[2].tokens
 
 
+def test_two_threads_generate_and_record_at_once():
+    model, tokenizer = story(torch.float16)
+    alone = stream(model, tokenizer, PROMPTS, max_new_tokens=120, decoder=NativeDecoder(model, graphs=False))
+    list(alone.pieces())
+    models, results = [model, story(torch.float16)[0]], [[], []]
+
+    def generate(mine):
+        for _ in range(4):  # each decoder records steps of its own
+            decoder = NativeDecoder(models[mine])
+            g = stream(models[mine], tokenizer, PROMPTS, max_new_tokens=120, decoder=decoder)
+            list(g.pieces())
+            results[mine].append((decoder.reason, g.tokens))
+
+    threads = [threading.Thread(target=generate, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert results == [[("", alone.tokens)] * 4] * 2
+
+
 def test_many_texts_by_passes_that_are_recorded_as_they_are_met(monkeypatch):
     model, tokenizer = story(torch.float16)
     truth, engines = story(torch.float32)[0], []

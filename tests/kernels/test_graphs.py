@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowq_kernels.graphs import Graph
 
@@ -30,7 +31,7 @@ class StandIn:
     def __init__(self, device):
         self.device = device
 
-    def capture_begin(self, pool):
+    def capture_begin(self, pool, capture_error_mode):
         assert pool == POOL
         self.device.recordings += 1
         self.device.most = max(self.device.most, self.device.recordings)
@@ -197,3 +198,79 @@ def test_graphs_are_made_in_one_place():
     sources = [p for folder in ("packers", "kernels", "lowq_cli") for p in (ROOT / folder).rglob("*.py")]
     result = {p.name for p in sources if re.search(r"CUDAGraph\b|cuda\.graph\(|capture_begin", p.read_text())}
     assert result == {"graphs.py"}
+
+
+def waits_for_the_device(x):
+    x.sum().item()
+
+
+def leaves_a_stream_of_its_own(x):
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        x + 1
+
+
+def needs_more_memory_than_there_is(x):
+    x.new_empty(1 << 50)
+
+
+def raises(x):
+    raise RuntimeError("not a kernel of CUDA's")
+
+
+def record(work, stream, pool):
+    with Graph().recording(stream, pool):
+        work()
+
+
+FAILURES = [waits_for_the_device, leaves_a_stream_of_its_own, needs_more_memory_than_there_is, raises]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+on_gpu = pytest.mark.parametrize("pooled", [pytest.param(False, marks=gpu), pytest.param(True, marks=gpu)], ids=["", "pool"])
+
+
+@on_gpu
+@pytest.mark.parametrize("fails", FAILURES)
+def test_a_failed_recording_leaves_torch_as_it_was(fails, pooled):
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle() if pooled else None
+    x = torch.ones(1 << 20, device="cuda")
+    torch.manual_seed(3)
+    expected, current = torch.rand(4, device="cuda"), torch.cuda.current_stream()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError):
+        record(lambda: fails(torch.rand(1 << 20, device="cuda") + x), stream, pool)
+    assert torch.cuda.current_stream() == current
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+    torch.ones(1 << 26, device="cuda").record_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved
+    graph = Graph()
+    with graph.recording(stream, pool):
+        drawn = torch.rand(4, device="cuda") * x[:4]
+    torch.manual_seed(3)
+    graph.replay()
+    assert torch.equal(drawn, expected)
+
+
+@on_gpu
+def test_other_threads_use_the_gpu_while_one_records(pooled):
+    stream, graph, x = torch.cuda.Stream(), Graph(), torch.ones(8, device="cuda")
+    results = []
+
+    def work():
+        pinned = torch.full((1 << 22,), 2.0).pin_memory()
+        results.append(float(pinned.to("cuda", non_blocking=True).sum()))
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.empty_cache()
+
+    with graph.recording(stream, torch.cuda.graph_pool_handle() if pooled else None):
+        y = x + 1
+        in_thread(work)
+        z = y * 3
+    assert results == [2.0 * (1 << 22)]
+    x.fill_(4)
+    graph.replay()
+    assert z.tolist() == [15.0] * 8
