@@ -134,9 +134,9 @@ class EndToEnd:
         return entered
 
     def _recorded(self, work: Callable[..., torch.Tensor], others: list[Others]) -> Callable[..., torch.Tensor]:
-        """`work` as a CUDA graph, unless a model has experts or adds something of each batch's own between its layers.
+        """`work` as a CUDA graph, unless a model adds something of each batch's own between its layers.
 
-        A recording that fails leaves torch's generator of random numbers unusable (torch 2.11), so none is tried for experts.
+        A model with experts is not recorded either: the rows that an expert computes depend on values.
         """
         eager = self.blocks.has_experts or any(o.added for o in others)
         return work if eager else Recorded(work, self.blocks.device, self._forget)
