@@ -5,9 +5,9 @@
 enum { BF16, FP16, FP32, E4M3, E8M0 };  // the last two of scales alone: bytes; `meta` reads E4M3 as 2^-8 of it
 #ifdef __aarch64__
 typedef __fp16 Half;  // g++ knows _Float16 there from version 13 on
-#elif defined(__clang__) || __GNUC__ > 11
+#elif defined(__clang__) ? __clang_major__ > 14 : __GNUC__ > 11
 typedef _Float16 Half;
-#elif defined(__F16C__)  // g++ 11, which is Ubuntu 22.04's, does not know it on x86
+#elif defined(__F16C__)  // g++ 11 and clang 14, which are Ubuntu 22.04's, do not know it on x86
 #include <immintrin.h>
 struct Half {
     uint16_t bits;
