@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lowq_kernels import workspaces
 from lowq_kernels.graphs import Graph
 
 
@@ -58,7 +57,7 @@ class Recorded:
     def _record(self, **others: Any) -> bool:
         graph = Graph()
         try:
-            with workspaces.released(), graph.recording(self.stream):
+            with graph.recording(self.stream):
                 self.out = self.work(*self.inputs, **others)
         except RuntimeError:  # of work that waits for the GPU: calls run it from now on, where other errors come again
             self.stream, self.inputs = None, []
