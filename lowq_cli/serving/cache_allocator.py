@@ -19,7 +19,7 @@ from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
-from lowq_cli.serving.measured import Measured
+from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner
 from lowq_cli.serving.scheduler import READERS
 from lowq_cli.serving.token_budget import TokenBudget
@@ -114,7 +114,7 @@ def make_cache(
     drafts: bool = False,
     reserve: int = 0,
     drafter: Plan | None = None,
-    known: Measured | None = None,
+    known: Measurements | None = None,
 ) -> Cache:
     """Allocate a cache in format `kind` for `most` sequences at once, of at most `tokens` tokens and `most_bytes` bytes.
 

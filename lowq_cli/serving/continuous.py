@@ -34,7 +34,7 @@ from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.image_encoding import Seeing
-from lowq_cli.serving.measured import Measured
+from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
@@ -97,7 +97,7 @@ class ContinuousEngine:
         prefer: str = PREFER[0],
         draft: str | PagedDrafter = "none",
         host: Lent | None = None,
-        earlier: Measured | None = None,
+        earlier: Measurements | None = None,
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -261,7 +261,7 @@ class ContinuousEngine:
             self._thread.join(timeout=30)
 
     @property
-    def measured(self) -> Measured | None:
+    def measurements(self) -> Measurements | None:
         """The measurements of this load, or those of the earlier one; None where passes are not recorded, or not later."""
         if self._earlier is None or self._known is not None or self.reason:
             return self._known

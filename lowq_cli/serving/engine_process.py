@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-from lowq_cli.serving.measured import Measured
+from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.request import Busy, Done, Engine, Event, Limits, Mask, Request, Sink, Stats, check, failed
 from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
 
@@ -107,7 +107,7 @@ class ApartEngine:
         self._heard = self._moved = time.monotonic()  # time of its last message, and of its last step or idle state
         self._open: set[int] = set()
         self.kept: Any = None
-        self.measured: Measured | None = None
+        self.measurements: Measurements | None = None
         self._stats, self._number, self.closed = Stats(), 0, "the server has not started yet"
         self._listener: threading.Thread | None = None
 
@@ -124,7 +124,7 @@ class ApartEngine:
         """Start the engine in its process. Raises the errors of its `start`."""
         if not self._starts:
             self._tell("start")
-        self.reason, self.measured = self._wait("started", done)
+        self.reason, self.measurements = self._wait("started", done)
         self._sink, self.closed = sink, ""
         self._heard = self._moved = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="lowq-engine-events", daemon=True)
@@ -333,7 +333,7 @@ class _Here:
         """Do what Engine.start does."""
         self.engine.start(self.sink, lambda n, of: self.send("done", n, of))
         with self.lock:  # no beat comes after it
-            self._send("started", self.engine.reason, self.engine.measured)
+            self._send("started", self.engine.reason, self.engine.measurements)
             self.started = True
 
     def beat(self) -> None:

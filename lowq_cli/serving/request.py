@@ -19,7 +19,7 @@ from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.ranges import Range
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.pictures import Packed
-from lowq_cli.serving.measured import Measured
+from lowq_cli.serving.measurements import Measurements
 from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
 MOST_LOGPROBS = 20  # max. alternatives per token, as in OpenAI's API
@@ -260,7 +260,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def measured(self) -> Measured | None:
+    def measurements(self) -> Measurements | None:
         """What a later engine of the same model need not measure; known after `start`; None for nothing."""
         ...
 

@@ -45,7 +45,7 @@ class SequentialEngine:
     """An engine that computes one request at a time, while the others wait for their turn."""
 
     name = "one after another"
-    measured = None
+    measurements = None
 
     def __init__(
         self,

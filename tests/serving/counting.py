@@ -19,7 +19,7 @@ class Counting:
 
     name, reason, closed, vocabulary = "counting", "", "", 320
     limits = Limits(512, 8, 4, 4096, 0)
-    measured = None
+    measurements = None
 
     def __init__(self, fault=None):
         self.fault, self.open, self.number, self.ending, self.made = fault, {}, 0, False, 0
@@ -75,5 +75,5 @@ def make(fault=None):
 def load(model, device, how, quiet):
     """In the place of `loading.load`, in the engine's process: each load measures one byte more than the one before."""
     engine = Counting()
-    engine.measured = replace(how["earlier"], beside=how["earlier"].beside + 1, key=model.encode())
+    engine.measurements = replace(how["earlier"], beside=how["earlier"].beside + 1, key=model.encode())
     return Made(engine, None, loading.Loaded(byte_tokenizer(), frozenset(), loading.Roofline(), Facts(), None))

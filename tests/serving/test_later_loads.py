@@ -1,4 +1,4 @@
-"""A model's later loads in one server: they take over what its first load has measured."""
+"""A model's later loads in one server: they take over the measurements of its first load."""
 
 import time
 
@@ -9,7 +9,7 @@ from asking import Client, build, prompts
 from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.loading import Loader, keyed
-from lowq_cli.serving.measured import Measured
+from lowq_cli.serving.measurements import Measurements
 
 
 def test_a_later_load_gets_the_measurements_of_the_one_before(monkeypatch, tmp_path):
@@ -19,10 +19,10 @@ def test_a_later_load_gets_the_measurements_of_the_one_before(monkeypatch, tmp_p
         model = loader.begin(Offer(name, str(tmp_path)))
         model.made().engine.start(lambda batch: None)
         model.stop()
-    assert {name: one.beside for name, one in loader.measured.items()} == {"a": 3, "b": 1}
+    assert {name: one.beside for name, one in loader.measurements.items()} == {"a": 3, "b": 1}
     begun = loader.begin(Offer("a", str(tmp_path)))  # a load that is broken off changes nothing
     begun.stop()
-    assert loader.measured["a"].beside == 3
+    assert loader.measurements["a"].beside == 3
 
 
 def test_measurements_hold_for_the_same_files_and_options(tmp_path):
@@ -31,10 +31,10 @@ def test_measurements_hold_for_the_same_files_and_options(tmp_path):
     def known(earlier, **how):
         return keyed({"kv": "16", "earlier": earlier, "host": None} | how, "m", str(tmp_path))["earlier"]
 
-    first = known(Measured())
+    first = known(Measurements())
     assert first.key
     assert not first.passes
-    full = Measured(first.key, 7, {(1, 1): 0.1})
+    full = Measurements(first.key, 7, {(1, 1): 0.1})
     assert known(full) == full
     assert known(full, running=3) != full
     assert not known(full, running=3).passes
@@ -51,17 +51,17 @@ def test_a_later_load_on_a_gpu_answers_before_its_passes_are_recorded(draft):
     how = {"running": 4, "cache_tokens": 4096, "draft": draft}
     given, clients = prompts(3, 130, 64, 65, 200, 17), []
     try:
-        first = Client(model, earlier=Measured(b"key"), **how)
+        first = Client(model, earlier=Measurements(b"key"), **how)
         clients.append(first)
         expected = first.tokens(*(first.ask(p, 24) for p in given))
-        measured = first.engine.measured
+        measured = first.engine.measurements
         assert measured.key == b"key"
         assert measured.beside
         assert measured.passes
         assert bool(measured.drafts) == (draft == "ngram")
         later = Client(model, earlier=measured, **how)
         clients.append(later)
-        assert later.engine.measured is measured
+        assert later.engine.measurements is measured
         assert later.tokens(*(later.ask(p, 24) for p in given)) == expected
         passes, until = later.engine.passes, time.monotonic() + 60
         while len(passes.captured) < len(list(passes.recorded())):  # recorded while there is nothing to do

@@ -15,7 +15,7 @@ from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Made, Standby
 from lowq_cli.serving.host_memory import HostMemory, Kept, Lent
 from lowq_cli.serving.http.metrics import Roofline
-from lowq_cli.serving.measured import Measured
+from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.request import Done
 from lowq_packers.errors import LowqError
 from lowq_packers.regular import MAX_CONFIG, read_regular
@@ -161,7 +161,7 @@ def keyed(how: Mapping[str, Any], model: str, folder: str) -> dict[str, Any]:
     from lowq_cli.engine.model_record import file_facts
 
     lent: Lent | None = how.get("host")
-    earlier: Measured | None = how.get("earlier")
+    earlier: Measurements | None = how.get("earlier")
     if lent is None and earlier is None:
         return {}
     files = file_facts(folder), file_facts(str(state.user_path(str(how.get("draft", "")))))
@@ -174,7 +174,7 @@ def keyed(how: Mapping[str, Any], model: str, folder: str) -> dict[str, Any]:
     if lent is not None:
         lent = replace(lent, key=of_cache, kept=lent.kept if lent.kept is not None and lent.kept.key == of_cache else None)
     if earlier is not None and earlier.key != of_passes:
-        earlier = Measured(of_passes)
+        earlier = Measurements(of_passes)
     return {"host": lent, "earlier": earlier}
 
 
@@ -208,14 +208,14 @@ class Loader:
 
     def __init__(self, device: str, how: Mapping[str, Any], host: HostMemory | None = None) -> None:
         self.device, self.how, self.host = device, how, host
-        self.measured: dict[str, Measured] = {}  # by model
+        self.measurements: dict[str, Measurements] = {}  # by model
         self.standby: Standby | None = None
         self.latest: LoadingModel | None = None
 
     def begin(self, offer: Offer) -> "LoadingModel":
         """Begin to load a model."""
         standby, self.standby = self._alive(), None
-        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host, self.measured, starts=True)
+        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host, self.measurements, starts=True)
         return self.latest
 
     def prepare(self) -> None:
@@ -241,7 +241,7 @@ class LoadingModel:
 
     Args:
         offer: the model. device, how: arguments of `load` for all models of the server; and `urls`: whether images at http and
-            https URLs are fetched. measured: the measurements of earlier loads by model, to which those of this load are added.
+            https URLs are fetched. measurements: those of earlier loads by model, to which those of this load are added.
         starts: the engine starts as soon as it is made, while this process reads its facts.
     """
 
@@ -253,11 +253,11 @@ class LoadingModel:
         quiet: bool,
         standby: Standby | None = None,
         host: HostMemory | None = None,
-        measured: dict[str, Measured] | None = None,
+        measurements: dict[str, Measurements] | None = None,
         starts: bool = False,
     ) -> None:
-        self.offer, self.host, self.measured, how = offer, host, measured, {**how, **offer.how}
-        how["earlier"] = None if measured is None else measured.get(offer.name, Measured())
+        self.offer, self.host, self.measurements, how = offer, host, measurements, {**how, **offer.how}
+        how["earlier"] = None if measurements is None else measurements.get(offer.name, Measurements())
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.given = load, offer.path, device, how, quiet
@@ -313,8 +313,8 @@ class LoadingModel:
         with self.lock:
             self.stopped = True
         self.engine.stop(0, keep and self.lent is not None)
-        if self.measured is not None and self.engine.measured is not None:
-            self.measured[self.offer.name] = self.engine.measured
+        if self.measurements is not None and self.engine.measurements is not None:
+            self.measurements[self.offer.name] = self.engine.measurements
         self._return(self.engine.kept)
 
     def _return(self, kept: Kept | None) -> None:

@@ -93,9 +93,9 @@ class Opening:
         how = {**how} if arguments.one else {**how, "memory": offers.memory or 0}
         self.host = _host_memory(offers)
         self.loader = Loader(device, how, self.host)
-        learnt = None if arguments.one else self.loader.measured
+        learnt = None if arguments.one else self.loader.measurements
         given = (offers.models[offers.default], device, how, console.quiet)
-        self.first = LoadingModel(*given, host=self.host, measured=learnt)
+        self.first = LoadingModel(*given, host=self.host, measurements=learnt)
 
     def pool(self, say: Callable[[str], None]) -> "ModelPool":
         """The pool with the default model loaded and its engine not started. Raises what loading raises."""

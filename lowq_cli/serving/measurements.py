@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of an engine; empty before a model's first load.
 
     key: identifies the model's files and the engine's settings. beside: bytes that the largest pass, recorded passes and
