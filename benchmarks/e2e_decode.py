@@ -36,7 +36,7 @@ from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.hf.expert_kinds import DOWN
+from lowq_cli.hf.expert_kinds import DOWN, Kind, kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import launch
 from lowq_kernels.dispatch import measure as kernel_times_alone
@@ -150,7 +150,7 @@ def random_meta(
 
 def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantExperts:
     """Packed experts in the place of transformers' (on the meta device); on a GPU in the layout of its kernels at once."""
-    experts = QuantExperts(module, dict.fromkeys(("gate_up_proj", DOWN), scheme), dtype)
+    experts = QuantExperts(module, dict.fromkeys(kind_of(module).stacks, scheme), dtype)
     meta: tuple[int, ...]  # of scales
     for name, (E, N, K) in experts.shapes.items():
         if device == "cpu":
@@ -170,7 +170,7 @@ def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str, e
     bits, group, kind, head = widths(variant)
     scheme = Scheme.of(bits, group, kind)
     for path, m in list(model.named_modules()):
-        if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj") and isinstance(m.down_proj, torch.nn.Parameter):
+        if isinstance(kind_of(m), Kind) and isinstance(getattr(m, DOWN, None), torch.nn.Parameter):
             model.set_submodule(path, random_experts(m, scheme, dtype, device))
         elif isinstance(m, torch.nn.Linear) and (head if path == "lm_head" or experts_only else True):
             own = scheme

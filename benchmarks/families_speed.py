@@ -5,7 +5,8 @@
 Random weights, 4 bits g128 (NARROW: g64), vocabulary 8,192. Share: bytes of weights that a step touches (experts by their
 share, the embedding left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of
 1,000 tokens, warm. A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and
-numbers of the kernels of one step, and the tokens drawn, for comparing two trees; --kernels the times of those of a prompt.
+numbers of the kernels of one step, and the tokens drawn, for comparing two trees; --kernels the times of those of a prompt;
+--timeline what each kernel adds to a step of 1 and of 8 sequences (`lowq_cli/engine/timeline.py`).
 whole:NAME is a published model of `tests/families/sizes.py`, with its own vocabulary and all layers or as many as WHOLE says.
 """
 
@@ -14,6 +15,7 @@ import gc
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from copy import deepcopy
@@ -27,7 +29,7 @@ from e2e_decode import quantized_model
 from pages import results_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowq_cli.engine import bandwidth, explain, precompiling
+from lowq_cli.engine import bandwidth, explain, precompiling, profiling
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.sampling import Sampling
 
@@ -165,6 +167,13 @@ def of_prompt(decoder: Any, prompt: list[list[int]]) -> dict[str, float]:
     return {name: round(n, 1) for name, n in us.most_common(16)}
 
 
+def of_steps(decoder: Any, prompts: list[list[int]]) -> list[tuple[str, float, float]]:
+    """(kernel, microseconds that it adds, launches) of a step after these prompts, in order of the first launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = profiling.profile_steps(decoder, prompts, Sampling(), Path(folder) / "timeline.json")
+    return [(p.what[:100], round(p.us, 1), round(p.calls, 1)) for p in parts]
+
+
 def row(family: str, device: str, args: argparse.Namespace, speed: float) -> dict[str, Any]:
     """What is measured of one family."""
     torch.manual_seed(0)
@@ -192,6 +201,8 @@ def row(family: str, device: str, args: argparse.Namespace, speed: float) -> dic
     if args.kernels:
         long[0][0] = 99
         made["prompt_kernels_us"] = of_prompt(decoder, long)
+    if args.timeline:
+        made |= {"timeline": of_steps(decoder, prompts[:1]), "timeline_8": of_steps(decoder, prompts)}
     made |= {"step_us": round(one * 1e6, 1), "share": round(nbytes / speed / one, 3), "bytes": nbytes}
     return made | {"tokens_per_s_8": round(8 / eight), "first_token_ms": round(min(times[1:]) * 1e3, 1)}
 
@@ -203,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--launches", action="store_true")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--dtype", default="float16")
     args = parser.parse_args()
     rows, device = [], torch.device("cuda")
@@ -212,7 +224,7 @@ def main() -> None:
             rows.append(row(family, "cuda", args, speed))
         except Exception as e:
             rows.append({"family": family, "decoder": "none", "reason": f"{type(e).__name__}: {e}"[:300]})
-        print({k: v for k, v in rows[-1].items() if k != "launches"}, flush=True)
+        print({k: v for k, v in rows[-1].items() if k not in ("launches", "timeline", "timeline_8")}, flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     name = torch.cuda.get_device_name()

@@ -1,15 +1,17 @@
 // Mixture layers while decoding: only the chosen experts' packed weights (layout `tile`) are read; ids stay on the device.
 //
-//   UP    h[s, i] = act(gate_i . x, up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
+//   UP    h[s, i] = act(gate_i . x, up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert;
+//         of experts without a gate (ALONE) h[s, i] = act(up_i . x)
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
 //   Where there is a bias (E, rows), each product has its row's added.
 //   SHARED: an expert that every token takes, of weights and a width of its own, by blocks of UP and warps of DOWN in addition:
-//   h_shared = act(gate . x, up . x), times sigmoid(opening . x) where it has a gate; y has down . h_shared added.
+//   h_shared = act(gate . x, up . x) or act(up . x) like the others', times sigmoid(opening . x) where there is an opening; y has
+//   down . h_shared added.
 //
 // FORM    0: no zeros, 1: zeros; E2M1, BOOK, SCALES_*: values from a table (book.cuh), `zeros` then fp32 tables or factors, one
 //         for table_rows rows of all experts' (0: one for all)
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
-// Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
+// Block   products of 16 rows (gate and up, or up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns
 //         of an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and
 //         zeros come with the words, by way of shared memory: read where they are needed they would be a trip to memory a
@@ -26,7 +28,15 @@
 #include "fold.cuh"
 #include "book.cuh"
 
-enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2, UP_CLAMPED = 3 };
+enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2, UP_CLAMPED = 3, ALONE = 4 };  // from ALONE on: no gate, see `alone`
+
+template <int MODE> __device__ __forceinline__ float alone(float up) {
+    const float positive = up < 0.f ? 0.f : up;  // a comparison, not fmaxf: NaN stays
+    if constexpr (MODE == ALONE + 4) return positive * positive;
+    else if constexpr (MODE == ALONE + 3) return positive;
+    else if constexpr (MODE == ALONE + 2) return 0.5f * up * (1.f + erff(0.7071067811865476f * up));
+    else return activation(MODE == ALONE, up);
+}
 
 __device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-oss; a comparison, not fminf: NaN stays
     float e;
@@ -38,7 +48,7 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-
 constexpr int groups_met(int group, int chunk, int count) {  // by so many chunks from any on; group 0: a row is one
     return group == 0 ? 1 : chunk % group == 0 ? count * chunk / group : (count * chunk - 1) / group + 2;
 }
-struct Beside {  // the shared expert; of UP: of width / 16 tiles of gate, then of up; of DOWN: of `parts` warps
+struct Beside {  // the shared expert; of UP: of width / 16 tiles of gate (if any), then of up; of DOWN: of `parts` warps
     const u32* words;
     const u16 *scales, *zeros, *opening;  // opening, of UP: (K), or null
     u16* h;                               // (tokens, width)
@@ -52,6 +62,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
+    constexpr int PRODUCTS = MODE >= ALONE ? 1 : 2;  // of UP
     constexpr bool UP = MODE != DOWN, ZEROS = FORM == 1, TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
     constexpr bool SCALED = scaled_halves<FORM, T>();
     using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
@@ -104,7 +115,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         if (!beside) weight = load_float(weights + slot);
     const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
-    const size_t first_row = expert * (UP ? 2 * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
+    const size_t first_row = expert * (UP ? PRODUCTS * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
     float unit = 1.f;
     if (lane % 4 == 0) {  // its sums begin as the bias, in shared memory: registers are short
 #pragma unroll
@@ -254,7 +265,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     };
     float v = 0.f;
     if constexpr (UP) {
-        if constexpr (MODE == UP_CLAMPED) v = clamped_swiglu(product(0), product(1));
+        if constexpr (MODE >= ALONE) v = alone<MODE>(product(0));
+        else if constexpr (MODE == UP_CLAMPED) v = clamped_swiglu(product(0), product(1));
         else v = activation(MODE == UP_SILU, product(0)) * product(1);
         if (opens) {
             float sum = 0.f, e;

@@ -17,6 +17,7 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
 from lowq_kernels.cuda.operands import TYPES, form, scales_zeros_bias, tables_of
 from lowq_kernels.decode import launch
+from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.mixture import FEW_TOKENS, many_slots
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Facts, Shared, Stack
@@ -26,10 +27,10 @@ from lowq_packers.scheme import Scheme
 
 BESIDE = struct.Struct("@5Q4i")  # experts.cu's Beside
 PARAMETERS = (*(ctypes.c_void_p,) * 8, *(ctypes.c_int32,) * 8, Folded)  # Folded: of as many bytes as Beside
-ACTS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 3}
-DOWN = 2
+ACTS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 3}  # experts.cu's modes of UP; from ALONE on without a gate
+DOWN, ALONE = 2, 4
+ACTS |= {UNGATED + act: ALONE + i for i, act in enumerate(("silu", "gelu_tanh", "gelu", "relu", "relu2"))}
 MOST_WARPS, UP_WARPS = 16, 8  # max. warps per block of DOWN (the down product), of UP (gate and up)
-UP_PRODUCTS = 2  # gate and up
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # bits -> chunks that a warp of experts.cu loads at once
 TWO_OF_DOWN = 6  # with 4-bit weights, this many chunks in flight let two blocks of DOWN share a multiprocessor
 # Chunks in flight of UP with 4-bit weights, where a warp has more than AHEAD and there is no shared expert. us a launch with 4
@@ -48,9 +49,14 @@ SHARED_WARPS = 20  # max. warps per block of DOWN with a shared expert
 READ_AGAIN = 9_000_000
 
 
-def parts(K: int, bits: int, top_k: int | None = None, warps: int = MOST_WARPS) -> int:
-    """Warps that share a row of K in a block of UP, or of DOWN for top_k experts, of so many warps at most."""
-    most = UP_WARPS // UP_PRODUCTS if top_k is None else warps // top_k
+def products(act: str) -> int:
+    """Products of UP: gate and up, or up alone."""
+    return 1 if act.startswith(UNGATED) else 2
+
+
+def parts(K: int, bits: int, top_k: int | None = None, warps: int = MOST_WARPS, of_up: int = 2) -> int:
+    """Warps that share a row of K in a block of UP of so many products, or of DOWN for top_k experts, of so many warps."""
+    most = UP_WARPS // of_up if top_k is None else warps // top_k
     return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), most))
 
 
@@ -75,11 +81,13 @@ class Cut(NamedTuple):
     smem: int
 
     @classmethod
-    def of(cls, K: int, scheme: Scheme, top_k: int | None = None, crowded: bool = False, shared: bool = False) -> "Cut":
-        """crowded: DOWN has more blocks than there are multiprocessors. shared: there is a shared expert."""
+    def of(
+        cls, K: int, scheme: Scheme, top_k: int | None = None, crowded: bool = False, shared: bool = False, of_up: int = 2
+    ) -> "Cut":
+        """crowded: DOWN has more blocks than there are multiprocessors. shared: there is a shared expert. of_up: `products`."""
         bits, group, chunk = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size, CHUNK[scheme.bits]
         narrow = crowded and bits == 4 and not scheme.table
-        n = parts(K, bits, top_k, CROWDED_WARPS if narrow else MOST_WARPS)
+        n = parts(K, bits, top_k, CROWDED_WARPS if narrow else MOST_WARPS, of_up)
         each, in_flight = math.ceil(chunks(K, bits) / n), AHEAD[bits]
         if top_k is None and bits == 4 and not scheme.table and each > in_flight and not shared:
             in_flight = SOME
@@ -87,7 +95,7 @@ class Cut(NamedTuple):
             in_flight = TWO_OF_DOWN
         of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
         of_warp = groups_met(group, chunk, in_flight) * of_group + each * chunk * 2
-        return cls(n, in_flight, int(each <= in_flight), group, (top_k or UP_PRODUCTS) * n * of_warp)
+        return cls(n, in_flight, int(each <= in_flight), group, (top_k or of_up) * n * of_warp)
 
 
 def _refuse(call: ExpertsCall) -> str | None:
@@ -95,19 +103,19 @@ def _refuse(call: ExpertsCall) -> str | None:
         return f"activation {call.act}"
     if call.top_k > MOST_WARPS:
         return f"{call.top_k} experts per token; this kernel takes at most {MOST_WARPS}"
-    limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
+    limit, of_up = min(LIMIT, gpu.of(call.capability).smem_block - 4096), products(call.act)
     for (N, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
         if scheme is None or layout != "tile":
             return "experts that are not packed in the layout tile"
         if K % 8 or (scheme.group_size % 16 and scheme.group_size != K):
             return f"rows of {K} in groups of {scheme.group_size}"
-        if Cut.of(K, scheme, down_of).smem > limit:
+        if Cut.of(K, scheme, down_of, of_up=of_up).smem > limit:
             return f"rows of {K} are too long"
         if scheme.table_width and N % 32:
             return f"tables of {N} rows, or of half as many, which are not whole tiles of 16"
     N = call.gate_up[0]
-    if N % 32:
-        return f"{N // 2} rows of gate and of up, which are not whole tiles of 16"
+    if N % (16 * of_up):
+        return f"{N // of_up} rows of gate and of up, which are not whole tiles of 16"
     return _refuse_shared(call) if call.shared else None
 
 
@@ -124,11 +132,11 @@ def _refuse_shared(call: ExpertsCall) -> str | None:
             return f"a shared expert of {own} in {layout}, where the others are of {scheme}"
         if own.groups(own_K) > scheme.groups(K) == 1 or N % 16:  # the instance for rows of one group
             return f"a shared expert of {N} x {own_K}"
-    (N, K, *_), (_, inner, *_) = call.shared
-    if call.gate_up[1] != K or 2 * inner != N or inner % 16 or call.down[0] != call.shared[1][0]:
+    (N, K, *_), (_, inner, *_), of_up = *call.shared, products(call.act)
+    if call.gate_up[1] != K or of_up * inner != N or inner % 16 or call.down[0] != call.shared[1][0]:
         return "a shared expert of another width"
     limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
-    cuts = (Beside.of(call.gate_up, call.down, call.shared, call.top_k, crowded) for crowded in (False, True))
+    cuts = (Beside.of(call.gate_up, call.down, call.shared, call.top_k, crowded, of_up) for crowded in (False, True))
     return None if all(cut.fits(limit) for cut in cuts) else "a shared expert too wide"
 
 
@@ -148,17 +156,17 @@ class Beside(NamedTuple):
     down_smem: int
 
     @classmethod
-    def of(cls, gate_up: Facts, down: Facts, shared: tuple[Facts, Facts], top_k: int, crowded: bool) -> "Beside":
+    def of(cls, gate_up: Facts, down: Facts, shared: tuple[Facts, Facts], top_k: int, crowded: bool, of_up: int) -> "Beside":
         (N, K, scheme, _), (_, of_down, down_scheme, _), (own_N, _, _, _), (_, inner, _, _) = gate_up, down, *shared
         assert scheme is not None
         assert down_scheme is not None
-        up, to = Cut.of(K, scheme, shared=True), Cut.of(of_down, down_scheme, top_k, crowded)
+        up, to = Cut.of(K, scheme, shared=True, of_up=of_up), Cut.of(of_down, down_scheme, top_k, crowded)
         bits, chunk = down_scheme.bits, CHUNK[down_scheme.bits]
         count = chunks(inner, bits)
         parts = max(1, min(math.ceil(count / to.ahead), SHARED_WARPS - top_k * to.parts))
         each, each_of_up = math.ceil(count / parts), math.ceil(chunks(K, scheme.bits) / up.parts)
         of_warp = to.smem // (top_k * to.parts) + 2 * chunk * (each - math.ceil(chunks(of_down, bits) / to.parts))
-        opening = UP_PRODUCTS * up.parts * each_of_up * CHUNK[scheme.bits] * 2
+        opening = of_up * up.parts * each_of_up * CHUNK[scheme.bits] * 2
         return cls(up, to, math.ceil(own_N / N), parts, each <= to.ahead, up.smem + opening, to.smem + parts * of_warp)
 
     def fits(self, limit: int) -> bool:
@@ -210,13 +218,13 @@ def _launch(
     scales, zeros, bias = scales_zeros_bias(p, s.bias, x.dtype)
     tables, each = tables_of(p)
     companions = tables if s.scheme.table else zeros
-    bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
+    bits, down_of, of_up = s.scheme.bits, top_k if mode == DOWN else None, 1 if mode >= ALONE else 2
     on, tiles = gpu.here(x.device.index), math.ceil(y.shape[1] / 16)
     crowded = tiles * y.shape[0] > on.sms
-    cut = Cut.of(s.K, s.scheme, down_of, crowded and down_of is not None, more is not None)
+    cut = Cut.of(s.K, s.scheme, down_of, crowded and down_of is not None, more is not None, of_up)
     instance = expression(s.scheme, TYPES[x.dtype], mode, cut, crowded, more is not None)
     serialize = launch.enabled and on.dependent_launch
-    warps, rows, smem = (down_of or UP_PRODUCTS) * cut.parts, y.shape[0], cut.smem
+    warps, rows, smem = (down_of or of_up) * cut.parts, y.shape[0], cut.smem
     if more is not None:
         warps, rows, smem = warps + (more.parts if down_of else 0), rows + more.rows, more.smem
     of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (companions, bias)))
@@ -234,18 +242,19 @@ def experts(
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x),
     and a shared expert's, if there is one.
 
-    act: one of ACTS (`activation.gated`). fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
+    act: one of ACTS (`activation.gated`, `activation.activated`). fp32 inside; h = act(gate) * up, or act(up), and y are
+    rounded to x's dtype.
     """
     M, top_k = ids.shape
     ids, weights, x = ids.contiguous(), weights.float().contiguous(), x.contiguous()
-    h = torch.empty(M * top_k, gate_up.N // 2, dtype=x.dtype, device=x.device)
+    h = torch.empty(M * top_k, gate_up.N // products(act), dtype=x.dtype, device=x.device)
     y = torch.empty(M, down.N, dtype=x.dtype, device=x.device)
     if not M:
         return y
     to_h, to_y = None, None
     if shared is not None:
         crowded = math.ceil(down.N / 16) * M > gpu.here(x.device.index).sms
-        cut = Beside.of(gate_up.facts, down.facts, shared.facts, top_k, crowded)
+        cut = Beside.of(gate_up.facts, down.facts, shared.facts, top_k, crowded, products(act))
         own = torch.empty(M, shared.down.K, dtype=x.dtype, device=x.device)
         to_h = _Addition(shared.gate_up, own, shared.opening, M * cut.rows, 0, cut.up_smem)
         to_y = _Addition(shared.down, own, None, 0, cut.parts, cut.down_smem)

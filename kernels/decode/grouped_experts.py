@@ -167,7 +167,7 @@ def _refuse(call: ExpertsCall) -> str | None:
 
 
 def _prefers(call: ExpertsCall) -> bool:
-    return many_slots(call) or call.act.startswith(UNGATED)  # which experts.cu does not take
+    return many_slots(call)
 
 
 @register("cuda/grouped_experts", op="experts", rank=20, prefer=_prefers, refuse=_refuse)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.dispatch.registry import Choice, find, forced
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 
@@ -15,11 +16,14 @@ FEW_TOKENS = 128  # up to here reading an expert once per token costs less than 
 # Group by expert where slots are more than this share of all experts. Qwen3-30B, 64 slots of 128 experts: 60 us per layer
 # ungrouped, 59 grouped; gpt-oss, 16 slots of 32 experts: 80 us ungrouped, 97 grouped.
 MOST_READS = 0.5
+# The same for experts without a gate. nemotron_h's whole size, 128 experts, us per layer on an H200 ungrouped (grouped):
+# 6 slots 28 with the shared expert (34), 48 slots 89 (83). Nothing between them was measured, so that 8 slots are the most.
+MOST_ALONE = 1 / 16
 
 
 def many_slots(call: ExpertsCall) -> bool:
     """Whether the slots are so many that reading each expert once, for all its tokens, is better."""
-    return call.M * call.top_k > MOST_READS * call.E
+    return call.M * call.top_k > (MOST_ALONE if call.act.startswith(UNGATED) else MOST_READS) * call.E
 
 
 def choice(call: ExpertsCall, capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> Choice | None:

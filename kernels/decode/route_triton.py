@@ -5,6 +5,7 @@ Grid    (cdiv(E, BLOCK_E), M): a program multiplies a few rows of the router; a 
 Facts   those beyond a softmax (`RouterFacts`) are compiled in where a router has them; its logits are then not rounded, and
         its norm, an RMSNorm, becomes a factor of the sums: sum(w x) / rms(x)
 Ties    the lowest expert id
+Many    for more tokens the logits are a matrix product, and a program a token selects experts (triton/route_many)
 Launch  the router's weights are read before the previous kernel has ended (gdc_wait); counters start and end at zero
 Source  own
 """
@@ -19,9 +20,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowq_kernels.decode import router
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.route import Routing, by_definition
-from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.decode.router import RouterFacts
+from lowq_kernels.dispatch.registry import ANY_M, Config, register
 
 FEW = 64  # max. tokens; for more a matrix product is faster
 BLOCK_H = 2048
@@ -31,7 +34,7 @@ BLOCK_H = 2048
 def _by_softmax(logits_ptr, E, places, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ALL_E: tl.constexpr):
     """Ids and probabilities of the TOP_K largest of E logits."""
     offs = tl.arange(0, ALL_E)
-    logit = tl.load(logits_ptr + offs, mask=offs < E, other=float("-inf"), cache_modifier=".cg")
+    logit = tl.load(logits_ptr + offs, mask=offs < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     p = tl.exp(logit - tl.max(logit, 0))
     p = p / tl.sum(p, 0)
     # probability and id in one number: positive floats are ordered like their bits; a lower id wins a tie
@@ -99,6 +102,34 @@ def _by_facts(
 
 
 @triton.jit
+def _select(
+    logits_ptr, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, row, E, sum_eps, factor,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BLOCK_K: tl.constexpr, ALL_E: tl.constexpr,
+    BEYOND: tl.constexpr, SIGMOID: tl.constexpr, CHOICE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    TOP2: tl.constexpr, EACH: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Write ids and weights of a token whose E logits are at logits_ptr."""
+    places = tl.arange(0, BLOCK_K)
+    if BEYOND:
+        ids, chosen = _by_facts(
+            logits_ptr, choice_ptr, E, places, TOP_K, BLOCK_K, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, BLOCK_GROUPS, BLOCK_MEMBERS,
+        )  # fmt: skip
+        if NORMALISE:
+            chosen = chosen / (tl.sum(chosen, 0) + sum_eps)
+        chosen = chosen * factor
+        if EACH:
+            chosen = chosen * tl.load(each_ptr + ids, mask=places < TOP_K, other=0.0).to(tl.float32)
+    else:
+        ids, chosen = _by_softmax(logits_ptr, E, places, TOP_K, BLOCK_K, ALL_E)
+        if NORMALISE:
+            chosen = chosen / tl.sum(chosen, 0)
+    if ROUND:
+        chosen = chosen.to(x_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(ids_ptr + row * TOP_K + places, ids, mask=places < TOP_K)
+    tl.store(weights_ptr + row * TOP_K + places, chosen, mask=places < TOP_K)
+
+
+@triton.jit
 def _route_kernel(
     x_ptr, router_ptr, bias_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, choice_ptr, each_ptr, norm_ptr, scale_ptr, H, E,
     eps, root, sum_eps, factor,
@@ -146,25 +177,29 @@ def _route_kernel(
     if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(count_ptr + row, 0)
-    places = tl.arange(0, BLOCK_K)
-    if BEYOND:
-        ids, chosen = _by_facts(
-            logits_ptr + row * ALL_E, choice_ptr, E, places, TOP_K, BLOCK_K, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, BLOCK_GROUPS,
-            BLOCK_MEMBERS,
-        )  # fmt: skip
-        if NORMALISE:
-            chosen = chosen / (tl.sum(chosen, 0) + sum_eps)
-        chosen = chosen * factor
-        if EACH:
-            chosen = chosen * tl.load(each_ptr + ids, mask=places < TOP_K, other=0.0).to(tl.float32)
-    else:
-        ids, chosen = _by_softmax(logits_ptr + row * ALL_E, E, places, TOP_K, BLOCK_K, ALL_E)
-        if NORMALISE:
-            chosen = chosen / tl.sum(chosen, 0)
-    if ROUND:
-        chosen = chosen.to(dtype).to(tl.float32)
-    tl.store(ids_ptr + row * TOP_K + places, ids, mask=places < TOP_K)
-    tl.store(weights_ptr + row * TOP_K + places, chosen, mask=places < TOP_K)
+    _select(
+        logits_ptr + row * ALL_E, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, row, E, sum_eps, factor, TOP_K, NORMALISE,
+        ROUND, BLOCK_K, ALL_E, BEYOND, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, EACH, BLOCK_GROUPS, BLOCK_MEMBERS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _select_kernel(
+    logits_ptr, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, E, sum_eps, factor,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BLOCK_K: tl.constexpr, ALL_E: tl.constexpr,
+    BEYOND: tl.constexpr, SIGMOID: tl.constexpr, CHOICE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    TOP2: tl.constexpr, EACH: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    _select(
+        logits_ptr + row * E, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, row, E, sum_eps, factor, TOP_K, NORMALISE,
+        ROUND, BLOCK_K, ALL_E, BEYOND, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, EACH, BLOCK_GROUPS, BLOCK_MEMBERS,
+    )  # fmt: skip
 
 
 @cache
@@ -176,22 +211,41 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
 @register("triton/route", op="route", m_range=(1, FEW), rank=40)
 def route(r: Routing, config: Config) -> torch.Tensor:
     """See `RouteCall`."""
-    M, E, H, top_k = r.sizes
+    M, E, H, _ = r.sizes
     ALL_E, f = triton.next_power_of_2(E), r.facts
     if f.norm is not None and not f.norm.is_rms:
         return by_definition(r, config)
     logits, count = _scratch(r.x.device, M, ALL_E)
     BLOCK_E = 2 if E >= 64 else 1
-    groups, best = f.groups if f.groups[0] != f.groups[1] else (1, 1)
     norm_weight = None if f.norm is None else f.norm.weight
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
         r.x, f.weight, f.logits_bias, logits, count, r.ids, r.weights, f.choice_bias, f.each, norm_weight, f.scale, H, E,
-        0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, TOP_K=top_k, NORMALISE=f.normalise,
-        ROUND=f.rounded, BIAS=f.logits_bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
-        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E, BEYOND=bool(f.beyond),
-        SIGMOID=f.score == "sigmoid", CHOICE=f.choice_bias is not None, GROUPS=groups, KEPT=best, TOP2=f.group_score == "top2",
-        EACH=f.each is not None, NORM=f.norm is not None, NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None,
-        BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_MEMBERS=triton.next_power_of_2(E // groups),
-        num_warps=4, **pdl(r.x),
+        0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, BIAS=f.logits_bias is not None,
+        BLOCK_E=BLOCK_E, BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), NORM=f.norm is not None,
+        NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None, num_warps=4, **_facts(f, E), **pdl(r.x),
     )  # fmt: skip
+    return r.ids
+
+
+def _facts(f: RouterFacts, E: int) -> dict[str, object]:
+    """The constants of `_select`."""
+    groups, best = f.groups if f.groups[0] != f.groups[1] else (1, 1)
+    return {
+        "TOP_K": f.top_k, "NORMALISE": f.normalise, "ROUND": f.rounded, "BLOCK_K": triton.next_power_of_2(f.top_k),
+        "ALL_E": triton.next_power_of_2(E), "BEYOND": bool(f.beyond), "SIGMOID": f.score == "sigmoid",
+        "CHOICE": f.choice_bias is not None, "GROUPS": groups, "KEPT": best, "TOP2": f.group_score == "top2",
+        "EACH": f.each is not None, "BLOCK_GROUPS": triton.next_power_of_2(groups),
+        "BLOCK_MEMBERS": triton.next_power_of_2(E // groups),
+    }  # fmt: skip
+
+
+@register("triton/route_many", op="route", m_range=(FEW + 1, ANY_M[1]), rank=50)
+def route_many(r: Routing, config: Config) -> torch.Tensor:
+    """See `RouteCall`."""
+    M, E, _, _ = r.sizes
+    f = r.facts
+    logits = router.logits(r.x, f)
+    _select_kernel[(M,)](
+        logits, f.choice_bias, f.each, r.x, r.ids, r.weights, E, f.sum_eps, f.factor, num_warps=1, **_facts(f, E), **pdl(r.x)
+    )
     return r.ids

@@ -59,14 +59,10 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
     """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H). Logits of a router without facts beyond a
     softmax are rounded to the router's dtype; the others' are in fp32."""
     if not f.beyond:
-        top = F.linear(x.to(f.weight.dtype), f.weight, f.logits_bias).softmax(-1, dtype=torch.float32).topk(f.top_k)
+        top = logits(x, f).softmax(-1, dtype=torch.float32).topk(f.top_k)
         weights = top.values / top.values.sum(-1, keepdim=True) if f.normalise else top.values
         return top.indices, weights.to(x.dtype).float() if f.rounded else weights
-    y = x.float() if f.norm is None else norms.in_fp32(x, *f.norm)
-    if f.scale is not None:
-        y = y * f.scale.float() * x.shape[-1] ** -0.5
-    logits = F.linear(y, f.weight.float(), None if f.logits_bias is None else f.logits_bias.float())
-    scores = logits.softmax(-1) if f.score == "softmax" else logits.sigmoid()
+    scores = logits(x, f).softmax(-1) if f.score == "softmax" else logits(x, f).sigmoid()
     choice = scores if f.choice_bias is None else scores + f.choice_bias.float()
     ids = _of_best_groups(choice, f).topk(f.top_k, -1).indices
     weights = scores.gather(1, ids)
@@ -76,6 +72,20 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
     if f.each is not None:
         weights = weights * f.each.float()[ids]
     return ids, weights.to(x.dtype).float() if f.rounded else weights
+
+
+def logits(x: torch.Tensor, f: RouterFacts) -> torch.Tensor:
+    """(M, E): in the router's dtype without facts beyond a softmax, else in fp32; on a GPU summed so from 16-bit operands."""
+    if not f.beyond:
+        return F.linear(x.to(f.weight.dtype), f.weight, f.logits_bias)
+    bias = None if f.logits_bias is None else f.logits_bias.float()
+    if x.is_cuda and f.norm is None and f.scale is None and x.dtype == f.weight.dtype != torch.float32:
+        y = torch.mm(x, f.weight.mT, out_dtype=torch.float32)
+        return y if bias is None else y + bias
+    y = x.float() if f.norm is None else norms.in_fp32(x, *f.norm)
+    if f.scale is not None:
+        y = y * f.scale.float() * x.shape[-1] ** -0.5
+    return F.linear(y, f.weight.float(), bias)
 
 
 def _of_best_groups(choice: torch.Tensor, f: RouterFacts) -> torch.Tensor:

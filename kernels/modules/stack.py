@@ -77,7 +77,8 @@ class Stack:
 class Shared:
     """An expert that every token takes in addition to its own: its weights, and the weight (H,) of its gate or None.
 
-    gate_up (2 I, H): rows of gate, then of up. down (H, I). Its output is multiplied by sigmoid(opening x).
+    gate_up (2 I, H): rows of gate, then of up; (I, H) without a gate, like the others. down (H, I). Its output is multiplied
+    by sigmoid(opening x).
     """
 
     gate_up: PackedWeight

@@ -143,7 +143,7 @@ def _chosen(model: CausalModel, batch: int) -> float:
         return sum(count) / len(count) if isinstance(count, list) else count  # Hunyuan has one number per layer
 
     experts = of_a_layer("num_local_experts", "num_experts")
-    return min(1.0, batch * (of_a_layer("num_experts_per_tok") or 1) / experts) if experts else 1.0
+    return min(1.0, batch * (of_a_layer("num_experts_per_tok", "top_k_experts") or 1) / experts) if experts else 1.0
 
 
 def _own(t: torch.Tensor) -> torch.Tensor:

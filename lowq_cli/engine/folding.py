@@ -20,6 +20,7 @@ from lowq_cli.engine import steps as s
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.activations import STEPS
 from lowq_kernels.decode import FoldedProducts, Ops
+from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Shared
@@ -185,9 +186,10 @@ def _shared(steps: list[s.Step], M: int, dtype: torch.dtype) -> tuple[list[s.Ste
         case _:
             return None
     experts, weight = routed.experts, None if opening is None else opening.weight.flatten()
-    if not isinstance(experts, QuantExperts) or routed.weigh_inputs or not gate.gated or gate.gate_scale != 1.0:
+    if not isinstance(experts, QuantExperts) or routed.weigh_inputs or gate.gate_scale != 1.0:
         return None
-    if experts.act != gate.act or (weight is not None and weight.dtype != dtype) or not (_plain(up) and _plain(down)):
+    act = gate.act if gate.gated else UNGATED + gate.act
+    if experts.act != act or (weight is not None and weight.dtype != dtype) or not (_plain(up) and _plain(down)):
         return None
     shared = Shared(up.layer.packed, down.layer.packed, weight)  # type: ignore[arg-type]
     if experts.fused(dtype, route.facts.top_k, M, shared) is None:

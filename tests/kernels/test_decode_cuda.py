@@ -115,6 +115,11 @@ LAYERS = {
     "nf4": (4, 64, "nf4", "gelu_tanh", F16, 192, 64),
     "3 bits, tables": (3, 48, "fitted", "silu", BF16, 288, 48),
     "2 bits, tables": (2, 32, "fitted", "clamped_swiglu", F16, 288, 32),
+    "without a gate": (4, 64, "float", "ungated relu2", BF16, 704, 176),
+    "without a gate, gelu, tables": (3, 48, "fitted", "ungated gelu", F16, 288, 96),
+    "without a gate, 8 bits": (8, 32, "none", "ungated silu", F16, 96, 48),
+    "without a gate, rows of two steps a warp": (4, 64, "int", "ungated relu", F16, 4224, 32),
+    "without a gate, 2 bits": (2, 64, "none", "ungated gelu_tanh", BF16, 576, 128),
 }
 
 # bits, group, zero, act, dtype, H, I, experts a token, tokens; width of the shared expert, whether it has a gate
@@ -125,6 +130,8 @@ SHARED = {
     "many warps": (4, 32, "none", "silu", F16, 64, 1088, 6, 1, 1600, True),
     "8 bits": (8, 64, "none", "silu", BF16, 192, 128, 4, 1, 192, True),
     "3 bits": (3, 48, "float", "silu", F16, 336, 96, 4, 1, 48, False),
+    "nemotron's, two tokens": (4, 64, "float", "ungated relu2", F16, 704, 192, 3, 2, 384, False),
+    "no gate of its own but an opening": (8, 32, "int", "ungated silu", BF16, 128, 96, 3, 1, 64, True),
 }
 
 
@@ -473,19 +480,24 @@ def experts_call(up, down, top_k, act="silu", dtype=F16):
     return dataclasses.replace(ExpertsCall.of(up, down, top_k, act, dtype, 1), device="cuda", capability=(9, 0))
 
 
+def between(h, act):
+    alone = act.removeprefix(activation.UNGATED)
+    return reference.gated(h, act) if alone == act else activation.activated(h, alone)
+
+
 @on_device
 def layer(name):
     """(y, truth) of a mixture layer of 5 experts, 4 a token, 3 tokens."""
     bits, group, zero, act, dtype, H, I = LAYERS[name]  # noqa: E741
     torch.manual_seed(bits)
-    up, up_weights = emulation.stack(5, 2 * I, H, bits, group, zero, dtype, tables=2)
+    up, up_weights = emulation.stack(5, mixture.products(act) * I, H, bits, group, zero, dtype, tables=2)
     down, down_weights = emulation.stack(5, H, I, bits, group if group and I % group == 0 else 0, zero, dtype)
     x, weights = torch.randn(3, H).to(dtype) * 0.3, torch.rand(3, 4)
     ids = torch.stack([torch.randperm(5)[:4] for _ in range(3)])
     assert EXPERTS.why_not(experts_call(up, down, 4, act, dtype)) is None
     y = mixture.experts(x, ids, weights, up, down, act, {})
     both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float()) + (0 if up.bias is None else up.bias[ids].float())
-    h = reference.gated(both.reshape(12, -1), act).to(dtype).float().reshape(3, 4, I)
+    h = between(both.reshape(12, -1), act).to(dtype).float().reshape(3, 4, I)
     bias = 0 if down.bias is None else torch.einsum("tk,tkh->th", weights, down.bias[ids].float())
     return y, torch.einsum("tk,tkhi,tki->th", weights, down_weights[ids], h) + bias
 
@@ -507,19 +519,20 @@ def shared(name, defect=0.0):
     """(y, truth) of a mixture layer with a shared expert."""
     bits, group, zero, act, dtype, H, I, top_k, M, inner, gated = SHARED[name]  # noqa: E741
     torch.manual_seed(bits)
-    up, up_weights = emulation.stack(13, 2 * I, H, bits, group, zero, dtype)
+    of_up = mixture.products(act)
+    up, up_weights = emulation.stack(13, of_up * I, H, bits, group, zero, dtype)
     down, down_weights = emulation.stack(13, H, I, bits, group, zero, dtype)
-    more = [emulation.stack(1, N, K, bits, group, zero, dtype) for N, K in ((2 * inner, H), (H, inner))]
+    more = [emulation.stack(1, N, K, bits, group, zero, dtype) for N, K in ((of_up * inner, H), (H, inner))]
     (own_up, U), (own_down, D) = ((s.side_by_side(), w[0]) for s, w in more)
     x, weights, opening = torch.randn(M, H).to(dtype) * 0.3, torch.rand(M, top_k), torch.randn(H).to(dtype) / H**0.5
     ids = torch.stack([torch.randperm(13)[:top_k] for _ in range(M)])
     one = Shared(own_up, own_down, opening if gated else None)
     call = dataclasses.replace(experts_call(up, down, top_k, act, dtype), M=M, shared=one.facts)
-    assert EXPERTS.why_not(call) is None
+    assert EXPERTS.why_not(dataclasses.replace(call, E=1000)) is None  # as if these slots were few among all experts
     y = mixture.experts(x, ids, weights, up, down, act, {}, one)
     both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float())
-    h = reference.gated(both.flatten(0, 1), act).to(dtype).float().reshape(M, top_k, I)
-    h_shared = reference.gated(x.float() @ U.T, act)
+    h = between(both.flatten(0, 1), act).to(dtype).float().reshape(M, top_k, I)
+    h_shared = between(x.float() @ U.T, act)
     if gated:
         h_shared = h_shared * (x.float() @ opening.float()).sigmoid()[:, None]
     of_shared = h_shared.to(dtype).float() @ D.T

@@ -257,6 +257,9 @@ def test_route_by_facts(name, dtype):
     wanted_ids, wanted = router.route_by(x, f)
     assert torch.equal(ids, wanted_ids)
     assert error(r.weights, wanted) < (TOLERANCE[dtype] if f.rounded else 1e-5)
+    many = Routing.of(x.repeat(25, 1), f)
+    assert torch.equal(route_triton.route_many(many, {}), wanted_ids.repeat(25, 1))
+    assert error(many.weights, wanted.repeat(25, 1)) < (TOLERANCE[dtype] if f.rounded else 1e-5)
 
 
 def test_a_router_of_nan_still_names_experts():
