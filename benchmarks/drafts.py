@@ -142,7 +142,9 @@ def speed(name: str, model: Any, tokenizer: Any, asked: dict[str, list[list[int]
     return found
 
 
-def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int, draft: str = "ngram") -> Row:
+def same(
+    name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int, draft: str = "ngram", deterministic: bool = False
+) -> Row:
     """Greedy texts with drafts and without: where they part, the gap of the two largest logits there."""
     tokens = equal = drafted = accepted = 0
     ties, decoder = [], _decoder(model)
@@ -152,9 +154,9 @@ def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int
         "Balance": lambda first: None,
     }
     for ids in asked:
-        a = _generated(model, tokenizer, ids, new, "none").tokens[0]
+        a = _generated(model, tokenizer, ids, new, "none", deterministic).tokens[0]
         with mock.patch.multiple(drafting, **always):  # on a GPU drafts are checked whether they pay or not
-            b = (g := _generated(model, tokenizer, ids, new, draft)).tokens[0]
+            b = (g := _generated(model, tokenizer, ids, new, draft, deterministic)).tokens[0]
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         tokens, equal = tokens + len(a), equal + n
         if n < len(a):
@@ -164,6 +166,7 @@ def same(name: str, model: Any, tokenizer: Any, asked: list[list[int]], new: int
             drafted, accepted = drafted + g.drafting.drafted, accepted + g.drafting.accepted
     decoder.balances.clear()
     row = {"part": "same", "model": name, "draft": Path(draft).name, "prompts": len(asked), "tokens": tokens, "equal": equal}
+    row |= {"deterministic": True} if deterministic else {}
     row |= {"parted_at_gaps": ties, "drafted": drafted, "accepted": accepted}
     print(row, flush=True)
     return row
@@ -173,9 +176,9 @@ def _decoder(model: Any) -> Any:
     return decoder_of(model)
 
 
-def _generated(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str) -> Any:
+def _generated(model: Any, tokenizer: Any, ids: list[int], new: int, draft: str, deterministic: bool) -> Any:
     _decoder(model).held = []  # else the second reads the prompt's last token alone, by another order of sums
-    g = stream(model, tokenizer, ids, max_new_tokens=new, draft=draft)
+    g = stream(model, tokenizer, ids, max_new_tokens=new, draft=draft, deterministic=deterministic)
     for _ in g:
         pass
     return g
@@ -262,6 +265,7 @@ def main() -> None:
     parser.add_argument("--models", default="", help="NAME=FOLDER, of small trained models")
     parser.add_argument("--texts", type=Path, help="paragraphs that prompts are made of")
     parser.add_argument("--draft", default="ngram", help="of `same`, several joined by commas")
+    parser.add_argument("--deterministic", action="store_true", help="`same` with as many rows in every step")
     parser.add_argument("--new", type=int, default=250, help="tokens of each text of `same`")
     parser.add_argument("--users", default="1,16,64")
     parser.add_argument("--each", type=int, default=4, help="requests of a user of `serve`")
@@ -284,7 +288,7 @@ def main() -> None:
         if "same" in parts:
             some = [ids for each in asked.values() for ids in each[: EACH // 2]]
             for draft in args.draft.split(","):
-                keep([same(own, model, tokenizer, some, args.new, draft)])
+                keep([same(own, model, tokenizer, some, args.new, draft, args.deterministic)])
         if "steps" in parts:
             keep([steps(own, model, max(asked["edit"], key=len)[:200])])
         if "speed" in parts:

@@ -85,6 +85,9 @@ def generate(
     kv: KvCache = "16",
     act: Activations = None,
     draft: Draft = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same text with every --draft, also on a GPU; slower there.")
+    ] = False,
     keep_alive: KeepAlive = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer uses, and why not others.")] = False,
     profile: Annotated[
@@ -105,6 +108,8 @@ def generate(
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
     if prompts is not None and (explain or profile):
         raise UsageError(f"--{'explain' if explain else 'profile'} measures one prompt; give it with --prompt")
+    if prompts is not None and deterministic:
+        raise UsageError("--deterministic needs one prompt; give it with --prompt")
     if prompts is not None and image:
         raise UsageError("--image needs one prompt; give it with --prompt")
     if profile is not None:
@@ -117,14 +122,15 @@ def generate(
         "kv": kv,
         "act": act,
         "draft": draft,
+        "deterministic": deterministic,
         "lora": lora,
         "stop": [unescaped(s) for s in stop or ()],
         "images": image or [],
     }
     here = f"{'--explain' if explain else '--profile'} measures this process" if explain or profile else ""
     here = here or ("several texts need a process of their own" if prompts is not None or (batch or 1) > 1 else "")
-    local_only = threads is not None or draft != "auto" or bool(image) or lora is not None
-    here = here or ("--threads, --draft, --lora and pictures do not go to a running server" if local_only else "")
+    local_only = threads is not None or draft != "auto" or deterministic or bool(image) or lora is not None
+    here = here or ("--threads, --draft, --deterministic, --lora and pictures do not go to a running server" if local_only else "")
     answer(checkpoint, prompt, prompts, settings, seed, "greedy", batch, device, explain, profile, as_json, keep_alive, here)
 
 

@@ -37,6 +37,7 @@ def stream(
     draft: str = "auto",
     images: Sequence[Any] = (),
     think: bool | None = None,
+    deterministic: bool = False,
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
 
@@ -53,6 +54,7 @@ def stream(
             each. They are placed before the text, also in a chat; a prompt of token ids already contains their tokens.
         think: in a chat, False makes the model answer without thinking first. `marks` of the Generation says how the model
             marks its thoughts.
+        deterministic: every `draft` gives the same text, on a GPU too: there all steps of one text have the same number of rows.
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -101,7 +103,7 @@ def stream(
 
     if chat:
         how["marks"] = marks_of(tokenizer, prompts[0])
-    how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts))
+    how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts), deterministic)
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
 

@@ -229,7 +229,7 @@ class Generation:
                 launch()
             left, plain = self.room - count - 1, not launched[0][1]
             if decoder.ahead and plain and left and not drafting.wants(left):
-                launched.append((_Fetch(decoder.step()), 0))
+                launched.append((_Fetch(drafting.plain()), 0))
             fetch, n = launched.pop(0)
             tokens = drafting.read(fetch.get(), n)
             count += len(tokens)

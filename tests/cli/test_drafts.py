@@ -13,7 +13,7 @@ import lowq
 from lowq_cli.engine import stream
 from lowq_cli.engine.drafts import drafting
 from lowq_cli.engine.drafts.draft_length import AGAIN, ENOUGH, TableCosts, TimedCosts, worth
-from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.engine.drafts.drafter import Guess, NoDrafts
 from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.ngram import SIZES, NGram
 from lowq_cli.engine.open_model import ready
@@ -176,17 +176,21 @@ class Ahead:
     def __init__(self, answer, plan):
         self.answer, self.plan, self.timed, self.balances = answer, plan, {}, {}
         self.at = self.launched = 0
+        self.stale, self.rows = [], []
         self.sampler = SimpleNamespace(logits=torch.zeros(1))
 
     def start(self, prompts, sampling, room):
         return self.step()
 
     def step(self):
+        self.rows.append(1)
         return self._next([])
 
     def verify(self, drafts, rows):
         assert len(drafts) < rows
-        return SimpleNamespace(new=False, result=self._next(list(drafts) + [-1] * (rows - 1 - len(drafts))))
+        self.stale = (list(drafts) or self.stale) + [-1] * (rows - 1)  # without new drafts the last ones are checked again
+        self.rows.append(rows)
+        return SimpleNamespace(new=False, result=self._next(self.stale[: rows - 1]))
 
     def _next(self, drafts):
         drawn = self.answer[self.at : self.at + len(drafts) + 1]
@@ -242,6 +246,21 @@ def test_the_next_step_computes_while_tokens_become_text(ahead, room, seed):
     assert drafter.tokens[:room] == decoder.answer[: min(room, len(drafter.tokens))]
     assert decoder.at <= room + 16
     assert room < 100 or generation.drafting.accepted
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("tokens", [900, 7])
+def test_with_deterministic_all_steps_have_as_many_rows(ahead, drafts, tokens):
+    """With 7 different tokens, drafts of earlier steps that are checked again are right now and then."""
+    generation, decoder, drafter = ahead(200, 3)
+    decoder.answer[:] = drafter.answer[:] = [t % tokens for t in decoder.answer]
+    drafter = drafter if drafts else NoDrafts()
+    generation.drafting = drafting.FromHost(drafter, decoder, same=True)
+    for one in generation._steps():
+        generation.tokens[0] += one[0]
+    assert generation.tokens[0][:200] == decoder.answer[:200]
+    assert set(decoder.rows[1:]) == {drafting.SAME_ROWS}
+    assert bool(generation.drafting.accepted) == drafts
 
 
 def test_a_drafter_is_given_tokens_once_drafts_are_allowed(ahead):

@@ -37,6 +37,22 @@ class HostDrafter(Protocol):
         ...
 
 
+class NoDrafts:
+    """The drafter that never guesses."""
+
+    name = "none"
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """As `HostDrafter.begin`."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """As `HostDrafter.extend`."""
+
+    def guess(self, most: int) -> Guess:
+        """As `HostDrafter.guess`."""
+        return Guess()
+
+
 @dataclass(frozen=True)
 class DraftRows:
     """The places of rows. pos (M,) int32: their positions. rows (M,) int64: their sequence's place in the cache. per: rows of

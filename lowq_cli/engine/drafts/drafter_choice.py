@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, PagedDrafter
+from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, NoDrafts, PagedDrafter
 from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.model_record import DRAFT, owned
@@ -74,9 +74,13 @@ def _loaded(name: str, model: Any, tokenizer: Any) -> DeviceDrafter:
     return heads.load(name, model) if is_head else models.load(name, model, tokenizer)
 
 
-def attach(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> tuple[FromHost | OnDevice | None, str]:
-    """(drafting of a decoder with a batch of `texts` sequences, or None; the reason for None)."""
+def attach(
+    draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int, same: bool = False
+) -> tuple[FromHost | OnDevice | None, str]:
+    """(drafting of a decoder with a batch of `texts` sequences, or None; the reason for None). same: as of `Drafting`."""
     drafter, refusal = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
+    if drafter is None and same and model.device.type != "cpu":
+        drafter = NoDrafts()  # its steps have as many rows as those with drafts
     nothing = "as asked" if draft == "none" else f"auto drafts by n-grams only on {', '.join(BY_NGRAMS)}; try --draft ngram"
     why = nothing if drafter is None else f"decoder {decoder.name} takes none" if refusal is None else refusal(texts)
     device = drafter if hasattr(drafter, "draft") and not why else None
@@ -85,4 +89,4 @@ def attach(draft: str, model: Any, tokenizer: Any, decoder: Any, texts: int) -> 
         decoder.attach(device)
     if drafter is None or why:
         return None, f"none: {why}"
-    return OnDevice(device, decoder) if device is not None else FromHost(drafter, decoder), ""  # type: ignore[arg-type]
+    return OnDevice(device, decoder, same) if device is not None else FromHost(drafter, decoder, same), ""  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
 WIDTHS = {"cuda": (4, 6, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
+SAME_ROWS = 4  # rows of every step on a GPU where texts are to have the same bits with any drafts: 1.55 ms of an 8B, one row 1.30
 # A test compares these numbers, GAP_S apart, with the files of benchmarks/results that they name.
 # On a CPU, until steps are timed: rows -> time of a step, in steps of one row. As base in 4 bits took after 200 tokens with one
 # thread (`steps` in cpu/drafts.json).
@@ -35,6 +36,9 @@ AGAIN = 64  # plain steps after which a device drafter that did not pay off is t
 class Drafting:
     """The steps of a decoder's only sequence.
 
+    same: whether all steps are to have the same number of rows, so that the same kernels compute each token with any drafts or
+    none. On a CPU the bits of a row do not depend on the number of rows.
+
     Attributes:
         drafted, accepted: counts of tokens. steps: count of steps with drafts. clock: the seconds that `took` is given. ahead:
         whether a step may be launched before the previous one is read, which needs drafts that are made on the device.
@@ -42,10 +46,11 @@ class Drafting:
 
     ahead = False
 
-    def __init__(self, drafter: HostDrafter | DeviceDrafter, decoder: Any) -> None:
+    def __init__(self, drafter: HostDrafter | DeviceDrafter, decoder: Any, same: bool = False) -> None:
         self.drafter, self.decoder = drafter, decoder
         kind = decoder.device.type
-        self.widths = WIDTHS[kind]
+        self.same = same and kind != "cpu"
+        self.widths: tuple[int, ...] = (SAME_ROWS,) if self.same else WIDTHS[kind]
         # on a CPU: one set of timings per drafter for all texts, so that only the first text begins with timed steps
         begun = decoder.timed.setdefault(drafter.name, TimedCosts(TableCosts(STARTING_COSTS))) if kind == "cpu" else None
         self.timed: TimedCosts | None = begun
@@ -54,7 +59,7 @@ class Drafting:
         self.costs: Costs = self.timed or estimated(decoder.plan)
         self.apart = 0.0
         # per drafter, for all texts: a step with drafts costs the host more time than the table of costs has
-        self.balance = None if self.timed else decoder.balances.setdefault(drafter.name, Balance(FIRST))
+        self.balance = None if self.timed or self.same else decoder.balances.setdefault(drafter.name, Balance(FIRST))
         self.drafted = self.accepted = self.steps = 0
         self.rows = 1  # of the last step that was read
         self.once = False  # whether the drafter read a prompt during that step, or a step was recorded: later steps do not
@@ -85,6 +90,10 @@ class Drafting:
             self.balance.note(tokens, seconds, self.once)
         self.once = False
 
+    def plain(self) -> "torch.Tensor":
+        """Launch a step without drafts; returns its output tensor."""
+        return self._verify((), SAME_ROWS) if self.same else self.decoder.step()  # type: ignore[no-any-return]
+
     def _verify(self, drafts: Sequence[int], rows: int) -> "torch.Tensor":
         verification = self.decoder.verify(drafts, rows)
         self.once |= verification.new
@@ -100,8 +109,8 @@ class FromHost(Drafting):
     The drafter is given tokens only while drafts are allowed.
     """
 
-    def __init__(self, drafter: HostDrafter, decoder: Any) -> None:
-        super().__init__(drafter, decoder)
+    def __init__(self, drafter: HostDrafter, decoder: Any, same: bool = False) -> None:
+        super().__init__(drafter, decoder, same)
         self.host = drafter
         self.prompt, self.new = list[int](), list[int]()  # tokens that the drafter has not been given yet
         self.step_s = step_s(decoder.plan)
@@ -127,20 +136,22 @@ class FromHost(Drafting):
         self.guess = self.host.guess(min(self.widths[-1], left) - 1)
         # plain steps of small models wait for the host, which a table of the device's time does not know
         plain = 1.0 if self.balance is None else max(1.0, self.balance.plain_s / self.step_s)
+        plain = self.costs(SAME_ROWS) if self.same else plain
         return worth(self.guess, self.costs, self.widths, self.apart, plain)
 
     def launch(self, left: int) -> "tuple[torch.Tensor, int]":
         """Launch a step; returns its output tensor, and the number of its drafts. left: as of `wants`."""
         if not (n := self.wants(left)):
-            return self.decoder.step(), 0
+            return self.plain(), 0
         rows = next(w for w in self.widths if w > n)
         return self._verify(self.guess.tokens[:n], rows), n
 
     def read(self, found: list[int], n: int) -> list[int]:
         """The next tokens, from the output `found` of a step with n drafts."""
-        self.rows = len(found) - 1 if n else 1
+        self.rows = max(1, len(found) - 1)
         if n:
             self._count(n, found[0])
+        if len(found) > 1:
             found = found[1 : found[0] + 2]  # drafts in the dummy rows may be right too
         self.extend(found)
         return found
@@ -159,9 +170,9 @@ class OnDevice(Drafting):
 
     ahead = True
 
-    def __init__(self, drafter: DeviceDrafter, decoder: Any) -> None:
-        super().__init__(drafter, decoder)
-        self.widths = tuple(w for w in self.widths if w <= drafter.most + 1)
+    def __init__(self, drafter: DeviceDrafter, decoder: Any, same: bool = False) -> None:
+        super().__init__(drafter, decoder, same)
+        self.widths = tuple(w for w in self.widths if w <= drafter.most + 1 or self.same)
         share = step_s(drafter.plan) / step_s(decoder.plan)
         rows = self.timed or self.costs
         self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * share)
@@ -173,6 +184,8 @@ class OnDevice(Drafting):
 
         One row means a plain step. The guesses after a plain step are stale, so a retried drafter gets two steps.
         """
+        if self.same:
+            return self._verify((), SAME_ROWS), SAME_ROWS, True
         if not self.allowed or (self.timed is not None and self.timed.tried.get(1, 0) < ENOUGH):
             self.stale = True
             return self.decoder.step(), 1, False
