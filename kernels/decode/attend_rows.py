@@ -2,8 +2,8 @@
 
 Maths   softmax(scale * rope(q) . rope(K)^T) V over slots first .. the row's own, online in base 2
 Grid    place   (rows, heads in blocks), of `prompt`: all keys and values are written before any row reads them
-        attend  (sequences * HKV, SPLITS): the rows of a sequence and the queries of a key head are the rows of one tl.dot, so
-                its slots are read once for all of them; each program takes an equal chunk of them
+        attend  (sequences * HKV, SPLITS, rows in blocks): up to QUERIES queries, of some rows of a sequence and a key head, are
+                the rows of one tl.dot; each program takes an equal chunk of the slots
         merge   (rows * HKV, dims in blocks): the programs' parts added up
 Limits  as `attend`; a chunked attention, and rows whose sequences are not told, are steps that write nothing, row by row; over
         a cache in few bits it is a prompt's attention, a row a tile
@@ -22,13 +22,15 @@ import triton.language as tl
 
 from lowq_kernels.decode import attend as steps
 from lowq_kernels.decode import prompt
-from lowq_kernels.decode.attend_triton import LOG2E, _in_pages, capped, score_factor, splits_for
+from lowq_kernels.decode.attend_triton import LOG2E, _in_pages, capped, cut, score_factor
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.reference import Groups, Heads, Packed
 from lowq_kernels.dispatch.registry import find
 
 LEAST = 128  # min. slots per program
+ROWS_EACH = 4  # assumed rows of a sequence: of a pass with `n` places for sequences, most are empty
+QUERIES = 16  # max. queries per program, or those of a row if they are more: most sequences of a pass have a row or two
 BLOCK_N = 64  # slots per tile; half for heads of more than 128 dims, a quarter for more than 256
 
 
@@ -39,11 +41,11 @@ def _attend_rows_kernel(
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    i, h, split = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
+    i, h, split, place = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1), tl.program_id(2) * BLOCK_Q
     first, T = tl.load(first_ptr + i).to(tl.int32), tl.load(count_ptr + i).to(tl.int32)
-    if T == 0:
+    if T * G <= place:
         return
-    offs_q, offs_d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    offs_q, offs_d = place + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     t, g = offs_q // G, offs_q % G
     mask_qd = (t < T)[:, None] & (offs_d < D)[None, :]
     pos = tl.load(pos_ptr + first)
@@ -151,11 +153,11 @@ def _attend(
     """Attention of queries q (M, HQ * D) over a cache that holds all keys and values."""
     first, count, most = groups
     M, n, G, BLOCK_D = q.shape[0], first.shape[0], h.HQ // h.HKV, padded(h.D)
-    splits = splits_for(n * h.HKV)
+    splits = cut(triton.cdiv(n, ROWS_EACH) * h.HKV, table.shape[1] > 1)["SPLITS"]
     part = torch.empty(M * h.HQ * splits * h.D, dtype=torch.float32, device=q.device)
     sums = torch.empty(M * h.HQ * splits * 2, dtype=torch.float32, device=q.device)
-    BLOCK_Q, tile = max(16, triton.next_power_of_2(most * G)), BLOCK_N * 128 // max(128, BLOCK_D)
-    _attend_rows_kernel[(n * h.HKV, splits)](
+    BLOCK_Q, tile = min(QUERIES, max(16, triton.next_power_of_2(most * G))), BLOCK_N * 128 // max(128, BLOCK_D)
+    _attend_rows_kernel[(n * h.HKV, splits, triton.cdiv(min(M, most) * G, BLOCK_Q))](
         q, k_cache, v_cache, pos, table, first, count, h.sinks, part, sums,
         table.shape[1], score_factor(h), h.window or 1 << 30, h.softcap * LOG2E,
         HKV=h.HKV, G=G, D=h.D, SPLITS=splits, LEAST=LEAST, BLOCK_Q=BLOCK_Q, BLOCK_D=BLOCK_D,

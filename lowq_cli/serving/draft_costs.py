@@ -20,12 +20,13 @@ class DraftCosts:
     Args:
         passes: the model's passes with drafts. drafter: what guesses after passes, or None. plan: the model's plan.
     Attributes:
-        gap_s: seconds from the end of a pass until the host has launched one with drafts; 0 on a CPU, where nothing overlaps.
+        gap_s: seconds from the end of a pass until the host launches one with drafts; 0 on a CPU, where nothing overlaps.
     """
 
     def __init__(self, passes: DraftPasses, drafter: PagedDrafter | None, plan: Plan) -> None:
         self.passes, self.budget = passes, passes.passes.token_budget
         self.gap_s = GAP_S if passes.device.type == "cuda" else 0.0
+        self.extra = 0.0  # seconds that recorded passes take beyond those measured at the start, with little in the cache
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
         self._guesses = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
 
@@ -41,15 +42,19 @@ class DraftCosts:
     def pass_s(self, rows: int, texts: int, plain_s: float) -> float:
         """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
         if rows in self.passes.seconds:
-            return self.passes.seconds[rows] + self.budget.extra
+            return self.passes.seconds[rows] + (self.extra or self.budget.extra)
         return plain_s * (1 + statistics.median(self._slopes) * (rows / texts - 1))
 
     def launched(self, seconds: float) -> None:
-        """Record the seconds that the host took to launch a pass with drafts after the one before had ended."""
+        """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them."""
         self.gap_s += NEWEST * (seconds - self.gap_s)
 
     def passed(self, texts: int, rows: int, seconds: float) -> None:
-        """Record the seconds of a pass with drafts that was not recorded beforehand."""
+        """Record the seconds of a pass with drafts."""
+        if self.passes.seconds:
+            more = seconds - self.passes.seconds[self.passes.size(rows)]
+            self.extra = max(0.0, self.extra + (NEWEST if self.extra else 1.0) * (more - self.extra))
+            return
         plain = self.budget.seconds(texts, texts)
         if plain and not self.passes.passes.padded:
             self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))

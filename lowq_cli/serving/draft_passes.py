@@ -117,7 +117,8 @@ class DraftPasses:
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
         adapters = None if p.plan.adapters is None else r.adapter.index_select(0, rows)
-        groups, pictures, images = (first, count, MOST_DRAFTS + 1), None, p.plan.model.images
+        most = max(2, p.most)  # sequences; 1 would mean that all rows are of one, also those that fill up the pass
+        groups, pictures, images = (first[:most], count[:most], MOST_DRAFTS + 1), None, p.plan.model.images
         if images is not None and r.shifted(r.null_row):
             pictures = in_pass(images, (), self.device, pos + r.shift.index_select(0, rows))
         batch = Batch(

@@ -84,7 +84,8 @@ class DraftRounds:
             self.runner.noted, scheduler.beyond = {}, drafter.reach
         self.costs = DraftCosts(passes, drafter, self.runner.plan)
         # on a CPU the seconds of passes with drafts are measured one by one, and the host's work is part of them
-        self._trials = Trials() if self.device.type == "cuda" else None
+        self._trials = Trials(self.costs.plain_s) if self.device.type == "cuda" else None
+        self._away_s, self._away_tokens = 0.0, 0  # of passes with prompt tokens that were read in this turn
         self._answers = Answers()
         self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
         self._once = False  # whether a drafter was given a long text in this turn
@@ -108,11 +109,16 @@ class DraftRounds:
 
     def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
         """Record what a turn launched and how many tokens came in it, for the decision of `begin_turn`."""
-        if self._trials is not None and (plan is None or plan.pieces or not plan.steps):
+        if self._trials is not None and (plan is None or not plan.steps):
             self._trials.interrupted()
         elif self._trials is not None and plan is not None:
-            self._trials.passed(size, tokens, len(plan.steps), time.perf_counter(), self._once)
-        self._once = False
+            counted = tokens - self._away_tokens
+            self._trials.passed(size, counted, len(plan.steps), time.perf_counter(), self._once, self._away_s)
+        self._once, self._away_s, self._away_tokens = False, 0.0, 0
+
+    def away(self, flight: Flight, seconds: float) -> None:
+        """Record a pass with prompt tokens that was read."""
+        self._away_s, self._away_tokens = self._away_s + seconds, self._away_tokens + len(flight.drew)
 
     def counts(self) -> dict[int, int]:
         """Return the number of draft tokens by sequence number that makes the next pass yield the most tokens per second."""

@@ -1,16 +1,24 @@
 """Whether the server's passes take drafts at all: a balance of the time for each number of sequences."""
 
+from collections.abc import Callable
+
 from lowq_cli.engine.drafts.balance import Balance
 
 FIRST = 128  # plain passes of a size before drafts are tried with it
 
 
 class Trials:
-    """A balance for each size of plain passes, since what drafts cost and bring depends on the number of sequences."""
+    """A balance for each size of plain passes, since what drafts cost and bring depends on the number of sequences.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: size -> seconds of a plain pass, 0.0 where none is known.
+    """
+
+    def __init__(self, seconds: Callable[[int], float] = lambda size: 0.0) -> None:
+        self._seconds = seconds
         self._each: dict[int, Balance] = {}
         self._last: tuple[int, float] | None = None  # size and end of the last pass, if the next follows at once
+        self._open_s = 0.0  # seconds of turns in which no tokens came
 
     def allows(self, size: int) -> bool:
         """Return whether the next pass may have drafts."""
@@ -20,16 +28,28 @@ class Trials:
         """Return the mean seconds from one plain pass to the next, with the host's time; 0.0 where none was timed."""
         return self._of(size).plain_s
 
-    def passed(self, size: int, tokens: int, texts: int, now: float, once: bool = False) -> None:
-        """Record the end of a pass without prompt tokens at the time `now`: the tokens that came, and the sequences in it.
-        once: as `Balance.note` means it."""
+    def passed(self, size: int, tokens: int, texts: int, now: float, once: bool = False, away_s: float = 0.0) -> None:
+        """Record the end of a turn at the time `now`: the tokens that came in passes without prompt tokens, and the sequences
+        in such a pass. once: as `Balance.note` means it. away_s: seconds of passes with prompt tokens that were read in it.
+
+        With drafts a pass with prompt tokens cannot be launched ahead, so the device is idle before it: this counts.
+        """
         if self._last is not None and self._last[0] == size:
-            self._of(size).note(tokens / texts, now - self._last[1], once)
+            self._open_s += now - self._last[1] - away_s
+            if tokens:
+                self._of(size).note(tokens / texts, max(0.0, self._open_s), once)
+                self._open_s = 0.0
+        else:
+            self._open_s = 0.0
         self._last = size, now
 
     def interrupted(self) -> None:
-        """Record that the next pass does not follow the last one at once: prompts are read, or nothing is asked."""
+        """Record that the next pass does not follow the last one at once: nothing is asked."""
         self._last = None
 
     def _of(self, size: int) -> Balance:
-        return self._each.setdefault(size, Balance(FIRST))
+        if size not in self._each:
+            more = min((n for n in self._each if n > size), default=None)
+            pays = more is not None and self._each[more].allowed
+            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0)
+        return self._each[size]

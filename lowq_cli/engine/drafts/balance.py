@@ -20,13 +20,14 @@ class Balance:
     """The time that drafts have won or lost.
 
     Args:
-        first: plain steps before drafts are tried for the first time.
+        first: plain steps before drafts are tried for the first time. plain_s: seconds of a plain step, if drafts may be tried at
+            once, because they pay where they pay less than here; else 0.0.
     Attributes:
         allowed: whether the next step may have drafts. plain_s: mean seconds of plain steps.
     """
 
-    def __init__(self, first: int) -> None:
-        self.allowed, self.plain_s = False, 0.0
+    def __init__(self, first: int, plain_s: float = 0.0) -> None:
+        self.allowed, self.plain_s = plain_s > 0, plain_s
         self._won = self._lost = self._wait_s = 0.0
         self._wait, self._steps, self._failed = first, 0, 0
 

@@ -11,7 +11,9 @@ from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
 WIDTHS = {"cuda": (4, 6, 8, 16), "cpu": (2, 3, 4, 6, 8, 12, 16)}
-SAME_ROWS = 4  # rows of every step on a GPU where texts are to have the same bits with any drafts: 1.55 ms of an 8B, one row 1.30
+SAME_ROWS = (
+    4  # rows of every step on a GPU where texts are to have the same bits with any drafts: 1.55 ms of an 8B, one row 1.30
+)
 # A test compares these numbers, GAP_S apart, with the files of benchmarks/results that they name.
 # On a CPU, until steps are timed: rows -> time of a step, in steps of one row. As base in 4 bits took after 200 tokens with one
 # thread (`steps` in cpu/drafts.json).

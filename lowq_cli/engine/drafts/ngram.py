@@ -15,6 +15,7 @@ LONGEST = 64  # max. counted length of a match, in tokens
 # assumed share of right guesses before any was checked, by the number of bits of the match's length: 1, 2 to 3, 4 to 7, ...
 PRIOR = (0.0, 0.1, 0.3, 0.55, 0.75, 0.85, 0.92, 0.95)
 WEIGHT = 2.0  # the assumed share counts as this many guesses
+KINDS = tuple(min(n, LONGEST).bit_length() for n in range(2 * LONGEST))  # length of a match -> the index of its counts
 FEW = 16  # with this many new tokens it is faster to index all of a size at once: for 4,000 tokens 3 ms instead of 12
 FADE = 0.98  # a count is multiplied by this at each new guess of its length, which forgets guesses some hundred tokens ago
 
@@ -63,7 +64,7 @@ class NGram:
         guessed = list(self.source[self.place : self.place + most])
         while guessed and len(guessed) < most and self.source is self.tokens:  # past the sequence's end: repeat the guess
             guessed += guessed[: most - len(guessed)]
-        return Guess(guessed, [self._chance(self.length + i) for i in range(len(guessed))])
+        return Guess(guessed, self._chances(self.length, len(guessed)))
 
     def after(self, tokens: Sequence[int], most: int) -> Guess:
         """Guess up to `most` tokens after appending `tokens`, from the sequence's own repetitions."""
@@ -74,7 +75,7 @@ class NGram:
             return Guess()
         alike = next((i for i in range(min(place, len(end))) if self.tokens[place - 1 - i] != end[-1 - i]), len(end))
         guessed = self.tokens[place : place + most]
-        return Guess(guessed, [self._chance(alike + i) for i in range(len(guessed))])
+        return Guess(guessed, self._chances(alike, len(guessed)))
 
     def index(self, end: int) -> None:
         """Index the runs in the first `end` tokens."""
@@ -92,6 +93,11 @@ class NGram:
     def chance(self) -> float:
         """The estimated probability that the guess's next token is right; 0 without a guess."""
         return self._chance(self.length) if self.place >= 0 else 0.0
+
+    def _chances(self, length: int, n: int) -> list[float]:
+        """The chances of n guesses in a row, the first of them after a match of `length` tokens."""
+        shares, first = [r / t for r, t in zip(self.right, self.tried, strict=True)], min(length, LONGEST)
+        return [shares[kind] for kind in KINDS[first : first + n]]
 
     def _chance(self, length: int) -> float:
         kind = min(length, LONGEST).bit_length()
