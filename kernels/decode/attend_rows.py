@@ -43,7 +43,7 @@ def _attend_rows_kernel(
 ):  # fmt: skip
     i, h, split, place = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1), tl.program_id(2) * BLOCK_Q
     first, T = tl.load(first_ptr + i).to(tl.int32), tl.load(count_ptr + i).to(tl.int32)
-    if T * G <= place:
+    if place >= T * G:
         return
     offs_q, offs_d = place + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     t, g = offs_q // G, offs_q % G

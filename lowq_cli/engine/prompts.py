@@ -54,7 +54,7 @@ def stream(
             each. They are placed before the text, also in a chat; a prompt of token ids already contains their tokens.
         think: in a chat, False makes the model answer without thinking first. `marks` of the Generation says how the model
             marks its thoughts.
-        deterministic: every `draft` gives the same text, on a GPU too: there all steps of one text have the same number of rows.
+        deterministic: every `draft` gives the same text, also on a GPU: there all steps of one text have as many rows.
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.

@@ -361,6 +361,33 @@ def test_texts_that_drafters_read_when_drafts_begin_do_not_turn_them_off(once):
     assert (drafted > 3600) == once
 
 
+@pytest.mark.parametrize(("idle", "pay"), [(0.0026, False), (0.0, True)])
+def test_the_idle_time_before_passes_with_prompts_counts(idle, pay):
+    """As 16 users of an 8B took on an H200: with drafts the device waits for the host before each pass with prompts."""
+    trials, now, spent, tokens, drafted = Trials(), 0.0, 0.0, 0, 0
+    for i in range(40000):
+        drafts, prompts = trials.allows(16), i % 4 == 0
+        if prompts:
+            now, spent = now + 0.003 + idle * drafts, spent + idle * drafts
+            trials.passed(16, 0, 16, now, False, 0.003)
+            continue
+        got, seconds = (40, 0.0048) if drafts else (16, 0.00209)
+        now, spent, tokens, drafted = now + seconds, spent + seconds, tokens + got, drafted + drafts
+        trials.passed(16, got, 16, now)
+    assert tokens / spent > 0.98 * 16 / 0.00209
+    assert (drafted > 20000) == pay
+
+
+def test_a_size_below_one_that_pays_takes_drafts_at_once():
+    trials = Trials(lambda size: 0.47)
+    for i in range(2000):
+        trials.passed(16, 16 * (3 if trials.allows(16) else 1), 16, 0.47 * i)
+    assert trials.allows(16)
+    assert trials.allows(8)
+    assert trials.plain_s(8) == 0.47
+    assert not trials.allows(32)
+
+
 def test_passes_that_do_not_follow_one_another_and_other_sizes_are_not_compared():
     trials = Trials()
     for i in range(5000):  # each pass is of another size than the one before, or follows prompts

@@ -20,8 +20,8 @@ class Balance:
     """The time that drafts have won or lost.
 
     Args:
-        first: plain steps before drafts are tried for the first time. plain_s: seconds of a plain step, if drafts may be tried at
-            once, because they pay where they pay less than here; else 0.0.
+        first: plain steps before drafts are tried for the first time. plain_s: seconds of a plain step if drafts may be tried
+            at once, as they pay where they bring less; else 0.0.
     Attributes:
         allowed: whether the next step may have drafts. plain_s: mean seconds of plain steps.
     """

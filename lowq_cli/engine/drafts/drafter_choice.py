@@ -13,9 +13,9 @@ from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
 
 NAMES = ("auto", "ngram", "mtp", "none")
-# Devices on which "auto" means n-grams if no head was trained: on a CPU always. On a GPU where a plain step takes at least LARGE
-# times the host's gap before a step with drafts, in `generate`: on an H200 n-grams gave 1.69 to 2.72 times the speed with steps of
-# 0.38 ms and more (models of 1B and 8B), 1.39 to 1.69 and 0.95 to 1.19 with steps of 0.10 and 0.08 ms (2026-11-27).
+# Devices on which "auto" always means n-grams if no head was trained. On a GPU it does so in `generate` where a plain step is
+# LARGE times the host's gap before a step with drafts: on an H200 n-grams gave 1.69 to 2.72 times the speed with steps of 0.38
+# ms and more (models of 1B and 8B), 1.39 to 1.69 with steps of 0.10 ms and 0.95 to 1.19 with steps of 0.08 ms (2026-11-27).
 BY_NGRAMS = ("cpu",)
 LARGE = 3.0
 
@@ -30,8 +30,8 @@ def check(draft: str) -> str:
 
 
 def settled(draft: str, device: str, large: bool = False) -> str:
-    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged. large: as
-    `is_large` says of the model."""
+    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged. large:
+    what `is_large` says of the model."""
     return ("ngram" if large or device in BY_NGRAMS else "none") if draft == "auto" else draft
 
 
