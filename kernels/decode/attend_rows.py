@@ -2,8 +2,8 @@
 
 Maths   softmax(scale * rope(q) . rope(K)^T) V over slots first .. the row's own, online in base 2
 Grid    place   (rows, heads in blocks), of `prompt`: all keys and values are written before any row reads them
-        attend  (sequences * HKV, SPLITS, rows in blocks): up to QUERIES queries, of some rows of a sequence and a key head, are
-                the rows of one tl.dot; each program takes an equal chunk of the slots
+        attend  (sequences * HKV, SPLITS, rows in blocks): the queries of some rows of a sequence and a key head are the rows of
+                one tl.dot, so these read a slot once; each program takes an equal chunk of the slots
         merge   (rows * HKV, dims in blocks): the programs' parts added up
 Limits  as `attend`; a chunked attention, and rows whose sequences are not told, are steps that write nothing, row by row; over
         a cache in few bits it is a prompt's attention, a row a tile
@@ -29,8 +29,7 @@ from lowq_kernels.decode.reference import Groups, Heads, Packed
 from lowq_kernels.dispatch.registry import find
 
 LEAST = 128  # min. slots per program
-ROWS_EACH = 4  # assumed rows of a sequence: of a pass with `n` places for sequences, most are empty
-QUERIES = 16  # max. queries per program, or those of a row if they are more: most sequences of a pass have a row or two
+QUERIES = 16  # max. queries per program where rows are of several sequences: most of these have a row or two
 BLOCK_N = 64  # slots per tile; half for heads of more than 128 dims, a quarter for more than 256
 
 
@@ -54,6 +53,11 @@ def _attend_rows_kernel(
     begin = low + split * chunk
     end = tl.minimum(begin + chunk, n)
     row = (first + t).to(tl.int64)
+    at = ((row * HKV + h) * SPLITS + split) * G + g
+    if begin >= end:  # a sum of nothing, whose part is not read
+        tl.store(sums_ptr + at * 2, tl.full((BLOCK_Q,), -1.0e30, tl.float32), mask=t < T)
+        tl.store(sums_ptr + at * 2 + 1, tl.zeros((BLOCK_Q,), tl.float32), mask=t < T)
+        return
     q = tl.load(q_ptr + ((row * HKV + h) * G + g)[:, None] * D + offs_d[None, :], mask=mask_qd, other=0.0)
     top, total = tl.full((BLOCK_Q,), -1.0e30, tl.float32), tl.zeros((BLOCK_Q,), tl.float32)
     if SINKS:  # one score more, without a value, in the first split
@@ -78,7 +82,6 @@ def _attend_rows_kernel(
         total = total * fade + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = higher
-    at = ((row * HKV + h) * SPLITS + split) * G + g
     tl.store(part_ptr + at[:, None] * D + offs_d[None, :], acc, mask=mask_qd)
     tl.store(sums_ptr + at * 2, top, mask=t < T)
     tl.store(sums_ptr + at * 2 + 1, total, mask=t < T)
@@ -96,7 +99,7 @@ def _merge_kernel(
     tops = tl.load(sums_ptr + at * 2, mask=there, other=-1.0e30)
     totals = tl.load(sums_ptr + at * 2 + 1, mask=there, other=0.0)
     share = tl.exp2(tops - tl.max(tops, 0)[None, :])
-    mask = there[:, :, None] & (offs_d < D)[None, None, :]
+    mask = (there & (totals > 0.0))[:, :, None] & (offs_d < D)[None, None, :]
     parts = tl.load(part_ptr + at[:, :, None] * D + offs_d[None, None, :], mask=mask, other=0.0)
     y = tl.sum(parts * share[:, :, None], 0) / tl.sum(totals * share, 0)[:, None]
     rows = y_ptr + (head * G + g)[:, None] * D + offs_d[None, :]
@@ -153,10 +156,11 @@ def _attend(
     """Attention of queries q (M, HQ * D) over a cache that holds all keys and values."""
     first, count, most = groups
     M, n, G, BLOCK_D = q.shape[0], first.shape[0], h.HQ // h.HKV, padded(h.D)
-    splits = cut(triton.cdiv(n, ROWS_EACH) * h.HKV, table.shape[1] > 1)["SPLITS"]
+    splits = cut(n * h.HKV, table.shape[1] > 1)["SPLITS"]
     part = torch.empty(M * h.HQ * splits * h.D, dtype=torch.float32, device=q.device)
     sums = torch.empty(M * h.HQ * splits * 2, dtype=torch.float32, device=q.device)
-    BLOCK_Q, tile = min(QUERIES, max(16, triton.next_power_of_2(most * G))), BLOCK_N * 128 // max(128, BLOCK_D)
+    BLOCK_Q, tile = max(16, triton.next_power_of_2(most * G)), BLOCK_N * 128 // max(128, BLOCK_D)
+    BLOCK_Q = BLOCK_Q if n == 1 else min(QUERIES, BLOCK_Q)
     _attend_rows_kernel[(n * h.HKV, splits, triton.cdiv(min(M, most) * G, BLOCK_Q))](
         q, k_cache, v_cache, pos, table, first, count, h.sinks, part, sums,
         table.shape[1], score_factor(h), h.window or 1 << 30, h.softcap * LOG2E,

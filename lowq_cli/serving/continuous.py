@@ -402,7 +402,7 @@ class ContinuousEngine:
             self._land(0)
             return None
         drafts = {} if self.drafts is None or plan.pieces else self.drafts.draft(plan, counts)
-        self._write(plan)
+        self._write(plan, bool(drafts))
         self._swap()
         self.passes.zero(plan.zero)
         self.passes.copy(plan.copies)
@@ -443,8 +443,8 @@ class ContinuousEngine:
         texts = running + len(s.reading) + len(s.waiting)
         return p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts
 
-    def _write(self, plan: StepPlan) -> None:
-        """Send the plan's changes to the device."""
+    def _write(self, plan: StepPlan, drafted: bool) -> None:
+        """Send the plan's changes to the device. drafted: whether the pass checks drafts; such passes take no order."""
         rows = self.rows
         for source, target in plan.moves:
             rows.move(source, target)
@@ -463,7 +463,8 @@ class ContinuousEngine:
             self._place(text, len(text.tokens) - 1)  # sampling in this pass advances the position by one
             if text.request.special:
                 self.special.begin(text)
-        rows.set_order([t.row for t in sorted(plan.steps, key=lambda t: -t.computed)])
+        if not drafted:
+            rows.set_order([t.row for t in sorted(plan.steps, key=lambda t: -t.computed)])
         rows.flush()
 
     def _place(self, text: Sequence, pos: int) -> None:

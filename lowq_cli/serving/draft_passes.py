@@ -21,6 +21,7 @@ from lowq_kernels.products.cpu.team import Follower
 from lowq_packers.errors import device_lost, one_line
 
 MOST_ROWS = 256  # max. rows of a pass with drafts: with more, the time of products grows in proportion to the rows
+FEWEST = (4, 8, 16)  # the smallest sizes of passes on a GPU, in rows
 SAME = "the same kernels are to compute every step"
 NUMBERS = 6  # numbers sent per row: its token, position and sequence; a sequence's first row, number of rows, and target row
 
@@ -49,8 +50,8 @@ class DraftPasses:
 
     def __init__(self, passes: ModelRunner) -> None:
         self.passes, self.device = passes, passes.device
-        row_counts = {*passes.sizes, *passes.totals} if passes.padded else set(range(2, MOST_ROWS + 1))
-        self.sizes = sorted(n for n in row_counts if 1 < n <= MOST_ROWS)
+        row_counts = {*FEWEST, *passes.sizes, *passes.totals} if passes.padded else set(range(2, MOST_ROWS + 1))
+        self.sizes = sorted(n for n in row_counts if (FEWEST[0] if passes.padded else 2) <= n <= MOST_ROWS)
         self.seconds: dict[int, float] = {}
         self.captured: dict[int, tuple[Captured, torch.Tensor]] = {}
         self.met: set[int] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
@@ -90,13 +91,15 @@ class DraftPasses:
         null = self.passes.rows.null_row
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[2], numbers[5] = null, null
-        first = 0
-        for i, t in enumerate(texts):
-            n = len(t.tokens)
-            numbers[0, first : first + n], numbers[2, first : first + n] = t.tokens, t.row
-            numbers[1, first : first + n] = np.arange(t.pos, t.pos + n)
-            numbers[3:, i] = first, n, t.target
-            first += n
+        if texts:
+            count = np.array([len(t.tokens) for t in texts], np.int32)
+            end, n = int(count.sum()), len(texts)
+            first = np.cumsum(count) - count
+            pos, row, target = np.array([(t.pos, t.row, t.target) for t in texts], np.int32).T
+            numbers[0, :end] = [token for t in texts for token in t.tokens]
+            numbers[1, :end] = np.repeat(pos - first, count) + np.arange(end)
+            numbers[2, :end] = np.repeat(row, count)
+            numbers[3:, :n] = first, count, target
         return numbers.reshape(-1)
 
     def _chains(self, texts: Sequence[Checked]) -> list[Chain]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.drafts.drafter import Guess, PagedDrafter
 from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.drafting import AGAIN, BEFORE
 from lowq_cli.engine.drafts.ngram import NGram
@@ -88,6 +88,7 @@ class DraftRounds:
         self._away_s, self._away_tokens = 0.0, 0  # of passes with prompt tokens that were read in this turn
         self._answers = Answers()
         self._rates = Rates([BEFORE] * (0 if drafter is None else drafter.most))
+        self._best: dict[int, Guess] = {}  # by sequence number, the guesses that `counts` chose from
         self._once = False  # whether a drafter was given a long text in this turn
         self._unguessed = 0  # passes since the last one for which the drafter ran
         self.on = True
@@ -142,7 +143,8 @@ class DraftRounds:
         n = len(texts)
         if not likely or not (plain := self.costs.plain_s(n)):
             return {}
-        chances = ((t.number, drafter.guess(min(MOST_DRAFTS, t.remaining - 1)).chances) for t, drafter in likely)
+        self._best = {t.number: drafter.guess(min(MOST_DRAFTS, t.remaining - 1)) for t, drafter in likely}
+        chances = ((number, guess.chances) for number, guess in self._best.items())
         given = max((len(drafter.given) for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
         apart = self.costs.gap_s + self.costs.guess_s(plain) * given
 
@@ -177,7 +179,7 @@ class DraftRounds:
         drafts = {}
         for text in plan.steps:
             n = self.scheduler.cache.most_drafts(counts.get(text.number, 0))
-            tokens = list(text.drafter.guess(n).tokens) if n and text.drafter is not None else []
+            tokens = list(self._best[text.number].tokens[:n]) if n else []
             slots = self.scheduler.draft(plan, text, len(tokens)) if tokens else None
             if slots is not None:
                 drafts[text.number] = tokens, slots

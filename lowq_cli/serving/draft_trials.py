@@ -5,6 +5,9 @@ from collections.abc import Callable
 from lowq_cli.engine.drafts.balance import Balance
 
 FIRST = 128  # plain passes of a size before drafts are tried with it
+# Min. tokens per second of drafts with several sequences, in those of plain passes: those that do not copy wait for those that do
+# (16 users of an 8B who copy: 99% of tokens within 9 ms with drafts, 5.7 without).
+GAIN = 1.2
 
 
 class Trials:
@@ -51,5 +54,5 @@ class Trials:
         if size not in self._each:
             more = min((n for n in self._each if n > size), default=None)
             pays = more is not None and self._each[more].allowed
-            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0)
+            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0, GAIN if size > 1 else 1.0)
         return self._each[size]

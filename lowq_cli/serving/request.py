@@ -147,7 +147,7 @@ def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) ->
     check_ids((*request.prompt, *request.draw.logit_bias), vocabulary)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make one takes 0.7 us instead of 4, and a pass with drafts makes a hundred
 class Event:
     """One token of a request, or its end, or both; only the last event of a request has a finish_reason.
 

@@ -371,7 +371,7 @@ def test_the_idle_time_before_passes_with_prompts_counts(idle, pay):
             now, spent = now + 0.003 + idle * drafts, spent + idle * drafts
             trials.passed(16, 0, 16, now, False, 0.003)
             continue
-        got, seconds = (40, 0.0048) if drafts else (16, 0.00209)
+        got, seconds = (48, 0.0048) if drafts else (16, 0.00209)
         now, spent, tokens, drafted = now + seconds, spent + seconds, tokens + got, drafted + drafts
         trials.passed(16, got, 16, now)
     assert tokens / spent > 0.98 * 16 / 0.00209
