@@ -51,8 +51,8 @@ class DraftCosts:
 
     def passed(self, texts: int, rows: int, seconds: float) -> None:
         """Record the seconds of a pass with drafts."""
-        if self.passes.seconds:
-            more = seconds - self.passes.seconds[self.passes.size(rows)]
+        if known := self.passes.seconds.get(self.passes.size(rows)):
+            more = seconds - known
             self.extra = max(0.0, self.extra + (NEWEST if self.extra else 1.0) * (more - self.extra))
             return
         plain = self.budget.seconds(texts, texts)
