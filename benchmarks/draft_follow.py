@@ -5,12 +5,14 @@
 The small model writes greedy answers to the prompts of `drafts.py`. Then the large one generates with the same prompts, drafts
 and loop as `lowq generate`, except that each token that it draws is replaced by the answer's. So the share of right drafts is
 that of the small model's texts, and the time of steps that of the large model. `--users`: the same in the server's engine, by
-so many users in a closed loop; there n-grams look only into a sequence's own tokens.
+so many users in a closed loop; there n-grams look only into a sequence's own tokens. Answers have NEW / 2 to NEW tokens: if all
+were as long, users without drafts would go on in step, and prompts would be read by themselves.
 """
 
 import argparse
 import json
 import queue
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,13 +129,15 @@ def served(model: Any, answers: dict[str, list[list[int]]], users: int, each: in
     texts = torch.tensor([ids + [0] * (LONGEST - len(ids)) for ids in whole], device=model.device)
     copying = range(len(whole) - len(answers["free"]))
     loads = {"copying": copying, "free": range(len(copying), len(whole))}
-    ask = lambda i, new: Request(tuple(whole[i[0]][:-new]), new, draw=Draw(seed=i[0]))  # noqa: E731
+    ask = lambda one, new: Request(tuple(whole[one[0]][:-new]), one[1], draw=Draw(seed=one[0]))  # noqa: E731
     started = engines(model, users, texts)
     for turn in range(3):  # the first is not counted: drafts are tried there
         for load, some in loads.items():
+            drawn = random.Random(users)
+            asked = [[some[i % len(some)], drawn.randint(NEW // 2, NEW)] for i in range(users * each)]
             for draft, engine in started.items():
                 before, by = engine.stats(), engine.drafts_by
-                row = served_loop(engine, engine.events, [[i] for i in some], users, each, ask)
+                row = served_loop(engine, engine.events, asked, users, each, ask)
                 stats = engine.stats()
                 about = {"part": "serve", "load": load, "users": users, "draft": draft, "drafts_by": by, "turn": turn}
                 counts = {"drafted": stats.drafted - before.drafted, "accepted": stats.accepted - before.accepted}
@@ -152,7 +156,7 @@ def main() -> None:
     parser.add_argument("--variant", default="4h8")
     parser.add_argument("--each", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--users", default="", help="numbers of users of the server")
-    parser.add_argument("--requests", type=int, default=2, help="of each user")
+    parser.add_argument("--requests", type=int, default=8, help="of each user")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
