@@ -66,8 +66,35 @@ def draft_same() -> str:
     lines = []
     for device, r in rows:
         gaps, counted = r["parted_at_gaps"], (f"{r[n]:,}" for n in ("tokens", "equal", "drafted", "accepted"))
-        lines.append((device, r["model"], r["draft"], r["prompts"], *counted, len(gaps), f"{max(gaps):.4f}" if gaps else ""))
+        model = r["model"] + ", deterministic" * r.get("deterministic", False)
+        parted = len(gaps), f"{max(gaps):.4f}" if gaps else ""
+        lines.append((device, model, r["draft"], r["prompts"], *counted, *parted))
     return table(columns, lines)
+
+
+@part
+def draft_follow() -> str:
+    """Tokens per second of n-grams with large models' shapes that write a small model's texts."""
+    found = []
+    for device, r in _rows("draft_follow.json", "generate"):
+        speeds = f"{r['tokens_per_s_without']:,.0f}", f"{r['tokens_per_s']:,.0f}", f"{r['times']:.2f}"
+        found.append(
+            (device, r["model"].upper(), r["variant"].split("h")[0], r["kind"], *speeds, f"{r['tokens_per_pass']:.2f}")
+        )
+    return table(("device", "model", ">bits", "text", ">tokens/s without", ">with", ">times", ">tokens a step"), found)
+
+
+@part
+def draft_users() -> str:
+    """The same in the server: tokens per second and the 99th percentile of waits for a token."""
+    rows = {(d, r["users"], r["load"], r["draft"]): r for d, r in _rows("draft_follow.json", "serve")}
+    found = []
+    for device, users, load in sorted({key[:3] for key in rows}):
+        none, ngram = (rows[device, users, load, draft] for draft in ("none", "ngram"))
+        speeds = f"{none['tokens_per_s']:,.0f}", f"{ngram['tokens_per_s']:,.0f}"
+        times = f"{ngram['tokens_per_s'] / none['tokens_per_s']:.2f}"
+        found.append((device, users, load, *speeds, times, f"{none['p99_ms']:.1f}", f"{ngram['p99_ms']:.1f}"))
+    return table(("device", ">users", "load", ">tokens/s without", ">with", ">times", ">p99 ms without", ">with"), found)
 
 
 @part

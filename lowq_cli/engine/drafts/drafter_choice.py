@@ -4,20 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, NoDrafts, PagedDrafter
-from lowq_cli.engine.drafts.drafting import GAP_S, FromHost, OnDevice, step_s
+from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.model_record import DRAFT, owned
-from lowq_cli.engine.plan import plan_of, why_not
 from lowq_cli.files.source import check_there, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
 
 NAMES = ("auto", "ngram", "mtp", "none")
-# Devices on which "auto" always means n-grams if no head was trained. On a GPU it does so in `generate` where a plain step is
-# LARGE times the host's gap before a step with drafts: on an H200 n-grams gave 1.69 to 2.72 times the speed with steps of 0.38
-# ms and more (models of 1B and 8B), 1.39 to 1.69 with steps of 0.10 ms and 0.95 to 1.19 with steps of 0.08 ms (2026-11-27).
+# Devices on which "auto" means n-grams if no head was trained. On a GPU "auto" then means no drafts: on an H200 n-grams gave
+# 1.69 to 2.72 times the speed with steps of 0.38 ms and more (models of 1B and 8B), 1.39 to 1.69 with steps of 0.10 ms and 0.95
+# to 1.19 with steps of 0.08 ms (2026-11-27).
 BY_NGRAMS = ("cpu",)
-LARGE = 3.0
 
 
 def check(draft: str) -> str:
@@ -29,15 +27,9 @@ def check(draft: str) -> str:
     return draft
 
 
-def settled(draft: str, device: str, large: bool = False) -> str:
-    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged. large:
-    what `is_large` says of the model."""
-    return ("ngram" if large or device in BY_NGRAMS else "none") if draft == "auto" else draft
-
-
-def is_large(model: Any) -> bool:
-    """Whether a plain step of the model takes at least LARGE times the host's gap before a step with drafts."""
-    return why_not(model) is None and step_s(plan_of(model)) >= LARGE * GAP_S
+def settled(draft: str, device: str) -> str:
+    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged."""
+    return ("ngram" if device in BY_NGRAMS else "none") if draft == "auto" else draft
 
 
 def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter | None:
@@ -47,7 +39,7 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
     Raises UsageError for an unknown name, UnsupportedError and DamagedError for a drafter that does not fit the model.
     """
     trained = Path(owned(model).tuned or "/nowhere") / DRAFT
-    name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type, is_large(model))
+    name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type)
     if name == "none":
         return None
     if name == "ngram":
@@ -89,7 +81,7 @@ def attach(
     drafter, refusal = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
     if drafter is None and same and model.device.type != "cpu":
         drafter = NoDrafts()  # its steps have as many rows as those with drafts
-    nothing = "as asked" if draft == "none" else "auto drafts by n-grams on a GPU where steps are longer; try --draft ngram"
+    nothing = "as asked" if draft == "none" else f"auto drafts by n-grams only on {', '.join(BY_NGRAMS)}; try --draft ngram"
     why = nothing if drafter is None else f"decoder {decoder.name} takes none" if refusal is None else refusal(texts)
     device = drafter if hasattr(drafter, "draft") and not why else None
     if refusal is not None:
