@@ -59,11 +59,16 @@ WITHIN = 2  # factor by which a calibration may be slower or faster than estimat
 TIMINGS = 5  # timings of the matmul that gives the rate; the shortest counts, since other work delays some
 ROUNDING = 8  # slowdown of rounding against a matmul, measured on two cores; see `operations`
 LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s for 6.0e12 operations; a matmul does 97e9/s
+# Duration of training all layers together as CUDA graphs, divided by the time of its operations at the matmul's rate, OVERHEAD
+# included. FILL
+RECORDED = 1.3
 
 
 def seconds(plan: Plan, device: torch.device) -> float:
     """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here."""
-    return OVERHEAD * operations(plan) * _operation_s(device)
+    alone, together = _operations(plan)
+    recorded = device.type == "cuda" and all(i.kind != "expert" for i in plan.items)
+    return (OVERHEAD * alone + (RECORDED if recorded else OVERHEAD * LEARNING) * together) * _operation_s(device)
 
 
 @cache
@@ -80,13 +85,19 @@ def _operation_s(device: torch.device) -> float:
 
 
 def operations(plan: Plan) -> float:
-    """The number of matmul operations of a calibration; it does not depend on the machine.
+    """The number of matmul operations of a calibration, slower ones counted as more; it does not depend on the machine."""
+    alone, together = _operations(plan)
+    return alone + LEARNING * together
+
+
+def _operations(plan: Plan) -> tuple[float, float]:
+    """The operations of the walk, slower ones counted as more, and those of training all layers together, as they are.
 
     Both streams run through each layer, and again up to each of about four stages: 9 operations per weight and token. Moments
     are two matmuls per stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING matmuls by
     (K, K). The curvature takes one forward pass and one backward pass, which counts as two. Learning runs a layer once forwards
     and once backwards (which counts as two) per epoch, and also before and after; learning all layers together runs each once
-    more forwards, with the tables; a step takes LEARNING times as long as its matmuls.
+    more forwards, with the tables; a step takes LEARNING times as long as its matmuls, less where it is a CUDA graph.
     """
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
     tokens = plan.recipe.tokens
@@ -105,8 +116,8 @@ def operations(plan: Plan) -> float:
         alone = sum(i.params for i in items if learns_alone(i, weights))
         work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
-            work += LEARNING * read * (8 * pass_count(items, weights) + 4) * (sum(learning) + tables)
-    return work
+            return work, read * (8 * pass_count(items, weights) + 4) * (sum(learning) + tables)
+    return work, 0.0
 
 
 class Calibration:

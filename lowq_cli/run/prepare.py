@@ -86,8 +86,9 @@ def prepare(
         folder = default_out(source, recipe) if out is None else Path(out)
         check_apart(folder, source.folder if Path(model).is_dir() else None)
         together = recipe.method != "auto" and quantizers.needs_distilling(recipe.method)
-        if together and recipe.calib_tokens is None and not budgeted and devices[0].type == "cuda":
-            recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, recipe, shard_size)))
+        if together and recipe.calib_tokens is None and not recipe.bounded and devices[0].type == "cuda":
+            uniform = replace(recipe, bpw=None, size=None)  # as many weights as the widths that are not chosen yet
+            recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, uniform, shard_size)))
         allocation = text = text_plan = met = trial = None
         given, notes = recipe.calib is not None, []
         if recipe.method != "auto" and quantizers.needs_text(recipe.method) and recipe.calib in (None, SELF):
