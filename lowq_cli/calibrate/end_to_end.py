@@ -25,7 +25,7 @@ from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
 from lowq_cli.calibrate.recorded import Recorded, adam, set_rate
-from lowq_cli.calibrate.requirements import PassDone, pass_count, rates, starts_straight
+from lowq_cli.calibrate.requirements import STRAIGHT_CODES, PassDone, pass_count, rates, starts_straight
 from lowq_cli.hf.layers import DecoderLayers, Others, following
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
@@ -68,7 +68,9 @@ class EndToEnd:
                 q = load_item(files[name], items[name])
                 if spot.cut.expert is None:
                     rate, _, code_rate = rates(q.bits, weights)
-                    near = spot.cut.of(held[spot.path]) if starts_straight(items[name], weights) else None
+                    straight = starts_straight(items[name], weights)
+                    near = spot.cut.of(held[spot.path]) if straight else None
+                    code_rate = min(code_rate, STRAIGHT_CODES) if straight else code_rate
                     mine[name] = Grid(q, dtypes[name], device, rate, code_rate, near)
                     if spot.cut.rows is None and not spot.cut.transposed:
                         held[spot.path] = held[spot.path].to("meta")  # all of its values come from the grid

@@ -8,6 +8,7 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.plan.recipe import CALIB_TOKENS
+from lowq_packers.scheme import Scheme
 
 # `learn` also reads windows of random tokens, one for every UNSEEN windows of text: otherwise it unlearns tokens that the text
 # lacks (the bundled text lacks a third of story's vocabulary). Perplexity of story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4
@@ -27,8 +28,10 @@ WIDER = (1e-3, 0.0, 0.0)
 BOTH_SIDES = (3, 4)
 # Bits at which `distill` trains all layers together right from gptq's codes, each of which starts where its weight lies between
 # two codes, in MORE_PASSES. Base, 2 bits g64, 524,288 tokens of own text, perplexity on WikiText-2 / mix: 36.65 / 45.26; from
-# learn's result, codes in the middle of their intervals, PASSES: 38.68 / 47.08. At 3 bits KL is that of yaqa's start.
-STRAIGHT = (2,)
+# learn's result, codes in the middle of their intervals, PASSES: 38.68 / 47.08. At 3 bits KL is that of yaqa's start, for which
+# tables with scales in bytes take too long: base in groups of 16 was not done after 235 s on an H200, gptq after 50.
+STRAIGHT, STRAIGHT_BYTES = (2,), (2, 3)
+STRAIGHT_CODES = 2e-3  # the codes' rate then. Base, 2 bits: KL 0.290 / 0.321, by 5e-3 0.304 / 0.336 (table-e4m3 g16, own text)
 PASSES, MORE_PASSES = 4, 8
 MOST_CODES = 2 * 10**9  # max. weights whose codes are trained together: each takes 12 bytes of memory, and of disk after a pass
 ALONE_TOKENS = 131072  # max. tokens that a layer is trained on alone if all layers are trained together afterwards
@@ -102,9 +105,13 @@ def pass_count(items: Iterable[Item], weights: int) -> int:
 
 def starts_straight(item: Item, weights: int) -> bool:
     """Whether all layers train a matrix together right from gptq's codes: not where so many weights keep their codes."""
-    if not item.scheme or item.scheme.bits not in STRAIGHT or not quantizers.needs_distilling(str(item.method)):
+    if not item.scheme or not quantizers.needs_distilling(str(item.method)):
         return False
-    return rates(item.scheme.bits, weights)[2] > 0
+    return _in_straight_widths(item.scheme) and rates(item.scheme.bits, weights)[2] > 0
+
+
+def _in_straight_widths(scheme: Scheme) -> bool:
+    return scheme.bits in (STRAIGHT if scheme.scale == "float" else STRAIGHT_BYTES)
 
 
 def learns_alone(item: Item, weights: int) -> bool:
@@ -120,7 +127,9 @@ def rounds_both_sides(item: Item) -> bool:
     method = str(item.method)
     if not quantizers.needs_curvature(method) or item.kind == "expert":
         return False
-    return not quantizers.needs_learning(method) or bool(item.scheme and item.scheme.bits in BOTH_SIDES)
+    if not quantizers.needs_learning(method):
+        return True
+    return bool(item.scheme and item.scheme.bits in BOTH_SIDES and not _in_straight_widths(item.scheme))
 
 
 def is_calibrated(plan: Plan) -> bool:
