@@ -30,7 +30,7 @@ from lowq_kernels.dispatch.timing import Thunk, graph_time, rotation
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.layouts.tile import ROW_STEP, ROWS, expected_shapes
 from lowq_packers.scheme import Scheme
-from lowq_packers.tables import to_bytes
+from lowq_packers.tables import signed, to_bytes
 
 SMALL = "1,2,4,8,16"
 ALL = SMALL + ",32,64,128,256,1024,4096"
@@ -72,6 +72,8 @@ def random_weight(N: int, K: int, scheme: Scheme, dtype: torch.dtype, seed: int)
     words, meta = expected_shapes(scheme, N, K)
     w = torch.randint(-(2**31), 2**31 - 1, words, dtype=torch.int32, device="cuda", generator=g)
     scales = (torch.rand(meta, device="cuda", generator=g) * 0.009 + 0.001) * (15 / (scheme.levels - 1))
+    if signed(scheme):
+        scales[..., ::2] *= -1
     scales = scales.to(dtype) if scheme.scale == "float" else to_bytes(scales, scheme.scale)
     table = torch.rand(1, scheme.table_width, device="cuda", generator=g) + 0.1 if scheme.table_width else None
     zeros = None

@@ -20,7 +20,7 @@ def plausible(t: torch.Tensor, s: Scheme, role: str) -> torch.Tensor:
     if role == "table":
         return tables.good_companion(s, t)
     if role == "scale" and s.scale in tables.BYTES:
-        return tables.good_scales(t, s.scale)
+        return tables.good_scales(t, s)
     good = t.isfinite().all()
     if role == "zero" and s.zero == "int":
         good = good & ((t == t.round()) & (t >= 0) & (t < s.levels)).all()

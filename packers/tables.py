@@ -4,9 +4,9 @@
 
 A table has 2**bits entries, in the order of the codes: one of `FIXED`, or ("fitted") the weight's own, in fp32. Scales are
 floats, or bytes: "e4m3" (NVFP4), which an fp32 factor of the whole weight multiplies unless the table is fitted, or "e8m0"
-(MXFP4), powers of two. `companion` is what a weight holds beside words and scales: its table, or its factor, in fp32,
-(T, 2**bits) or (T, 1). T is 1 in the files of one matrix; where T matrices of as many rows each are one layer, row n has the
-table of its own: n // (N // T).
+(MXFP4), powers of two. An e4m3 scale of a fitted table may be negative: its group then has the table's mirror image.
+`companion` is what a weight holds beside words and scales: its table, or its factor, in fp32, (T, 2**bits) or (T, 1). T is 1 in
+the files of one matrix; where T matrices of as many rows each are one layer, row n has the table of its own: n // (N // T).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ FIXED: dict[str, tuple[float, ...]] = {
     # ggml's kvalues_iq4nl
     "iq4_nl": (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
 }
-E4M3_MAX = 448.0  # byte 126; 127 is NaN, and bytes from 128 on are negative, which scales never are
+E4M3_MAX = 448.0  # byte 126; 127 is NaN, and bytes from 128 on are negative
+SIGN = 0x80  # the bit that makes an e4m3 number negative
 E8M0_NAN = 255
 BYTES = {"e4m3": 127, "e8m0": E8M0_NAN}  # the first byte that is no scale
 
@@ -64,9 +65,9 @@ def from_bytes(scales: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def to_bytes(scales: torch.Tensor, kind: str) -> torch.Tensor:
-    """Positive fp32 scales as the nearest of 8 bits, at least the smallest: uint8 (ties of "e8m0" go to the larger)."""
+    """fp32 scales (of "e8m0" positive, ties go to the larger) as the nearest of 8 bits, at least the smallest: uint8."""
     if kind == "e4m3":
-        return scales.clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        return scales.abs().clamp(2.0**-9, E4M3_MAX).copysign(scales).to(torch.float8_e4m3fn).view(torch.uint8)
     exponent = torch.frexp(scales * (4 / 3))[1] - 1  # 2**e is nearest from 0.75 * 2**e on: the mean of its neighbours
     return (exponent + 127).clamp(0, E8M0_NAN - 1).to(torch.uint8)
 
@@ -121,9 +122,14 @@ def check_shape(scheme: Scheme, companion: torch.Tensor | None, N: int) -> None:
     raise SchemeError(f"{scheme} needs {expected} next to its scales, got {given}")
 
 
-def good_scales(scales: torch.Tensor, kind: str) -> torch.Tensor:
+def signed(scheme: Scheme) -> bool:
+    """Whether a scheme's scales may be negative."""
+    return scheme.table == "fitted" and scheme.scale == "e4m3"
+
+
+def good_scales(scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Whether bytes are scales: a bool () on their device."""
-    return (scales < BYTES[kind]).all()
+    return ((scales & ~SIGN if signed(scheme) else scales) < BYTES[scheme.scale]).all()
 
 
 def good_companion(scheme: Scheme, companion: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,22 @@ enum { E2M1 = 4, BOOK = 5, BOOK_PLANES = 6, SCALES_E4M3 = 16, SCALES_E8M0 = 32 }
 constexpr bool of_table(int form) { return (form & 15) >= E2M1; }
 constexpr bool of_bytes(int form) { return form >= SCALES_E4M3; }
 
-// Two scales in the low half of v, a byte each. e4m3: the bits, moved to fp32's place, are 2^-120 times the number.
+// Two scales in the low half of v, a byte each. Those of e4m3 may be negative.
+__device__ __forceinline__ u32 e4m3_halves(u32 v) {  // two numbers of e4m3 in the low half of v, in fp16, which holds them
+#if __CUDA_ARCH__ >= 890 || !defined(__CUDA_ARCH__)
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)v));
+    return halves;
+#else
+    const u32 top = __byte_perm(v, 0, 0x1404);  // each byte at the top of a half; moved down by a bit: 2^-8 times the number
+    return fma2<FP16>((top >> 1 & 0x3f803f80u) | (top & 0x80008000u), Half<FP16>::power(8), 0x80008000u);
+#endif
+}
 template <int FORM>
 __device__ __forceinline__ float2 byte_scales(u32 v) {
     if constexpr ((FORM & SCALES_E8M0) != 0)
         return make_float2(__uint_as_float((v & 0xff) << 23), __uint_as_float((v >> 8 & 0xff) << 23));
-    const float power = __uint_as_float(247u << 23);  // 2^120
-    return make_float2(__uint_as_float((v & 0xff) << 20) * power, __uint_as_float((v >> 8 & 0xff) << 20) * power);
+    return to_floats<FP16>(e4m3_halves(v));
 }
 
 __device__ __forceinline__ u32 either_of(u32 a, u32 b, u32 mask) {  // one LOP3, which C++ makes two of
@@ -66,7 +75,11 @@ struct HalfScales {
     }
     static __device__ __forceinline__ u32 of(u32 v) {
         if constexpr (!of_bytes(FORM)) return times(v, UP);
-        else if constexpr (T == FP16 && !E4M3) {
+        else if constexpr (E4M3 && !SMALL) {
+            if constexpr (T == FP16) return e4m3_halves(v);
+            const float2 wide = byte_scales<FORM>(v);
+            return from_floats<T>(wide.x, wide.y);
+        } else if constexpr (T == FP16 && !E4M3) {
             const float2 wide = byte_scales<FORM>(v);
             return from_floats<T>(wide.x * (1 << UP), wide.y * (1 << UP));
         } else {

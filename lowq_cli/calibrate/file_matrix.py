@@ -154,7 +154,7 @@ class GivenCodes:
         return GivenCodes(replace_scales(q, stored))
 
     def _nearest(self, old: torch.Tensor, wide: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stored form and the value of the scales (N,) nearest to `wanted`; scales stored as bytes are positive."""
+        """The stored form and the value of the scales (N,) nearest to `wanted`; those in bytes keep their sign."""
         kind = self.q.scheme.scale
         if kind == "float":
             new = wanted.to(_narrowest(self.q.scales)).to(old.dtype)
@@ -162,7 +162,8 @@ class GivenCodes:
             new = torch.where(sound, new, old[:, 0])
             return new, new.float()
         factor = 1.0 if self.q.table is None or self.q.scheme.table == "fitted" else self.q.table.flatten()
-        new = tables.to_bytes((wanted.clamp(min=TINY) / factor).unsqueeze(-1), kind)[:, 0]
+        sign = torch.where(wide < 0, -1.0, 1.0)
+        new = tables.to_bytes(((wanted * sign).clamp(min=TINY) * sign / factor).unsqueeze(-1), kind)[:, 0]
         return new, from_bytes(new, kind) * factor
 
 

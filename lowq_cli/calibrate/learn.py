@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowq_cli.calibrate.layer_walk import Hidden, Layer
+from lowq_cli.quantizers._table_book import divisor
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.tables import from_bytes, to_bytes, values
 
@@ -114,7 +115,7 @@ class Grid:
 
     def _places(self, groups: torch.Tensor) -> torch.Tensor:
         """Weights (N, G, g) in codes, between two of which they lie."""
-        over = groups / self.scales.clamp(min=TINY)
+        over = groups / divisor(self.scales)
         if self.table is None:
             return over + self.zeros
         table = self.table.detach() * self.span

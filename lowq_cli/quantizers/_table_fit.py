@@ -2,9 +2,9 @@
 
 import torch
 
-from lowq_cli.quantizers._table_book import TINY, Book
+from lowq_cli.quantizers._table_book import TINY, Book, divisor
 from lowq_packers.scheme import Scheme
-from lowq_packers.tables import E4M3_MAX, FIXED
+from lowq_packers.tables import E4M3_MAX, FIXED, signed
 
 SAMPLE = 1 << 20  # max. weights that a table is fitted to: whole rows at equal distances
 ROUNDS = 3  # rounds: each fits a table to weights / scales, with the best scales for the previous table
@@ -57,7 +57,10 @@ def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """A table (1, 2**bits) of largest magnitude 1 for rows (R, K)."""
     free = Scheme(scheme.bits, scheme.group_size, "none", "fitted")  # scales are not rounded during the fit
     groups = W.reshape(W.shape[0], -1, scheme.group_size)
+    mirrored = signed(scheme)
     scales = groups.abs().amax(-1)
+    if mirrored:  # the largest weight of each group lies on the table's positive side
+        scales = torch.where(groups.amax(-1) + groups.amin(-1) < 0, -scales, scales)
     even = table = torch.linspace(-1, 1, scheme.levels, device=W.device)
     for i in range(ROUNDS):
         mass, moment = _histogram(groups, scales)
@@ -66,7 +69,7 @@ def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         if not (most := table.abs().amax()) > 0:  # nothing to fit: all weights are 0 (or NaN, which `quantize` refuses)
             return even.unsqueeze(0)
         table = table / most
-        book = Book(free, table.unsqueeze(0), W.device, None)
+        book = Book(free, table.unsqueeze(0), W.device, None, mirrored)
         if i < ROUNDS - 1:
             scales = book.search(groups)[1]
     return table.unsqueeze(0)
@@ -74,7 +77,7 @@ def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 def _histogram(groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Per bin of weights / scales: the sum of scale^2 (the cost of an error), and the sum of scale^2 * weight / scale."""
-    wide = scales.clamp(min=TINY).unsqueeze(-1)
+    wide = divisor(scales).unsqueeze(-1)
     over = groups / wide
     bins = ((over / REACH + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).flatten()
     cost = wide.double().square().expand_as(over)

@@ -130,7 +130,7 @@ def check_companions(
     scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None, scheme: Scheme, name: str
 ) -> None:
     """Raise DamagedError for scales, zeros or tables that no quantizer writes: kernels would silently compute with them."""
-    good = scales.isfinite().all() if scheme.scale == "float" else tables.good_scales(scales, scheme.scale)
+    good = scales.isfinite().all() if scheme.scale == "float" else tables.good_scales(scales, scheme)
     if table is not None:
         good = good & tables.good_companion(scheme, table)
     if zeros is not None:

@@ -5,6 +5,7 @@ import torch
 
 from lowq_cli import quantizers
 from lowq_cli.quantizers import _slabs, hqq
+from lowq_packers import tables
 from lowq_packers.errors import DamagedError, SchemeError, UsageError
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
@@ -128,6 +129,15 @@ def test_lsq_comes_near_the_best_grid_for_a_normal_weight(bits, limit):
     """Max's optimum for an infinite normal sample: 0.107, 0.194, 0.345, 0.603 (square roots of his table II)."""
     W = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1))
     assert relative_error(quantizers.get("lsq")(W, Scheme(bits, 64)), W) < limit
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(4, 0.067), (3, 0.138), (2, 0.285)])
+def test_groups_that_mirror_the_table_lose_less(bits, limit):
+    """Scales of both signs. With positive ones alone 0.0703, 0.1449 and 0.3057 are lost."""
+    W = torch.randn(128, 512, generator=torch.Generator().manual_seed(1))
+    q = quantizers.get("lsq")(W, Scheme(bits, 16, "none", "fitted", "e4m3"))
+    assert relative_error(q, W) < limit
+    assert 0.4 < (q.scales >= tables.SIGN).float().mean() < 0.6
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -20,7 +20,7 @@ from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
-from lowq_packers.tables import to_bytes
+from lowq_packers.tables import signed, to_bytes
 
 EMPTY = torch.empty
 
@@ -79,6 +79,8 @@ def weight(
     scales = torch.rand(N, s.groups(K), generator=g, device="cpu") * 0.009 + 0.001
     if s.table:
         scales *= 10  # of values around 1, where codes are around 8
+        if signed(s):
+            scales[:, ::2] *= -1
         own = torch.rand(tables, s.table_width, generator=g, device="cpu") + 0.1 if s.table_width else None
         return QuantizedTensor.of(s, codes, scales.to(dtype) if s.scale == "float" else to_bytes(scales, s.scale), None, own)
     zeros = (torch.rand(scales.shape, generator=g, device="cpu") * (s.levels - 1)).to(dtype)

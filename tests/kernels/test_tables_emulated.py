@@ -54,6 +54,7 @@ CASES = [
     Case(Scheme(4, 32, "none", "iq4_nl"), F16, 2, 40, 160, 0.2),
     Case(Scheme(4, 128, "none", "fitted"), BF16, 8, 128, 256, 0.8, tables=2),
     Case(Scheme(4, 16, "none", "fitted", "e4m3"), F16, 1, 40, 208, 0.35),
+    Case(Scheme(3, 16, "none", "fitted", "e4m3"), BF16, 2, 40, 240, 0.6),
     Case(Scheme(4, 16, "none", "nf4", "e4m3"), F16, 3, 96, 208, 0.35, tables=2),
     Case(Scheme(3, 64, "none", "fitted"), F16, 1, 64, 576, 0.1, tables=2),
     Case(Scheme(3, 16, "none", "fitted"), BF16, 4, 36, 144),
@@ -68,7 +69,8 @@ CASES = [
         (4, 128, "nf4", BF16, 16, 80, 512, 0.1, 1), (4, 32, "iq4_nl", BF16, 300, 136, 160, 0.95, 1),
         (4, 128, "fitted", F16, 32, 256, 1024, 0.45, 4), (4, 16, "nf4/e4m3", BF16, 9, 64, 144, 0.0, 2),
         (3, 64, "fitted", F16, 150, 192, 640, 0.97, 2), (3, 128, "fitted", BF16, 32, 72, 512, 0.3, 1),
-        (2, 64, "fitted", BF16, 65, 128, 448, 0.8, 1), (2, 256, "fitted/e8m0", F16, 24, 96, 512, 0.35, 2),
+        (2, 64, "fitted", BF16, 65, 128, 448, 0.8, 1), (3, 16, "fitted/e4m3", F16, 70, 72, 320, 0.6, 1),
+        (2, 32, "fitted/e4m3", BF16, 20, 96, 256, 0.2, 2), (2, 256, "fitted/e8m0", F16, 24, 96, 512, 0.35, 2),
     )),
     *(Case(s, d, 5, 100, 272 if s.group_size == 16 else 288, kernel="cuda/tile_dequant", tables=t) for s, d, t in (
         (NVFP4, F16, 1), (NVFP4, BF16, 2), (MXFP4, F16, 1), (Scheme(4, 96, "none", "nf4"), BF16, 1),
@@ -82,6 +84,8 @@ def weight(case):
     s, g = case.scheme, torch.Generator().manual_seed(case.N + case.K)
     W_q = torch.randint(0, s.levels, (case.N, case.K), generator=g).to(torch.uint8)
     scales = 10 ** (torch.rand(case.N, s.groups(case.K), generator=g) * 3 - 2)
+    if tables.signed(s):
+        scales[:, ::2] *= -1
     scales = scales.to(case.dtype) if s.scale == "float" else tables.to_bytes(scales, s.scale)
     table = torch.rand(case.tables, s.table_width, generator=g) * 2e-4 + 1e-5 if s.table_width else None
     if table is not None and s.table == "fitted":

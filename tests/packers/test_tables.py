@@ -25,6 +25,8 @@ def random_table(s: Scheme, N: int, K: int, dtype: torch.dtype = torch.float16, 
     g = torch.Generator().manual_seed(N * 31 + K + s.bits)
     W_q = torch.randint(0, s.levels, (N, K), generator=g).to(torch.uint8)
     scales = torch.rand(N, s.groups(K), generator=g) * 0.02 + 0.001
+    if tables.signed(s):
+        scales[:, ::2] *= -1
     scales = scales.to(dtype) if s.scale == "float" else tables.to_bytes(scales, s.scale)
     table = torch.rand(T, s.table_width, generator=g) * 2 + 0.05 if s.table_width else None
     if table is not None and s.table == "fitted":
@@ -57,6 +59,7 @@ def test_all_bytes_are_the_scales_that_their_formats_say():
     for kind, count in tables.BYTES.items():
         first = 1 if kind == "e4m3" else 0  # a scale of 0 is read, never written
         assert torch.equal(tables.to_bytes(tables.from_bytes(every[first:count], kind), kind), every[first:count])
+    assert torch.equal(tables.to_bytes(-tables.from_bytes(every[1:127], "e4m3"), "e4m3"), every[129:255])
     between = torch.tensor([1.49, 1.51, 2.99, 3.01])
     assert tables.to_bytes(between, "e8m0").tolist() == [127, 128, 128, 129]
 
@@ -149,6 +152,8 @@ def test_values_that_no_quantizer_writes_are_not_plausible():
     assert plausible(good, NVFP4, "scale")
     assert not plausible(nan, NVFP4, "scale")
     assert not plausible(nan + 1, NVFP4, "scale")  # a negative one
+    assert plausible(good + 128, SCHEMES[5], "scale")
+    assert not plausible(nan + 128, SCHEMES[5], "scale")
     assert plausible(nan, MXFP4, "scale")
     assert not plausible(nan * 0 + 255, MXFP4, "scale")
     for bad in (0.0, -1.0, torch.inf, torch.nan):

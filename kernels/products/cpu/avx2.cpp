@@ -82,7 +82,7 @@ struct Isa {
         if (dtype == 2) return _mm256_loadu_ps((const float*)p + at);
         if (dtype > 2) {
             __m128i v = _mm_loadl_epi64((const __m128i*)((const uint8_t*)p + at));
-            if (dtype == 3) return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(v), 7));
+            if (dtype == 3) return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(v), 7), _mm_set1_epi16(~(1 << 14))));
             return _mm256_castsi256_ps(_mm256_max_epi32(left(_mm256_cvtepu8_epi32(v), 23), _mm256_set1_epi32(1 << 22)));
         }
         __m128i v = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + at));

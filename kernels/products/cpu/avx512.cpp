@@ -87,7 +87,8 @@ struct Isa {
         if (dtype == 2) return _mm512_loadu_ps((const float*)p + at);
         if (dtype > 2) {
             __m128i v = _mm_loadu_si128((const __m128i*)((const uint8_t*)p + at));
-            if (dtype == 3) return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(v), 7));
+            const __m256i signs = _mm256_set1_epi16(~(1 << 14));
+            if (dtype == 3) return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(v), 7), signs));
             return _mm512_castsi512_ps(_mm512_max_epi32(left(_mm512_cvtepu8_epi32(v), 23), _mm512_set1_epi32(1 << 22)));
         }
         __m256i v = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + at));

@@ -66,7 +66,8 @@ struct Isa {
             uint32_t four;
             __builtin_memcpy(&four, (const uint8_t*)p + at, 4);
             const uint16x4_t v = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
-            if (dtype == 3) return vcvt_f32_f16(vreinterpret_f16_u16(vshl_n_u16(v, 7)));
+            const uint16x4_t e4m3 = vorr_u16(vshl_n_u16(vand_u16(v, vdup_n_u16(0x7f)), 7), vshl_n_u16(vand_u16(v, vdup_n_u16(0x80)), 8));
+            if (dtype == 3) return vcvt_f32_f16(vreinterpret_f16_u16(e4m3));
             return vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_u16(v), 23), vdupq_n_u32(1 << 22)));
         }
         uint16x4_t v = vld1_u16((const uint16_t*)p + at);

@@ -155,10 +155,11 @@ def plain_code(word_0, word_1, word_2, j: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def byte_scales(b, SCALES: tl.constexpr):
-    """Scales of 8 bits, "e4m3" or "e8m0", as fp32: their bits in fp32's place; times 2^120 for e4m3, by the bias."""
+    """Scales of 8 bits, "e4m3" or "e8m0", as fp32: bits in fp32's place; of e4m3 with the sign, times 2^120 by the bias."""
     if SCALES == "e8m0":
         return (b.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return (b.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    bits = (b.to(tl.int32) & 127) << 20 | (b.to(tl.int32) & 128) << 24
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
