@@ -213,6 +213,36 @@ def http_users() -> str:
 
 
 @part
+def http_loads() -> str:
+    """Loads with documents, agents and chats, and adapters, by `lowq serve` and by vLLM's server with its own kernels."""
+    ours, theirs = (read(f"h200/http_loads_{name}.json") for name in ("lowq", "vllm"))
+    own, other, lines = ours["servers"]["lowq"], theirs["servers"]["export"], []
+    for name in (n for n in own if n.startswith(("rag", "agents", "chats", "adapters"))):
+        one, two = own[name], other.get(name)
+        ratio = f"{one['tokens_per_s'] / two['tokens_per_s']:.2f}" if two else ""
+        times, gaps = [], []
+        for row in (one, two):
+            times.append("{p50:.0f} / {p99:.0f}".format(**row["ttft_ms"]) if row else "")
+            gaps.append("{p50:.1f} / {p99:.0f}".format(**row["between_ms"]) if row else "")
+        load = f"16 users, {name.rpartition('_')[2]} adapters" if name.startswith("adapters") else name
+        speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in (one, two)]
+        lines.append((load, *speeds, ratio, *times, *gaps))
+    columns = (
+        "load",
+        ">lowq serve, tokens/s",
+        ">vLLM",
+        ">ratio",
+        ">first token, ms p50 / p99",
+        ">vLLM",
+        ">between tokens",
+        ">vLLM",
+    )
+    where = f"{ours['device']}, {ours['date'][:10]}, torch {ours['torch']}, vLLM {theirs['vllm']}"
+    how = "one GPU, one server after the other, each with 28 GB of cache; empty cells were not reached"
+    return f"{where}, {how}:\n\n{table(columns, lines)}"
+
+
+@part
 def vllm_quality() -> str:
     """Perplexity and greedy tokens by lowq and through vLLM."""
     report, lines = read(QUALITY), []
