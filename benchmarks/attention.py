@@ -247,7 +247,8 @@ def packed() -> Iterator[dict[str, float | int | str]]:
             alone.append(partial(prompt.attend_prompt, *mine))
             rows, pos = rows + [b] * new, [*pos, *range(start, start + new)]
             tiles += [(t, min(t + reference.TILE, first + new)) for t in range(first, first + new, reference.TILE)]
-        p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (rows, pos, tiles)))
+        of_rows, at, cuts = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (rows, pos, tiles))
+        p = reference.Packed(table, of_rows, at, cuts)
         together = partial(prompt.attend_packed, qkv, pools[0], pools[1], p, *turned, HEADS)
         wrong = error(together(), torch.cat([way()[0] for way in alone]))
         row: dict[str, float | int | str] = {"pieces": str(pieces), "error_beside_own": wrong}

@@ -69,7 +69,7 @@ def kernels(engine: Engine, n: int, tokens: int, vocabulary: int, seed: int) -> 
         end = max(end, at + us)
     slowest = max(by_name.values(), key=sum)
     eighth = max(1, len(slowest) // 8)
-    rows = sorted(([name[:90], len(us), round(sum(us) / 1e3, 3)] for name, us in by_name.items()), key=lambda r: -r[2])
+    rows = sorted(((name[:90], len(us), round(sum(us) / 1e3, 3)) for name, us in by_name.items()), key=lambda r: -r[2])
     return {
         "span_ms": round((end - found[0][0]) / 1e3, 3),
         "busy_ms": round(sum(us for _, us, _ in found) / 1e3, 3),

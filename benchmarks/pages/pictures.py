@@ -83,3 +83,16 @@ def pictures_passes() -> str:
             cells.append((PASSES[r["passes"]], f"{r['tokens_per_s']:,.0f}", *times, m["n"], f"{m['total_s']:.1f}"))
     columns = ("passes with prompts", ">tokens/s", ">first token, ms", ">between tokens, ms", ">such passes", ">their time, s")
     return table(columns, cells)
+
+
+@part
+def pictures_vllm() -> str:
+    """vLLM's server under users who send pictures (h200/pictures_http.json)."""
+    report = json.loads((RESULTS / "h200" / "pictures_http.json").read_text())
+    served, lines = {"export": "vLLM 0.24, its own kernels", "lowq": "lowq serve"}, []
+    for server, row in report["servers"].items():
+        for r in (v for k, v in row.items() if k.startswith("users_")):
+            times = ("{p50:.0f} / {p99:.0f}".format(**r[k]) for k in ("ttft_ms", "between_ms"))
+            lines.append((served[server], r["users"], f"{r['tokens_per_s']:,.0f}", *times))
+    columns = ("server", ">users", ">tokens/s", ">first token, ms p50 / p99", ">between tokens")
+    return f"Over HTTP, {report['device']}, {report['date'][:10]}, all 36 layers:\n\n{table(columns, lines)}"
