@@ -4,6 +4,7 @@ import time
 
 import counting
 import pytest
+import torch
 from asking import Client, build, prompts
 
 from lowq_cli.serving.catalog import Offer
@@ -45,6 +46,7 @@ def test_measurements_hold_for_the_same_files_and_options(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_a_later_load_on_a_gpu_answers_before_its_passes_are_recorded(draft):
     model = build("llama").cuda().half()
