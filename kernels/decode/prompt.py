@@ -212,10 +212,12 @@ def attend_prompt(
     config: the kernel's, instead of the one that dispatch chooses.
     """
     units = qkv.shape[0] * -(-(start + qkv.shape[1]) // reference.TILE)
-    if _chosen(qkv, qkv.shape[0] * qkv.shape[1], k_cache, 0, h, units) is None:
+    if _chosen(qkv, qkv.shape[0] * qkv.shape[1], k_cache, 0, h, (units, qkv.shape[0])) is None:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
-    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0), units, config).reshape(B, T, -1)
+    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0), (units, B), config).reshape(
+        B, T, -1
+    )
 
 
 def attend_packed(
@@ -232,16 +234,16 @@ def attend_packed(
 
     config: as in `attend_prompt`; its BLOCK_M is the size of p's tiles.
     """
-    if _chosen(qkv, qkv.shape[0], k_cache, k_cache.shape[2], h, p.units) is None:
+    if _chosen(qkv, qkv.shape[0], k_cache, k_cache.shape[2], h, (p.units, p.sequences)) is None:
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
     sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
-    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, p.units, config)
+    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, (p.units, p.sequences), config)
 
 
-def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads, units: int) -> Choice | None:
+def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads, units: tuple[int, int]) -> Choice | None:
     """The kernel for M tokens, or None if no kernel takes them."""
     act: Act = "none" if h.window or h.sinks is not None else h.act
-    call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond, act, units)
+    call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond, act, *units)
     if qkv.is_cuda:
         return find(call)
     spec = named("triton/prompt")  # also in Triton's interpreter
@@ -257,7 +259,7 @@ def _launch(
     sin: torch.Tensor,
     h: Heads,
     sizes: Sizes,
-    units: int,
+    units: tuple[int, int],
     config: Config | None,
 ) -> torch.Tensor:
     """Launches both kernels over qkv (M, ...)."""

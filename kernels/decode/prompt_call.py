@@ -19,7 +19,7 @@ class PromptCall:
     Its kernels are launch(y, k_cache, v_cache, packed, heads, sizes, config) -> y (M, HQ * D). On entry y holds the queries:
     normed, rotated and, over a cache of codes, Hadamard-transformed. packed None: T tokens of each sequence, from slot `start`
     on. beyond: see `Heads.beyond`. act: how products round what the layer multiplies; "fp8" allows a kernel to round queries,
-    keys, values and weights of values as well. units: see `Packed.units`.
+    keys, values and weights of values as well. units, sequences: see `Packed`.
     """
 
     op: ClassVar[Op] = "prompt"
@@ -33,3 +33,4 @@ class PromptCall:
     beyond: tuple[str, ...] = ()
     act: Act = "none"
     units: int = 0
+    sequences: int = 1

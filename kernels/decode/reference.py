@@ -85,7 +85,7 @@ class Packed:
 
     pos, rows: (M,) each token's slot, and its sequence's row of `table` (rows, most). tiles: (n, 2) first and end of tokens of
     one sequence. Each token is in one tile; padding tokens are in none, and their output is undefined. units: how many times
-    128 slots the sequences take up to their last tokens, each sequence rounded up; 0: the host does not know.
+    128 slots the sequences take up to their last tokens, each sequence rounded up; 0: unknown on the host. sequences: how many.
     """
 
     table: torch.Tensor
@@ -93,6 +93,7 @@ class Packed:
     pos: torch.Tensor
     tiles: torch.Tensor
     units: int = 0
+    sequences: int = 1
 
 
 def tile_rows(D: int) -> int:

@@ -303,7 +303,9 @@ class ModelRunner:
             own = Runs(runs, C, self.device, states.view(-1, 4) if most else None, most)
             ids, pos, rows, rest = chunk[:C], chunk[C : 2 * C], chunk[2 * C : 3 * C], chunk[3 * C :]
             units = sum(-(-run.length // TILE) for run in runs)
-            packed = Packed(r.tables[0] if r.tables else rows.view(-1, 1), rows, pos, rest[: 2 * n].view(n, 2), units)
+            packed = Packed(
+                r.tables[0] if r.tables else rows.view(-1, 1), rows, pos, rest[: 2 * n].view(n, 2), units, len(runs)
+            )
             half = (rest.shape[0] - 2 * n) // 2
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids

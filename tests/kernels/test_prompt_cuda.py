@@ -180,7 +180,7 @@ def test_unsupported_calls_are_refused():
 def test_supported_calls_choose_it():
     assert select(CALL)[0].name == "cuda/prompt"
     assert select(dataclasses.replace(CALL, kv="fp8"))[0].name == "triton/prompt"
-    eight = dataclasses.replace(CALL, M=2048, act="fp8", units=16)
+    eight = dataclasses.replace(CALL, M=2048, act="fp8", units=96, sequences=2)
     assert select(eight)[0].name == "cuda/prompt8"
-    for other in ({"act": "none"}, {"act": "int8"}, {"units": 0}, {"M": 512}, {"D": 64}):
+    for other in ({"act": "none"}, {"act": "int8"}, {"units": 0}, {"units": 95}, {"M": 512}, {"D": 64}):
         assert select(dataclasses.replace(eight, **other))[0].name == "cuda/prompt", other
