@@ -2,9 +2,9 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,14 +12,12 @@ from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.pictures import Features, Shown
 from lowq_cli.engine.plan import plan_of, why_not
+from lowq_cli.engine.recorded_tower import TOGETHER, RecordedTower
 from lowq_cli.files.picture_file import decode, read_picture
 from lowq_cli.files.source import open_source
-from lowq_cli.hf.pictures import Picture, Processor, expanded, framed
+from lowq_cli.hf.pictures import Picture, Processor, expanded, framed, size_of
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from lowq_cli.hf.tower import Tower
 
 KEPT_BYTES = 1 << 28  # max. bytes of cached features: 256 MB, 30 images of 1,024 rows for an 8B with three deepstack layers
 
@@ -29,12 +27,15 @@ class Sight:
 
     Args:
         folder: the checkpoint's. images: the model's conventions for images. device, dtype: of the features.
+        tower: computes the features; None: the checkpoint's.
     """
 
-    def __init__(self, folder: Path, images: Images, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, images: Images, device: torch.device, dtype: torch.dtype, tower: RecordedTower | None = None
+    ) -> None:
         self.folder, self.images, self.device, self.dtype = folder, images, device, dtype
         self._processor: Processor | None = None
-        self._tower: Tower | None = None
+        self._tower = tower
         self._lock = threading.Lock()
         self._kept = OrderedDict[bytes, Features]()
         self.computed = 0  # number of images that the tower has computed
@@ -51,25 +52,31 @@ class Sight:
             self._processor = self._processor or Processor(self.folder, self.images)
         return self._processor(given)
 
-    def load(self) -> "Tower":
+    def load(self) -> RecordedTower:
         """The tower; loaded at the first call."""
         if self._tower is None:
             from lowq_cli.hf.tower import load_tower
 
             with open_source(self.folder) as source:
-                self._tower = load_tower(source, self.device, self.dtype)
+                self._tower = RecordedTower(load_tower(source, self.device, self.dtype))
         return self._tower
 
-    def features(self, picture: Picture) -> Features:
-        """The tower's features of an image, cached."""
-        computed = self._kept.pop(picture.name, None)
-        if computed is None:
-            computed = self.load()(picture.inputs)
-            self.computed += 1
-        self._kept[picture.name] = computed
+    def features(self, pictures: Sequence[Picture], waiting: Iterable[Picture] = ()) -> list[Features]:
+        """The tower's features of images, cached; those of images that wait may be computed with images of the same size."""
+        found = {p.name: self._kept.pop(p.name) for p in pictures if p.name in self._kept}
+        missing = {p.name: p for p in pictures if p.name not in found}
+        others = {p.name: p for p in waiting if p.name not in found and p.name not in self._kept} if missing else {}
+        while missing:
+            few = _together(missing | others)
+            for p, features in zip(few, self.load()([p.inputs for p in few], few[0].rows), strict=True):
+                found[p.name] = features
+                missing.pop(p.name, None)
+                others.pop(p.name, None)
+            self.computed += len(few)
+        self._kept |= found
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
             self._kept.popitem(last=False)
-        return computed
+        return [found[p.name] for p in pictures]
 
     def written(self, text: str, pictures: Sequence[Picture], spelled: Callable[[int], str | None]) -> str:
         """A text with the tokens of its images at their placeholders, or at its beginning if it has none."""
@@ -77,10 +84,18 @@ class Sight:
             text = placeholder * len(pictures) + text
         return expanded(text, pictures, self.images, spelled)
 
-    def shown(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Shown:
-        """The images of a prompt, with their features."""
+    def shown(self, ids: Sequence[int], pictures: Sequence[Picture], waiting: Iterable[Picture] = ()) -> Shown:
+        """The images of a prompt, with their features; `waiting` as `features` takes it."""
         seen = Shown(self.images, ids, pictures)
-        return seen.see([self.features(p) for p in pictures], self.device, self.dtype)
+        return seen.see(self.features(pictures, waiting), self.device, self.dtype)
+
+
+def _together(pictures: Mapping[bytes, Picture]) -> list[Picture]:
+    """Images for one run of the tower: the first one and others of its size; their number is a power of two."""
+    first, *others = pictures.values()
+    alike = [first, *(p for p in others if p.rows == first.rows and size_of(p.inputs) == size_of(first.inputs))]
+    most = max(1, min(len(alike), TOGETHER // first.rows))
+    return alike[: 1 << (most.bit_length() - 1)]
 
 
 def _bytes(features: Features) -> int:

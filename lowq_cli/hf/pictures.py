@@ -67,6 +67,16 @@ def normalised(inputs: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]
     return arguments
 
 
+def joined(images: "Sequence[Mapping[str, torch.Tensor]]") -> "dict[str, torch.Tensor]":
+    """The inputs of images of one `size_of` as those of a batch."""
+    return {k: t if k in (MEAN, STD) else torch.cat([one[k] for one in images]) for k, t in images[0].items()}
+
+
+def size_of(image: "Mapping[str, torch.Tensor]") -> tuple[Any, ...]:
+    """What images have in common whose features are computed by the same operations."""
+    return tuple((k, t.shape, t.dtype, b"" if k == PIXELS else t.numpy().tobytes()) for k, t in sorted(image.items()))
+
+
 @dataclass(frozen=True)
 class Packed:
     """An image on its way to another process: its name, its rows, and its inputs as `packed` serialized them."""
@@ -86,7 +96,11 @@ def packed(picture: Picture) -> Packed:
 
 def unpacked(given: Packed) -> Picture:
     """The image from its bytes, which must come from a process of lowq."""
-    return Picture({k: torch.from_numpy(t) for k, t in pickle.loads(given.data).items()}, given.rows, given.grid)
+    picture = Picture(
+        {k: torch.from_numpy(t) for k, t in pickle.loads(given.data).items()}, given.rows, given.grid, given.tiles
+    )
+    picture.__dict__["name"] = given.name  # as the property keeps it: 3 ms of hashing
+    return picture
 
 
 class Processor:

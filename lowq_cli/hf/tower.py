@@ -46,7 +46,8 @@ class Tower:
 
     def arguments(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The processor's output on the device, as `run` takes it."""
-        there = normalised({k: t.to(self.device) for k, t in inputs.items()})
+        pinned = {k: t.pin_memory() if self.device.type == "cuda" and not t.is_cuda else t for k, t in inputs.items()}
+        there = normalised({k: t.to(self.device, non_blocking=True) for k, t in pinned.items()})
         there[PIXELS] = there[PIXELS].to(self.dtype)
         return there
 

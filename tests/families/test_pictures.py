@@ -26,6 +26,7 @@ from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder, prompt_passes
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.recorded_tower import RecordedTower
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.steps import AddFeatures
 from lowq_cli.engine.vision import Sight
@@ -255,8 +256,7 @@ def seeing(name, *where):
         model, tower = model.to(*where), tower.to(*where)
     model, tower = planned(model), Tower(tower)
     images = plan_of(model).model.images
-    owned(model).sight = sight = Sight(Path(), images, model.device, model.dtype)
-    sight._tower = tower
+    owned(model).sight = sight = Sight(Path(), images, model.device, model.dtype, RecordedTower(tower))
     return model, sight
 
 
@@ -332,14 +332,15 @@ def test_passes_whose_pictures_are_seen_whole_are_not_recorded(name):
 def test_texts_are_answered_while_the_tower_is_at_work():
     """A picture's tower does not take a pass of others: they end, however long it takes."""
     model, sight = seeing("qwen3_vl")
-    tower, go_on, begun = sight._tower, threading.Event(), threading.Event()
+    tower, go_on, begun = sight.load().tower, threading.Event(), threading.Event()
+    run = tower.run
 
-    def slow(inputs):
+    def slow(there):
         begun.set()
         assert go_on.wait(60)
-        return tower(inputs)
+        return run(there)
 
-    sight._tower = slow
+    tower.run = slow
     engine, heard = ContinuousEngine(model, 8), queue.SimpleQueue()
     engine.start(lambda batch: [heard.put(pair) for pair in batch])
     ids, pictures = some("qwen3_vl")[0]
