@@ -1,12 +1,13 @@
 """Time pictures on one GPU: the first token after one, where its time goes, and users of a server who send pictures.
 
-    python benchmarks/pictures.py --work /dev/shm/pictures [--layers N] [--parts first,tower,serve] [--out FILE]
+    python benchmarks/pictures.py --work /dev/shm/pictures [--layers N] [--parts first,tower,together,serve] [--out FILE]
 
 Writes benchmarks/results/<gpu>/pictures.json. An 8B language model of Qwen3-VL's shape, random weights in 4 bits g128, with its
 tower (27 layers, 1152 wide) in bfloat16. A picture is a JPEG of 1,024 x 1,024 (4,096 patches, 1,024 rows), with 30 tokens of
 text. `first`: rows {what, ms}: reading the file; the processor; hash and copies of its output between the server's processes;
 the tower; the prompt; a step; as many tokens of text; from the file to the first token.
-`tower`: microseconds of the tower's kernels. `serve`: users of pictures_serve.py. `--device cpu` tries the script, small.
+`tower`: microseconds of the tower's kernels. `together`: milliseconds per picture of several of one size in the recorded tower.
+`serve`: users of pictures_serve.py. `--device cpu` tries the script, small.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.recorded_tower import MOST_ROWS, RecordedTower
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.vision import Sight
 from lowq_cli.engine.weights import ModelWeights, describe
@@ -61,6 +63,7 @@ PROCESSOR = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
 TOKEN, SIDE, NEW = 151655, 1024, 100
+RECORDED_AFTER = 4  # runs until a size is recorded
 IMAGES = Images(TOKEN, patch=16, merge=2, sections=(24, 20, 20), interleaved=True, deepstack=3)
 DTYPE = torch.bfloat16
 
@@ -167,6 +170,11 @@ def first(model: Any, folder: Path, say: Callable[[Row], None]) -> None:
     row("copies between processes", lambda: unpacked(packed(picture)))
     row("patches to the device", lambda: tower.arguments(picture.inputs))
     row("tower", lambda: tower(picture.inputs))
+    recorded = RecordedTower(tower)
+    for _ in range(RECORDED_AFTER):
+        recorded([picture.inputs], picture.rows)
+    say({"what": "why not recorded", "reason": recorded.reason})
+    row("tower, recorded", lambda: recorded([picture.inputs], picture.rows))
     for name, prompt, seen in (("a picture", ids, shown), ("text", text, None)):
         begun = row(f"prompt of {len(prompt)} tokens with {name}", lambda: read(prompt, seen))  # noqa: B023
         ms = timed(lambda: answer(prompt, seen), 3)  # noqa: B023
@@ -201,12 +209,29 @@ def kernels(model: Any, folder: Path, say: Callable[[Row], None]) -> None:
             say({"what": f"{what}: {name}", "us": round(us), "calls": n})
 
 
+@torch.inference_mode()
+def together(model: Any, folder: Path, say: Callable[[Row], None]) -> None:
+    """Milliseconds per picture of several of one size in one run of the recorded tower."""
+    with open_source(folder) as source:
+        tower = RecordedTower(load_tower(source, model.device, model.dtype))
+    processor = Processor(folder, IMAGES)
+    for side in (256, 512, 1024):
+        picture = processor(decode(photo(1)).resize((side, side)))
+        for count in (1, 2, 4, 8, 16):
+            if count * picture.rows <= MOST_ROWS:
+                images = [picture.inputs] * count
+                for _ in range(RECORDED_AFTER):
+                    tower(images, picture.rows)
+                ms = timed(lambda: tower(images, picture.rows)) / count  # noqa: B023
+                say({"side": side, "pictures": count, "ms": ms, "reason": tower.reason})
+
+
 def main() -> None:
     """Measure, print, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the tower")
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--parts", default="first,tower,serve")
+    parser.add_argument("--parts", default="first,tower,together,serve")
     parser.add_argument("--requests", type=int, default=64, help="answers of each load of `serve`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
@@ -229,7 +254,7 @@ def main() -> None:
 
             serve(model, args.work, args.requests, say)
         else:
-            {"first": first, "tower": kernels}[part](model, args.work, say)
+            {"first": first, "tower": kernels, "together": together}[part](model, args.work, say)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class RecordedTower:
 
     def __init__(self, tower: "Tower", record: Record | None = None) -> None:
         self.tower, self.reason = tower, ""
-        self.record = record or (_Recorder() if tower.device.type == "cuda" else None)
+        self.record = record or (_Recorder(tower.device) if tower.device.type == "cuda" else None)
         self.recordings = OrderedDict[Any, Recording | Program]()
         self._met = OrderedDict[Any, bool]()  # sizes that came, and whether one is to be recorded
 
@@ -125,14 +125,11 @@ class RecordedTower:
 class _Recorder:
     """Records in a stream of its own, in memory that all recordings share: they run one after another."""
 
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self.stream: torch.cuda.Stream | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], Any]) -> Callable[[], None]:
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        self.stream = self.stream or torch.cuda.Stream()
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(self.stream.device).synchronize()
         graph = Graph()
         with graph.recording(self.stream, self.pool):
             work()

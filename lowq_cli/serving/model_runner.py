@@ -409,7 +409,7 @@ class ModelRunner:
         try:
             if first:
                 step()
-            graph = capture(step, self.pool)
+            graph = self._captured(step)
         except RuntimeError as e:  # passes then run unrecorded, only slower
             if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
                 raise
@@ -420,6 +420,19 @@ class ModelRunner:
         graph.logits, graph.noted = made[-1], self.noted
         self.captured[b, M] = graph, place
         return True
+
+    def _captured(self, step: Callable[[], object]) -> Captured:
+        """Record a step; once more after running it where that fails, since kernels may be loaded at their first launch."""
+        try:
+            return capture(step, self.pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            if device_lost(e):
+                raise
+            log_error("a pass is recorded once more", e)
+        step()
+        return capture(step, self.pool)
 
     def measure(self, b: int, M: int) -> None:
         """Time a pass of null rows (the second of two runs), and note it for all passes of M rows, with or without prompts."""

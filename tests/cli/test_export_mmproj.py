@@ -174,7 +174,7 @@ def seen(folder, path):
     picture = sight_of(model).picture(path)
     ids = encode(tokenizer, QUESTION, True, (model, [picture]))
     shown = sight_of(model).shown(ids, [picture])
-    tower = sight_of(model).load().model.state_dict()
+    tower = sight_of(model).load().tower.model.state_dict()
     return (
         ids,
         decoder_of(model).logits(torch.tensor([ids]), [shown])[0],

@@ -454,6 +454,7 @@ def test_on_a_gpu_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_on
         engine = ContinuousEngine(seeing(name, "cuda", torch.float16)[0], 64, running=4, deterministic=True)
         if recorded:
             found.append(answers(engine, asked, 6)[0])
+            assert engine.passes.reason == ""
             assert set(engine.passes.showing) == {(b, M) for b, M in engine.passes.recorded() if b != M}
         else:
             engine.passes.record_showing = lambda: None
