@@ -1,6 +1,6 @@
-"""Train a small vision-language model on one CPU core: a vision tower and a small Llama, on drawn digits and shapes.
+"""Train a small vision-language model on one CPU core or a GPU: a vision tower and a small Llama, on drawn digits and shapes.
 
-    python benchmarks/pictures_train.py LLAMA OUT [--seconds 660] [--batch 32]
+    python benchmarks/pictures_train.py LLAMA OUT [--seconds 660] [--batch 32] [--device cpu]
 
 Mistral 3's form: Pixtral's tower of 3 layers on 64 patches of 8 x 8, two of which a side become a row: 16 rows a picture. The
 tower learns names and colours by itself for the first part of the time, which is cheap; then the Llama answers questions.
@@ -72,6 +72,7 @@ def rows_of(model: Any, seen: list[Drawn]) -> torch.Tensor:
     """(pictures, 16, H): what the tower and projector make of them, as `get_image_features` does; that lays all patches of a
     batch in one row of attention, which takes four times as long for 32 pictures."""
     pixels = torch.from_numpy(np.stack([s.pixels for s in seen]).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1)
+    pixels = pixels.to(model.device)
     tower, projector = model.model.vision_tower, model.model.multi_modal_projector
     x = tower.ln_pre(tower.patch_conv(pixels).flatten(2).transpose(1, 2))
     turns = tower.patch_positional_embedding(x, torch.arange(x.shape[1])[None])
@@ -120,7 +121,7 @@ def descend(loss_of: Callable[[], torch.Tensor], groups: list[dict[str, Any]], s
     while (done := (time.monotonic() - began) / seconds) < 1:
         for group, lr in zip(optimizer.param_groups, most, strict=True):
             group["lr"] = lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(groups[0]["params"][0].device.type, torch.bfloat16):
             loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], 1.0)
@@ -172,9 +173,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=660.0)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    torch.set_default_device(args.device)
     tokens = Tokenizer.from_file(str(args.llama / "tokenizer.json"))
     tokens.add_special_tokens([AddedToken(t, special=True) for t in TOKENS])
     model = model_of(args.llama, tokens)
