@@ -75,7 +75,7 @@ class RecordedTower:
         else:
             try:
                 made = self._learn(key, known, there, self.record)
-            except (LowqError, RuntimeError) as e:
+            except (LowqError, RuntimeError) as e:  # this size runs as transformers calls it, only slower
                 if device_lost(e):
                     raise
                 self._refuse(key, e)

@@ -86,7 +86,7 @@ class Seeing:
         try:
             if end is not None:
                 end.synchronize()
-        except Exception as e:
+        except Exception as e:  # of the work that was launched; as above
             why = e
         self.seen(text, why)
 

@@ -427,7 +427,7 @@ class ModelRunner:
             return capture(step, self.pool)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as e:
+        except RuntimeError as e:  # if it comes again, the caller gets it
             if device_lost(e):
                 raise
             log_error("a pass is recorded once more", e)
