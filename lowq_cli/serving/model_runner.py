@@ -422,7 +422,7 @@ class ModelRunner:
         return True
 
     def _captured(self, step: Callable[[], object]) -> Captured:
-        """Record a step; once more after running it where that fails, since kernels may be loaded at their first launch."""
+        """Record a step; once more after running it where that fails: a thread's first product in cuBLAS cannot be recorded."""
         try:
             return capture(step, self.pool)
         except torch.OutOfMemoryError:
