@@ -30,11 +30,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from lowq_cli.engine import recorded_tower
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import Plan
-from lowq_cli.engine.recorded_tower import MOST_ROWS, RecordedTower
+from lowq_cli.engine.recorded_tower import MOST_ROWS, RecordedTower, Recorder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.vision import Sight
 from lowq_cli.engine.weights import ModelWeights, describe
@@ -170,7 +171,7 @@ def first(model: Any, folder: Path, say: Callable[[Row], None]) -> None:
     row("copies between processes", lambda: unpacked(packed(picture)))
     row("patches to the device", lambda: tower.arguments(picture.inputs))
     row("tower", lambda: tower(picture.inputs))
-    recorded = RecordedTower(tower)
+    recorded = RecordedTower(tower, Recorder(model.device) if model.device.type == "cuda" else None)
     for _ in range(RECORDED_AFTER):
         recorded([picture.inputs], picture.rows)
     say({"what": "why not recorded", "reason": recorded.reason})
@@ -213,7 +214,8 @@ def kernels(model: Any, folder: Path, say: Callable[[Row], None]) -> None:
 def together(model: Any, folder: Path, say: Callable[[Row], None]) -> None:
     """Milliseconds per picture of several of one size in one run of the recorded tower."""
     with open_source(folder) as source:
-        tower = RecordedTower(load_tower(source, model.device, model.dtype))
+        record = Recorder(model.device) if model.device.type == "cuda" else None
+        tower = RecordedTower(load_tower(source, model.device, model.dtype), record)
     processor = Processor(folder, IMAGES)
     for side in (256, 512, 1024):
         picture = processor(decode(photo(1)).resize((side, side)))
@@ -230,12 +232,14 @@ def main() -> None:
     """Measure, print, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the tower")
+    parser.add_argument("--recorded", action="store_true", help="the engine records its tower")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--parts", default="first,tower,together,serve")
     parser.add_argument("--requests", type=int, default=64, help="answers of each load of `serve`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    recorded_tower.RECORDS = args.recorded
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     path = args.out or results_of(gpu) / "pictures.json"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

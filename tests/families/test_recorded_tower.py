@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pictured
 
 from lowq_cli.engine import recorded_tower
-from lowq_cli.engine.recorded_tower import RecordedTower, Recording
+from lowq_cli.engine.recorded_tower import RecordedTower, Recorder, Recording
 from lowq_cli.engine.vision import Sight
 from lowq_cli.hf.pictures import joined
 from lowq_cli.hf.tower import Tower
@@ -38,7 +38,8 @@ def at_once(work):
 
 
 def runner_of(name, device):
-    return RecordedTower(tower_of(name, device), at_once if device == "cpu" else None)
+    tower = tower_of(name, device)
+    return RecordedTower(tower, at_once if device == "cpu" else Recorder(tower.device))
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
