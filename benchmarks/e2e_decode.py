@@ -150,7 +150,9 @@ def random_meta(
 
 def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantExperts:
     """Packed experts in the place of transformers' (on the meta device); on a GPU in the layout of its kernels at once."""
-    experts = QuantExperts(module, dict.fromkeys(kind_of(module).stacks, scheme), dtype)
+    kind = kind_of(module)
+    assert isinstance(kind, Kind), kind
+    experts = QuantExperts(module, dict.fromkeys(kind.stacks, scheme), dtype)
     meta: tuple[int, ...]  # of scales
     for name, (E, N, K) in experts.shapes.items():
         if device == "cpu":
