@@ -226,7 +226,7 @@ class ModelRunner:
     def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         if self.met is not None and (b, M) not in self.captured:
             if (b, M) in self.met and (b, M) in self.recorded():
-                self._record(b, M)
+                self._record(b, M, live=True)
             self.met.add((b, M))
         recorded = self.captured.get((b, M))
         if recorded is None:
@@ -397,8 +397,9 @@ class ModelRunner:
         key = None if self.met is None else next((k for k in self.recorded() if k not in self.captured), None)
         return key is not None and self._record(*key, first=True)
 
-    def _record(self, b: int, M: int, first: bool = False) -> bool:
-        """Record a pass; `first`: run it before, which loads its kernels. Returns False if it cannot be recorded."""
+    def _record(self, b: int, M: int, first: bool = False, live: bool = False) -> bool:
+        """Record a pass; `first`: run it before, which loads its kernels. live: rows belong to sequences, which a run would
+        advance. Returns False if it cannot be recorded."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         place = None if chunk is None else upload(chunk, self.device)
         made: list[torch.Tensor | None] = []
@@ -409,7 +410,7 @@ class ModelRunner:
         try:
             if first:
                 step()
-            graph = self._captured(step)
+            graph = capture(step, self.pool) if live else self._captured(step)
         except RuntimeError as e:  # passes then run unrecorded, only slower
             if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
                 raise
