@@ -225,9 +225,10 @@ class ModelRunner:
 
     def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         if self.met is not None and (b, M) not in self.captured:
-            if (b, M) in self.met and (b, M) in self.recorded():
+            if (b, M) not in self.met:
+                self.met.add((b, M))
+            elif (b, M) in self.recorded():
                 self._record(b, M, live=True)
-            self.met.add((b, M))
         recorded = self.captured.get((b, M))
         if recorded is None:
             return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles, runs)

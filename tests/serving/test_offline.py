@@ -91,3 +91,24 @@ def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
     assert together(model, prompt_ids, 30, at_once=2) == expected
     assert len(recorded) == len(made[0].captured) < len(made[0].met)
     assert len(replayed) > 30
+
+
+def test_a_recording_that_fails_while_texts_are_under_way_does_not_move_them_on(model, monkeypatch):
+    failures = []
+
+    class Late(ContinuousEngine):
+        def __init__(self, *args, reads, **how):
+            super().__init__(*args, **how)
+            p = self.passes
+            p.padded, p.sizes, p.met, p.pool = True, list(buckets(p.most)), set(), object()
+
+    def capture(step, pool):
+        failures.append(step)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(offline, "ContinuousEngine", Late)
+    monkeypatch.setattr(model_runner, "capture", capture)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    prompt_ids = prompts(20, 20, 20)
+    assert together(model, prompt_ids, 30, at_once=2) == alone(model, prompt_ids, max_new_tokens=30)
+    assert failures
