@@ -105,6 +105,9 @@ def run() -> None:
         if code is not None:
             sys.stdout.flush()
             sys.exit(code)
+    except BrokenPipeError:  # `lowq ... | head`: the reader has ended, which is not an error; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
     except (Exception, KeyboardInterrupt) as e:  # any error of the answer, or of writing it
         failed = e
     from lowq_cli import main

@@ -34,6 +34,8 @@ ROUND = {  # (file, call) -> why it need not go through the door
     ("lowq_cli/files/picture_file.py", "Image.open"): "bytes in memory",
     ("lowq_cli/files/source.py", "mmap.mmap"): "an open file",
     ("lowq_cli/hf/chat_template.py", "open"): "a file of the kernel's",
+    ("kernels/graphs.py", "ctypes.CDLL"): "the GPU's driver, by its bare name",
+    ("lowq_cli/hf/structure.py", "tokenize.open"): "the source file of a class that is imported",
     ("lowq_cli/hf/pictures.py", "AutoImageProcessor.from_pretrained"): "a view of the checked files",
     ("lowq_cli/hf/tower.py", "cls.from_pretrained"): "tensors in memory, no file",
     ("lowq_cli/serving/http/pictures.py", "open"): "a file of the kernel's",

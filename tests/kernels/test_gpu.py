@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowq_kernels import gpu
+from lowq_kernels.decode import prompt8_cuda
 from lowq_kernels.dispatch import registry, sources
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import LAYOUTS
@@ -94,6 +95,7 @@ INSTANCES = {
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8, 4, 64, 4>") if on.max_cluster > 1 else None,
     "route": lambda on: ("route.cu", "route<1, 1, 1, 4>") if on.max_cluster > 1 else None,
     "prompt": lambda on: ("prompt.cu", "attend_prompt<0, 128, 64, 3>") if on.wgmma else None,
+    "prompt8": lambda on: ("prompt8.cu", f"attend_prompt8<0, true, {prompt8_cuda.STAGES}>") if on.wgmma else None,
     "int8_planes": lambda on: ("int8_planes.cu", "int8_planes<0, 2>"),
     "tile_wgmma": lambda on: _wgmma(on, "tile_wgmma", lambda m: (4, 0, 128, m.form(Scheme(4, 128)), m.CONFIGS[0])),
     "tile_int8x2": lambda on: _wgmma(on, "tile_int8x2", lambda m: (8, 2, 0, 128, True, m.CONFIGS[0])),

@@ -157,7 +157,7 @@ def test_routers_of_another_dtype_are_left_to_other_kernels():
 
 def test_who_takes_what():
     assert select(CALL)[0].name == "cuda/route"
-    assert select(dataclasses.replace(CALL, M=4096))[0].name == "torch/route"
+    assert select(dataclasses.replace(CALL, M=4096))[0].name == "triton/route_many"
     assert select(dataclasses.replace(CALL, capability=(8, 0)))[0].name == "triton/route"
     assert select(dataclasses.replace(CALL, E=512))[0].name == "triton/route"  # 32 loads a lane
     why = named("cuda/route").why_not
