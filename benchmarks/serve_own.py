@@ -55,12 +55,12 @@ class Engine:
         self.events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
         self.engine.start(self.events.put)
         self.ready_s = time.perf_counter() - began
-        self.passes: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self.passes: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
         note = self.engine.passes.token_budget.note
 
-        def noted(steps: int, rows: int, seconds: float) -> None:
-            self.passes[steps, rows].append(seconds)
-            note(steps, rows, seconds)
+        def noted(steps: int, rows: int, seconds: float, adapted: bool = False) -> None:
+            self.passes[steps, rows, adapted].append(seconds)
+            note(steps, rows, seconds, adapted)
 
         self.engine.passes.token_budget.note = noted
 
@@ -89,7 +89,7 @@ class Engine:
         row = closed_loop(users, count, self.send, self.step)
         row["passes"], row["busy_s"] = self.engine.stats().steps - steps, self.engine.stats().busy_s - busy
         row["device_s"] = sum(map(sum, self.passes.values()))
-        row["passes_ms"] = [(b, M, len(s), round(1e3 * sum(s) / len(s), 2)) for (b, M), s in sorted(self.passes.items())]
+        row["passes_ms"] = [(b, M, len(s), round(1e3 * sum(s) / len(s), 2)) for (b, M, _), s in sorted(self.passes.items())]
         for number in list(self.names):
             self.engine.cancel(number)
         while self.engine.stats().running or self.engine.stats().waiting:
@@ -241,7 +241,7 @@ def main() -> None:
     e = engine.engine
     found["start"] = {"made_s": round(engine.made_s, 2), "ready_s": round(engine.ready_s, 2), "limits": vars(e.limits)}
     known = sorted(e.passes.token_budget.known.items())
-    found["start"]["pass_ms"] = [(b, M, round(1e3 * s, 3)) for (b, M), s in known]
+    found["start"]["pass_ms"] = [(b, M, round(1e3 * s, 3)) for (b, M, _), s in known]
     print("start", json.dumps(found["start"]), flush=True)
     if "first" in parts:
         part("first", lambda: [engine.load(plain(1, requests(V, seed)), 1) for seed in (1, 2, 3)])

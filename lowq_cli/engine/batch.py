@@ -156,8 +156,9 @@ class Batch:
     tables that do not rotate. slots (R,) int64: the slot of each row's recurrent state. order (R,) int32: the rows with the
     longest sequences first, or None. rectangle or packed: the rows after the steps. runs: the same rows by sequence, for
     recurrent layers. pictures: the images of the batch. adapters (M,) int32: the LoRA adapter of each row, 0 for none; None:
-    all rows take the plan's. drafted: several steps may belong to one sequence (its newest token and drafts of the next ones,
-    next to each other); the state then has a block table row for each of them, and `chains` lists the rows by sequence.
+    that of all rows is `Adapters.all` of the plan. drafted: several steps may belong to one sequence (its newest token and
+    drafts of the next ones, next to each other); the state then has a block table row for each of them, and `chains` lists the
+    rows by sequence.
     """
 
     ops: Ops

@@ -44,20 +44,23 @@ class Adapters:
 class LoraProduct(s.Step):
     """y = layer(y) + the low-rank term of each row's adapter; adapter 0 adds nothing."""
 
-    layer: nn.Module
-    role: str
+    product: s.Product
     factors: LowRank
     adapters: Adapters
     what = "product"
 
+    @property
+    def base(self) -> s.Step:
+        return self.product
+
     def width(self, before: int) -> int:
-        return int(self.layer.out_features)  # type: ignore[arg-type]
+        return self.product.width(before)
 
     def run(self, f: s.Frame) -> None:
         x, rows = f.y, f.batch.adapters
         if rows is None and self.adapters.all:
             rows = self.adapters.of_all(x.shape[0], x.device)
-        f.y = self.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
+        f.y = self.product.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
         if rows is not None:
             add_low_rank(f.y, x, self.factors, rows)
 
@@ -71,7 +74,7 @@ def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
         if not isinstance(step, s.Product) or step.part is None:
             return step
         factors = _stack(step.part, given, used, plan)
-        return step if factors is None else LoraProduct(step.layer, step.role, factors, adapters)
+        return step if factors is None else LoraProduct(step, factors, adapters)
 
     plan.rewrite(step_of)
     for adapter, modules in zip(given, used, strict=True):

@@ -66,7 +66,7 @@ class Plan:
         self.tile = tile_rows(widest)
         self.adapters: Any = None  # `lora.Adapters`, or None
         self.tuned = ""  # as in `model_record.Owned`
-        self._folded: dict[tuple[int, bool], list[s.Step]] = {}
+        self._folded: dict[tuple[int, bool, bool], list[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # number of rows -> ones in fp32, kept because recorded steps read them
 
     @property
@@ -83,16 +83,25 @@ class Plan:
         alone = [k for k, e in zip(chosen, routed, strict=True) if e.fused(self.dtype, k) is None]
         return max(1, FEW_ROWS // max(alone)) if alone else math.inf
 
-    def program(self, M: int, shows: bool = False) -> Sequence[s.Step]:
-        """The steps for M rows, with neighbours folded into products where possible. shows: with the steps for images."""
-        M = min(M, STEPS + 1)  # more rows are folded alike
-        if (M, shows) not in self._folded:
-            self._folded[M, shows] = folding.fold(self.of_pictures if shows else self.steps, self.ops, M, self.dtype)
-        return self._folded[M, shows]
+    def program(self, M: int, shows: bool = False, adapted: bool | None = None) -> Sequence[s.Step]:
+        """The steps for M rows, with neighbours folded into products where possible.
+
+        shows: with the steps for images. adapted: with adapters; None: as for rows that do not state one.
+        """
+        M, adapted = min(M, STEPS + 1), self.everywhere if adapted is None else adapted  # more rows are folded alike
+        key = M, shows, adapted
+        if key not in self._folded:
+            self._folded[key] = folding.fold(self._unfolded[shows, adapted], self.ops, M, self.dtype)
+        return self._folded[key]
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether rows that do not state an adapter have one."""
+        return self.adapters is not None and bool(self.adapters.all)
 
     def folds(self, M: int) -> bool:
         """Whether some steps are folded into products for M rows."""
-        return self.program(M) is not self.steps
+        return self.program(M) is not self._unfolded[False, self.everywhere]
 
     def about(self, batch: int) -> str:
         """Facts about a step of `batch` sequences that the kernels' names do not show, for `--explain`; "" without any."""
@@ -111,8 +120,11 @@ class Plan:
         return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
 
     def _set(self, steps: list[s.Step]) -> None:
-        """Set the steps; passes without images leave out the steps that only images need."""
+        """Set the steps; passes without images leave out the steps that only images need, and passes in which no row has an
+        adapter run the steps of the base."""
         self.of_pictures, self.steps = steps, [step for step in steps if not isinstance(step, s.AddFeatures)]
+        self._unfolded = {(shows, True): each for shows, each in ((False, self.steps), (True, self.of_pictures))}
+        self._unfolded |= {(shows, False): [step.base for step in each] for (shows, _), each in self._unfolded.items()}
 
     def rewrite(self, step_of: Callable[[s.Step], s.Step]) -> None:
         """Replace each step by step_of(step), permanently."""
@@ -159,9 +171,9 @@ class Plan:
 
     def run(self, frame: s.Frame) -> s.Frame:
         """Run every step on a frame; returns the frame."""
-        x, shows = frame.x, frame.batch.shows
-        steps = self.program(x.shape[0], shows)
-        if steps is not (self.of_pictures if shows else self.steps) and x.shape[0] <= STEPS:
+        x, shows, adapted = frame.x, frame.batch.shows, frame.batch.adapters is not None or self.everywhere
+        steps = self.program(x.shape[0], shows, adapted)
+        if steps is not self._unfolded[shows, adapted] and x.shape[0] <= STEPS:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
         outer = scope.set(self.tuned)
         try:

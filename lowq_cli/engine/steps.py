@@ -50,6 +50,11 @@ class Step(ABC):
     def run(self, f: Frame) -> None:
         """Compute the step on a frame."""
 
+    @property
+    def base(self) -> "Step":
+        """The step that takes its place in passes in which no row has an adapter."""
+        return self
+
     def width(self, before: int) -> int:
         """The width of y after the step, given its width `before` the step."""
         return before

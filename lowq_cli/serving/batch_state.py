@@ -4,7 +4,7 @@ The host keeps a copy and sends its changes (places and values) in one transfer 
 position and newest token are updated by the device; the host only sets them at the start.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -64,6 +64,10 @@ class BatchState:
         if self._adapters[row] != adapter:
             self._adapters[row] = adapter
             self._note(7, row, 1)
+
+    def adapted(self, n: int, rows: Iterable[int]) -> bool:
+        """Return whether a sequence in the first n rows, or in one of `rows`, has a LoRA adapter."""
+        return bool(self._adapters[:n].any()) or any(self._adapters[row] for row in rows)
 
     def set_slot(self, row: int, slot: int) -> None:
         """Set the slot of a row's recurrent state."""

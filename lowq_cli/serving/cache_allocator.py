@@ -7,6 +7,7 @@ group has a separate number of blocks; a group with a window has as many as its 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], 
     largest = next((t for t in trial.totals if reads is not None and t >= reads + trial.riding(trial.most)), trial.totals[-1])
     rows = {*trial.sizes, *(t for t in trial.totals if t <= largest)}
     work = products(trial.plan.linears, trial.plan.dtype, rows)
-    return [*work, *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
+    return [*work, *(partial(trial.forward, s, s, None, 0, adapted=kind) for s in trial.sizes for kind in trial.kinds)]
 
 
 def _free() -> int:
@@ -225,6 +226,7 @@ def _trial(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     # other sizes are timed when recorded, or estimated from the nearest: timing 15 more passes would take a second
-    for M in (t for t in trial.totals if t > trial.most_recorded and (t <= RECORDED or t % 1024 == 0)):
-        trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
+    timed = (t for t in trial.totals if t > trial.most_recorded and (t <= RECORDED or t % 1024 == 0))
+    for M, adapted in product(timed, trial.kinds):
+        trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M, adapted)
     return torch.cuda.max_memory_allocated() - before + trial.graph_bytes() + BESIDE, trial.token_budget

@@ -381,7 +381,7 @@ class ContinuousEngine:
         """Launch one more pass, and read the results of the one before it."""
         size, tokens = self.passes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
         if self.drafts is not None:
-            self.drafts.begin_turn(size)
+            self.drafts.begin_turn(size, self.scheduler.adapted)
         plan = self._pass()
         events, self._events = self._events, []
         if events:  # only now: while a thread that takes them runs, this one could not launch the pass
@@ -436,12 +436,12 @@ class ContinuousEngine:
     def _pauses(self, high: int, waiting: int) -> bool:
         return self.passes.token_budget.pauses(*self._load(high, waiting))
 
-    def _load(self, high: int, waiting: int) -> tuple[int, int, int, int, int]:
+    def _load(self, high: int, waiting: int) -> tuple[int, int, int, int, int, bool]:
         """Return the arguments of a TokenBudget for a pass in which the first `high` rows step."""
         p, s = self.passes, self.scheduler
         running = sum(t is not None for t in s.running) if high else 0  # 0: no sequence steps in this pass
         texts = running + len(s.reading) + len(s.waiting)
-        return p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts
+        return p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts, s.adapted
 
     def _write(self, plan: StepPlan, drafted: bool) -> None:
         """Send the plan's changes to the device. drafted: whether the pass checks drafts; such passes take no order."""
@@ -492,7 +492,9 @@ class ContinuousEngine:
         special = [(i, t) for i, t in places if t.request.special]
         logs = self.special.draw(logits, special) if special and logits is not None else []
         steps, rows = self.passes.size(n, pieces)
-        size = (steps if steps == rows or self.passes.padded else 0, rows)  # unpadded (CPU): mixed passes count as 0 steps
+        adapted = self.passes.adapted(n, (p.row for p in pieces))
+        # unpadded (CPU): mixed passes count as 0 steps
+        size = (steps if steps == rows or self.passes.padded else 0, rows, adapted)
         sound = drawable(logits) if (plan.finishing or self._looks) and logits is not None else None
         flight.launched(places, self.rows.token, logs, sound, size)
         if self.drafts is not None:
@@ -512,10 +514,11 @@ class ContinuousEngine:
             logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
             if self.drafts is not None and flight.rows:
-                self.drafts.costs.passed(len(flight.rows), sum(flight.rows), seconds)
+                self.drafts.costs.passed(len(flight.rows), sum(flight.rows), seconds, flight.size[2])
                 drawn_tokens = self.drafts.landed(flight, tokens, sound)
             else:
-                self.passes.token_budget.note(*flight.size, seconds)
+                steps, rows, adapted = flight.size
+                self.passes.token_budget.note(steps, rows, seconds, adapted)
                 if self.drafts is not None and flight.size[0] != flight.size[1]:
                     self.drafts.away(flight, seconds)
                 drawn_tokens = [(text, [tokens[row]]) for text, row, _ in flight.drew]

@@ -20,12 +20,14 @@ class DraftCosts:
     Args:
         passes: the model's passes with drafts. drafter: what guesses after passes, or None. plan: the model's plan.
     Attributes:
+        adapted: whether the pass to come is one with LoRA adapters.
         gap_s: seconds from the end of a pass until the host launches one with drafts; 0 on a CPU, where nothing overlaps.
     """
 
     def __init__(self, passes: DraftPasses, drafter: PagedDrafter | None, plan: Plan) -> None:
         self.passes, self.budget = passes, passes.passes.token_budget
         self.gap_s = GAP_S if passes.device.type == "cuda" else 0.0
+        self.adapted = False
         self.extra = 0.0  # seconds that recorded passes take beyond those measured at the start, with little in the cache
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
         self._guesses = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
@@ -33,7 +35,7 @@ class DraftCosts:
     def plain_s(self, texts: int) -> float:
         """Return the seconds of a plain pass of so many sequences, 0.0 where none is known yet."""
         size = self.passes.passes.bucket(texts)
-        return self.budget.seconds(size, size)
+        return self.budget.seconds(size, size, self.adapted)
 
     def guess_s(self, plain_s: float) -> float:
         """Return the seconds of one guess for each sequence, where a plain pass takes `plain_s` seconds."""
@@ -41,25 +43,25 @@ class DraftCosts:
 
     def pass_s(self, rows: int, texts: int, plain_s: float) -> float:
         """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
-        if rows in self.passes.seconds:
-            return self.passes.seconds[rows] + (self.extra or self.budget.extra)
+        if known := self.passes.seconds.get((rows, self.adapted)):
+            return known + (self.extra or self.budget.extra)
         return plain_s * (1 + statistics.median(self._slopes) * (rows / texts - 1))
 
     def launched(self, seconds: float) -> None:
         """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them."""
         self.gap_s += NEWEST * (seconds - self.gap_s)
 
-    def passed(self, texts: int, rows: int, seconds: float) -> None:
+    def passed(self, texts: int, rows: int, seconds: float, adapted: bool) -> None:
         """Record the seconds of a pass with drafts."""
-        if known := self.passes.seconds.get(self.passes.size(rows)):
+        if known := self.passes.seconds.get((self.passes.size(rows), adapted)):
             more = seconds - known
             self.extra = max(0.0, self.extra + (NEWEST if self.extra else 1.0) * (more - self.extra))
             return
-        plain = self.budget.seconds(texts, texts)
+        plain = self.budget.seconds(texts, texts, adapted)
         if plain and not self.passes.passes.padded:
             self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
     def guessed(self, texts: int, K: int, seconds: float) -> None:
         """Record the seconds of K guesses for each of `texts` sequences."""
-        if plain := self.budget.seconds(texts, texts):
+        if plain := self.budget.seconds(texts, texts, self.adapted):
             self._guesses.append(seconds / (K * plain))

@@ -44,17 +44,17 @@ class DraftPasses:
     """The passes with drafts of a model.
 
     Attributes:
-        sizes: possible numbers of rows, ascending. seconds: time by number of rows of recorded passes, with little in the
-        cache. reason: why there are no passes with drafts, or "".
+        sizes: possible numbers of rows, ascending. seconds: time of recorded passes, with little in the cache, by number of
+        rows and whether they are with LoRA adapters. reason: why there are no passes with drafts, or "".
     """
 
     def __init__(self, passes: ModelRunner) -> None:
         self.passes, self.device = passes, passes.device
         row_counts = {*FEWEST, *passes.sizes, *passes.totals} if passes.padded else set(range(2, MOST_ROWS + 1))
         self.sizes = sorted(n for n in row_counts if (FEWEST[0] if passes.padded else 2) <= n <= MOST_ROWS)
-        self.seconds: dict[int, float] = {}
-        self.captured: dict[int, tuple[Captured, torch.Tensor]] = {}
-        self.met: set[int] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
+        self.seconds: dict[tuple[int, bool], float] = {}
+        self.captured: dict[tuple[int, bool], tuple[Captured, torch.Tensor]] = {}
+        self.met: set[tuple[int, bool]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
         self.reason = ""
         if passes.fixed:
             self.reason = SAME
@@ -72,20 +72,20 @@ class DraftPasses:
     def run(self, texts: Sequence[Checked]) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a pass; return (M + M,) the token sampled after each row, then each sequence's right drafts; logits (M, V)."""
         M = self.size(sum(len(t.tokens) for t in texts))
-        chunk = self._describe(M, texts)
-        if self.met is not None and M not in self.captured:
-            if M in self.met:
-                self._record(M)
-            self.met.add(M)
-        if M in self.captured:
-            graph, place = self.captured[M]
+        chunk, key = self._describe(M, texts), (M, self.passes.adapted(0, (t.row for t in texts)))
+        if self.met is not None and key not in self.captured:
+            if key in self.met:
+                self._record(*key)
+            self.met.add(key)
+        if key in self.captured:
+            graph, place = self.captured[key]
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
             graph.replay()
             self.passes.noted = graph.noted
             return self.result[: 2 * M], graph.logits
         team = Follower(self.passes.teams[len(texts)]) if self.device.type == "cpu" else nullcontext()
         with team:
-            return self.forward(M, upload(chunk, self.device), self._chains(texts))
+            return self.forward(M, upload(chunk, self.device), self._chains(texts), key[1])
 
     def _describe(self, M: int, texts: Sequence[Checked]) -> np.ndarray:
         null = self.passes.rows.null_row
@@ -113,13 +113,15 @@ class DraftPasses:
             first += len(t.tokens)
         return chains
 
-    def forward(self, M: int, chunk: torch.Tensor, chains: Sequence[Chain] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, M: int, chunk: torch.Tensor, chains: Sequence[Chain] = (), adapted: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a pass, from and into tensors at fixed addresses; `chunk` has the layout of `_describe`."""
         p, r = self.passes, self.passes.rows
         ids, pos, rows, first, count, target = chunk.view(NUMBERS, M)
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
-        adapters = None if p.plan.adapters is None else r.adapter.index_select(0, rows)
+        adapters = r.adapter.index_select(0, rows) if adapted else None
         most = max(2, p.most)  # sequences; 1 would mean that all rows are of one, also those that fill up the pass
         groups, pictures, images = (first[:most], count[:most], MOST_DRAFTS + 1), None, p.plan.model.images
         if images is not None and r.shifted(r.null_row):
@@ -145,34 +147,40 @@ class DraftPasses:
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record and time a pass of each size. No pass may be in flight, and no row may belong to a sequence."""
         self._begin()
-        for i, M in enumerate(self.sizes):
-            if not self._record(M, first=True):
+        keys = self._keys()
+        for i, key in enumerate(keys):
+            if not self._record(*key, first=True):
                 return
-            self.seconds[M] = self.passes.timed(self.captured[M][0].replay)
-            done(i + 1, len(self.sizes))
+            self.seconds[key] = self.passes.timed(self.captured[key][0].replay, key[1])
+            done(i + 1, len(keys))
 
-    def record_when_met(self, seconds: Mapping[int, float]) -> None:
-        """Record each size when it comes the second time. seconds: times by number of rows, measured earlier."""
+    def _keys(self) -> list[tuple[int, bool]]:
+        """Return the passes to record, by number of rows and whether they are with adapters."""
+        return [(M, adapted) for adapted in self.passes.kinds for M in self.sizes]
+
+    def record_when_met(self, seconds: Mapping[tuple[int, bool], float]) -> None:
+        """Record each size when it comes the second time. seconds: those of an earlier load."""
         self._begin()
         self.seconds, self.met = dict(seconds), set()
 
     def record_next(self) -> bool:
         """Record one of the passes that `record_when_met` leaves; return False if there is none. As for `record`."""
-        M = None if self.met is None or self.reason else next((n for n in self.sizes if n not in self.captured), None)
-        return M is not None and self._record(M, first=True)
+        key = None if self.met is None or self.reason else next((k for k in self._keys() if k not in self.captured), None)
+        return key is not None and self._record(*key, first=True)
 
     def _begin(self) -> None:
         self.result = torch.zeros(2 * self.sizes[-1], dtype=torch.int64, device=self.device)
-        counters.reserve(len(self.sizes) * COUNTERS, self.device)
+        counters.reserve(len(self._keys()) * COUNTERS, self.device)
 
-    def _record(self, M: int, first: bool = False) -> bool:
+    def _record(self, M: int, adapted: bool, first: bool = False) -> bool:
         """Record a pass; `first`: run it before, which loads its kernels. Returns False if it cannot be recorded."""
         place, made = upload(self._describe(M, ()), self.device), list[torch.Tensor]()
+        base = self.captured.get((M, False)) if adapted else None  # the logits of both kinds share memory
 
         def step() -> None:
-            result, logits = self.forward(M, place)
+            result, logits = self.forward(M, place, (), adapted)
             self.result[: 2 * M].copy_(result)
-            made.append(logits)
+            made.append(logits if base is None else base[0].logits.copy_(logits))
 
         try:
             if first:
@@ -184,5 +192,5 @@ class DraftPasses:
             self.reason, self.met = f"passes with drafts are not recorded: {one_line(e)}", None
             return False
         graph.logits, graph.noted = made[-1], self.passes.noted
-        self.captured[M] = graph, place
+        self.captured[M, adapted] = graph, place
         return True

@@ -104,8 +104,9 @@ class DraftRounds:
         ngram = NGram(self._answers)
         return ngram if self.guesses is None else Guessed(self._rates, ngram)
 
-    def begin_turn(self, size: int) -> None:
-        """Decide whether the next pass may have drafts; size: the rows of a plain pass."""
+    def begin_turn(self, size: int, adapted: bool) -> None:
+        """Decide whether the next pass may have drafts. size: the rows of a plain pass. adapted: whether it has adapters."""
+        self.costs.adapted = adapted
         self.on = not self.passes.reason and (self._trials is None or self._trials.allows(size))
 
     def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
@@ -196,14 +197,15 @@ class DraftRounds:
             target = null if text.request.special else text.row
             texts.append(Checked(text.row, len(text.tokens) - 1, target, [text.tokens[-1], *tokens], text.slot, slots))
         flight = Flight(self.device)
+        adapted = self.runner.adapted(0, (t.row for t in texts))
         result, logits = self.passes.run(texts)
         firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
         places = list(zip(firsts, plan.steps, strict=False))
         special = [(i, t) for i, t in places if t.request.special]
         logs = self.special.draw(logits, special) if special else []
         flight.rows = [len(t.tokens) for t in texts]
-        newest = torch.cat((result, self.rows.token))
-        flight.launched(places, newest, logs, drawable(logits) if looks else None, (0, firsts[-1]))
+        newest, size = torch.cat((result, self.rows.token)), (0, firsts[-1], adapted)
+        flight.launched(places, newest, logs, drawable(logits) if looks else None, size)
         if self.guesses is not None and self.runner.noted is not None:
             rows = [Rows(t.row, t.pos, first, t.tokens, row=t.row) for t, first in zip(texts, firsts, strict=False)]
             flight.guess(plan.steps, self.guesses.checked(rows, self.runner.noted, result, K))

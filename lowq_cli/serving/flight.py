@@ -22,7 +22,7 @@ class Flight:
         token: torch.Tensor,
         logs: list[LogProbs],
         sound: torch.Tensor | None,
-        size: tuple[int, int],
+        size: tuple[int, int, bool],
     ) -> "Flight":
         """Record what was launched (sequences, their rows of the logits, which of these are `drawable`) and return self."""
         self.drew, self.logs, self.size = [(t, t.row, i) for i, t in places], logs, size

@@ -4,14 +4,18 @@ The rows of a pass are those of `b` sequences that step, one token each, then th
 another. The matrix products take all rows as one matrix, so that prompt tokens cost little in addition to a step, whose time is
 that of reading the weights. On a GPU there are few sizes of passes, padded with null rows, and passes of up to RECORDED rows
 are recorded as CUDA graphs at the start. On a CPU a pass has exactly the rows it needs.
+
+Where a plan has LoRA adapters, there are two kinds of passes of each size: those in which some row has an adapter, and those in
+which none has, which run the base's own steps.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -94,13 +98,18 @@ class ModelRunner:
         latents = any(isinstance(one, KeyValues) and one.v is None for one in state)
         self.by_text = latents or bool(self.recurrent)
         self.most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
-        self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
-        self.turned: dict[int, Captured] = {}  # steps by number of rows, with rotary positions of three parts for images
-        # passes with prompts where some sequence has images, by rows that step and all rows, and their images
-        self.showing: dict[tuple[int, int], tuple[Captured, torch.Tensor]] = {}
+        # whether passes are with adapters; with both kinds, the same kernels would not run whatever the other requests are
+        self.kinds = (False, True) if plan.adapters is not None else (False,)
+        self.kinds = self.kinds[-1:] if fixed or plan.everywhere else self.kinds
+        # recorded passes by rows that step, all rows and whether they are with adapters
+        self.captured: dict[tuple[int, int, bool], tuple[Captured, torch.Tensor | None]] = {}
+        # steps by number of rows and kind, with rotary positions of three parts for images
+        self.turned: dict[tuple[int, bool], Captured] = {}
+        # passes with prompts where some sequence has images
+        self.showing: dict[tuple[int, int, bool], tuple[Captured, torch.Tensor]] = {}
         self.pass_images: PassImages | None = None
         self.pool: Any = None  # memory that all recordings share
-        self.met: set[tuple[int, int]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
+        self.met: set[tuple[int, int, bool]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
         self.reason = ""  # why passes that should be recorded are not
         self.token_budget = TokenBudget(self.totals)
         self.teams = defaultdict[int, Team](Team)  # by number of rows that step
@@ -130,47 +139,54 @@ class ModelRunner:
         M = b + sum(len(p.tokens) for p in pieces)
         return b, next(t for t in self.totals if t >= M) if self.padded else M
 
+    def adapted(self, n: int, rows: Iterable[int] = ()) -> bool:
+        """Return whether a pass of the first n rows, with pieces of prompts or drafts in `rows`, is one with adapters."""
+        return self.kinds[0] if len(self.kinds) == 1 else self.rows.adapted(n, rows)
+
     def run(self, n: int, pieces: Sequence[Piece] = (), drawn: np.ndarray | None = None) -> torch.Tensor | None:
         """Launch a pass of the first n rows and of pieces; return logits: n rows, padded, then one row per piece that samples.
 
         drawn: (n,) values as in `BatchState.target` for the first n rows; required with pieces. The logits are valid until
         the next pass. None where no row samples.
         """
-        b, M = self.size(n, pieces)
+        (b, M), adapted = self.size(n, pieces), self.adapted(n, (p.row for p in pieces))
         if any(p.shown for p in pieces) or self.rows.shifted(n):
-            return self._with_pictures(b, M, pieces, drawn)
+            return self._with_pictures(b, M, pieces, drawn, adapted)
         if not pieces:
             with self.teams[b] if self.device.type == "cpu" else nullcontext():
-                return self._go(b, M, None)
+                return self._go(b, M, None, adapted=adapted)
         assert drawn is not None or not b
         runs = self._runs(pieces)
-        return self._go(b, M, *self._describe(b, M - b, pieces, drawn, runs), runs)
+        return self._go(b, M, *self._describe(b, M - b, pieces, drawn, runs), runs, adapted)
 
-    def _with_pictures(self, b: int, M: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> torch.Tensor | None:
+    def _with_pictures(
+        self, b: int, M: int, pieces: Sequence[Piece], drawn: np.ndarray | None, adapted: bool
+    ) -> torch.Tensor | None:
         """`run` for a pass in which some sequence has images; only steps without prompts are recorded for these."""
-        if not pieces and b in self.turned:
-            self.turned[b].replay()
-            self.noted = self.turned[b].noted
-            return self.turned[b].logits
+        if not pieces and (b, adapted) in self.turned:
+            graph = self.turned[b, adapted]
+            graph.replay()
+            self.noted = graph.noted
+            return graph.logits
         runs = self._runs(pieces)
         chunk, n = (None, 0) if not pieces else self._describe(b, M - b, pieces, drawn, runs)
         given = [(p.shown, p.first, p.end) for p in pieces]
-        if (b, M) in self.showing and chunk is not None and self.pass_images is not None:
-            graph, place = self.showing[b, M]
+        if (b, M, adapted) in self.showing and chunk is not None and self.pass_images is not None:
+            graph, place = self.showing[b, M, adapted]
             self.pass_images.fill(given, M - b)
             place.copy_(upload(chunk, self.device))
             graph.replay()
             self.noted = graph.noted
             return graph.logits
-        return self.forward(b, M, None if chunk is None else upload(chunk, self.device), n, runs, given)
+        return self.forward(b, M, None if chunk is None else upload(chunk, self.device), n, runs, given, adapted)
 
     def _record_turned(self) -> None:
         """Record steps with separate rotary positions, for a model whose images need them."""
         images = self.plan.model.images
-        for b in self.sizes if images is not None and images.sections else ():
-            graph = self._recording(partial(self.forward, b, b, None, 0, (), []), f"steps of {b} rows", capture)
+        for b, adapted in product(self.sizes if images is not None and images.sections else (), self.kinds):
+            graph = self._recording(partial(self.forward, b, b, None, 0, (), [], adapted), f"steps of {b} rows", capture)
             if graph is not None:
-                self.turned[b] = graph
+                self.turned[b, adapted] = graph
 
     def record_showing(self, record: Callable[..., Captured] = capture) -> None:
         """Record passes with prompts of sequences that have images; their logits share one tensor."""
@@ -182,14 +198,14 @@ class ModelRunner:
         self.pass_images = PassImages(images, RECORDED, width, self.device, self.plan.dtype)
         most = max((b + self.ends(M - b) for b, M in passes), default=0)
         logits = torch.empty(most, self.plan.vocabulary, dtype=self.plan.dtype, device=self.device)
-        for b, M in passes:
+        for (b, M), adapted in product(passes, self.kinds):
             chunk, n = self._describe(b, M - b, (), None)
             place = upload(chunk, self.device)
-            step = partial(self.forward, b, M, place, n, (), self.pass_images)
+            step = partial(self.forward, b, M, place, n, (), self.pass_images, adapted)
             graph = self._recording(step, f"passes of {M} rows", record, logits)
             if graph is None:
                 return
-            self.showing[b, M] = graph, place
+            self.showing[b, M, adapted] = graph, place
 
     def _recording(
         self,
@@ -223,15 +239,18 @@ class ModelRunner:
         ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist()
         return [Run(ends[i], ends[i + 1], p.slot, p.first, p.row) for i, p in enumerate(pieces)]
 
-    def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()) -> torch.Tensor | None:
-        if self.met is not None and (b, M) not in self.captured:
-            if (b, M) not in self.met:
-                self.met.add((b, M))
+    def _go(
+        self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = (), adapted: bool = False
+    ) -> torch.Tensor | None:
+        key = b, M, adapted
+        if self.met is not None and key not in self.captured:
+            if key not in self.met:
+                self.met.add(key)
             elif (b, M) in self.recorded():
-                self._record(b, M, live=True)
-        recorded = self.captured.get((b, M))
+                self._record(*key, live=True)
+        recorded = self.captured.get(key)
         if recorded is None:
-            return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles, runs)
+            return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles, runs, None, adapted)
         graph, place = recorded
         if place is not None and chunk is not None:
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
@@ -291,10 +310,11 @@ class ModelRunner:
         n: int,
         runs: Sequence[Run] = (),
         shown: Sequence[tuple[Shown | None, int, int]] | PassImages | None = None,
+        adapted: bool = False,
     ) -> torch.Tensor | None:
         """Compute a pass, from and into tensors at fixed addresses; `chunk` and its n tiles have the layout of `_describe`.
 
-        shown: in a pass with images, for each piece its images, its first token and its end.
+        shown: in a pass with images, for each piece its images, its first token and its end. adapted: with the rows' adapters.
         """
         r, C = self.rows, M - b
         packed, own, tokens, take, target = None, None, r.token[:b], None, r.target[:b]
@@ -317,7 +337,7 @@ class ModelRunner:
         elif shown is not None and self.plan.model.images is not None:
             pictures = in_pass(self.plan.model.images, shown, self.device, r.pos[:b] + r.shift[:b], C)
         adapters = None
-        if self.plan.adapters is not None:
+        if adapted:
             adapters = r.adapter[:b] if chunk is None else torch.cat([r.adapter[:b], r.adapter.index_select(0, rows)])
         batch = Batch(
             self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=own, pictures=pictures,
@@ -368,6 +388,10 @@ class ModelRunner:
         riding = (0,) if self.fixed else sorted({self.riding(s) for s in (0, *self.sizes)})
         yield from ((b, M) for M in self.totals for b in riding if b < M <= min(self.most_recorded, largest))
 
+    def _keys(self) -> list[tuple[int, int, bool]]:
+        """Return the passes to record of each kind, those without adapters first."""
+        return [(b, M, adapted) for adapted in self.kinds for b, M in self.recorded()]
+
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record and time the passes of `recorded`. No pass may be in flight, and no row may belong to a sequence.
 
@@ -375,38 +399,41 @@ class ModelRunner:
         each number of rows, only the pass with the most rows that step is timed: passes with fewer take up to 10% less (8B
         on an H200), and timing all 59 passes took 1.4 s.
         """
-        keys = list(self.recorded())
-        most = {M: b for b, M in keys if b != M}
+        keys = self._keys()
+        most = {M: b for b, M, _ in keys if b != M}
         counters.reserve(len(keys) * COUNTERS, self.device)
-        for i, (b, M) in enumerate(keys):
-            if not self._record(b, M):
+        for i, (b, M, adapted) in enumerate(keys):
+            if not self._record(b, M, adapted):
                 return
             if b in (M, most.get(M)):
-                self.measure(b, M)
+                self.measure(b, M, adapted)
             done(i + 1, len(keys))
         self._record_turned()
         self.record_showing()
 
     def record_when_met(self) -> None:
         """Record each size when it comes the second time; the first time compiles or loads its kernels."""
-        counters.reserve(len(list(self.recorded())) * COUNTERS, self.device)
+        counters.reserve(len(self._keys()) * COUNTERS, self.device)
         self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool, `capture` runs nothing on live rows
 
     def record_next(self) -> bool:
         """Record one of the passes that `record_when_met` leaves, in the order of `recorded`; return False if there is none.
         As for `record`, no pass may be in flight, and no row may belong to a sequence."""
-        key = None if self.met is None else next((k for k in self.recorded() if k not in self.captured), None)
+        key = None if self.met is None else next((k for k in self._keys() if k not in self.captured), None)
         return key is not None and self._record(*key, first=True)
 
-    def _record(self, b: int, M: int, first: bool = False, live: bool = False) -> bool:
+    def _record(self, b: int, M: int, adapted: bool, first: bool = False, live: bool = False) -> bool:
         """Record a pass; `first`: run it before, which loads its kernels. live: rows belong to sequences, which a run would
         advance. Returns False if it cannot be recorded."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         place = None if chunk is None else upload(chunk, self.device)
         made: list[torch.Tensor | None] = []
+        # the logits of both kinds share memory: with 128 sequences of an 8B those of one kind take 0.7 GB
+        base = self.captured.get((b, M, False)) if adapted else None
 
         def step() -> None:
-            made.append(self.forward(b, M, place, n))
+            logits = self.forward(b, M, place, n, (), None, adapted)
+            made.append(logits if base is None or logits is None else base[0].logits.copy_(logits))
 
         try:
             if first:
@@ -420,7 +447,7 @@ class ModelRunner:
         self.pool = self.pool or graph.graph.pool()
         assert made[-1] is not None
         graph.logits, graph.noted = made[-1], self.noted
-        self.captured[b, M] = graph, place
+        self.captured[b, M, adapted] = graph, place
         return True
 
     def _captured(self, step: Callable[[], object]) -> Captured:
@@ -436,25 +463,28 @@ class ModelRunner:
         step()
         return capture(step, self.pool)
 
-    def measure(self, b: int, M: int) -> None:
+    def measure(self, b: int, M: int, adapted: bool = False) -> None:
         """Time a pass of null rows (the second of two runs), and note it for all passes of M rows, with or without prompts."""
         most, null = self.slots, self.rows.null_row
         nobodys = [Run(i, min(i + most, M - b), 0, 0, null) for i in range(0, M - b, most)] if self.by_text else []
         nobodys = nobodys[: self.ends(M - b)]
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None, nobodys)
-        seconds = self.timed(lambda: self._go(b, M, chunk, n, nobodys))
-        for steps, rows in {(b, M), *self.captured}:
-            if rows == M and (steps == M) == (b == M):
-                self.token_budget.note(steps, rows, seconds)
+        seconds = self.timed(lambda: self._go(b, M, chunk, n, nobodys, adapted), adapted)
+        for steps, rows, kind in {(b, M, adapted), *self.captured}:
+            if rows == M and (steps == M) == (b == M) and kind == adapted:
+                self.token_budget.note(steps, rows, seconds, adapted)
 
-    def timed(self, launch: Callable[[], object]) -> float:
-        """Return the seconds of the second of two launches."""
+    def timed(self, launch: Callable[[], object], adapted: bool = False) -> float:
+        """Return the seconds of the second of two launches; adapted: all rows, which belong to no sequence, have adapter 1."""
+        self.rows.adapter.fill_(int(adapted))
         for _ in range(2):
             self._wait()
             began = time.perf_counter()
             launch()
             self._wait()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.rows.adapter.zero_()
+        return seconds
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -72,6 +72,11 @@ class Scheduler:
         return [*self.reading, *(t for t in self.running if t is not None)]
 
     @property
+    def adapted(self) -> bool:
+        """Whether a sequence that is prefilled or runs has a LoRA adapter."""
+        return any(t.request.adapter for t in self.active)
+
+    @property
     def admits(self) -> bool:
         """Whether a prompt is being prefilled, or a waiting one may be from the next pass on."""
         return bool(self.reading) or (bool(self.waiting) and len(self.active) < len(self.running))

@@ -24,7 +24,8 @@ BUSY = 0.8  # a pass below this fraction of its expected time shows that the GPU
 
 
 class TokenBudget:
-    """Seconds of passes by (rows that step, all rows); the two are equal in a pass without prompt tokens.
+    """Seconds of passes by (rows that step, all rows, whether some row has a LoRA adapter); the first two are equal in a pass
+    without prompt tokens.
 
     Args:
         totals: sizes, in rows, of passes with prompt tokens, ascending. prefer: one of PREFER.
@@ -41,7 +42,7 @@ class TokenBudget:
 
     def __init__(self, totals: Sequence[int], prefer: str = PREFER[0]) -> None:
         self.totals, self.prefer = totals, prefer
-        self.known: dict[tuple[int, int], float] = {}
+        self.known: dict[tuple[int, int, bool], float] = {}
         self.extra = self.riding = self.late = self._paused = 0.0
         self.length, self._share = 0.0, 1.0
         self._stepped, self._left, self._running, self._texts = False, False, 0, 0
@@ -56,16 +57,16 @@ class TokenBudget:
         self.unmet, self.busy = set(self.known), 1.0
         self.usual = self._waited = 0.0
 
-    def note(self, steps: int, rows: int, seconds: float) -> None:
+    def note(self, steps: int, rows: int, seconds: float, adapted: bool = False) -> None:
         """Record the seconds of a pass of `rows` rows, of which `steps` step."""
         if steps != rows:
             size = next((t for t in self.totals if t >= rows), self.totals[-1])
             rows, seconds = size, seconds * size / rows
-        expected = self._least(steps, rows)
+        key, expected = (steps, rows, adapted), self._least(steps, rows, adapted)
         if seconds < BUSY * expected:
             self.busy *= seconds / expected
-        least = self.known[steps, rows] = min(seconds, self._least(steps, rows) if (steps, rows) in self.known else seconds)
-        self.unmet.discard((steps, rows))
+        least = self.known[key] = min(seconds, self._least(*key) if key in self.known else seconds)
+        self.unmet.discard(key)
         more, mixed = seconds - least, 0 < steps < rows
         if mixed and self._stepped:  # the last pass was a plain step, so `extra` is current: the rest is due to the prompts
             self.riding = max(0.0, self.riding + NEWEST * (more - self.extra - self.riding))
@@ -89,31 +90,32 @@ class TokenBudget:
             self.length *= 1 + PACE * self._share * (1 if self._left else -0.5)
         self._texts, self._left = 0, False
 
-    def seconds(self, steps: int, rows: int) -> float:
+    def seconds(self, steps: int, rows: int, adapted: bool = False) -> float:
         """Return the seconds of a pass; an unknown size is scaled from the nearest known one; `extra` if none is known."""
-        least = self._least(steps, rows)
+        least = self._least(steps, rows, adapted)
         return least + self.extra + (steps != rows) * self.riding if least else self.extra
 
-    def _least(self, steps: int, rows: int) -> float:
+    def _least(self, steps: int, rows: int, adapted: bool) -> float:
         """Return the seconds of a pass with little in the cache; 0 where no similar pass is known."""
-        mixed, key = steps != rows, (steps, rows)
+        mixed, key = steps != rows, (steps, rows, adapted)
         if key not in self.known:
             alike = [known for known in self.known if (known[0] != known[1]) == mixed]
             if not alike:
                 return 0.0
-            key = min(alike, key=lambda known: (abs(known[1] - rows), abs(known[0] - steps)))
+            key = min(alike, key=lambda known: (known[2] != adapted, abs(known[1] - rows), abs(known[0] - steps)))
         return self.known[key] * (self.busy if key in self.unmet else 1.0) * max(1.0, rows / key[1] if mixed else 1.0)
 
-    def prompt_tokens(self, step: int, riding: int, waiting: int, running: int, texts: int) -> int:
+    def prompt_tokens(self, step: int, riding: int, waiting: int, running: int, texts: int, adapted: bool = False) -> int:
         """Return how many of `waiting` prompt tokens the next pass takes, with `riding` rows for `running` sequences that step.
 
-        step: rows of a step once all waiting sequences run. texts: all open sequences. The pass takes as many tokens as fit
-        into `length`, at least SLACK times such a step; at least those that the smallest pass has room for; as many as the
-        largest pass has room for where no sequence runs; and more where a long pass is due.
+        step: rows of a step once all waiting sequences run. texts: all open sequences. adapted: whether some row of the pass
+        has an adapter. The pass takes as many tokens as fit into `length`, at least SLACK times such a step. It takes at least
+        those that the smallest pass has room for, as many as the largest pass has room for where no sequence runs, and more
+        where a long pass is due.
         """
         if not running:
             return min(self.totals[-1] - riding, waiting)
-        room, longer = self._rooms(step, riding)
+        room, longer = self._rooms(step, riding, adapted)
         self._texts, self._left = texts, waiting > room
         if waiting > room and (self._paused or self.late + running <= ADVANCE * texts):
             self.late += running * (longer > room and not self._paused)
@@ -121,29 +123,30 @@ class TokenBudget:
         self._paused = 0.0
         return min(room, waiting)
 
-    def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int) -> bool:
+    def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int, adapted: bool = False) -> bool:
         """Return whether the next pass prefills prompts only, while running sequences wait; arguments as in `prompt_tokens`.
 
         This is so where a longer pass is due and prompt tokens would be left over after it, for up to PAUSE_S: running
         sequences then wait once for several passes.
         """
-        room, longer = self._rooms(step, riding)
+        room, longer = self._rooms(step, riding, adapted)
         due = self._paused or self.late + running <= ADVANCE * texts
-        seconds = self.seconds(0, next((t for t in self.totals if t >= waiting), self.totals[-1]))
-        if not due or waiting <= longer or longer <= room or self._paused + seconds + self.seconds(step, step) > PAUSE_S:
+        seconds = self.seconds(0, next((t for t in self.totals if t >= waiting), self.totals[-1]), adapted)
+        until = self._paused + seconds + self.seconds(step, step, adapted)
+        if not due or waiting <= longer or longer <= room or until > PAUSE_S:
             return False
         self.late += running * (not self._paused)
         self._paused += seconds
         return True
 
-    def _rooms(self, step: int, riding: int) -> tuple[int, int]:
+    def _rooms(self, step: int, riding: int, adapted: bool) -> tuple[int, int]:
         """Return the prompt tokens that a usual pass, and a longer one, have room for in addition to `riding` rows."""
-        least = SLACK * self.seconds(step, step)  # 0: no time of a step is known
+        least = SLACK * self.seconds(step, step, adapted)  # 0: no time of a step is known
         grown = LONGEST_S if self.prefer == "first-token" else min(self.length, LONGEST_S, SPREAD * (self.usual or LONGEST_S))
         self.length = max(least, grown) if least else 0.0
-        return self._room(riding, self.length), self._room(riding, max(self.length, LONGEST_S))
+        return self._room(riding, self.length, adapted), self._room(riding, max(self.length, LONGEST_S), adapted)
 
-    def _room(self, riding: int, seconds: float) -> int:
+    def _room(self, riding: int, seconds: float, adapted: bool) -> int:
         """Return the prompt tokens of the largest pass that takes at most `seconds`; at least those of the smallest pass."""
         sizes = [t for t in self.totals if t > riding]
-        return ([t for t in sizes if self.seconds(riding, t) <= seconds] or sizes[:1])[-1] - riding
+        return ([t for t in sizes if self.seconds(riding, t, adapted) <= seconds] or sizes[:1])[-1] - riding

@@ -128,7 +128,7 @@ def test_many_texts_by_passes_that_are_recorded_as_they_are_met(monkeypatch):
     assert all(agrees(truth, p, a.tokens) for p, a in zip(asked, answers, strict=True))
     passes = engines[0].passes
     assert passes.reason == ""
-    assert (4, 4) in passes.captured
+    assert (4, 4, False) in passes.captured
     assert set(passes.captured) <= passes.met
     assert len(passes.captured) < len(list(passes.recorded()))
 

@@ -313,7 +313,7 @@ def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
         if recorded:
             with torch.inference_mode():
                 runner.record_showing(Replayed)
-            assert set(runner.showing) == {(b, M) for b, M in runner.recorded() if b != M}
+            assert set(runner.showing) == {(b, M, False) for b, M in runner.recorded() if b != M}
         return answers(engine, asked, 6)
 
     wanted, before = made(False), Replayed.count
@@ -455,7 +455,7 @@ def test_on_a_gpu_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_on
         if recorded:
             found.append(answers(engine, asked, 6)[0])
             assert engine.passes.reason == ""
-            assert set(engine.passes.showing) == {(b, M) for b, M in engine.passes.recorded() if b != M}
+            assert set(engine.passes.showing) == {(b, M, False) for b, M in engine.passes.recorded() if b != M}
         else:
             engine.passes.record_showing = lambda: None
             found.append(answers(engine, asked, 6)[0])

@@ -35,7 +35,7 @@ def test_measurements_hold_for_the_same_files_and_options(tmp_path):
     first = known(Measurements())
     assert first.key
     assert not first.passes
-    full = Measurements(first.key, 7, {(1, 1): 0.1})
+    full = Measurements(first.key, 7, {(1, 1, False): 0.1})
     assert known(full) == full
     assert known(full, running=3) != full
     assert not known(full, running=3).passes

@@ -3,18 +3,22 @@
 import random
 
 import pytest
-from asking import Client, adapter, build, prompts
+import torch
+from asking import Client, Free, adapter, build, prompts
 from saying import byte_tokenizer, posts
 
+from lowq_cli.engine import lora
 from lowq_cli.engine.lora import adapt
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.adapter import read_adapter
+from lowq_cli.serving import model_runner
 from lowq_cli.serving.catalog import read_config
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.http.app import Served
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.served_model import Facts, ServedModel
 from lowq_cli.serving.request import Request
+from lowq_cli.serving.scheduler import buckets
 from lowq_packers.errors import UsageError
 
 MANY = 32
@@ -86,6 +90,63 @@ def test_adapters_differ(wanted, asked):
     plain = [client.tokens(client.ask(p, 8))[0] for p in asked[:8]]
     assert all(a != b for a, b in zip(plain, wanted[:8], strict=True))
     client.engine.stop(0)
+
+
+class Recording:
+    """What stands for a recorded pass on a CPU: the same pass again, with its logits where they lay when it was recorded."""
+
+    def __init__(self, again):
+        self.graph, self.again = None, again
+
+    def replay(self):
+        self.logits.copy_(self.again())
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wanted, monkeypatch, draft):
+    client, added, replayed = Client(adapted(folders[:3]), running=4, draft=draft), [], []
+    passes, add = client.engine.passes, lora.add_low_rank
+    monkeypatch.setattr(lora, "add_low_rank", lambda *what: added.append(what[3].clone()) or add(*what))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    forward = passes.forward
+
+    def capture(step, pool):  # as there, nothing is computed
+        what = []
+        empty = lambda *a: what.append(a) or torch.zeros(a[0] + passes.ends(a[1] - a[0]), passes.plan.vocabulary)  # noqa: E731
+        monkeypatch.setattr(passes, "forward", empty)
+        step()
+        monkeypatch.setattr(passes, "forward", forward)
+        return Recording(lambda: replayed.append(what[0]) or forward(*what[0]))
+
+    monkeypatch.setattr(model_runner, "capture", capture)
+    passes.padded, passes.sizes, passes.met, passes.pool = True, list(buckets(passes.most)), set(), object()
+    if draft == "ngram":
+        client.engine.drafts.passes.sizes = [4, 8, 16, 32, 64]
+        client.engine.drafts.costs = Free(client.engine.drafts.costs)
+    plain = Client(build("llama"), running=1)
+    expected = plain.tokens(*(plain.ask(p, 8) for p in asked[:3]))
+    for i in range(3):  # sizes are recorded when they come again
+        for rounds in range(2):
+            assert client.tokens(*(client.ask(p, 8) for p in asked[:3])) == expected
+            assert not added, rounds
+        numbers = [client.engine.submit(Request(tuple(asked[j]), 8, adapter=j + 1)) for j in range(i, 3)]
+        assert client.tokens(client.ask(asked[0], 8), *numbers) == [expected[0], *wanted[i:3]]
+        assert added
+        added.clear()
+    if draft == "none":
+        assert {what[-1] for what in replayed} == {False, True}
+        both = [key for key in passes.captured if key[2] and (*key[:2], False) in passes.captured]
+        assert both
+        assert all(passes.captured[key][0].logits is passes.captured[*key[:2], False][0].logits for key in both)
+    assert {key[2] for key in passes.token_budget.known} == {False, True}
+    for kind in (False, True):  # what the start measures
+        with torch.inference_mode():
+            passes.measure(2, 2, kind)
+        assert bool(added) == kind
+        assert all(int(rows.min()) == 1 for rows in added)
+    assert not passes.rows.adapter.any()
+    for one in (client, plain):
+        one.engine.stop(0)
 
 
 def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked):
