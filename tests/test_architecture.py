@@ -233,6 +233,13 @@ def test_production_code_stays_within_its_budget():
     assert lines <= BUDGET, f"{lines} lines of production code; the budget is {BUDGET}"
 
 
+def test_lines_of_cuda_and_cpp_fit_128_columns():
+    """ruff holds this for Python."""
+    files = [p for p in ROOT.glob("[!.]*/**/*") if p.suffix in {".cu", ".cuh", ".cpp", ".h"}]
+    long = [f"{p.relative_to(ROOT)}:{n}" for p in files for n, line in enumerate(p.read_text().splitlines(), 1) if len(line) > 128]
+    assert files and long == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
 def test_imports_of_benchmarks_exist(path):
     """No other test runs most of them: a name that moved would show on a GPU only."""

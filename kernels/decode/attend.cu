@@ -2,8 +2,8 @@
 // kernel.
 //
 // Shapes  qkv (B, (SHARE * G + 2) * HKV, D) in fp16 or bf16: heads of q, then of k, then of v; SHARE * G queries share a key
-//         head, and G of them, a group, are one block's. y (B, SHARE * G * HKV, D). The cache holds HKV key and value heads of D
-//         per slot (token), in 16 bits or in codes (codes.cuh).
+//         head, and a block takes a group of G of them. y (B, SHARE * G * HKV, D). The cache holds HKV key and value heads
+//         of D per slot (token), in 16 bits or in codes (codes.cuh).
 // Grid    (blocks of a group, groups of all key heads of all sequences). Short caches: a cluster of CLUSTER blocks, which meet
 //         in shared memory. Long caches or many heads: CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which
 //         meet in global memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block, so that a
@@ -19,8 +19,8 @@
 // Top     Sums are of 2^(score - top). `top` is not the largest score so far but within 2^LIMIT of it: it moves only when a
 //         score is past that, which is rare, and what the warp has summed so far is then multiplied once.
 // Early   Position, angles and the first tiles of every warp are fetched before the previous kernel has ended, because an
-//         earlier step wrote them (launch.py): 1024 slots of a key head are on the SMs when q arrives. They go to shared memory:
-//         registers had room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
+//         earlier step wrote them (launch.py): 1024 slots of a key head are on the SMs when q arrives. They go to shared
+//         memory: registers had room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     Warps meet in shared memory. Blocks of a cluster push their parts to the block that owns a slice of y (meet.cuh),
 //         without a fence or a trip to memory. Without a cluster the last block to arrive adds up. Every sum has a fixed order.
 //         Sums of warps lie over the fetched tiles, so that two blocks of 8 warps fit an SM.
@@ -35,7 +35,8 @@
 //         without weights; 4: there are no heads of v, values are keys before norm and rotation.
 // Drafts  ROWS > 0: all rows are of one sequence, at positions one after another: its newest token and drafts after it. A block
 //         takes ROWS of them as further queries of its key head, so a slot is read once for all of these. It prepares the keys
-//         and values of all rows up to its last one, inserts them into its tiles, and writes to the cache those of its own rows.
+//         and values of all rows up to its last one, inserts them into its tiles, and writes those of its own rows to the
+//         cache.
 // Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values. That layer wrote slot `pos`
 //         in this step, so no tile is fetched before the previous kernel has ended.
 // Groups  the blocks of each group of a key head read its keys and values, and those with the newest write the same bytes.
@@ -115,7 +116,8 @@ struct AttendThread : AttendArguments {
     static constexpr int OF_TOKEN = EACH * SHARE * G + (V_IS_K ? 1 : 2) * WRITES;  // heads of qkv for a key head
     static constexpr int ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;
     static constexpr int ROW_ROUNDS = (Q + 2 * MOST_ROWS + AHEAD - 1) / AHEAD;
-    static_assert(ROWS == 0 || (WIDE == 1 && KV == 0 && SHARE == 1 && WRITES == 1 && LAYOUT == 0), "rows of one sequence: the plain form");
+    static_assert(ROWS == 0 || (WIDE == 1 && KV == 0 && SHARE == 1 && WRITES == 1 && LAYOUT == 0),
+                  "rows of one sequence: the plain form");
     static constexpr float NONE = -1e30f;  // the top of no scores: finite, so that differences stay numbers
     // The score of a slot that a row may not see. All slots of a tile may be such; score * by - top is then 0 however it is
     // rounded, because the product with a power of two is exact.
@@ -243,8 +245,8 @@ struct AttendThread : AttendArguments {
             }
         }
     }
-    // As the kernel's own loop over the heads of the token, for the block's rows; and keys and values of the rows before them. A
-    // lane fetches what it will read into `raw`. turns: cos and sin of all rows.
+    // What the kernel's loop over the heads of the token does, for the block's rows, and for keys and values of the rows
+    // before them. A lane fetches into `raw` what it will read itself. turns: cos and sin of all rows.
     __device__ __forceinline__ void heads_of_rows(uint2* raw, uint4* turns) const {
         // the first row with a slot in the tiles, and the first of the two tiles that the rows' slots are in
         const int lowest = base < first ? first - base : 0, newest_tile = (base + lowest - first) / 16;

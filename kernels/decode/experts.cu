@@ -5,17 +5,17 @@
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
 //   Where there is a bias (E, rows), each product has its row's added.
 //   SHARED: an expert that every token takes, of weights and a width of its own, by blocks of UP and warps of DOWN in addition:
-//   h_shared = act(gate . x, up . x) or act(up . x) like the others', times sigmoid(opening . x) where there is an opening; y has
-//   down . h_shared added.
+//   h_shared = act(gate . x, up . x) or act(up . x) like the others', times sigmoid(opening . x) where there is an opening;
+//   down . h_shared is added to y.
 //
 // FORM    0: no zeros, 1: zeros; E2M1, BOOK, SCALES_*: values from a table (book.cuh), `zeros` then fp32 tables or factors, one
 //         for table_rows rows of all experts' (0: one for all)
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
-// Block   products of 16 rows (gate and up, or up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
-//         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns
-//         of an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and
-//         zeros come with the words, by way of shared memory: read where they are needed they would be a trip to memory a
-//         chunk.
+// Block   products of 16 rows (gate and up, or up; or the top_k experts of a token) times KS parts of K, one warp for each. A
+//         warp loads AHEAD chunks at once, straight into registers; many small blocks on an SM hide each other's latency. All
+//         8 columns of an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment.
+//         Scales and zeros are loaded with the words, into shared memory: loaded where they are needed they would cost a trip
+//         to memory for each chunk.
 // Early   DOWN asks for its words and routing weights while UP still computes; UP lets it start only once it has seen the ids
 //         itself. A shared expert's weights are asked for before the router has ended.
 // Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two
@@ -115,7 +115,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         if (!beside) weight = load_float(weights + slot);
     const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
-    const size_t first_row = expert * (UP ? PRODUCTS * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
+    // of this product, among all experts' rows
+    const size_t first_row = expert * (UP ? PRODUCTS * width : width) + (UP ? sub * width : 0);
     float unit = 1.f;
     if (lane % 4 == 0) {  // its sums begin as the bias, in shared memory: registers are short
 #pragma unroll

@@ -1,16 +1,17 @@
-// Causal attention of many tokens in e4m3 on Hopper: prompt.cu's plan with operands of 8 bits, over copies of the keys and values.
+// Causal attention of many tokens in e4m3 on Hopper: prompt.cu's plan with 8-bit operands, over copies of keys and values.
 //
-// Maths   q, k, v and p rounded to e4m3: q with a scale per token, k and v with one per 128 slots of a key head, v's a power of two. q
-//         and k are multiplied by a Hadamard matrix first, which leaves q k as it is and evens out their dims.
-//         With lv its exponent, p = 2^(score + lv - top + SHIFT), so that tiles of any scale of v meet in one sum; sums of p stay in
-//         fp32. top is within 2^LIMIT of the largest score + lv so far: p is at most 2^(LIMIT + SHIFT) = 256 of e4m3's 448.
-// Codes   prompt_codes copies a unit, 128 slots of a sequence and a key head, as two tiles of 16 KB as wgmma's B has them, 128-byte
-//         swizzled: keys (slot, dim), values (dim, slot). wgmma wants 8-bit values of y += p V along slots, and a lane's p of S's
-//         registers are its A operand if slots stand in this order: byte 16 h + 4 t + j of each 32 is slot 16 h + 8 (j / 2) + 2 t +
-//         j % 2. Slots past the sequence's end are zeros.
-// Units   of a sequence one after another; bases: the first of each tile of tokens.
-// Grid    prompt_codes (per * tiles of tokens, key heads): the tiles of a sequence share its units; where each sequence has a cache
-//         of its own (per units * sequences, key heads). attend_prompt8 as attend_prompt.
+// Maths   q, k, v and p are rounded to e4m3: q with a scale per token, k and v with one per 128 slots of a key head; that of v
+//         is a power of two. q and k are multiplied by a Hadamard matrix first, which leaves q k as it is and evens out their
+//         dims. Let lv be the exponent of v's scale: p = 2^(score + lv - top + SHIFT), so tiles of any scale of v add up in one
+//         sum; sums of p stay in fp32. top is within 2^LIMIT of the largest score + lv so far: p is at most
+//         2^(LIMIT + SHIFT) = 256, and the largest e4m3 is 448.
+// Codes   prompt_codes copies a unit, 128 slots of a sequence and a key head, into two tiles of 16 KB in the order of wgmma's B
+//         operand, 128-byte swizzled: keys (slot, dim), values (dim, slot). For y += p V, wgmma wants 8-bit values along slots.
+//         A lane's p, in the registers of S, are its A operand if slots stand in this order: byte 16 h + 4 t + j of each 32 is
+//         slot 16 h + 8 (j / 2) + 2 t + j % 2. Slots past the sequence's end are zeros.
+// Units   those of a sequence follow one another; `bases` has the first unit of each tile of tokens.
+// Grid    prompt_codes (per * tiles of tokens, key heads): the tiles of a sequence share its units; where each sequence has a
+//         cache of its own: (per units * sequences, key heads). attend_prompt8: the same as attend_prompt.
 // Limits  fp16, bf16, D = 128, no windows, no sinks. PAGED: blocks of whole 64 slots.
 // Source  own; FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608) transposes values in the attention kernel.
 #include "tile.cuh"
@@ -107,7 +108,8 @@ struct Coder {
         for (int n = 0; n < ROUNDS; n++)
             *(u64*)(to + swizzled(threadIdx.x / 16 + 16 * n, threadIdx.x % 16 * 8)) = eight_codes(x[n], by);
     }
-    static __device__ __forceinline__ void store_values(const Values (&x)[ROUNDS], float by, unsigned char* turned, unsigned char* to) {
+    static __device__ __forceinline__ void store_values(const Values (&x)[ROUNDS], float by, unsigned char* turned,
+                                                        unsigned char* to) {
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++)
             *(u64*)(turned + (threadIdx.x / 16 + 16 * n) * D + threadIdx.x % 16 * 8) = eight_codes(x[n], by);
@@ -204,7 +206,8 @@ struct Prompt8 : Tokens<T, D> {
     using Weights = u32[BLOCK_N / 32][4];  // p, rounded
 
     // The lane's codes of two rows of q, and their scales times `scale`.
-    static __device__ __forceinline__ void load_queries(const u16* row, const u16* row_8, int t, float scale, Queries& q, Pair& of_q) {
+    static __device__ __forceinline__ void load_queries(const u16* row, const u16* row_8, int t, float scale, Queries& q,
+                                                        Pair& of_q) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x[D / 4];  // 4 n + e: dim 16 n + 4 t + e
@@ -271,7 +274,8 @@ struct Prompt8 : Tokens<T, D> {
         return past;
     }
 
-    static __device__ __forceinline__ void exponentials(const Pair& by, const Scales& of, const Pair& top, Scores& s, Pair& total) {
+    static __device__ __forceinline__ void exponentials(const Pair& by, const Scales& of, const Pair& top, Scores& s,
+                                                        Pair& total) {
         const Pair more = {of.lv + SHIFT - top[0], of.lv + SHIFT - top[1]};
         Pair sum = {0.f, 0.f};
 #pragma unroll
@@ -283,8 +287,8 @@ struct Prompt8 : Tokens<T, D> {
 
 template <int T, bool PAGED, int STAGES>
 __global__ void __launch_bounds__(384, 1)
-attend_prompt8(const unsigned char* codes, const Scales* scales, const int* bases, const int* positions, const int* tiles, u16* y,
-               int tokens, int start, int HQ, int HKV, float scale) {
+attend_prompt8(const unsigned char* codes, const Scales* scales, const int* bases, const int* positions, const int* tiles,
+               u16* y, int tokens, int start, int HQ, int HKV, float scale) {
     using P = Prompt8<T>;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[4 * STAGES];  // of each stage: keys are there, values are; keys have been read, values have

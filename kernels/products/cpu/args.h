@@ -133,7 +133,8 @@ struct Prepare {
     const void *cos, *sin;           // (slots, R) `angle_kind`, or null
     const int32_t* pos;              // (B,)
     void *y, *gate;                  // (B, (HQ + 2 HKV) D) and (B, HQ D) `dtype`
-    int32_t B, HQ, HKV, D, R, values, by_head, gated, v_is_k, writes, all, norm_last, neighbours;  // values: of k and v in a row
+    int32_t B, HQ, HKV, D, R;
+    int32_t values, by_head, gated, v_is_k, writes, all, norm_last, neighbours;  // values: of k and v in a row
     int32_t q_normed, k_normed, v_normed, angle_kind, offset, dtype, threads;
     float key_scale, beta, period;  // period 0: queries are not scaled by position
 };

@@ -46,7 +46,7 @@ struct Isa {
     }
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
-    // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of its rows 0, 1, 4, 5 and 2, 3, 6, 7.
+    // Entries of a table are 16-bit integers: those of one register of codes fill two, rows 0, 1, 4, 5 and rows 2, 3, 6, 7.
     struct Entries { I first, second; };
     using Sums = Entries;  // of the same rows, two a row
     static I bytes(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
@@ -82,7 +82,8 @@ struct Isa {
         if (dtype == 2) return _mm256_loadu_ps((const float*)p + at);
         if (dtype > 2) {
             __m128i v = _mm_loadl_epi64((const __m128i*)((const uint8_t*)p + at));
-            if (dtype == 3) return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(v), 7), _mm_set1_epi16(~(1 << 14))));
+            const __m128i e4m3 = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(v), 7), _mm_set1_epi16(~(1 << 14)));
+            if (dtype == 3) return _mm256_cvtph_ps(e4m3);
             return _mm256_castsi256_ps(_mm256_max_epi32(left(_mm256_cvtepu8_epi32(v), 23), _mm256_set1_epi32(1 << 22)));
         }
         __m128i v = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + at));

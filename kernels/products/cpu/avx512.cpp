@@ -53,7 +53,7 @@ struct Isa {
         return dot<BITS>(sum, codes, quad(x));
 #endif
     }
-    // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of each four rows, two and two.
+    // Entries of a table are 16-bit integers: those of one register of codes fill two. Each has two of every four rows.
     struct Entries { I first, second; };
     using Sums = Entries;  // of the same rows, two a row
     static I bytes(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }

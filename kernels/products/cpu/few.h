@@ -1,5 +1,5 @@
-// Products of one or two rows of x, which wait for the memory: a tile's sums in registers, weights asked for ahead. Where a register
-// holds a tile, up to eight rows: their sums stay in registers all along K.
+// Products of one or two rows of x, which memory bounds: a tile's sums stay in registers, weights are prefetched. Where one
+// register holds a tile's row sums, of up to eight rows of x: their sums, too, stay in registers all along K.
 #pragma once
 #include <cstdint>
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-// y of one tile for the rows m0 .. m0 + MB of x, out[m][row]; its W registers of rows share what is read of x. BF: scales and zeros
-// are bf16, known outside of the loop (5 to 10% by groups of 32).
+// y of one tile for the rows m0 .. m0 + MB of x, out[m][row]; its W registers of rows share what is read of x. BF: scales and
+// zeros are bf16, known outside of the loop (5 to 10% faster with groups of 32).
 template <int BITS, int MB, int D, bool BF>
 __attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, int m0, float (*out)[ROWS]) {
     using I = Isa::I;

@@ -61,7 +61,8 @@ void latent(const Latent& a) {
             attend_some<T>(heads, over, b, 0, 0, end, q, scores, nullptr);
             for (int g = 0; g < heads; g++) {
                 const size_t h = h0 + g;
-                for (int v = 0; v < a.v_dim; v++) out[v] = dot_with<U>(a.v_up, h * a.v_apart + (size_t)v * a.rank, q + g * D, a.rank);
+                for (int v = 0; v < a.v_dim; v++)
+                    out[v] = dot_with<U>(a.v_up, h * a.v_apart + (size_t)v * a.rank, q + g * D, a.rank);
                 round_to<T>(a.y, ((size_t)b * a.heads + h) * a.v_dim, out, a.v_dim);
             }
         }

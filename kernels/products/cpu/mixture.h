@@ -29,7 +29,8 @@ inline float dot_with(const void* w, size_t at, const float* x, int n) {
 }
 
 inline float dot_with(const void* w, int kind, size_t at, const float* x, int n) {
-    return kind == BF16 ? dot_with<BF16>(w, at, x, n) : kind == FP16 ? dot_with<FP16>(w, at, x, n) : dot_with<FP32>(w, at, x, n);
+    if (kind == BF16) return dot_with<BF16>(w, at, x, n);
+    return kind == FP16 ? dot_with<FP16>(w, at, x, n) : dot_with<FP32>(w, at, x, n);
 }
 
 // The k largest of n scores, first those of lower indices where scores are equal; -inf in `score` afterwards marks nothing:
@@ -122,7 +123,9 @@ inline void route(const Route& a) {
 
 // The product of expert e: that of expert 0, moved.
 inline void product_of(Args p, const int64_t* apart, int64_t e, int rows, int threads, const void* x, void* y) {
-    const auto moved = [&](auto& q, int i) { if (q) q = (std::remove_reference_t<decltype(q)>)((const char*)q + apart[i] * e); };
+    const auto moved = [&](auto& q, int i) {
+        if (q) q = (std::remove_reference_t<decltype(q)>)((const char*)q + apart[i] * e);
+    };
     moved(p.words, 0), moved(p.scales, 1), moved(p.zeros, 2), moved(p.bias, 3), moved(p.factor, 4);
     p.M = rows, p.threads = threads, p.x = x, p.y = y;
     product(p);

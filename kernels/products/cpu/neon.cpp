@@ -34,7 +34,7 @@ struct Isa {
     }
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
-    // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of its first and last two rows.
+    // Entries of a table are 16-bit integers: those of one register of codes fill two, the first two rows and the last two.
     struct Entries { int16x8_t first, second; };
     struct Sums { I row[4]; };
     static I bytes(const void* p) { return vld1q_s32((const int32_t*)p); }
@@ -66,7 +66,8 @@ struct Isa {
             uint32_t four;
             __builtin_memcpy(&four, (const uint8_t*)p + at, 4);
             const uint16x4_t v = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
-            const uint16x4_t e4m3 = vorr_u16(vshl_n_u16(vand_u16(v, vdup_n_u16(0x7f)), 7), vshl_n_u16(vand_u16(v, vdup_n_u16(0x80)), 8));
+            const uint16x4_t sign = vshl_n_u16(vand_u16(v, vdup_n_u16(0x80)), 8);
+            const uint16x4_t e4m3 = vorr_u16(vshl_n_u16(vand_u16(v, vdup_n_u16(0x7f)), 7), sign);
             if (dtype == 3) return vcvt_f32_f16(vreinterpret_f16_u16(e4m3));
             return vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_u16(v), 23), vdupq_n_u32(1 << 22)));
         }

@@ -42,7 +42,8 @@ struct Product {
     void few_rows(int t0, int t1, int m0, int m, const Rounded& x) const {
         alignas(64) float out[MB][ROWS];
         for (int t = t0; t < t1; t++) {
-            MB <= 2 && a.meta == BF16 ? few<BITS, MB, BYTES, MB <= 2>(a, t, x, m, out) : few<BITS, MB, BYTES, false>(a, t, x, m, out);
+            if (MB <= 2 && a.meta == BF16) few<BITS, MB, BYTES, MB <= 2>(a, t, x, m, out);
+            else few<BITS, MB, BYTES, false>(a, t, x, m, out);
             write_rows<ROWS>(a, t * ROWS, m0 + m, MB, out);
         }
     }

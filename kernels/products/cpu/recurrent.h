@@ -1,6 +1,6 @@
-// One token of each of B sequences in mixers with a state of fixed size: gated delta, Mamba2, short convolutions. The functions
-// `step` of decode/recurrent/*.py, in fp32 from `dtype`, rounded once to it. Every sum is one thread's, in one order: the bits of
-// y and of the states do not depend on the number of threads or on the other sequences.
+// One token of each of B sequences in mixers with a state of fixed size: gated delta, Mamba2, short convolutions. These are the
+// functions `step` of decode/recurrent/*.py, in fp32, with inputs and outputs in `dtype`, rounded once. One thread adds up each
+// sum, in one order: the bits of y and of the states do not depend on the number of threads or on the other sequences.
 #pragma once
 #include "args.h"
 #include "dense.h"
@@ -120,7 +120,8 @@ void delta(const Delta& a) {
             const size_t group = x + h * wide;  // where `grouped`: q, k, v and z of a key head, then the next one's
             mixed<T>(a.conv, a.x, a.grouped ? group : x + (size_t)h * K, slot, h * K, K, q);
             mixed<T>(a.conv, a.x, a.grouped ? group + K : x + keys + (size_t)h * K, slot, keys + h * K, K, k);
-            const float by_q = 1 / std::sqrt(dot(q, q, K) + a.eps) / std::sqrt((float)K), by_k = 1 / std::sqrt(dot(k, k, K) + a.eps);
+            const float by_q = 1 / std::sqrt(dot(q, q, K) + a.eps) / std::sqrt((float)K);
+            const float by_k = 1 / std::sqrt(dot(k, k, K) + a.eps);
             for (int d = 0; d < K; d++) q[d] *= by_q, k[d] *= by_k;
             for (int j = 0; j < each; j++) {
                 const int head = h * each + j;

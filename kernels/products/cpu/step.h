@@ -96,8 +96,8 @@ INLINE F halves_added(F a, F b, std::index_sequence<J...>) {
            SHUFFLED(Lanes, a, b, (J / (2 * H) * 2 * H + H + J % H + J / H % 2 * L)...);
 }
 
-// Lane i: the sum of the lanes of v[i], always those L / 2 apart first, then L / 4, and so on: in 45 operations for 16 registers,
-// where one by one they take 14 each.
+// Lane i of the result is the sum of the lanes of v[i]: first of those L / 2 apart, then L / 4, and so on. 16 registers take 45
+// operations together, and 14 each one by one.
 template <class F, int L, int H = L / 2>
 INLINE F totals(F* v) {
 #pragma GCC unroll 8
@@ -151,7 +151,8 @@ inline void values(const Attend& a, int b, int kv, int from, int end, int d, con
             for (int i = 0; i < N; i++) {
                 const F v = Isa::meta(a.v, T, at + d + i * L);
 #pragma GCC unroll 4
-                for (int g = 0; g < G; g++) sum[g][i] = Isa::plus_product(sum[g][i], v, Isa::all(scores[(size_t)g * stride + s]));
+                for (int g = 0; g < G; g++)
+                    sum[g][i] = Isa::plus_product(sum[g][i], v, Isa::all(scores[(size_t)g * stride + s]));
             }
         }
     });
@@ -195,7 +196,8 @@ inline void attend_heads(const Attend& a, int b, int kv, int from, int end, floa
 
 // `attend_heads` of 1 to HEADS heads.
 template <int T>
-inline void attend_some(int heads, const Attend& a, int b, int kv, int from, int end, float* q, float* scores, const float* sinks) {
+inline void attend_some(int heads, const Attend& a, int b, int kv, int from, int end, float* q, float* scores,
+                        const float* sinks) {
     if (heads == 1) attend_heads<T, 1>(a, b, kv, from, end, q, scores, sinks);
     else if (heads == 2) attend_heads<T, 2>(a, b, kv, from, end, q, scores, sinks);
     else if (heads == 3) attend_heads<T, 3>(a, b, kv, from, end, q, scores, sinks);

@@ -2,10 +2,10 @@
 //
 // Maths   q = round(x * (LIMIT / max|x|)), scale = max / LIMIT, LIMIT = 448 or 127: lowq_kernels/activations.py to the last bit
 // round_rows  q * scale in x's type: what 16-bit kernels multiply
-// act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. Of each
-//             chunk of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with f = i + (b %
-//             2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2. GATE: of act(gate) * up, rounded to x's type, where a row
-//             of x holds K of gate and K of up
+// act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. In the
+//             i-th 32 bytes of each chunk of CHUNK k, byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
+//             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2. GATE: rows of act(gate) * up, rounded to
+//             x's type, where a row of x holds K values of gate, then K of up
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
 // Launch  one block of 256 threads a row. act_rows holds it in registers meanwhile where it has at most 16 * 256 * ROUNDS
 //         values (0: it is read twice, as by round_rows, the second time out of L1)

@@ -401,8 +401,9 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                 for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] += product[i];
             }
-            // Lane 0 speaks for its warp, though racecheck does not see it: what the other lanes loaded are operands of a wgmma,
-            // which is complete for all of them behind wgmma.wait_group, an instruction of the whole warp (.sync.aligned).
+            // Lane 0 arrives for its warp, though racecheck does not see why it may: what the other lanes loaded are operands
+            // of a wgmma, which is complete for all of them behind wgmma.wait_group, an instruction of the whole warp
+            // (.sync.aligned).
             if (lane == 0) barrier_arrive(empty + 8 * STAGES);
             zeros_parity ^= 1;
             release();
