@@ -113,12 +113,112 @@ __device__ __forceinline__ void choose(const float (&logit)[MINE], const float (
     }
 }
 
+// The phases of the kernel. A lane's experts e are lane + 32 i.
+template <int T, int TILES, int PARTS, int STEPS>
+struct Phases {
+    static constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;  // experts: block, all, lane
+    using Router = uint4[TILES][STEPS][2];
+
+    // The block's part of the router, rows from `first` on. k_of(step): the first of a lane's eight k.
+    template <class KOf>
+    static __device__ __forceinline__ void load_router(const u16* router, int first, int E, int H, int r, KOf k_of, Router& w) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int s = 0; s < STEPS; s++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {  // experts past the last repeat it: those sums are not read
+                    const u16* from = router + (size_t)smaller(first + 16 * t + r + 8 * i, E - 1) * H + k_of(s);
+                    w[t][s][i] = make_uint4(0, 0, 0, 0);
+                    if (k_of(s) < H)
+                        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                                     : "=r"(w[t][s][i].x), "=r"(w[t][s][i].y), "=r"(w[t][s][i].z), "=r"(w[t][s][i].w)
+                                     : "l"(from));
+                }
+    }
+    static __device__ __forceinline__ void load_bias(const u16* bias, int E, int lane, u16 (&to)[MINE]) {
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            to[i] = 0;
+            if (bias != nullptr && lane + 32 * i < E)
+                asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(to[i]) : "l"(bias + lane + 32 * i));
+        }
+    }
+    // The first warp's, which picks: what is added for the choice, and factors.
+    static __device__ __forceinline__ void load_facts(const Facts& f, int E, int warp, int lane, float (&choice)[MINE],
+                                                      float (&each)[MINE]) {
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            const int e = lane + 32 * i;
+            choice[i] = 0.f, each[i] = 1.f;
+            if (warp != 0 || e >= E) continue;
+            if (f.choice) choice[i] = value_at<T>(f.choice, e, f.wide & 1);
+            if (f.each) each[i] = value_at<T>(f.each, e, f.wide & 2);
+        }
+    }
+    // The scale of x at this block's k, into shared memory; a warp reads what it wrote.
+    static __device__ __forceinline__ void load_scale(const Facts& f, int H, int part, int warp, int lane, float* to) {
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const int k = ((s * PARTS + part) * WARPS + warp) * 32 + lane;
+            to[(s * WARPS + warp) * 32 + lane] = f.scale == nullptr ? 1.f
+                                                 : k < H            ? value_at<T>(f.scale, k, f.wide & 4) * f.root
+                                                                    : 0.f;
+        }
+        __syncwarp();
+    }
+    // Logits of the block's token: sums of the parts of k, times `factor`.
+    static __device__ __forceinline__ void read_logits(const float (&parts)[PARTS][MOST], const u16 (&bias)[MINE], float factor,
+                                                       int E, int lane, float (&logit)[MINE]) {
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            logit[i] = 0.f;
+            if (lane + 32 * i >= E) continue;
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) logit[i] += parts[p][lane + 32 * i];
+            logit[i] = logit[i] * factor + to_floats<T>(bias[i]).x;
+        }
+    }
+    // Logits of a softmax in 16 bits, and the keys that order them and name their experts; the largest key.
+    static __device__ __forceinline__ u32 read_keys(const float (&parts)[PARTS][MOST], const u16 (&bias)[MINE], int E, int lane,
+                                                    float (&logit)[MINE], u32 (&key)[MINE]) {
+        u32 best = 0;
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            const int e = lane + 32 * i;
+            key[i] = 0, logit[i] = 0.f;
+            if (e >= E) continue;
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) logit[i] += parts[p][e];
+            logit[i] += to_floats<T>(bias[i]).x;
+            const u32 half = from_floats<T>(logit[i], 0.f) & 0xffff;
+            key[i] = (half >> 15 ? ~half & 0xffff : half | 0x8000) << 16 | (0xffff - e), logit[i] = to_floats<T>(half).x;
+            best = key[i] > best ? key[i] : best;
+        }
+        return best;
+    }
+    static __device__ __forceinline__ u32 pick_keys(u32 (&key)[MINE], int top_k, int lane) {  // lane k gets the k-th
+        u32 mine = 0;
+#pragma unroll 1
+        for (int k = 0; k < top_k; k++) {
+            u32 best = 0;
+#pragma unroll
+            for (int i = 0; i < MINE; i++) best = key[i] > best ? key[i] : best;
+            best = most_of_warp(best);
+            if (lane == k) mine = best;
+#pragma unroll
+            for (int i = 0; i < MINE; i++) key[i] = key[i] == best ? 0 : key[i];
+        }
+        return mine;
+    }
+};
+
 template <int T, int TILES, int PARTS, int STEPS, int BEYOND = 0>
 __global__ void __launch_bounds__(WARPS * 32, 1)
 route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x, long long* ids, float* weights, int M,
       int E, int H, int top_k, int normalise, int rounded, const Facts f) {
-    // experts of a block, of all, of a lane
-    constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;
+    using P = Phases<T, TILES, PARTS, STEPS>;
+    constexpr int ROWS = P::ROWS, MOST = P::MOST, MINE = P::MINE;
     __shared__ float sums[WARPS][ROWS * TOKENS];
     __shared__ float logits[PARTS][MOST];  // of this block's token
     __shared__ float squares[WARPS][TOKENS];  // BEYOND 2: of x, of each warp
@@ -134,47 +234,14 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
     if (threadIdx.x == 0) open(meeting, rank < tokens ? PARTS * (MOST + (BEYOND == 2)) * 4 : 0);
     join();
     auto k_of = [&](int step) { return ((step * PARTS + part) * WARPS + warp) * 32 + 8 * quad; };
-    uint4 w[TILES][STEPS][2], v[STEPS];
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int s = 0; s < STEPS; s++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {  // experts past the last repeat it: those sums are not read
-                const u16* from = router + (size_t)smaller(first + 16 * t + r + 8 * i, E - 1) * H + k_of(s);
-                w[t][s][i] = make_uint4(0, 0, 0, 0);
-                if (k_of(s) < H)
-                    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(w[t][s][i].x), "=r"(w[t][s][i].y), "=r"(w[t][s][i].z), "=r"(w[t][s][i].w) : "l"(from));
-            }
-    u16 beside[MINE];
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-        beside[i] = 0;
-        if (bias != nullptr && lane + 32 * i < E)
-            asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(beside[i]) : "l"(bias + lane + 32 * i));
-    }
+    typename P::Router w;
+    uint4 v[STEPS];
+    u16 biases[MINE];
     float choice[MINE], each[MINE];
-    if constexpr (BEYOND != 0) {
-#pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            const int e = lane + 32 * i;
-            choice[i] = 0.f, each[i] = 1.f;
-            if (warp != 0 || e >= E) continue;
-            if (f.choice) choice[i] = value_at<T>(f.choice, e, f.wide & 1);
-            if (f.each) each[i] = value_at<T>(f.each, e, f.wide & 2);
-        }
-    }
-    if constexpr (BEYOND == 2) {
-#pragma unroll
-        for (int s = 0; s < STEPS; s++) {  // a warp reads what it wrote
-            const int k = ((s * PARTS + part) * WARPS + warp) * 32 + lane;
-            scale_at[(s * WARPS + warp) * 32 + lane] = f.scale == nullptr ? 1.f
-                                                       : k < H            ? value_at<T>(f.scale, k, f.wide & 4) * f.root
-                                                                          : 0.f;
-        }
-        __syncwarp();
-    }
+    P::load_router(router, first, E, H, r, k_of, w);
+    P::load_bias(bias, E, lane, biases);
+    if constexpr (BEYOND != 0) P::load_facts(f, E, warp, lane, choice, each);
+    if constexpr (BEYOND == 2) P::load_scale(f, H, part, warp, lane, scale_at);
     joined();
     previous_grid_wait();
 #pragma unroll
@@ -230,14 +297,7 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
             for (int p = 0; p < PARTS; p++) square += norms[p];
             asm("rsqrt.approx.f32 %0, %1;" : "=f"(factor) : "f"(square / H + f.eps));
         }
-#pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            logit[i] = 0.f;
-            if (lane + 32 * i >= E) continue;
-#pragma unroll
-            for (int p = 0; p < PARTS; p++) logit[i] += logits[p][lane + 32 * i];
-            logit[i] = logit[i] * factor + to_floats<T>(beside[i]).x;
-        }
+        P::read_logits(logits, biases, factor, E, lane, logit);
         int id;
         choose<T>(logit, choice, each, f, E, top_k, lane, id, chosen, of_expert);
         if (normalise) chosen /= sum_of_warp(chosen) + f.sum_eps;
@@ -250,36 +310,14 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
     }
 
     auto number = [](u32 key) { return to_floats<T>(key >> 31 ? key >> 16 & 0x7fff : ~key >> 16).x; };
-    u32 key[MINE], best = 0;
+    u32 key[MINE];
     float logit[MINE], total = 0.f, chosen = 0.f;
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-        const int e = lane + 32 * i;
-        key[i] = 0, logit[i] = 0.f;
-        if (e >= E) continue;
-#pragma unroll
-        for (int p = 0; p < PARTS; p++) logit[i] += logits[p][e];
-        logit[i] += to_floats<T>(beside[i]).x;
-        const u32 half = from_floats<T>(logit[i], 0.f) & 0xffff;
-        key[i] = (half >> 15 ? ~half & 0xffff : half | 0x8000) << 16 | (0xffff - e), logit[i] = to_floats<T>(half).x;
-        best = key[i] > best ? key[i] : best;
-    }
-    const float top = number(most_of_warp(best));
+    const float top = number(most_of_warp(P::read_keys(logits, biases, E, lane, logit, key)));
 #pragma unroll
     for (int i = 0; i < MINE; i++)
         if (key[i] != 0) total += exp2_of((logit[i] - top) * 1.44269504f);
     total = sum_of_warp(total);
-    u32 mine = 0;  // lane k has the k-th
-#pragma unroll 1
-    for (int k = 0; k < top_k; k++) {
-        best = 0;
-#pragma unroll
-        for (int i = 0; i < MINE; i++) best = key[i] > best ? key[i] : best;
-        best = most_of_warp(best);
-        if (lane == k) mine = best;
-#pragma unroll
-        for (int i = 0; i < MINE; i++) key[i] = key[i] == best ? 0 : key[i];
-    }
+    const u32 mine = P::pick_keys(key, top_k, lane);
     if (lane < top_k) chosen = exp2_of((number(mine) - top) * 1.44269504f) / total;
     if (normalise) chosen /= sum_of_warp(chosen);
     if (rounded) chosen = to_floats<T>(from_floats<T>(chosen, 0.f)).x;

@@ -94,16 +94,26 @@ struct Phases8 {
         return sum + 1 < sum_steps ? smaller((sum + 1) * EVERY, part) : part;
     }
 
-    // The producer thread. load_weights(stage, step, n_tile) asks for the words and scales of a step; place(tile, m0, n_tile).
-    template <class LoadWeights, class Place>
-    static __device__ __forceinline__ void produce(const TensorMap& x_map, const TensorMap& sums_map, LoadWeights load_weights,
-                                                   Place place, u32 base, u32 full, u32 empty, int team, int teams, int all,
+    static __device__ __forceinline__ void load_weights(const TensorMap& words_map, const TensorMap& scales_map, u32 base,
+                                                        u32 full, int s, int c, int n_tile) {
+        const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES;
+        barrier_expect(barrier, LOADED);
+#pragma unroll
+        for (int u = 0; u < CHUNKS; u++)
+            tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, n_tile * TILES, barrier);
+        tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES,
+                    barrier);
+    }
+    // The producer thread. load(stage, step, n_tile) asks for the words and scales of a step; place(tile, m0, n_tile).
+    template <class Load, class Place>
+    static __device__ __forceinline__ void produce(const TensorMap& x_map, const TensorMap& sums_map, Load load, Place place,
+                                                   u32 base, u32 full, u32 empty, int team, int teams, int all,
                                                    int begin, int part, int sum_steps, int sums_at) {
         int s = 0, round = 0, early = 0;
         if (team < all) {  // weights do not depend on the kernel before, x does
             int m0, n_tile;
             place(team, m0, n_tile);
-            for (; early < STAGES && early < sums_due(0, sum_steps, part); early++) load_weights(early, begin + early, n_tile);
+            for (; early < STAGES && early < sums_due(0, sum_steps, part); early++) load(early, begin + early, n_tile);
         }
         previous_grid_wait();
         for (int tile = team; tile < all; tile += teams) {
@@ -115,7 +125,7 @@ struct Phases8 {
                     if (early > 0) early--;
                     else {
                         barrier_wait(empty + 8 * s, (round & 1) ^ 1);
-                        if (c < end) load_weights(s, begin + c, n_tile);
+                        if (c < end) load(s, begin + c, n_tile);
                     }
                     if (c < end) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
                     else {
@@ -283,8 +293,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             int row_tiles, int groups) {
     using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K>;
     using L = Tile<BITS>;
-    constexpr int PARTS = P::PARTS, CHUNKS = P::CHUNKS, TILES = P::TILES, COLUMNS = P::COLUMNS;
-    constexpr u32 X_BYTES = P::X_BYTES, CHUNK_BYTES = P::CHUNK_BYTES, W_BYTES = P::W_BYTES, STAGE_BYTES = P::STAGE_BYTES;
+    constexpr int PARTS = P::PARTS, TILES = P::TILES, COLUMNS = P::COLUMNS;
+    constexpr u32 X_BYTES = P::X_BYTES, W_BYTES = P::W_BYTES, STAGE_BYTES = P::STAGE_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES + 2];  // full and empty, of each stage and of -s z
     __shared__ float scales_of_x[2][BLOCK_M];  // of a tile's rows, and of the next one's
@@ -312,17 +322,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     if (group == 2) {  // ------------------------------------------------------------------------------- producer
         registers_down<40>();
         if (threadIdx.x == 256) {
-            auto load_weights = [&](int s, int c, int n_tile) {
-                const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES;
-                barrier_expect(barrier, P::LOADED);
-#pragma unroll
-                for (int u = 0; u < CHUNKS; u++)
-                    tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, n_tile * TILES, barrier);
-                tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES,
-                            barrier);
-            };
-            P::produce(x_map, sums_map, load_weights, place, base, full, empty, team, teams, all, begin, part, sum_steps,
-                       sums_at);
+            auto load = [&](int s, int c, int n_tile) { P::load_weights(words_map, scales_map, base, full, s, c, n_tile); };
+            P::produce(x_map, sums_map, load, place, base, full, empty, team, teams, all, begin, part, sum_steps, sums_at);
         } else if (warp > 0) {
             u32 parity = 0, odd = 0;
             previous_grid_wait();
