@@ -44,6 +44,7 @@ struct PhasesFp8 {
     static constexpr bool SHARED_SUM = TILE_COLUMNS / SPLIT_K >= 8;
     static constexpr int COLUMNS = SPLIT_K > 1 && SHARED_SUM ? TILE_COLUMNS / SPLIT_K : TILE_COLUMNS;
     using Sums = float[TILE_COLUMNS / 2];
+    using ColumnScales = float2[B_SCALE == GROUP ? TILE_COLUMNS / 8 : 1];
 
     static __device__ __forceinline__ u32 a_stage(u32 base, int s) { return base + s * A_BYTES; }
     static __device__ __forceinline__ u32 b_stage(u32 base, int s) { return base + STAGES * A_BYTES + s * B_BYTES; }
@@ -54,6 +55,18 @@ struct PhasesFp8 {
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
 
+    static __device__ __forceinline__ void load_b(const TensorMap& b_map, const TensorMap& groups_map, u32 base, u32 full,
+                                                  int s, int c, int a0, int b0) {
+        tensor_load(b_stage(base, s), &b_map, c * 128, b0, full + 8 * s);
+        const int first = A_SCALE == GROUP ? a0 : b0;
+        if constexpr (GROUPS > 0) tensor_load(g_stage(base, s), &groups_map, first, c, full + 8 * s);
+    }
+    static __device__ __forceinline__ void load_a(const TensorMap& a_map, u32 base, u32 full, int s, int c, int a0, int B) {
+        barrier_expect(full + 8 * s, A_BYTES + B_BYTES + G_BYTES);
+        // read once, and first to leave L2: 2 to 4% faster with 16 to 64 rows
+        if (SWAP && B <= TILE_COLUMNS) tensor_load_once(a_stage(base, s), &a_map, c * 128, a0, full + 8 * s);
+        else tensor_load(a_stage(base, s), &a_map, c * 128, a0, full + 8 * s);
+    }
     // The producer thread. load_a(stage, chunk, a0), load_b(stage, chunk, a0, b0); place(tile, a0, b0).
     template <class LoadA, class LoadB, class Place>
     static __device__ __forceinline__ void produce(LoadA load_a, LoadB load_b, Place place, u32 empty, int team, int teams,
@@ -93,7 +106,46 @@ struct PhasesFp8 {
         products_commit();
     }
 
+    // Scales of two columns, times those of blocks.
+    static __device__ __forceinline__ void read_column(u32 base, int s, int i, int lane, float factor, ColumnScales& columns) {
+        const float2 f = read_float2(g_stage(base, s) + (i * 8 + (lane & 3) * 2) * 4);
+        columns[i] = make_float2(f.x * factor, f.y * factor);
+    }
+
+    static __device__ __forceinline__ void add_scaled(Sums& acc, const Sums& sums, float factor, const float (&rows)[2],
+                                                      ColumnScales& columns, u32 base, int s, int lane) {
+#pragma unroll
+        for (int i = 0; i < TILE_COLUMNS / 2; i++) {
+            // two blocks on an SM have few registers: scales of one column pair at a time
+            if (B_SCALE == GROUP && BLOCKS_PER_SM == 2 && i % 4 == 0) read_column(base, s, i / 4, lane, factor, columns);
+            float f = factor;
+            if constexpr (A_SCALE == GROUP) f = rows[(i >> 1) & 1];
+            if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
+            acc[i] += f * sums[i];
+        }
+    }
+
     // ------------------------------------------------------------------------------------------------- epilogue
+    // Scales of rows at and at + 8 of A, and their bias.
+    static __device__ __forceinline__ void read_rows(const float* a_scales, const u16* bias, int first, int A, float (&by)[2],
+                                                     float (&more)[2]) {
+#pragma unroll
+        for (int o = 0; o < 2; o++) {
+            const int at = first + 8 * o;
+            if (A_SCALE == VECTOR) by[o] = at < A ? a_scales[at] : 0.f;
+            if (SWAP && bias) more[o] = at < A ? to_floats<T>(bias[at]).x : 0.f;
+        }
+    }
+    // Of columns at and at + 1 of B.
+    static __device__ __forceinline__ void read_columns(const float* b_scales, const u16* bias, int first, int B,
+                                                        float (&by)[2], float (&more)[2]) {
+#pragma unroll
+        for (int o = 0; o < 2; o++) {
+            const int at = first + o;
+            if (B_SCALE == VECTOR) by[o] = at < B ? b_scales[at] : 0.f;
+            if (!SWAP && bias) more[o] = at < B ? to_floats<T>(bias[at]).x : 0.f;
+        }
+    }
     // Sums of a cluster's blocks: sums[h][i][thread] of both warpgroups over the ring, then each block adds up its columns.
     static __device__ __forceinline__ void meet_cluster(float* all_sums, int g, int rank, Sums (&acc)[ROW_TILES_64]) {
         float* const sums = all_sums + g * ROW_TILES_64 * (TILE_COLUMNS / 2) * 128;
@@ -215,17 +267,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     if (g == 2) {  // ----------------------------------------------------------------------------------- producer
         if constexpr (BLOCKS_PER_SM == 1) registers_down<40>();
         if (threadIdx.x == 256) {
-            auto load_a = [&](int s, int c, int a0) {
-                barrier_expect(full + 8 * s, A_BYTES + B_BYTES + G_BYTES);
-                // 16 to 64 rows: 2 to 4%
-                if (SWAP && B <= TILE_COLUMNS) tensor_load_once(P::a_stage(base, s), &a_map, c * 128, a0, full + 8 * s);
-                else tensor_load(P::a_stage(base, s), &a_map, c * 128, a0, full + 8 * s);
-            };
-            auto load_b = [&](int s, int c, int a0, int b0) {
-                tensor_load(P::b_stage(base, s), &b_map, c * 128, b0, full + 8 * s);
-                const int first = A_SCALE == GROUP ? a0 : b0;
-                if constexpr (GROUPS > 0) tensor_load(P::g_stage(base, s), &groups_map, first, c, full + 8 * s);
-            };
+            auto load_a = [&](int s, int c, int a0) { P::load_a(a_map, base, full, s, c, a0, B); };
+            auto load_b = [&](int s, int c, int a0, int b0) { P::load_b(b_map, groups_map, base, full, s, c, a0, b0); };
             P::produce(load_a, load_b, place, empty, team, teams, all, begin, part);
         }
         __syncwarp();
@@ -290,29 +333,17 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     b_next = b_ahead;
                     look_ahead(c + (FAR ? 2 : 1) * WARPGROUPS_K);
                 }
-                float2 columns[B_SCALE == GROUP ? TILE_COLUMNS / 8 : 1];
-                auto read_columns = [&](int i) {
-                    const float2 f = read_float2(P::g_stage(base, s) + (i * 8 + (lane & 3) * 2) * 4);
-                    columns[i] = make_float2(f.x * factor, f.y * factor);
-                };
+                typename P::ColumnScales columns;
                 if constexpr (B_SCALE == GROUP && BLOCKS_PER_SM == 1) {
 #pragma unroll
-                    for (int i = 0; i < TILE_COLUMNS / 8; i++) read_columns(i);
+                    for (int i = 0; i < TILE_COLUMNS / 8; i++) P::read_column(base, s, i, lane, factor, columns);
                 }
                 products_wait<0>();
                 float scaled[2];
                 if constexpr (A_SCALE == GROUP) scaled[0] = factor * rows[h][0], scaled[1] = factor * rows[h][1];
                 P::alive(part_sums);
                 if (h + 1 == ROW_TILES_64 && BLOCKS_PER_SM == 1) release(s);
-#pragma unroll
-                for (int i = 0; i < TILE_COLUMNS / 2; i++) {
-                    // few registers: one at a time
-                    if (B_SCALE == GROUP && BLOCKS_PER_SM == 2 && i % 4 == 0) read_columns(i / 4);
-                    float f = factor;
-                    if constexpr (A_SCALE == GROUP) f = scaled[(i >> 1) & 1];
-                    if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
-                    acc[h][i] += f * part_sums[i];
-                }
+                P::add_scaled(acc[h], part_sums, factor, scaled, columns, base, s, lane);
                 if (h + 1 == ROW_TILES_64 && BLOCKS_PER_SM == 2) release(s);
             }
             if ((s += WARPGROUPS_K) >= STAGES) s -= STAGES, round++;
@@ -333,23 +364,13 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #pragma unroll
         for (int h = 0; h < ROW_TILES_64; h++) {
             const int row = a_first + h * 64 + warp * 16;  // of A, the first of this warp's sixteen
-            // scales of rows and columns, and the bias; as a function of its own it gave small M other registers
+            // scales of rows and columns, and the bias; as a function of its own this loop gave small M other registers
             float fa[2] = {1.f, 1.f}, ba[2] = {0.f, 0.f};
-#pragma unroll
-            for (int o = 0; o < 2; o++) {
-                const int at = row + r + 8 * o;
-                if (A_SCALE == VECTOR) fa[o] = at < A ? a_scales[at] : 0.f;
-                if (SWAP && bias) ba[o] = at < A ? to_floats<T>(bias[at]).x : 0.f;
-            }
+            P::read_rows(a_scales, bias, row + r, A, fa, ba);
 #pragma unroll
             for (int i = 0; i < P::COLUMNS / 8; i++) {
                 float fb[2] = {1.f, 1.f}, bb[2] = {0.f, 0.f};
-#pragma unroll
-                for (int o = 0; o < 2; o++) {
-                    const int at = b_first + i * 8 + (lane & 3) * 2 + o;
-                    if (B_SCALE == VECTOR) fb[o] = at < B ? b_scales[at] : 0.f;
-                    if (!SWAP && bias) bb[o] = at < B ? to_floats<T>(bias[at]).x : 0.f;
-                }
+                P::read_columns(b_scales, bias, b_first + i * 8 + (lane & 3) * 2, B, fb, bb);
 #pragma unroll
                 for (int o = 0; o < 4; o++)
                     acc[h][4 * i + o] = acc[h][4 * i + o] * fa[o >> 1] * fb[o & 1] + ba[o >> 1] + bb[o & 1];
