@@ -116,7 +116,8 @@ __device__ __forceinline__ void choose(const float (&logit)[MINE], const float (
 // The phases of the kernel. A lane's experts e are lane + 32 i.
 template <int T, int TILES, int PARTS, int STEPS>
 struct Phases {
-    static constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;  // experts: block, all, lane
+    // experts of a block, of all, of a lane
+    static constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;
     using Router = uint4[TILES][STEPS][2];
 
     // The block's part of the router, rows from `first` on. k_of(step): the first of a lane's eight k.
