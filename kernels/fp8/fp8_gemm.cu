@@ -126,7 +126,7 @@ struct PhasesFp8 {
     }
 
     // ------------------------------------------------------------------------------------------------- epilogue
-    // Scales of rows at and at + 8 of A, and their bias.
+    // Scales of rows `first` and first + 8 of A, and their bias.
     static __device__ __forceinline__ void read_rows(const float* a_scales, const u16* bias, int first, int A, float (&by)[2],
                                                      float (&more)[2]) {
 #pragma unroll
@@ -136,7 +136,7 @@ struct PhasesFp8 {
             if (SWAP && bias) more[o] = at < A ? to_floats<T>(bias[at]).x : 0.f;
         }
     }
-    // Of columns at and at + 1 of B.
+    // The same of columns `first` and first + 1 of B.
     static __device__ __forceinline__ void read_columns(const float* b_scales, const u16* bias, int first, int B,
                                                         float (&by)[2], float (&more)[2]) {
 #pragma unroll
