@@ -80,7 +80,7 @@ def time_line(seconds: float, within: int = 1) -> str:
 def _kept_embedding(plan: "Plan") -> "Iterator[str]":
     """A hint how to quantize a tied embedding, if it stays in 16 bits and takes much of the file."""
     table = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
-    if table is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
+    if table is None or plan.recipe.skip or plan.recipe.in_blocks or any(i.kind == "head" for i in plan.items):
         return
     share, smaller = table.nbytes / plan.nbytes, table.params * EMBEDDING_BITS / 8
     if share > MUCH:

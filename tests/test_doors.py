@@ -39,7 +39,6 @@ ROUND = {  # (file, call) -> why it need not go through the door
     ("lowq_cli/hf/pictures.py", "AutoImageProcessor.from_pretrained"): "a view of the checked files",
     ("lowq_cli/hf/tower.py", "cls.from_pretrained"): "tensors in memory, no file",
     ("lowq_cli/serving/http/pictures.py", "open"): "a file of the kernel's",
-    ("lowq_cli/hf/fp8.py", "AutoConfig.from_pretrained"): "a view, whose files went through the door",
     ("lowq_cli/hf/load.py", "cls.from_pretrained"): "a view, whose files went through the door",
     ("lowq_cli/hf/tokenizer.py", "AutoTokenizer.from_pretrained"): "a view, whose files went through the door",
     ("lowq_cli/interop/foreign.py", "torch.load"): "the name of the open file",

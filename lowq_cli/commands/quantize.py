@@ -371,7 +371,7 @@ def _show_result(
         _show_exports(result.out, model)
     if not writes:
         return
-    first = "lowq eval --against MODEL" if recipe.format == "fp8" else "lowq tune"
+    first = "lowq eval --against MODEL" if recipe.in_blocks else "lowq tune"
     console.say(f"next: {first}, then lowq generate --prompt 'Hello'")
 
 

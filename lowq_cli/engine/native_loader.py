@@ -22,13 +22,13 @@ from lowq_cli.engine import rope
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.plan import Plan
-from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
-from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
+from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, torch_dtype
 from lowq_cli.files.shapes import text_config
 from lowq_cli.files.source import Source
+from lowq_cli.files.storage import method, storage
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.activations import check_act
@@ -41,7 +41,7 @@ from lowq_packers.arch.parts import Experts, Linear, Model, walk
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.regular import MAX_CONFIG, read_text
-from lowq_packers.scheme import ACT_KEY, E4M3
+from lowq_packers.scheme import E4M3
 from lowq_packers.tables import joined
 
 BIAS = ".bias"
@@ -118,21 +118,13 @@ def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> Nat
 def contents_of(source: Source, device: torch.device) -> Contents:
     """What to read of a source, with every header checked. Raises NotPlain."""
     quantization = source.config.get("quantization_config")
-    in_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == fp8_tensors.METHOD
-    if source.folder is None or not (quantization is None or in_fp8 or quantization.get("quant_method") == METHOD):
+    if source.folder is None or (quantization is not None and method(source.config) is None):
         raise NotPlain("not a folder of plain, fp8 or lowq's tensors")
-    if in_fp8 and (why := fp8_tensors.why_not(source.config, source.headers)):
-        raise NotPlain(why)
     config, model, _ = read_config(source.config, len(source.headers))
     if reason := rope.why_not(config.get_text_config().rope_parameters):
         raise NotPlain(reason)
-    stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
-    schemes: Mapping[str, Stored] = {}
     try:
-        if in_fp8:
-            schemes = fp8_tensors.stored(source.config["quantization_config"], source.headers)
-        elif quantization is not None:
-            schemes = expand_stored(quantization, stems)
+        schemes, act = storage(quantization, source.headers)
     except (DamagedError, UnsupportedError) as e:
         raise NotPlain(str(e)) from None
     named = Named.of_files(model, source.headers)
@@ -146,10 +138,8 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     contents = filled(config, named, source.headers, dtype, schemes, table, head)
     if head is None and contents.embed and contents.embed.how and model.head_bias:
         raise NotPlain("a head with a bias that is the packed embedding")
-    if quantization is not None:
-        contents = replace(contents, act=quantization.get(*((ACT_KEY, "fp8") if in_fp8 else ("activations", "none"))))
     check(contents, source.headers)
-    return contents
+    return replace(contents, act=act)
 
 
 def filled(

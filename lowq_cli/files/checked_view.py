@@ -27,10 +27,11 @@ def known_type(config: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def only_its_files(source: Source) -> Iterator[Path]:
+def only_its_files(source: Source, **changed: Any) -> Iterator[Path]:
     """A folder with a source's config, weights (links to the open files) and companions, under their usual names.
 
-    It is removed after the block. Raises NotFoundError if a file cannot be read, DamagedError, UnsupportedError.
+    changed: fields of config.json to replace. The folder is removed after the block. Raises NotFoundError if a file cannot be
+    read, DamagedError, UnsupportedError.
     """
     assert source.folder is not None
     check_tokenizer(source.folder)
@@ -44,7 +45,7 @@ def only_its_files(source: Source) -> Iterator[Path]:
         if n > 1:
             index = {"metadata": {"total_size": source.nbytes}, "weight_map": {t: names[f] for t, f in source.where.items()}}
             (folder / INDEX).write_text(json.dumps(index))
-        config = {k: v for k, v in source.config.items() if k != "gguf"}
+        config = {k: v for k, v in (source.config | changed).items() if k != "gguf"}
         if "model_type" in config:
             config["model_type"] = known_type(config)
         (folder / CONFIG).write_text(json.dumps(config))

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files import packed_tensors
-from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
+from lowq_cli.files.quant_config import Stored, expand_stored
 from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
+from lowq_cli.files.storage import METHOD, method
 from lowq_cli.state import as_argument, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
 from lowq_packers.layouts import DISK, PackedWeight, unpack
@@ -223,10 +224,9 @@ def open_checkpoint(path: str | os.PathLike[str], more: str = "") -> Checkpoint:
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a folder's config.json declares a lowq checkpoint, intact or not."""
     try:
-        q = read_json(Path(path) / "config.json").get("quantization_config")
+        return method(read_json(Path(path) / "config.json")) == METHOD
     except LowqError:
         return False
-    return isinstance(q, dict) and q.get("quant_method") == METHOD
 
 
 def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTensor, ...]:

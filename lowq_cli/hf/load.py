@@ -13,8 +13,8 @@ from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device, say_widened
 from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.family_tensors import extra_of
-from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
+from lowq_cli.files.storage import FP8, as_lowq, method
 from lowq_cli.files.text_alone import way_out
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class
@@ -40,13 +40,12 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     register()
     config = source.config
     quantization = config.get("quantization_config")
-    packed = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
-    in_fp8 = not packed and isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
-    if quantization is not None and not packed and not in_fp8:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(f"{source.name} is quantized as {method!r}; run on the original model: lowq quantize MODEL")
+    stored_by = method(config)
+    if quantization is not None and stored_by is None:
+        named = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(f"{source.name} is quantized as {named!r}; run on the original model: lowq quantize MODEL")
     stray = next((n for n in source.headers if n.endswith(".weight_scale")), None)
-    if stray is not None and not packed:
+    if stray is not None and stored_by in (None, FP8):
         raise DamagedError(f"{source.name} holds packed weights ({stray}), but its config.json has no quantization_config")
     cls = model_class(config)
     if not cls.can_generate():
@@ -54,27 +53,24 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     check_plausible(config, len(source.headers))
     check_affordable(config, source.nbytes)
     chosen = pick_device(device)
-    kind = pick_dtype(dtype, packed or in_fp8, chosen)
-    if packed and isinstance(dtype := getattr(torch, kind, kind) if isinstance(kind, str) else kind, torch.dtype):
+    kind = pick_dtype(dtype, stored_by is not None, chosen)
+    if isinstance(dtype := getattr(torch, kind, kind) if isinstance(kind, str) else kind, torch.dtype):
         check_dtype(source, dtype)
     loaded: Any
     info: dict[str, Any]
     # directly to a GPU if accelerate, which transformers needs for that, is installed; otherwise through host memory
     direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
     if ranks.world() > 1:
-        direct = {"distributed_config": _over_processes(chosen)}
-    if in_fp8:
-        if ranks.world() > 1:
+        if stored_by == FP8:
             raise UnsupportedError("lowq does not split fp8 weights over processes; run one, or quantize to lowq's own format")
-        from lowq_cli.hf.fp8 import native_config
-
-        direct["config"] = native_config(source)
+        direct = {"distributed_config": _over_processes(chosen)}
+    renamed = {"quantization_config": as_lowq(quantization)} if quantization and stored_by == FP8 else {}
     try:
         with (
             library_errors(DamagedError, f"{source.name} cannot be loaded as {cls.__name__}"),
             unprepared(),
             _silent(),
-            only_its_files(source) as view,
+            only_its_files(source, **renamed) as view,
         ):
             loaded, info = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 str(view),

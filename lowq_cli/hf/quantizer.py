@@ -11,6 +11,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowq_cli.files.quant_config import METHOD, VERSION
+from lowq_cli.files.storage import FP8
 from lowq_packers.errors import UnsupportedError
 
 
@@ -101,7 +102,7 @@ class LowqQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it writes the same format, except for fp8."""
-        return not hasattr(self.quantization_config, "fp8")
+        return not hasattr(self.quantization_config, FP8)
 
     @property
     def is_trainable(self) -> bool:

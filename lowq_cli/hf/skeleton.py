@@ -6,7 +6,7 @@ instead of copies of them: its renaming gives the parameter of a tensor, and sen
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -179,6 +179,11 @@ class Skeleton:
         if pattern is None:
             return Place(param)
         return Place(param, True, self._why_not(self._by_pattern[pattern], param))
+
+    def are_linears(self, names: Iterable[str]) -> bool:
+        """Whether each of these tensors alone is the weight of an nn.Linear."""
+        places = [self.place(name) for name in names]
+        return all(p and not p.merged and type(self.module(p.param)) is nn.Linear for p in places)
 
     def turns(self, name: str) -> bool:
         """Whether files may hold this stack of experts transposed."""

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowq_cli.files import fp8_tensors
 from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO, misfit, rows
-from lowq_cli.files.quant_config import Stored, compact, expand_stored
+from lowq_cli.files.quant_config import Stored, compact
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.files.source import Cut
+from lowq_cli.files.storage import FP8, storage
 from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.expert_kinds import LEAVES
@@ -33,7 +33,6 @@ from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
 Packed = QuantLinear | QuantExperts | QuantEmbedding
-FP8 = "fp8"  # key in the config for transformers: an fp8 checkpoint's own `quantization_config`
 _PREPARE: ContextVar[bool] = ContextVar("_PREPARE", default=True)
 
 
@@ -116,10 +115,7 @@ def _headers(files: list[str] | None) -> dict[str, TensorHeader]:
 
 def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Stored]:
     """Packed tensor (without ".weight") -> its storage. Raises DamagedError if config and files disagree."""
-    if FP8 in config:
-        return fp8_tensors.stored(config[FP8], headers)
-    stems = {n.removesuffix(WEIGHT) for n in headers if n.endswith(WEIGHT)}
-    schemes = expand_stored(config, stems)
+    schemes = dict(storage(config.get(FP8, config), headers).matrices)
     packed = {n.removesuffix(suffix) for n in headers for suffix in (SCALE, ZERO, TABLE) if n.endswith(suffix)}
     if packed - schemes.keys():
         name = min(packed - schemes.keys())

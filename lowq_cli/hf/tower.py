@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_tensors import beside_prefixes
-from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
+from lowq_cli.files.storage import METHOD, method
 from lowq_cli.hf.pictures import PIXELS, normalised
 from lowq_cli.hf.skeleton import config_object, model_class
 from lowq_packers.errors import DamagedError, library_errors
@@ -92,8 +92,7 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
 
 def _dense(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Tensors of a source by name; tensors that lowq quantized are dequantized."""
-    quantization = source.config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD or source.folder is None:
+    if method(source.config) != METHOD or source.folder is None:
         return {n: source.read(n).reshape(source.headers[n].shape) for n in names}
     checkpoint, tensors = open_checkpoint(source.folder), dict[str, torch.Tensor]()
     with checkpoint.source:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
+from lowq_cli.files.storage import METHOD, method
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, library_errors
 from lowq_packers.regular import opened
@@ -68,22 +68,17 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
 
     Raises UnsupportedError for a format that lowq does not read, DamagedError for contradictory tensors.
     """
-    quantization = source.config.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD:
+    if method(source.config) == METHOD:
         return None
     from lowq_packers import formats
 
     fmt = formats.detect(source.config, source.headers)
     if fmt is None:
-        if quantization is not None:
-            method = (
-                quantization.get("quant_method", quantization.get("quant_type"))
-                if isinstance(quantization, Mapping)
-                else quantization
-            )
+        if (q := source.config.get("quantization_config")) is not None:
+            named = q.get("quant_method", q.get("quant_type")) if isinstance(q, Mapping) else q
             known = ", ".join(f.title for f in formats.FORMATS.values())
             raise UnsupportedError(
-                f"{source.name} is quantized as {method!r}; lowq opens {known}: give the model it was made from"
+                f"{source.name} is quantized as {named!r}; lowq opens {known}: give the model it was made from"
             )
         if coded := next((n for n, h in source.headers.items() if n.endswith(".weight") and h.dtype[0] in "IU"), None):
             raise UnsupportedError(

@@ -13,19 +13,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lowq_cli import console, state
-from lowq_cli.files import fp8_tensors
 from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.family_tensors import linear_weights
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
+from lowq_cli.files.storage import FP8, in_blocks, storage
 from lowq_cli.interop.foreign import QUANT_SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
 from lowq_cli.state import writing
 from lowq_packers import home
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.atomic import replacing
-from lowq_packers.errors import DamagedError, UsageError
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack
 from lowq_packers.lazy import torch
@@ -50,7 +50,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
         if packed is None:
             return name
         fmt, matrices = packed
-        if fmt.name == "fp8" and runs_in_fp8(source):
+        if fmt.name == FP8 and runs_in_fp8(source):
             return name
         target = cached(source)
         for note in source.notes:
@@ -70,13 +70,18 @@ def runnable(model: str | os.PathLike[str]) -> str:
 
 def runs_in_fp8(source: Source) -> bool:
     """Whether fp8 kernels can run it directly; for unknown families, transformers decides."""
-    if source.folder is None or fp8_tensors.why_not(source.config, source.headers):
+    if source.folder is None:
         return False
+    try:
+        storage(source.config["quantization_config"], source.headers)
+    except UnsupportedError:
+        return False
+    weights = in_blocks(source.headers)
     with suppress(NotPlain):
-        return fp8_tensors.quantized(source.headers).keys() <= linear_weights(source.config, len(source.headers))
-    from lowq_cli.hf.fp8 import why_not
+        return weights.keys() <= linear_weights(source.config, len(source.headers))
+    from lowq_cli.hf.skeleton import Skeleton, build
 
-    return why_not(source) is None
+    return Skeleton(build(source.config)).are_linears(weights)
 
 
 def cached(source: Source, kind: str = "imports") -> Path:

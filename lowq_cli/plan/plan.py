@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import Any
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.files.source import Cut, Source
+from lowq_cli.files.storage import fp8_config
 from lowq_cli.plan.recipe import Recipe
 from lowq_packers.layouts import DISK
-from lowq_packers.scheme import ACT_KEY, BLOCKS, Scheme
+from lowq_packers.scheme import Scheme
 
 KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "vision", "projector", "audio", "other")
 
@@ -164,11 +165,13 @@ class Plan:
 
     def quantization_config(self) -> dict[str, Any]:
         """The `quantization_config` of the output's config.json."""
-        if self.recipe.format == "fp8":
-            return fp8_config(self.recipe, self.items)
-        schemes = {i.name: i.scheme for i in self.items if i.scheme}
+        recipe, schemes = self.recipe, {i.name: i.scheme for i in self.items if i.scheme}
+        if recipe.in_blocks:
+            dense = {i.kept_name for i in self.items if not i.scheme and i.name.endswith(".weight") and len(i.shape) == 2}
+            return fp8_config(recipe.in_blocks.block, recipe.act, {"lm_head", *dense} - schemes.keys())
         layouts = {i.name: i.layout for i in self.items if i.scheme}
-        return compact(schemes, [i.kept_name for i in self.items if not i.scheme], layouts)
+        config = compact(schemes, [i.kept_name for i in self.items if not i.scheme], layouts)
+        return config if recipe.act == "none" else config | {"activations": recipe.act}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -192,19 +195,6 @@ class Plan:
         }  # fmt: skip
 
 
-def fp8_config(recipe: Recipe, items: Iterable[Item]) -> dict[str, Any]:
-    """The `quantization_config` of fp8 weights, as transformers and vLLM read it."""
-    dense = {i.kept_name for i in items if not i.scheme and i.name.endswith(".weight") and len(i.shape) == 2}
-    section: dict[str, Any] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCKS[recipe.block]),
-        "modules_to_not_convert": sorted({"lm_head", *dense} - {i.name for i in items if i.scheme}),
-    }
-    return section if recipe.act == "fp8" else section | {ACT_KEY: recipe.act}
-
-
 def index_json(plan: Plan) -> dict[str, Any] | None:
     """The content of model.safetensors.index.json; None for a single file."""
     if len(plan.shards) == 1:
@@ -224,8 +214,6 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
         if "tie_word_embeddings" in (config.get("text_config") or {}):
             config["text_config"]["tie_word_embeddings"] = False
     config["quantization_config"] = plan.quantization_config()
-    if plan.recipe.act != "none" and plan.recipe.format != "fp8":
-        config["quantization_config"]["activations"] = plan.recipe.act
     return config
 
 
@@ -245,7 +233,7 @@ def default_out(source: Source | str, recipe: Recipe, group: int | None = None) 
     """
     name = source if isinstance(source, str) else source.name
     stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
-    if recipe.format == "fp8":
+    if recipe.in_blocks:
         return Path(f"{stem}-fp8-{recipe.block}")
     if recipe.bpw is not None:
         width = f"{recipe.bpw:g}bpw"

@@ -15,7 +15,7 @@ from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import WHOLE, Cut, Source, shard_name
-from lowq_cli.plan.fp8 import fp8_items
+from lowq_cli.files.storage import METHOD, method
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import Group, Keep, matches
@@ -24,7 +24,7 @@ from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.heads import is_head
 from lowq_packers.layouts import DISK, stored
-from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
+from lowq_packers.scheme import E4M3, GROUP_STEP, Scheme, fit_group
 
 SHARD_SIZE = 2 << 30
 LOW_COVERAGE = 0.6
@@ -87,8 +87,6 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     role_of = roles(source)
     _refuse_empty(source, role_of)
     notes = [*source.notes, *wordless(source)]
-    if recipe.format == "fp8":
-        return _planned(source, recipe, fp8_items(source, role_of, recipe), notes, shard_size)
     candidates = _candidates(source, role_of)
     requests = _requests(recipe, candidates)
     head, stored_head = _tied_head(source, role_of, recipe, requests, candidates)
@@ -102,11 +100,6 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     decisions = {c.name: _decide(c, recipe, requests[c.name]) for c in candidates}
     _check_targets(candidates, decisions)
     items = _items(source, role_of, candidates, decisions, recipe, skip=stored_head)
-    return _planned(source, recipe, items, notes, shard_size)
-
-
-def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str], shard_size: int) -> Plan:
-    """The plan of these items, with its notes. Raises UnsupportedError if none is quantized."""
     if not any(i.scheme for i in items):
         raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
@@ -166,11 +159,11 @@ def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
 def refuse_quantized(source: Source) -> None:
     """Raise unless the source's weights are plain floats: UsageError for lowq's format, UnsupportedError for other formats."""
     q = source.config.get("quantization_config")
-    if isinstance(q, Mapping) and q.get("quant_method") == "lowq":
+    if method(source.config) == METHOD:
         raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {as_argument(source.name)}")
     if q is not None:
-        method = q.get("quant_method", q.get("quant_type", "unknown")) if isinstance(q, Mapping) else "unknown"
-        raise UnsupportedError(f"{source.name} is already quantized ({method}); give the model it was made from")
+        named = q.get("quant_method", q.get("quant_type", "unknown")) if isinstance(q, Mapping) else "unknown"
+        raise UnsupportedError(f"{source.name} is already quantized ({named}); give the model it was made from")
     for name, header in source.headers.items():
         if name.endswith(PACKED_SUFFIXES) or header.dtype.startswith("F8"):
             raise UnsupportedError(
@@ -261,8 +254,12 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
 def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
     """The scheme of one candidate. Raises SchemeError for an override that does not fit the matrix."""
     if request.bits == "keep":
-        hint = {k: f"--{k.replace('head', 'lm-head')} BITS quantizes it" for k in ("head", "embedding", "vision")}.get(c.kind)
+        by_flag = () if recipe.in_blocks else ("head", "embedding", "vision")
+        hint = {k: f"--{k.replace('head', 'lm-head')} BITS quantizes it" for k in by_flag}.get(c.kind)
         return Decision(None, "the recipe keeps it" if request.by_name else f"{c.kind}; {hint}" if hint else c.kind)
+    if recipe.in_blocks:
+        why = "other" if c.kind == "other" else "stored stacked, transposed or fused" if c.cut != WHOLE else ""
+        return Decision(None if why else recipe.in_blocks, why)
     K = c.shape[1]
     size = recipe.group_for(request.bits) if request.group is None else request.group
     group = K if size == "channel" else size
@@ -300,7 +297,7 @@ def _tied_head(
     candidates: list[Candidate],
 ) -> tuple[Candidate | None, str | None]:
     """The separate head that `lm_head` requests for a model with a tied head, and the name of its stored copy to leave out."""
-    if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
+    if recipe.in_blocks or recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
         return None, None
     stored = next((n for n, r in tensor_roles.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
     why = _why_not_head(source) if stored is None or tensor_roles[stored].reason == TIED else tensor_roles[stored].reason
@@ -359,16 +356,19 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
     layout, why = _layout(c, scheme, recipe, shared)
     tensors = packed_tensors.tensors(Stored(scheme, layout), *c.shape).items()
     outputs = [(c.name + n, TensorHeader(shape, scales if scales in dtypes else dtypes[0])) for n, (shape, dtypes) in tensors]
-    method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
-    if c.extra and quantizers.needs_text(method):  # calibration runs no extra head, so it cannot record its inputs
+    method = None if recipe.in_blocks else recipe.method_for(scheme.bits, scheme.group_size, c.kind)
+    if method and c.extra and quantizers.needs_text(method):  # calibration runs no extra head, so it cannot record its inputs
         method = quantizers.default_method(scheme.bits, scheme.group_size, scheme.zero)
-    quantizers.check_scheme(method, scheme)
+    if method:
+        quantizers.check_scheme(method, scheme)
     note = "; ".join(filter(None, (EXTRA if c.extra else "", decision.note, why)))
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
 
 
 def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
     """The layout to store a matrix in, and why it differs from the recipe's."""
+    if recipe.in_blocks:
+        return E4M3, ""
     layout = DISK if recipe.layout == "auto" else recipe.layout
     step = stored(layout).row_step
     if layout == DISK:

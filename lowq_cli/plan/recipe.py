@@ -135,7 +135,7 @@ class Recipe:
         for name, choice in (("embedding", self.embedding), ("vision", self.vision)):
             if choice != "keep":
                 values.check_bits(choice, name)
-        if self.format == "fp8" and self.act == "int8":
+        if self.in_blocks and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
         self._check_table()
@@ -147,7 +147,7 @@ class Recipe:
         """Bits of an untied head."""
         if self.lm_head != "auto":
             return self.lm_head
-        return next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
+        return "keep" if self.in_blocks else next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
 
     @property
     def tokens(self) -> int:
@@ -173,6 +173,11 @@ class Recipe:
     def table(self) -> TableFormat | None:
         """The table format; None if the format has no table."""
         return TABLE_FORMATS.get(self.format)
+
+    @property
+    def in_blocks(self) -> Scheme | None:
+        """The scheme of all weights if the format is fp8, else None."""
+        return Scheme.in_blocks(BLOCKS[self.block]) if self.format == "fp8" else None
 
     def fixed_group(self, bits: int) -> int | None:
         """The group size that the format prescribes at a width, or None."""
@@ -240,7 +245,7 @@ class Recipe:
         plain["skip"] = list(self.skip)
         plain["widths"] = list(self.widths)
         left_out = ("block",) if self.table else ("format", "block")
-        return {k: v for k, v in plain.items() if (k in OF_FP8 if self.format == "fp8" else k not in left_out)}
+        return {k: v for k, v in plain.items() if (k in OF_FP8 if self.in_blocks else k not in left_out)}
 
 
 def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:

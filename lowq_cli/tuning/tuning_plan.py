@@ -4,6 +4,7 @@ import torch
 
 from lowq_cli.files.checkpoint import Checkpoint, open_checkpoint
 from lowq_cli.files.source import open_source
+from lowq_cli.files.storage import FP8, method
 from lowq_cli.interop.importer import runnable
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.errors import UsageError
@@ -17,9 +18,8 @@ def open_packed(name: str) -> Checkpoint:
     """Open a checkpoint whose packed weights can be timed. Raises UsageError for fp8 weights."""
     folder = runnable(name)
     with open_source(folder) as source:
-        method = (source.config.get("quantization_config") or {}).get("quant_method")
-    if method == "fp8":
-        raise UsageError(f"{name} holds weights in fp8 blocks, whose kernel chooses by a rule: there is nothing to tune")
+        if method(source.config) == FP8:
+            raise UsageError(f"{name} holds weights in fp8 blocks, whose kernel chooses by a rule: there is nothing to tune")
     return open_checkpoint(folder)
 
 
