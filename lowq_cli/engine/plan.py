@@ -55,7 +55,7 @@ class Plan:
         self.embed_norm = compiled.norm(model.embed_norm) if model.embed_norm else None
         named = nn.ModuleList(nn.ModuleDict(products) for products in compiled.products)
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
-        self.rotations = _rotations(model, compiled.ropes, config)
+        self.rotations = _rotations(compiled.ropes, config)
         self.vocabulary = int(self.head.out_features)  # type: ignore[arg-type]
         self.read_as: torch.Tensor | None = None  # (V,) int64: the token whose embedding each token has; None: its own
         if model.read_as:
@@ -213,7 +213,7 @@ class Plan:
         return tables
 
 
-def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:
+def _rotations(ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:
     kinds, limit = rope.by_kind(getattr(config, "rope_parameters", None)), getattr(config, "max_position_embeddings", None)
     return {r: Rotation(kinds[r.kind], r.dims, r.of, limit) for r in ropes}
 

@@ -52,8 +52,8 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
         ("tokenizer.ggml.tokens", array(tokens, of=STRING)),
         ("tokenizer.ggml.token_type", array(kinds, of=INT32)),
         ("tokenizer.ggml.merges", array(merges, of=STRING)),
-        ("tokenizer.ggml.add_bos_token", flag(_adds(content, settings, config, "bos"))),
-        ("tokenizer.ggml.add_eos_token", flag(_adds(content, settings, config, "eos"))),
+        ("tokenizer.ggml.add_bos_token", flag(_adds(content, settings, "bos"))),
+        ("tokenizer.ggml.add_eos_token", flag(_adds(content, settings, "eos"))),
     ]
     numbers = {"bos": config.get("bos_token_id"), "padding": config.get("pad_token_id")}
     numbers |= zip(STOPS, _stops(folder, config, known.get(_text_of(settings.get("eos_token")))), strict=False)
@@ -133,7 +133,7 @@ def _pre_tokenizer(content: Mapping[str, Any]) -> str:
     )
 
 
-def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], name: str) -> bool:
+def _adds(content: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> bool:
     """Whether the tokenizer adds the begin token ("bos") in front of a text, or the end token ("eos") after it.
 
     Raises UnsupportedError if it adds another token there, which GGUF cannot express.

@@ -167,7 +167,7 @@ class _Search:
         result, best = now, self._total(now)
         for _ in range(ROUNDS):
             if self.b.scales != (1, 1):
-                now = self._moved(now, step, low)
+                now = self._moved(now)
             now = self._refit(now)
             loss = self._total(now)
             better = loss < best
@@ -200,7 +200,7 @@ class _Search:
         step, low = n.d * n.s, n.dmin * n.m
         return self.loss(self.held(step, low), step, low).sum(-1)
 
-    def _moved(self, n: _Numbers, step: torch.Tensor, low: torch.Tensor) -> _Numbers:
+    def _moved(self, n: _Numbers) -> _Numbers:
         """For fixed d and dmin: the best integers among the present ones and their neighbors, each with its nearest codes."""
         (least, most), top = self.b.scales, self.b.mins
         best = torch.full_like(n.s, torch.inf)

@@ -201,7 +201,7 @@ def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> G
     held = _held_out(len(plain) + len(greedy)) // 2
     learnt = torch.cat([plain[:-held], greedy[:-held]])
     learner = Learner(of.of, _first(plan_of(model), of.of, ids), of.device, of.seed)
-    loss = yield from _learn(of, learner, teacher, learnt, tokenizer, save_s)
+    loss = yield from _learn(of, learner, teacher, learnt, save_s)
     accepted, drawn = (judged(learner, teacher, part[-held:]) for part in (greedy, plain))
     length = 1 + sum(accepted)
     result = Trained(
@@ -297,7 +297,7 @@ def _autocast(device: torch.device) -> Any:
 
 
 def _learn(
-    of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, tokenizer: Any, save_s: float
+    of: Training, learner: Learner, teacher: Teacher, windows: torch.Tensor, save_s: float
 ) -> Generator[Step, None, float]:
     """Run all remaining steps; return the mean loss per guess over the last hundred."""
     rate = min(MOST_RATE, RATE * WIDTH / of.of.hidden)

@@ -124,7 +124,7 @@ def _plain(recipe: Recipe) -> Recipe:
 def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) -> Outlook:
     """The plan of generating a recipe's text. Raises DoesNotFitError if no copy fits, NotFoundError without a home folder."""
     side = _side(source, device)
-    bits = _bits(source, side, device)
+    bits = _bits(source, device)
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
     folder = cache_dir() / "own-text" / memo.key(facts)
     present = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
@@ -391,7 +391,7 @@ def _side(source: Source, device: torch.device) -> int:
     return side
 
 
-def _bits(source: Source, side: int, device: torch.device) -> int:
+def _bits(source: Source, device: torch.device) -> int:
     """Bits of the generating model: 16, or the largest width of a copy that fits. Raises DoesNotFitError."""
     if device.type == "cuda":
         room: float | None = torch.cuda.get_device_properties(device).total_memory * 0.65  # the rest: caches, activations

@@ -8,8 +8,9 @@ import torch
 
 from lowq_cli.engine.drafts.drafter import Guess, PagedDrafter
 from lowq_cli.engine.drafts.drafter_choice import settled
-from lowq_cli.engine.drafts.drafting import AGAIN, BEFORE
+from lowq_cli.engine.drafts.drafting import AGAIN
 from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
@@ -19,7 +20,7 @@ from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
-from lowq_cli.serving.guessing import Guessed, Rates, TextDrafter
+from lowq_cli.serving.guessing import Guessed, TextDrafter
 from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan

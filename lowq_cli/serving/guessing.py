@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
-from lowq_cli.engine.drafts.drafting import FADE, WEIGHT
 from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.drafts.rates import Rates
 from lowq_kernels.decode.reference import MOST_DRAFTS
 
 
@@ -20,27 +20,6 @@ class TextDrafter(Protocol):
     def extend(self, tokens: Sequence[int]) -> None: ...
 
     def guess(self, most: int) -> Guess: ...
-
-
-class Rates:
-    """Counts how often guesses were right, by their place in a round of guesses. before: initial chances."""
-
-    def __init__(self, before: Sequence[float]) -> None:
-        self.begin(before)
-
-    def begin(self, before: Sequence[float]) -> None:
-        """Reset the counts to the chances `before`."""
-        self.right, self.tried = [WEIGHT * chance for chance in before], [WEIGHT] * len(before)
-
-    @property
-    def chances(self) -> list[float]:
-        """The chance of each guess to be right if those before it were."""
-        return [r / t for r, t in zip(self.right, self.tried, strict=True)]
-
-    def note(self, checked: int, accepted: int) -> None:
-        """Record that `checked` guesses were checked, and that the first `accepted` were right."""
-        for i in range(min(accepted + 1, checked)):
-            self.right[i], self.tried[i] = FADE * self.right[i] + (i < accepted), FADE * self.tried[i] + 1
 
 
 class Guessed:

@@ -20,14 +20,14 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts import heads
 from lowq_cli.engine.drafts.drafter import DraftRows
 from lowq_cli.engine.drafts.drafter_choice import served
-from lowq_cli.engine.drafts.drafting import BEFORE
 from lowq_cli.engine.drafts.model import ModelDrafter
 from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.device_drafts import why_not
 from lowq_cli.serving.draft_budget import rounds
-from lowq_cli.serving.guessing import Guessed, Rates
+from lowq_cli.serving.guessing import Guessed
 
 STOPS = (2,)  # as the models' configs have it
 WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))

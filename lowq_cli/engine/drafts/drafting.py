@@ -7,6 +7,7 @@ from typing import Any
 from lowq_cli.engine.drafts.balance import Balance
 from lowq_cli.engine.drafts.draft_length import ENOUGH, Costs, TableCosts, TimedCosts, worth
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
+from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
@@ -29,8 +30,6 @@ LAYER_S = 10e-6  # seconds of a layer in addition to its weights: of 76 us of a 
 # 8B model in 4 bits after 512 tokens takes 1.30 ms with one row, 1.51 ms with two (h200/drafts.json).
 WIDE_LAYER_S = 6.5e-6
 ROW = 0.0225  # time of each row after the second, in steps of one row: that model takes 1.92 ms with 16 rows
-FADE = 0.95  # a device drafter's counts are multiplied by this at each step
-BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was checked, and the guesses that it counts as
 FIRST = 16  # plain steps on a GPU before the first drafts, to measure the time of a step
 AGAIN = 64  # plain steps after which a device drafter that did not pay off is tried again
 
@@ -178,7 +177,7 @@ class OnDevice(Drafting):
         share = step_s(drafter.plan) / step_s(decoder.plan)
         rows = self.timed or self.costs
         self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * share)
-        self.right, self.tried = [BEFORE * WEIGHT] * drafter.most, [WEIGHT] * drafter.most
+        self.rates = Rates([BEFORE] * drafter.most)
         self.idle, self.trying, self.stale = 0, 0, False
 
     def launch(self) -> tuple["torch.Tensor", int, bool]:
@@ -191,7 +190,7 @@ class OnDevice(Drafting):
         if not self.allowed or (self.timed is not None and self.timed.tried.get(1, 0) < ENOUGH):
             self.stale = True
             return self.decoder.step(), 1, False
-        chances = [r / t for r, t in zip(self.right, self.tried, strict=True)]
+        chances = self.rates.chances
         drafts = worth(Guess([0] * len(chances), chances), self.costs, self.widths)
         if not drafts and self.idle >= AGAIN:
             self.idle, self.trying = 0, 2
@@ -209,8 +208,8 @@ class OnDevice(Drafting):
         if rows == 1:
             return found
         accepted, drafts = found[0], rows - 1
-        for i in range(min(accepted + 1, drafts) if fresh else 0):
-            self.right[i], self.tried[i] = FADE * self.right[i] + (i < accepted), FADE * self.tried[i] + 1
+        if fresh:
+            self.rates.note(drafts, accepted)
         self._count(drafts, accepted)
         return found[1 : accepted + 2]
 
