@@ -36,7 +36,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.interop.foreign import DecodedSource, open_decoded
 from lowq_cli.models import CausalModel
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import own_text
+from lowq_cli.run import own_text, own_text_plan
 from lowq_packers.scheme import Scheme
 
 TYPES = {  # ggml's number of a type -> its name, width of its codes
@@ -57,7 +57,7 @@ def windows_of(folder: Path, judge: Judge, args: Args) -> torch.Tensor:
     if text is None:
         with open_source(str(folder)) as source:
             recipe = make_recipe(method="gptq", calib=texts.SELF, calib_tokens=args.calib_tokens)
-            text = own_text.whole(own_text.outlook(str(folder), source, recipe, torch.device(device())), None)
+            text = own_text.whole(own_text_plan.outlook(str(folder), source, recipe, torch.device(device())), None)
     return text.windows(judge.tokenizer, args.calib_tokens, judge.model)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lowq_cli import state
 from lowq_cli.files.folder import BusyError, discard, held, left
-from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, SINGLE
+from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE
+from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import output_folder
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 import lowq
 from lowq_cli import ranks
-from lowq_cli.files.source import INDEX
+from lowq_cli.files.weight_files import INDEX
 from lowq_cli.run import pipeline
 
 OUT = Path(__file__).parents[1] / "results" / "h200x2" / "two_gpus.json"

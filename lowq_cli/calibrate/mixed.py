@@ -23,7 +23,8 @@ from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_cli.files import memo
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
-from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
+from lowq_cli.plan.candidates import Candidate
+from lowq_cli.plan.planner import free_candidates, make_plan, scale_dtype
 from lowq_cli.plan.recipe import BUDGETS, Recipe
 from lowq_cli.plan.values import Override
 from lowq_packers.bitstream import words_per_row

@@ -19,7 +19,7 @@ from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_cli.hf.structure import roles
-from lowq_cli.plan.planner import refuse_quantized
+from lowq_cli.plan.candidates import refuse_quantized
 from lowq_packers.arch import families
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.names import tensors

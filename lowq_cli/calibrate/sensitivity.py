@@ -20,7 +20,7 @@ from lowq_cli.calibrate.gradients import backward, by_outputs, entered
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.layers import DecoderLayers, Spot, run
-from lowq_cli.plan.planner import Candidate
+from lowq_cli.plan.candidates import Candidate
 from lowq_cli.plan.recipe import NOT_CALIBRATED
 from lowq_cli.plan.rows import read_rows
 from lowq_cli.quantizers.gptq import Moments, column_costs

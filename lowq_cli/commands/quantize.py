@@ -230,7 +230,7 @@ def quantize(
     if not head:
         state.remember(prepared.out, run_in(prepared.out), model)
     if not as_json:
-        from lowq_cli.plan.planner import wordless
+        from lowq_cli.plan.candidates import wordless
 
         _show_result(result, prepared.plan.recipe, engine, to, model, not wordless(prepared.source), head)
     exported = export.write(result.out, to, str(target)) if to else None

@@ -13,7 +13,8 @@ import torch
 from lowq_cli.engine import rope
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_cli.engine.native_loader import FileWeights, check, filled, read_weights
+from lowq_cli.engine.contents import check, filled
+from lowq_cli.engine.native_loader import FileWeights, read_weights
 from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.plan import Plan, plan_of
 from lowq_cli.files.family_tensors import Matrix, Named

@@ -13,7 +13,8 @@ from typing import Any
 
 from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
 from lowq_cli.files.safetensors_io import read_json
-from lowq_cli.files.source import CONFIG, INDEX, Source, shard_name
+from lowq_cli.files.source import CONFIG, Source, shard_name
+from lowq_cli.files.weight_files import INDEX
 from lowq_packers.atomic import scratch
 
 

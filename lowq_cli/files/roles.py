@@ -1,6 +1,6 @@
 """The types `Role` and `Part`: a tensor's matrices that can be quantized, or the reason why it cannot be.
 
-`plan/planner.roles` gives tensors their roles: `family_tensors.known_roles` of described families, else `hf/structure.roles`.
+`plan/candidates.roles` gives the roles: `family_tensors.known_roles` of described families, else `hf/structure.roles`.
 """
 
 from dataclasses import dataclass

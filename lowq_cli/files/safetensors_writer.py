@@ -9,7 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from lowq_cli.files.safetensors_io import DTYPES, TensorHeader, build_header, read_header
-from lowq_cli.files.source import INDEX, shard_name
+from lowq_cli.files.source import shard_name
+from lowq_cli.files.weight_files import INDEX
 from lowq_cli.state import writing
 from lowq_packers.atomic import replacing
 from lowq_packers.lazy import torch

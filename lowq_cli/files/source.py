@@ -31,6 +31,7 @@ from lowq_cli.files.safetensors_io import (
 )
 from lowq_cli.files.templates import OTHERS, in_one_folder
 from lowq_cli.files.text_alone import lifted, text_alone
+from lowq_cli.files.weight_files import INDEX, SINGLE, check_index, folder_of, weight_files, weight_map
 from lowq_cli.state import DEMO, known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, is_no_refusal
 from lowq_packers.regular import name_of_open, open_regular, read_regular
@@ -40,14 +41,12 @@ if TYPE_CHECKING:
 
     import torch
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
 MODELOPT = "hf_quant_config.json"  # ModelOpt's file with settings that its older config.json files lack
 HEAD, HEAD_NOTES, HEAD_STATE = "draft", "lowq_draft.json", "lowq-draft-state.safetensors"  # a draft head's folder and files
 JOURNAL = "lowq-journal.jsonl"  # journal of an unfinished run
 STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
 PARTIAL = ".partial"  # suffix of a file that is not complete yet
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (  # files that a checkpoint needs besides its weights; copied unchanged
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template*", f"{OTHERS}/*.jinja", "preprocessor_config.json", "processor_config.json",
@@ -241,7 +240,7 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
     if path.is_dir():
         return _open_folder(name, path)
     if path.is_file():
-        return _open_folder(name, _folder_of(path))
+        return _open_folder(name, folder_of(path))
     if path.is_absolute() or name.startswith((".", "~")) or not HUB_ID.fullmatch(name):
         way_out = nearby(name) or "give a model folder, org/name, or demo"
         raise NotFoundError(f"there is no folder {name}, and that is not a hub id either; {way_out}")
@@ -278,28 +277,12 @@ def check_there(*models: str | os.PathLike[str] | None) -> None:
             _refuse_mistyped(str(model))
 
 
-def _folder_of(path: Path) -> Path:
-    """The folder of a weight file given as the model. Raises UnsupportedError for files that lowq does not open."""
-    if path.suffix == ".safetensors":
-        return path.parent
-    if any(path.match(p) for p in PICKLES):
-        raise UnsupportedError(_pickle_message(path))
-    raise NotFoundError(f"{path} is a file; give the folder that holds config.json and *.safetensors")
-
-
-def _pickle_message(path: Path) -> str:
-    return (
-        f"{path} is a pickle, which can run any code when opened, so lowq does not; where you trust it, convert it with "
-        f"transformers: AutoModelForCausalLM.from_pretrained({str(path.parent)!r}).save_pretrained(NEW), and give NEW"
-    )
-
-
 def _open_folder(name: str, folder: Path) -> Source:
     """Open a local folder after checking config, index and headers."""
     config_path = folder / "config.json"
     if (folder / JOURNAL).is_file() and not config_path.is_file():
         raise NotFoundError(f"the run that writes {folder} has not finished; run the same `lowq quantize` again, it continues")
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if not config_path.is_file():
         raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(config_path)
@@ -316,7 +299,7 @@ def _open_folder(name: str, folder: Path) -> Source:
                 raise DamagedError(f"{tensor} is in {where[tensor]} and in {file}; remove the stale file")
             headers[tensor], where[tensor] = h, file
     if files != [SINGLE] and (folder / INDEX).is_file():
-        _check_index(folder / INDEX, where)
+        check_index(folder / INDEX, where)
     if not headers:
         raise DamagedError(f"{folder} holds no tensors")
     return Source(name, folder, text_alone(config, headers), headers, parsed, where)
@@ -331,47 +314,6 @@ def _add_modelopt(config: dict[str, Any], path: Path) -> None:
     theirs = quantization.get("quant_algo")
     if isinstance(ours, dict) and ours.get("quant_algo") != theirs:
         raise DamagedError(f"{path} says quant_algo={str(theirs)[:40]}, config.json {str(ours.get('quant_algo'))[:40]}")
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Names of the weight files, in order. Raises NotFoundError, DamagedError or UnsupportedError with the way out."""
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    if (folder / INDEX).is_file():
-        listed = _weight_map(folder / INDEX)
-        names = sorted({check_file_name(file, INDEX) for file in listed.values()})
-        missing = [n for n in names if not (folder / n).is_file()]
-        if missing:
-            raise DamagedError(f"{INDEX} lists {missing[0]}, which is not in {folder}; fetch {len(missing)} missing file(s)")
-        return names
-    present = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
-    if len(present) == 1:
-        return present
-    if present:
-        raise DamagedError(f"{folder} holds {len(present)} safetensors files and no {INDEX} that says which belong together")
-    if (folder / "adapter_config.json").is_file():
-        raise UnsupportedError(f"{folder} is a LoRA adapter; give its base model, and the adapter by --lora")
-    for pattern in PICKLES:
-        for path in sorted(folder.glob(pattern)):
-            raise UnsupportedError(_pickle_message(path))
-    for path in sorted(folder.glob("*.gguf"), key=lambda p: ("mmproj" in p.name, p)):  # a tower is not a model
-        raise NotFoundError(f"{folder} holds no *.safetensors but GGUF, which is named by its file: {path}")
-    raise NotFoundError(f"{folder} holds no *.safetensors; give the folder of a Hugging Face model")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
-        raise DamagedError(f"{index} has no weight_map from tensor names to file names")
-    return listed
-
-
-def _check_index(index: Path, where: dict[str, str]) -> None:
-    """Raise DamagedError unless every tensor in the index is in the file that the index names."""
-    for tensor, file in _weight_map(index).items():
-        if where.get(tensor) != file:
-            fault = f"is in {where[tensor]}" if tensor in where else "is in no file"
-            raise DamagedError(f"{index.name} lists {tensor} in {file}, but it {fault}; fetch the model again")
 
 
 def _download(repo: str) -> Path:
@@ -421,7 +363,7 @@ def _hub_headers(repo: str) -> Source:
 def _is_whole(folder: Path) -> bool:
     """Whether a snapshot in the hub cache has its config and all weight files, intact or not."""
     if (folder / INDEX).is_file():
-        whole = all((folder / check_file_name(file, INDEX)).is_file() for file in _weight_map(folder / INDEX).values())
+        whole = all((folder / check_file_name(file, INDEX)).is_file() for file in weight_map(folder / INDEX).values())
     else:
         whole = any(folder.glob("*.safetensors"))
     return whole and (folder / "config.json").is_file()

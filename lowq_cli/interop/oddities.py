@@ -7,7 +7,8 @@ from lowq_cli.console import visible
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.resolution import is_own
 from lowq_cli.files.safetensors_io import read_json
-from lowq_cli.files.source import PICKLES, REPORT, Source
+from lowq_cli.files.source import REPORT, Source
+from lowq_cli.files.weight_files import PICKLES
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.state import user_path
 from lowq_packers.errors import LowqError

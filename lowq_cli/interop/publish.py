@@ -10,7 +10,8 @@ from typing import Any
 from lowq_cli.files.checkpoint import Checkpoint, open_checkpoint
 from lowq_cli.files.resolution import is_own
 from lowq_cli.files.safetensors_io import check_file_name
-from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, REPORT
+from lowq_cli.files.source import CONFIG, JOURNAL, LOG, REPORT
+from lowq_cli.files.weight_files import INDEX
 from lowq_cli.interop.card import CARD, model_card
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError, is_no_refusal

@@ -10,17 +10,15 @@ from math import prod
 
 from lowq_cli import quantizers
 from lowq_cli.files import packed_tensors
-from lowq_cli.files.family_tensors import extra_roles, head_roles, known_roles
+from lowq_cli.files.family_tensors import extra_roles, known_roles
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
-from lowq_cli.files.source import WHOLE, Cut, Source, shard_name
-from lowq_cli.files.storage import METHOD, method
+from lowq_cli.files.source import WHOLE, Source, shard_name
+from lowq_cli.plan.candidates import WEIGHT_DTYPES, Candidate, candidates_of, refuse_empty, refuse_quantized, roles, wordless
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.plan.values import Group, Keep, matches
-from lowq_cli.state import as_argument
-from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.heads import is_head
 from lowq_packers.layouts import DISK, stored
@@ -28,7 +26,6 @@ from lowq_packers.scheme import E4M3, GROUP_STEP, Scheme, fit_group
 
 SHARD_SIZE = 2 << 30
 LOW_COVERAGE = 0.6
-WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 ASKED_FOR_BY_NAME = (
     "head",
     "embedding",
@@ -38,23 +35,6 @@ ASKED_FOR_BY_NAME = (
     "projector",
     "audio",
 )  # kinds that `bits` alone does not quantize
-PACKED_SUFFIXES = (".qweight", ".weight_packed", ".W_q", ".weight_scale", ".weight_scale_inv", ".SCB")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A matrix (N, K) that can be quantized: part of the tensor `source`, and all or part of the model's parameter `target`."""
-
-    name: str
-    source: str
-    kind: str
-    shape: tuple[int, int]
-    source_dtype: str
-    cut: Cut
-    target: str
-    extra: bool = False  # whether it belongs to a head that predicts further tokens
-
-
 EXTRA = "heads that predict further tokens are quantized like the layers, without a text"
 
 
@@ -85,9 +65,9 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     """
     refuse_quantized(source)
     role_of = roles(source)
-    _refuse_empty(source, role_of)
+    refuse_empty(source, role_of)
     notes = [*source.notes, *wordless(source)]
-    candidates = _candidates(source, role_of)
+    candidates = candidates_of(source, role_of)
     requests = _requests(recipe, candidates)
     head, stored_head = _tied_head(source, role_of, recipe, requests, candidates)
     if head and (decision := _decide(head, recipe, Request(recipe.head))).scheme is None:
@@ -114,62 +94,13 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     return replace(plan, warnings=tuple(_warnings(plan)))
 
 
-def wordless(source: Source) -> list[str]:
-    """A note if a model of an unknown family cannot generate text; all known families can."""
-    if is_head(source.config) or known_roles(source.config, source.headers) is not None:
-        return []
-    from lowq_cli.hf.skeleton import model_class
-
-    cls = model_class(source.config)
-    if cls.can_generate():
-        return []
-    return [f"a {cls.__name__} does not generate text: transformers' from_pretrained runs it, lowq generate and serve do not"]
-
-
-def roles(source: Source) -> dict[str, Role]:
-    """The role of every tensor: from the config in known families, else from transformers' model, whose errors it raises."""
-    if is_head(source.config):
-        return head_roles(source.headers)
-    extra = extra_roles(source.config, source.headers)
-    headers = {name: header for name, header in source.headers.items() if name not in extra}
-    by_name = known_roles(source.config, headers)
-    if by_name is None:
-        from lowq_cli.hf import structure  # imports transformers: 1.5 to 6 s
-
-        by_name = structure.roles(source.config, headers)
-    return {n: of_tower(n, role) for n, role in by_name.items()} | extra
-
-
-def of_tower(name: str, role: Role) -> Role:
-    """The role of a tensor; a tensor of a tower or its projector gets the kind vision, audio or projector instead."""
-    if not (part := TOWERS.search(name)):
-        return role
-    return replace(role, kind="projector" if PROJECTORS.search(name) else "audio" if "audio" in part[0] else "vision")
-
-
 def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
     """The matrices that no exception of `recipe` names: linears, experts, head, embedding. Raises the errors of `make_plan`."""
     refuse_quantized(source)
-    candidates = _candidates(source, roles(source))
+    candidates = candidates_of(source, roles(source))
     requests = _requests(recipe, candidates)
     kinds = ("attention", "mlp", "expert", *(("head", "embedding") if recipe.lm_head == "auto" else ()))
     return [c for c in candidates if c.kind in kinds and not c.extra and not requests[c.name].by_name]
-
-
-def refuse_quantized(source: Source) -> None:
-    """Raise unless the source's weights are plain floats: UsageError for lowq's format, UnsupportedError for other formats."""
-    q = source.config.get("quantization_config")
-    if method(source.config) == METHOD:
-        raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {as_argument(source.name)}")
-    if q is not None:
-        named = q.get("quant_method", q.get("quant_type", "unknown")) if isinstance(q, Mapping) else "unknown"
-        raise UnsupportedError(f"{source.name} is already quantized ({named}); give the model it was made from")
-    for name, header in source.headers.items():
-        if name.endswith(PACKED_SUFFIXES) or header.dtype.startswith("F8"):
-            raise UnsupportedError(
-                f"{source.name} holds quantized weights ({name}, {header.dtype}) that its config.json does not describe; "
-                f"give the model it was made from"
-            )
 
 
 def scale_dtype(source: Source, recipe: Recipe) -> str:
@@ -188,50 +119,6 @@ def scale_dtype(source: Source, recipe: Recipe) -> str:
             totals[h.dtype] += h.nbytes
     most = totals.most_common(1)[0][0] if totals else "F32"
     return "F32" if most == "F64" else most
-
-
-def _refuse_empty(source: Source, tensor_roles: Mapping[str, Role]) -> None:
-    for name, header in source.headers.items():
-        if header.numel == 0 and tensor_roles[name].kind != "other":
-            raise DamagedError(f"{name} is empty (shape {list(header.shape)}); fetch the model again")
-
-
-def _candidates(source: Source, tensor_roles: Mapping[str, Role]) -> list[Candidate]:
-    """All matrices that can be quantized, in source order. Raises UnsupportedError for weights that are not floats."""
-    candidates: list[Candidate] = []
-    names: set[str] = set()
-    for name, header in source.headers.items():
-        role = tensor_roles[name]
-        if (
-            role.kind in ("attention", "mlp", "expert", "head")
-            and header.dtype not in WEIGHT_DTYPES
-            and name.endswith("weight")
-        ):
-            raise UnsupportedError(
-                f"{name} is {header.dtype}; lowq quantizes {', '.join(WEIGHT_DTYPES)}: give the original model"
-            )
-        for part in role.parts:
-            if part.name in names:
-                raise DamagedError(f"{part.name} occurs twice, also in {name}; fetch the model again")
-            names.add(part.name)
-            shape = _cut_shape(name, header.shape, part.cut)
-            target = part.target or part.name
-            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, part.cut, target, role.extra))
-    return candidates
-
-
-def _cut_shape(name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, int]:
-    """(N, K) of a cut of a tensor. Raises DamagedError if the cut does not fit."""
-    inner = shape if cut.expert is None else shape[1:]
-    if len(inner) != 2 or (cut.expert is not None and cut.expert >= shape[0]):
-        raise DamagedError(
-            f"{name} is {' x '.join(map(str, shape))}; a linear weight has two dimensions; fetch the model again"
-        )
-    N, K = (inner[1], inner[0]) if cut.transposed else inner
-    first, last = cut.rows or (0, N)
-    if last > N:
-        raise DamagedError(f"{name} has {N} rows, its config implies at least {last}; they do not belong together")
-    return -(-(last - first) // cut.step), K
 
 
 def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from lowq_cli.files.source import Source
+from lowq_cli.plan.candidates import Candidate
 from lowq_cli.plan.plan import Item
-from lowq_cli.plan.planner import Candidate
 
 
 def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], torch.Tensor]:

@@ -24,7 +24,7 @@ from lowq_packers.lazy import torch
 from lowq_packers.scheme import Scheme
 
 if TYPE_CHECKING:
-    from lowq_cli.run.own_text import Outlook
+    from lowq_cli.run.own_text_plan import Outlook
 
 SLAB = {"cpu": 1 << 23, "cuda": 1 << 25}  # max. weights quantized at a time, for tensors of any size
 BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, fp32 error; measured by benchmarks/quantize_cost.py
@@ -89,9 +89,9 @@ def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) 
     probed = probe(plan, device, workers)
     if not calibrating:
         return probed, 1
-    from lowq_cli.calibrate import calibration  # imports transformers
+    from lowq_cli.calibrate import cost  # imports transformers
 
-    return probed + calibration.seconds(plan, device), calibration.WITHIN
+    return probed + cost.seconds(plan, device), cost.WITHIN
 
 
 def with_text(budget: Budget, own: Outlook | None) -> Budget:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from lowq_cli.calibrate import texts
+from lowq_cli.calibrate.cost import fastest_s
 from lowq_cli.devices import pick_device
 from lowq_cli.engine import open_model
 from lowq_cli.engine.batch import Batch, Rectangle
@@ -24,10 +25,11 @@ from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
 from lowq_cli.files import memo
-from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, SINGLE, open_source
+from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, open_source
+from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import own_text
+from lowq_cli.run import own_text, own_text_plan
 from lowq_cli.run.draft_head import KINDS, LATER, Learner, Sizes, loss_of, right, sizes
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
@@ -77,7 +79,7 @@ class Training:
     windows: int  # per step
     seconds: float
     big_seconds: float
-    own: "own_text.Outlook | None"
+    own: "own_text_plan.Outlook | None"
 
     @property
     def summary(self) -> list[tuple[str, str]]:
@@ -153,7 +155,7 @@ def plan_training(
     if text == texts.SELF:
         with open_source(runnable(model)) as source:
             recipe = make_recipe(bits=4, method="gptq", calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
-            outlook = own_text.outlook(model, source, recipe, on)
+            outlook = own_text_plan.outlook(model, source, recipe, on)
             params = source.params
     else:
         params = sum(p.numel() for p in loaded.parameters())
@@ -185,7 +187,7 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
     """The measured FLOP/s of a matmul."""
     n = 4096 if device.type == "cuda" else 512
     x = torch.zeros(n, n, dtype=dtype, device=device)
-    return 2 * n**3 / own_text._seconds(lambda: x @ x)
+    return 2 * n**3 / fastest_s(lambda: x @ x)
 
 
 def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> Generator[Step, None, Trained]:

@@ -22,7 +22,8 @@ from typing import Any
 
 from lowq_cli.files.folder import held, staged
 from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
-from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT
+from lowq_cli.files.source import CONFIG, JOURNAL, LOG, PARTIAL, REPORT
+from lowq_cli.files.weight_files import INDEX
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.state import writing
 from lowq_packers.atomic import replacing, reserve, write_at

@@ -10,128 +10,40 @@ from the template alone: arXiv:2406.08464.
 import gc
 import json
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
-from lowq_cli.calibrate.calibration import operations
 from lowq_cli.calibrate.expert_usage import Visits
-from lowq_cli.console import duration
 from lowq_cli.engine import open_model
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.files import memo
 from lowq_cli.files.folder import sweep, unfinished
-from lowq_cli.files.source import Source, open_source
+from lowq_cli.files.source import open_source
 from lowq_cli.interop.importer import runnable
-from lowq_cli.memory import available_memory
-from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.quantizers import FEW_TOKENS
 from lowq_cli.run.events import TextStep
+from lowq_cli.run.own_text_plan import CHAT, GREEDY, PLAIN, Outlook, kept_round
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import DoesNotFitError, LowqError, NotFoundError, UnsupportedError
-from lowq_packers.home import cache_dir
-from lowq_packers.regular import opened
+from lowq_packers.errors import UnsupportedError
 
-SIDE = {"cpu": 32, "cuda": 128}  # sequences per batch
-PLAIN, CHAT, GREEDY = "text", "chat", "greedy"
 OPENINGS = 8, 32, 16, 64  # tokens of the prompts of greedy rounds; successive rounds take these in turn
-# Cost of a step in random values drawn: per token of the vocabulary (noise, softmax, copies), and per position and layer of
-# attention. The models story and base on one core: 3,107 and 1,953 tokens/s measured, 4,576 and 5,340 from matmuls alone.
-DRAWN, ATTENDED = 2.0, 3.0
 TURN = 64  # max. tokens of an opening turn
 LOOK = 64  # steps between two checks whether all sequences have ended
 FEW = 8  # min. mean tokens per sequence of a round: below, the model ends its sequences at once and cannot generate a text
-# Operations per weight and generated token, sampling and attention included, in units of a calibration's matmul operations:
-# one core with matmuls of 97e9 operations/s generates 1,953 tokens/s with 21.9 M weights and 3,107 tokens/s with 6.8 M.
-WRITING = 4.0
-SMALL_OPS = 12  # operations of a layer besides its matmuls: norms, rotary embedding, attention, sums
 SPARE, ROUNDS, MORE = 50_000, 4, 4  # number of the first round for experts, max. rounds; they add at most 1/MORE of the text
 COPY = "copy"  # name of the quick copy's folder, next to the rounds
 MARK = "XQZ7"  # placeholder for the user's message in a template
-COPIES = {8: 0.55, 4: 0.3}  # bits -> size of a quick copy relative to the 16-bit model; embedding and head are not quantized
 Result = TypeVar("Result")
 Make = Callable[[Recipe, Path], None]  # quantizes the model by a recipe into a folder
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """The plan of a text. bits: of the generating model; tokens: requested; seconds: estimate, 0 if the cache has all."""
-
-    model: str
-    folder: Path  # in the user's cache
-    device: torch.device
-    bits: int
-    side: int
-    tokens: int
-    seed: int
-    seconds: float
-    held: int  # bytes of the generating model
-    cached: int  # tokens in the cache
-
-    @property
-    def summary(self) -> str:
-        """The text as a line of the printed plan."""
-        by = "" if self.bits == 16 else f" by a quick {self.bits}-bit copy"
-        when = f"about {duration(self.seconds)} to write" if self.seconds else "already written"
-        return f"calibrated on the model's own text, {self.tokens:,} tokens{by}, seed {self.seed}: {when}"
-
-
-def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> tuple[Recipe, Outlook | None, str]:
-    """The recipe with its calibration text chosen, the plan of generating that text, and a line about it.
-
-    Without --calib, a calibrated method takes the model's own text unless generating costs more than quantizing with it. Both
-    costs are counted, not timed, so the same command chooses the same text on every machine, whatever its load or cache.
-    Raises as `outlook` for `--calib self`.
-    """
-    calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
-    if not calibrated or recipe.calib not in (None, texts.SELF) or source.folder is None:  # no folder: a dry run on headers
-        return recipe, None, ""
-    why = ""
-    try:
-        plan = outlook(model, source, recipe, device)
-        if recipe.calib is None:
-            writing, quantizing = WRITING * source.params * recipe.tokens, operations(make_plan(source, _plain(recipe)))
-            if writing > quantizing:
-                times = writing / max(quantizing, 1)
-                why = f"writing its own text would take {times:.1f} times as long as quantizing; --calib self writes it"
-    except (DoesNotFitError, NotFoundError) as e:
-        if recipe.calib == texts.SELF:
-            raise
-        why = str(e)
-    if why:
-        return replace(recipe, calib=texts.BUNDLED), None, f"calibrated on the bundled text: {why}"
-    return replace(recipe, calib=texts.SELF), plan, plan.summary
-
-
-def _plain(recipe: Recipe) -> Recipe:
-    """The recipe without its budget of bits, whose widths are only known after calibration."""
-    return replace(recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, tokens_per_s=None)
-
-
-def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) -> Outlook:
-    """The plan of generating a recipe's text. Raises DoesNotFitError if no copy fits, NotFoundError without a home folder."""
-    side = _side(source, device)
-    bits = _bits(source, device)
-    facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
-    folder = cache_dir() / "own-text" / memo.key(facts)
-    present = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
-    left = max(0, recipe.tokens - present)
-    seconds = left / _rate(folder, source, side, device) if left else 0.0
-    held = int(source.nbytes * COPIES.get(bits, 1.0))
-    return Outlook(model, folder, device, bits, side, recipe.tokens, recipe.calib_seed, seconds, held, present)
 
 
 def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Generator[TextStep, None, texts.Text]:
@@ -200,7 +112,7 @@ class _Author:
     def round(self, kind: str, number: int, before: int) -> Generator[TextStep, None, torch.Tensor]:
         """One round of sequences (T,), from the cache or generated and stored there. before: tokens of earlier rounds."""
         path = self.plan.folder / f"{kind}-{number:05d}.safetensors"
-        if (ids := _kept(path)) is not None:
+        if (ids := kept_round(path)) is not None:
             return ids
         text = (yield from self.round(PLAIN, number, before)) if kind == GREEDY else None
         if self.model is None:
@@ -235,7 +147,7 @@ class _Author:
     def more(self, ids: torch.Tensor, visits: Visits) -> Generator[TextStep, None, list[torch.Tensor]]:
         """Windows of further rounds that visit experts with fewer than FEW_TOKENS visits; at most a quarter of the text."""
         path = self.plan.folder / f"experts-{self.plan.tokens}.safetensors"
-        if (rounds := _kept(path)) is not None:
+        if (rounds := kept_round(path)) is not None:
             return [rounds]
         seen = visits(ids.long()).sum(0)
         most = len(ids) // visits.window // MORE // texts.BATCH * texts.BATCH
@@ -323,87 +235,6 @@ def _opening(tokenizer: Any) -> list[int] | None:
     return list(tokenizer(before, add_special_tokens=False)["input_ids"]) if mark and before else None
 
 
-def _kept_rounds(folder: Path, kind: str) -> Iterator[torch.Tensor]:
-    """The complete rounds of a kind in the cache, from the first up to the first missing one."""
-    number = 0
-    while (ids := _kept(folder / f"{kind}-{number:05d}.safetensors")) is not None:
-        yield ids
-        number += 1
-
-
-def _kept(path: Path) -> torch.Tensor | None:
-    """The tokens of one file; None if it is missing or damaged."""
-    with (
-        suppress(LowqError, SafetensorError, OSError, KeyError, TypeError),
-        opened(path) as name,
-        safe_open(name, framework="pt") as file,
-    ):
-        ids = file.get_tensor("ids")
-        return ids if texts.Text("", ids=ids).digest == file.metadata()["digest"] else None
-    return None
-
-
 def _keep(path: Path, ids: torch.Tensor) -> None:
     with writing(path):
         write_whole(path, save({"ids": ids}, {"digest": texts.Text("", ids=ids).digest}))
-
-
-def _rate(folder: Path, source: Source, side: int, device: torch.device) -> float:
-    """Tokens per second: as recorded for this model in the cache, else estimated from timing one matmul and one sum."""
-    with suppress(ValueError, KeyError, TypeError):
-        return float(memo.recall(folder / "rate.json")["tokens_per_s"])
-    n = 2048 if device.type == "cpu" else 8192
-    dtype = torch.float32 if source.nbytes >= 4 * source.params else torch.bfloat16
-    W, x = torch.zeros(n, n, dtype=dtype, device=device), torch.zeros(side, n, dtype=dtype, device=device)
-    a_weight = _seconds(lambda: x @ W) / n**2
-    config = _text_config(source)
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
-    drawn = torch.empty(side, n, device=device)
-    words = max((h.shape[0] for h in source.headers.values() if len(h.shape) == 2), default=n)  # size of the vocabulary
-    attended = DRAWN * words + ATTENDED * layers * texts.WINDOW
-    a_row = _seconds(lambda: drawn.exponential_()) / n
-    return side / (source.params * a_weight + SMALL_OPS * layers * _seconds(lambda: x + x) + attended * a_row)
-
-
-def _seconds(f: Callable[[], torch.Tensor]) -> float:
-    """The fastest of five timings, each synchronised with the device."""
-    f()[0, 0].item()
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        f()[0, 0].item()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def _side(source: Source, device: torch.device) -> int:
-    """Sequences per batch: fewer if their KV caches would take more than a quarter of the GPU's memory."""
-    if device.type != "cuda":
-        return SIDE[device.type]
-    config = _text_config(source)
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
-    width = config.get("head_dim") or config.get("hidden_size", 4096) // (config.get("num_attention_heads") or 1)
-    a_text = 4 * int(config.get("num_hidden_layers") or 1) * heads * width * texts.WINDOW
-    total = torch.cuda.get_device_properties(device).total_memory
-    side = SIDE["cuda"]
-    while side > 8 and side * a_text > total // 4:
-        side //= 2
-    return side
-
-
-def _bits(source: Source, device: torch.device) -> int:
-    """Bits of the generating model: 16, or the largest width of a copy that fits. Raises DoesNotFitError."""
-    if device.type == "cuda":
-        room: float | None = torch.cuda.get_device_properties(device).total_memory * 0.65  # the rest: caches, activations
-    else:
-        room = available_memory()
-    if room is None or source.nbytes <= room:
-        return 16
-    for bits, share in COPIES.items() if device.type == "cuda" else ():
-        if source.nbytes * share <= room:
-            return bits
-    raise DoesNotFitError(f"{source.name} does not fit into the memory of {device}, so it cannot write a text of its own")
-
-
-def _text_config(source: Source) -> dict[str, Any]:
-    return source.config.get("text_config") or source.config

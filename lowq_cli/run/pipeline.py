@@ -27,7 +27,8 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate.requirements import identity
 from lowq_cli.calibrate.texts import BUNDLED, Text
 from lowq_cli.files.safetensors_writer import to_json
-from lowq_cli.files.source import CONFIG, INDEX, REPORT, Source
+from lowq_cli.files.source import CONFIG, REPORT, Source
+from lowq_cli.files.weight_files import INDEX
 from lowq_cli.plan.plan import Item, Plan, Shard, index_json, output_config
 from lowq_cli.plan.planner import SHARD_SIZE
 from lowq_cli.plan.recipe import Recipe, make_recipe

@@ -25,7 +25,8 @@ from lowq_packers.errors import UsageError
 if TYPE_CHECKING:
     from lowq_cli.calibrate.mixed import Mixed
     from lowq_cli.run.bound import Bound
-    from lowq_cli.run.own_text import Make, Outlook
+    from lowq_cli.run.own_text import Make
+    from lowq_cli.run.own_text_plan import Outlook
 
 UNDECIDED = "calibrated on the model's own text unless that is more to compute than quantizing, else on the bundled one"
 
@@ -95,9 +96,9 @@ def prepare(
             if headers_only and not budgeted:
                 notes = [] if given else [UNDECIDED]
             else:
-                from lowq_cli.run import own_text  # the decoder
+                from lowq_cli.run import own_text_plan  # the decoder
 
-                recipe, text_plan, *notes = own_text.decide(os.fspath(model), raw, recipe, pick_device(str(devices[0])))
+                recipe, text_plan, *notes = own_text_plan.decide(os.fspath(model), raw, recipe, pick_device(str(devices[0])))
         if budgeted:
             from lowq_cli.calibrate import mixed  # builds a model with transformers
 

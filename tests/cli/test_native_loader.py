@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from lowq_cli.engine import native_loader, plan, rope, stream
+from lowq_cli.engine.contents import contents_of
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.open_model import ready, tokenizer
@@ -108,10 +109,10 @@ def test_a_mixture_whose_config_leaves_out_how_it_routes_is_read_as_transformers
     schemes = SAME | {"expert": SAME["mlp"]}
     folder = write_packed(write_dense(tmp_path / "dense", "qwen3-moe", "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
-        native_loader.contents_of(source, CPU)
+        contents_of(source, CPU)
         del source.config[field]
         try:
-            result = native_loader.contents_of(source, CPU).model
+            result = contents_of(source, CPU).model
         except NotPlain:
             return
     theirs = families()["qwen3_moe"].describe(CONFIG_MAPPING["qwen3_moe"].from_dict(source.config))
@@ -215,7 +216,7 @@ def test_folders_that_the_native_loader_refuses_are_left_to_transformers(tmp_pat
     folder = write_dense(tmp_path / "m", "llama")
     _rewritten(folder, change)
     with open_source(folder) as source, pytest.raises(NotPlain, match=why):
-        native_loader.contents_of(source, CPU)
+        contents_of(source, CPU)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_attention_of_another_kind_is_the_one_of_transformers(tmp_path, family, 
     (folder / "config.json").write_text(json.dumps(config))
     with open_source(folder) as source:
         with pytest.raises(NotPlain):
-            native_loader.contents_of(source, CPU)
+            contents_of(source, CPU)
         model = load_model(source, CPU)
     assert why in str(plan.why_not(model))
     assert type(model) is type(AutoModelForCausalLM.from_pretrained(folder))
@@ -263,7 +264,7 @@ def test_scales_that_are_not_finite_are_named(tmp_path, value):
 
 def test_other_families_go_by_way_of_transformers(tmp_path):
     with open_source(write_dense(tmp_path / "m", "gpt2")) as source, pytest.raises(NotPlain):
-        native_loader.contents_of(source, CPU)
+        contents_of(source, CPU)
 
 
 @pytest.mark.parametrize("kind", ["dense", "fp8"])
@@ -348,7 +349,7 @@ def test_damaged_fp8_scales_are_refused(tmp_path, change, light_says, says):
     folder = in_fp8(DEMO, tmp_path / "fp8")
     _rewritten(folder, lambda t: change(t, "model.layers.1.mlp.up_proj.weight_scale_inv"))
     with open_source(folder) as source, pytest.raises(NotPlain, match=light_says):
-        native_loader.contents_of(source, CPU)
+        contents_of(source, CPU)
     with pytest.raises(LowqError, match=says) if says else nullcontext():
         ready(str(folder), "cpu", print)
 
@@ -356,13 +357,13 @@ def test_damaged_fp8_scales_are_refused(tmp_path, change, light_says, says):
 def test_other_blocks_and_families_in_fp8_are_asked_of_transformers(tmp_path):
     dense = write_dense(tmp_path / "gpt", "mixtral", "bfloat16")
     with open_source(in_fp8(dense, tmp_path / "mixtral")) as source, pytest.raises(NotPlain):
-        native_loader.contents_of(source, CPU)
+        contents_of(source, CPU)
     folder = in_fp8(DEMO, tmp_path / "fp8", block="256x256")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
     (folder / "config.json").write_text(json.dumps(config))
     with open_source(folder) as source, pytest.raises(NotPlain, match="blocks of"):
-        native_loader.contents_of(source, CPU)
+        contents_of(source, CPU)
 
 
 # ---- tokenizers

@@ -20,7 +20,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.main import app
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import FEW_TOKENS
-from lowq_cli.run import own_text, pipeline
+from lowq_cli.run import own_text, own_text_plan, pipeline
 from lowq_cli.run.events import TextStep
 from lowq_cli.run.prepare import prepare
 from lowq_packers.errors import DoesNotFitError, UnsupportedError, UsageError
@@ -42,7 +42,7 @@ def recipe(**more):
 def written(model, **more):
     """(text, steps) of a recipe."""
     with open_source(model) as source:
-        outlook = own_text.outlook(str(model), source, recipe(**more), CPU)
+        outlook = own_text_plan.outlook(str(model), source, recipe(**more), CPU)
     steps = []
 
     generator = own_text.write(outlook, None)
@@ -129,7 +129,7 @@ def test_without_a_text_it_is_the_default_where_it_is_quick(family, quick, famil
     """Whatever the cache holds, and whatever rate it says that the text is written at."""
     dense = family_checkpoints(family).dense
     with open_source(dense) as source:
-        outlook = own_text.outlook(str(dense), source, recipe(), CPU)
+        outlook = own_text_plan.outlook(str(dense), source, recipe(), CPU)
     for tokens_per_s in (None, 1e-9, 1e12):
         if tokens_per_s:
             (outlook.folder / "rate.json").write_text(json.dumps({"tokens_per_s": tokens_per_s}))
@@ -154,10 +154,10 @@ def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(family_c
 def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, cache, monkeypatch):
     dense = family_checkpoints("llama").dense
     with open_source(dense) as source:
-        outlook = own_text.outlook(str(dense), source, recipe(), CPU)
+        outlook = own_text_plan.outlook(str(dense), source, recipe(), CPU)
         monkeypatch.setattr(own_text, "available_memory", lambda: source.nbytes - 1)
         with pytest.raises(DoesNotFitError, match="cannot write a text"):
-            own_text.outlook(str(dense), source, recipe(), CPU)
+            own_text_plan.outlook(str(dense), source, recipe(), CPU)
     results = []
 
     def make(recipe, folder):
@@ -173,7 +173,7 @@ def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, ca
 def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(family_checkpoints):
     dense = family_checkpoints("llama").dense
     with open_source(dense) as source:
-        outlook = replace(own_text.outlook(str(dense), source, recipe(), CPU), bits=8)
+        outlook = replace(own_text_plan.outlook(str(dense), source, recipe(), CPU), bits=8)
     with unfinished(outlook.folder / own_text.COPY) as theirs:
         (theirs / "model.safetensors").write_text("in use")
         own_text.whole(outlook, pipeline.maker(str(dense), "cpu"))
@@ -203,7 +203,7 @@ def test_experts_that_are_hardly_visited_get_more_text(family_checkpoints, tmp_p
     with open_source(dense) as source:
         visits = Visits(source, CPU)
         assert visits(torch.arange(4, 132)).sum() == 2 * 2 * 128  # layers, experts a token
-        outlook = own_text.outlook(str(dense), source, recipe(), CPU)
+        outlook = own_text_plan.outlook(str(dense), source, recipe(), CPU)
     plain, longer = own_text.whole(outlook, None).ids, own_text.whole(outlook, None, visits).ids
     seen, after = (visits(ids.long()).sum(0) for ids in (plain, longer))
     assert (seen < FEW_TOKENS).any()
