@@ -11,6 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers import FEW_TOKENS
+from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
@@ -46,6 +48,19 @@ from lowq_packers.qtensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from lowq_cli.hf.layers import Others
+
+
+@dataclass
+class LayerResult:
+    """What is saved of a layer: tensors by name, a note for each matrix whose method changed, matrices without scales, and
+    each matrix's error. before: errors of a file's matrices as given. learning: quantized matrices that are trained next."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    unscaled: list[str] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
+    learning: dict[str, QuantizedTensor] = field(default_factory=dict)
 
 
 class Calibration:
@@ -188,80 +203,92 @@ class Calibration:
         self, layer: Layer, kept: dict[str, str], x_ref: Hidden, x_quant: Hidden, path: Path
     ) -> Generator[MatrixDone, None, float]:
         """Quantize a layer's linears stage by stage, save them and return the mean error. kept: see `DecoderLayers.kept`."""
-        results: dict[str, torch.Tensor] = {}
-        notes: dict[str, str] = {}
-        unscaled: list[str] = []
-        errors: list[float] = []
-        before: list[float] = []
-        learning: dict[str, QuantizedTensor] = {}
+        result = LayerResult()
         if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
-            schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
-            stored = {p: self.stored[n] for p, n in kept.items()}
-            scaled = scaling.scale(layer, x_quant, schemes, stored, FEW_TOKENS)
-            results |= {f"{n}.rows": t.cpu() for n, t in scaled.rows.items()}
-            results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
-            results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
-            unscaled = scaled.missing
+            self._scale(layer, kept, x_quant, result)
         for name in layer.uncalled(x_ref):  # Jamba's dt_proj: the model multiplies by its dense weight without calling it
-            item = self.items[name]
-            assert item.scheme is not None
-            dtype = _dtype(item.outputs[1][1].dtype)
-            method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-            notes[name] = f"{method}, because its layer does not call it, so its inputs are unknown"
-            if self.file:
-                results |= self._kept(layer, name, self.file.given(name).to(self.device))
-                continue
-            W = layer.matrix(name, layer.original).contiguous()
-            q = quantizers.get(method)(W, item.scheme, dtype)
-            results |= save_item(q, name, dtype)
-            layer.set(name, q.dequantize())
+            self._without_inputs(layer, name, result)
         for stage in layer.stages(x_ref, x_quant):
             for names in self._joined(stage.names):
-                item = self.items[names[0]]
-                assert item.scheme is not None
-                dtype = _dtype(item.outputs[1][1].dtype)
-                parts = [layer.matrix(n, layer.original) for n in names]
-                if self.file:
-                    (name,), given = names, self.file.given(names[0]).to(self.device)
-                    before.append(_output_error(parts[0], given.dequantize(), stage.moments.second))
-                    if stage.moments.tokens >= FEW_TOKENS or item.kind != "expert":
-                        given = better(parts[0], given, stage.moments)
-                    errors.append(_output_error(parts[0], given.dequantize(), stage.moments.second))
-                    results |= self._kept(layer, name, given)
+                (self._improve if self.file else self._round)(layer, names, stage.moments, result)
+                for name in names:
                     self.rounded += 1
                     yield MatrixDone(name, self.rounded, len(self.items))
-                    continue
-                W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-                if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
-                    method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-                    why = f"{method}, because {stage.moments.tokens} tokens of the calibration text reach this expert"
-                    notes |= dict.fromkeys(names, why)
-                    q = quantizers.get(method)(W, item.scheme, dtype)
-                else:
-                    sides = self._sides(names, [len(p) for p in parts])
-                    q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments, **sides)
-                    if item.scheme.scale != "float":
-                        q = better(W, GivenCodes(q), stage.moments).q
-                at = 0
-                for name, part in zip(names, parts, strict=True):
-                    rows, at = q.rows(at, at + len(part)), at + len(part)
-                    restored = rows.dequantize()
-                    errors.append(_output_error(part, restored, stage.moments.second))
-                    results |= save_item(rows, name, dtype)
-                    layer.set(name, restored)
-                    if learns_alone(item, self.weights):
-                        learning[name] = rows
-                    self.rounded += 1
-                    yield MatrixDone(name, self.rounded, len(self.items))
-        dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
+        dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in result.learning}
         every = max(1, round(self.tokens / ALONE_TOKENS)) if self.distills else 1  # one batch in `every` is enough as a start
-        for name, q in learn(layer, learning, dtypes, x_ref[::every], x_quant[::every]).items():
-            results |= save_item(q, name, dtypes[name])
+        for name, q in learn(layer, result.learning, dtypes, x_ref[::every], x_quant[::every]).items():
+            result.tensors |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
         with writing(path):
-            facts = {"notes": [notes, unscaled], "errors": [*zip(before, errors, strict=False)]}
-            write_whole(path, save(results, {name: json.dumps(fact) for name, fact in facts.items()}))
-        return sum(errors) / max(len(errors), 1)
+            facts = {
+                "notes": [result.notes, result.unscaled],
+                "errors": [*zip(result.before, result.errors, strict=False)],
+            }
+            write_whole(path, save(result.tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
+        return sum(result.errors) / max(len(result.errors), 1)
+
+    def _scale(self, layer: Layer, kept: dict[str, str], x_quant: Hidden, result: LayerResult) -> None:
+        """Move activation-aware scales between a layer's matrices before they are rounded."""
+        schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
+        stored = {p: self.stored[n] for p, n in kept.items()}
+        scaled = scaling.scale(layer, x_quant, schemes, stored, FEW_TOKENS)
+        result.tensors |= {f"{n}.rows": t.cpu() for n, t in scaled.rows.items()}
+        result.tensors |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
+        result.tensors |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
+        result.unscaled = scaled.missing
+
+    def _without_inputs(self, layer: Layer, name: str, result: LayerResult) -> None:
+        """Quantize a matrix whose inputs are unknown."""
+        item = self.items[name]
+        assert item.scheme is not None
+        dtype = _dtype(item.outputs[1][1].dtype)
+        method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+        result.notes[name] = f"{method}, because its layer does not call it, so its inputs are unknown"
+        if self.file:
+            result.tensors |= self._kept(layer, name, self.file.given(name).to(self.device))
+            return
+        W = layer.matrix(name, layer.original).contiguous()
+        q = quantizers.get(method)(W, item.scheme, dtype)
+        result.tensors |= save_item(q, name, dtype)
+        layer.set(name, q.dequantize())
+
+    def _improve(self, layer: Layer, names: list[str], moments: Moments, result: LayerResult) -> None:
+        """Give a matrix of a file better codes and scales in its format, where enough tokens reach it."""
+        assert self.file
+        (name,), given = names, self.file.given(names[0]).to(self.device)
+        W = layer.matrix(name, layer.original)
+        result.before.append(_output_error(W, given.dequantize(), moments.second))
+        if moments.tokens >= FEW_TOKENS or self.items[name].kind != "expert":
+            given = better(W, given, moments)
+        result.errors.append(_output_error(W, given.dequantize(), moments.second))
+        result.tensors |= self._kept(layer, name, given)
+
+    def _round(self, layer: Layer, names: list[str], moments: Moments, result: LayerResult) -> None:
+        """Quantize matrices that share their inputs as one, and put each into the layer."""
+        item = self.items[names[0]]
+        assert item.scheme is not None
+        dtype = _dtype(item.outputs[1][1].dtype)
+        parts = [layer.matrix(n, layer.original) for n in names]
+        W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        if moments.tokens < FEW_TOKENS and item.kind == "expert":
+            method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+            why = f"{method}, because {moments.tokens} tokens of the calibration text reach this expert"
+            result.notes |= dict.fromkeys(names, why)
+            q = quantizers.get(method)(W, item.scheme, dtype)
+        else:
+            sides = self._sides(names, [len(p) for p in parts])
+            q = quantizers.get(str(item.method))(W, item.scheme, dtype, moments, **sides)
+            if item.scheme.scale != "float":
+                q = better(W, GivenCodes(q), moments).q
+        at = 0
+        for name, part in zip(names, parts, strict=True):
+            rows, at = q.rows(at, at + len(part)), at + len(part)
+            restored = rows.dequantize()
+            result.errors.append(_output_error(part, restored, moments.second))
+            result.tensors |= save_item(rows, name, dtype)
+            layer.set(name, restored)
+            if learns_alone(item, self.weights):
+                result.learning[name] = rows
 
     def _kept(self, layer: Layer, name: str, given: Given) -> dict[str, torch.Tensor]:
         """Put a matrix of the file into the layer and return the tensors to save."""

@@ -49,9 +49,30 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     """
     headers = _headers(checkpoint_files)
     schemes = _schemes(config, headers)
-    skeleton, extra = Skeleton(model), extra_of(model.config, headers)
-    targets: dict[str, dict[str, Stored]] = defaultdict(dict)  # parameter -> checkpoint name -> storage
-    packed_rows: dict[str, int] = defaultdict(int)
+    skeleton = Skeleton(model)
+    by_module: dict[str, dict[str, Stored]] = defaultdict(dict)
+    tables: dict[tuple[str, str], int] = {}
+    for param, members in _placed(skeleton, headers, schemes).items():
+        module, _, leaf = param.rpartition(".")
+        slices = skeleton.split(param) if len(members) > 1 else {}
+        by_module[module][leaf] = how = _agreed(skeleton, param, members, slices, headers)
+        if len(members) > 1 and how.scheme.table_width:
+            tables[module, leaf] = _tables(skeleton, param, members, slices)
+    for path, leaves in by_module.items():
+        packed_module = _packed_module(skeleton, path, leaves, tables)
+        if isinstance(packed_module, QuantLinear) and packed_module.in_blocks:  # including the head
+            packed_module.set_act(config["activations"])
+        model.set_submodule(path, packed_module)
+    _share_tied(model, skeleton)
+    parallel.split(model)
+
+
+def _placed(
+    skeleton: Skeleton, headers: Mapping[str, TensorHeader], schemes: Mapping[str, Stored]
+) -> dict[str, dict[str, Stored]]:
+    """Parameter -> checkpoint name -> storage of its packed matrices, after checking that the files fill the model."""
+    model, extra = skeleton.model, extra_of(skeleton.model.config, headers)
+    targets: dict[str, dict[str, Stored]] = defaultdict(dict)
     filled: set[str] = set()
     for name, header in headers.items():
         stem = name.rpartition(".")[0]
@@ -67,43 +88,38 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             if place.why_not:
                 raise UnsupportedError(f"{stem} is packed, but {place.why_not}")
             targets[place.param][stem] = schemes[stem]
-            packed_rows[place.param] += rows(schemes[stem], header.shape)
             continue
         check_shape(skeleton, place, name, header)
         if header.dtype not in FLOATS and skeleton.params[place.param].is_floating_point():
             raise DamagedError(f"{name} is {header.dtype}, but quantization_config does not say that it is packed")
     check_complete(skeleton, filled)
-    by_module: dict[str, dict[str, Stored]] = defaultdict(dict)
-    tables: dict[tuple[str, str], int] = {}
-    for param, members in targets.items():
-        N, K = _dense_shape(skeleton, param)
-        slices = skeleton.split(param) if len(members) > 1 else {}
-        for stem, how in members.items():
-            part = slices.get(stem + WEIGHT)
-            member_rows = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else None
-            if why := misfit(
-                stem, how, rows(how, headers[stem + WEIGHT].shape) if member_rows is None else member_rows, K, headers
-            ):
-                raise DamagedError(why)
-        if (packed := packed_rows[param]) != N:
-            raise DamagedError(f"{param} has {N} rows; the checkpoint packs {packed} for it, in {len(members)} tensors")
-        agreed = set(members.values())
-        if len(agreed) > 1:
-            some = sorted(f"{how.scheme}{'' if how.layout == DISK else f' in {how.layout}'}" for how in agreed)
-            raise UnsupportedError(
-                f"{param} is made of tensors with different schemes ({some[0]} and {some[1]}); they must agree"
-            )
-        module, _, leaf = param.rpartition(".")
-        by_module[module][leaf] = how = agreed.pop()
-        if len(members) > 1 and how.scheme.table_width:
-            tables[module, leaf] = _tables(skeleton, param, members, slices)
-    for path, leaves in by_module.items():
-        packed_module = _packed_module(skeleton, path, leaves, tables)
-        if isinstance(packed_module, QuantLinear) and packed_module.in_blocks:  # including the head
-            packed_module.set_act(config["activations"])
-        model.set_submodule(path, packed_module)
-    _share_tied(model, skeleton)
-    parallel.split(model)
+    return targets
+
+
+def _agreed(
+    skeleton: Skeleton,
+    param: str,
+    members: Mapping[str, Stored],
+    slices: Mapping[str, Cut],
+    headers: Mapping[str, TensorHeader],
+) -> Stored:
+    """The storage that all matrices of a parameter have. Raises DamagedError if one does not fit, UnsupportedError if they
+    differ."""
+    N, K = _dense_shape(skeleton, param)
+    packed = 0
+    for stem, how in members.items():
+        packed += (held := rows(how, headers[stem + WEIGHT].shape))
+        part = slices.get(stem + WEIGHT)
+        expected = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else held
+        if why := misfit(stem, how, expected, K, headers):
+            raise DamagedError(why)
+    if packed != N:
+        raise DamagedError(f"{param} has {N} rows; the checkpoint packs {packed} for it, in {len(members)} tensors")
+    agreed = set(members.values())
+    if len(agreed) > 1:
+        some = sorted(f"{how.scheme}{'' if how.layout == DISK else f' in {how.layout}'}" for how in agreed)
+        raise UnsupportedError(f"{param} is made of tensors with different schemes ({some[0]} and {some[1]}); they must agree")
+    return agreed.pop()
 
 
 def _headers(files: list[str] | None) -> dict[str, TensorHeader]:

@@ -233,6 +233,16 @@ def _write(
                 if not files[whole.name].complete:
                     files[whole.name].finish()
                 yield ShardDone(whole.name, whole.size, number, len(plan.shards))
+    report = _finish(source, plan, output, devices[0], calibration)
+    result = result_of(plan, output, report, time.monotonic() - start, resumed)
+    output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
+    return result
+
+
+def _finish(
+    source: Source, plan: Plan, output: OutputFolder, device: torch.device, calibration: "Calibration | None"
+) -> dict[str, Any]:
+    """Write what belongs to the weights: index, companions, report and, last, config.json; return the report."""
     index = index_json(plan)
     contents = {INDEX: to_json(index)} if index else {}
     contents |= source.companion_files()
@@ -240,14 +250,12 @@ def _write(
         output.replace(name, content)
     contents[CONFIG] = to_json(output_config(source, plan))
     read = calibration.facts() if calibration else None
-    report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {}, contents, read)
+    report = make_report(source, plan, output, device, calibration.notes if calibration else {}, contents, read)
     output.replace(REPORT, to_json(report))
     output.finish(contents[CONFIG])
     if calibration:
         calibration.close()
-    result = result_of(plan, output, report, time.monotonic() - start, resumed)
-    output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
-    return result
+    return report
 
 
 def in_turn(shards: Sequence[Shard], together: int, large: int = LARGE) -> Iterator[tuple[Shard, Item]]:

@@ -23,8 +23,10 @@ from lowq_cli.workers import worker_devices
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from lowq_cli.calibrate.mixed import Mixed
-    from lowq_cli.run.bound import Bound
+    from lowq_cli.run.bound import Bound, Search
     from lowq_cli.run.own_text import Make
     from lowq_cli.run.own_text_plan import Outlook
 
@@ -110,14 +112,8 @@ def prepare(
                 text = Text.read(recipe.calib)
             on = pick_device(str(devices[0]))
             if recipe.bounded:
-                from lowq_cli.evaluate.perplexity import read_text
-                from lowq_cli.run import bound  # the judges
-
                 assert make
-                judge = read_text(recipe.judge)
-                spread = mixed.spread(source, recipe, text, on, watch)
-                report = watch or (lambda *_: None)
-                search = bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(on), make, report)
+                search = _search(model, source, recipe, text, on, watch, make)
                 recipe, allocation, met = search.run()
                 trial = search.best
             else:
@@ -155,6 +151,25 @@ def prepare(
             met,
             trial,
         )
+
+
+def _search(
+    model: str | os.PathLike[str],
+    source: Source,
+    recipe: Recipe,
+    text: Text,
+    device: "torch.device",
+    watch: Callable[..., None] | None,
+    make: "Make",
+) -> "Search":
+    """The search for the smallest checkpoint that meets a recipe's bound."""
+    from lowq_cli.calibrate import mixed
+    from lowq_cli.evaluate.perplexity import read_text
+    from lowq_cli.run import bound  # the judges
+
+    judge = read_text(recipe.judge)
+    spread = mixed.spread(source, recipe, text, device, watch)
+    return bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(device), make, watch or (lambda *_: None))
 
 
 def _independent(source: Source, plan: Plan) -> bool:
