@@ -46,7 +46,7 @@ ROUND = {  # (file, call) -> why it need not go through the door
     ("lowq_cli/memory.py", "read_text"): "files of the kernel's",
     ("lowq_cli/quantizers/__init__.py", "path.open"): "the package's own sources",
     ("lowq_cli/quantizers/__init__.py", "read_text"): "the package's own sources",
-    ("lowq_cli/run/own_text.py", "safe_open"): "the name of the open file",
+    ("lowq_cli/run/own_text_plan.py", "safe_open"): "the name of the open file",
     ("lowq_cli/serving/host_cache.py", "torch.from_file"): "memory of this process, by the name of an open file",
     ("lowq_cli/serving/http/app.py", "read_bytes"): "the package's own page",
     ("lowq_cli/files/folder.py", "os.open"): "a mark, whose kind is asked of the open file",

@@ -176,7 +176,6 @@ def answer(
     if explain:
         console.say(f"computed in this process: {here}")
 
-    from lowq_cli.devices import wake
     from lowq_cli.engine.generation_config import DEFAULTS, NAMES, settle
     from lowq_cli.engine.sampling import Sampling
     from lowq_cli.files.source import check_there
@@ -186,37 +185,17 @@ def answer(
     Sampling(**given)  # report values out of range before anything is loaded
     check_there(folder)
     check_pictures(folder, settings.get("images", ()))
-    adapter = None
-    if (lora := settings.pop("lora", None)) is not None:
-        from lowq_cli.files.adapter import read_adapter
-
-        adapter = read_adapter(lora)
     if settings["chat"] is None:
         settings["chat"] = has_template(state.user_path(folder))
-    wake(device)
-    with console.status(f"loading {folder}"):
-        from lowq_cli.engine import stream
-        from lowq_cli.engine.drafts.drafter_choice import check as check_draft
-        from lowq_cli.engine.open_model import ready
-        from lowq_kernels.decode.kv import check
-
-        check(settings.get("kv", "16"))
-        check_draft(settings.get("draft", "auto"))
-        model, tokenizer = ready(folder, device, console.warn)
-        if (act := settings.pop("act", None)) is not None:
-            from lowq_cli.evaluate.eight_bits import apply_act
-
-            apply_act(model, tokenizer, act, console.say)
-        if adapter is not None:
-            from lowq_cli.engine.lora import attach
-
-            attach(model, [adapter])
-        drawn, origins = settle(model, given, DEFAULTS[default])
+    model, tokenizer = _loaded(folder, settings, device)
+    drawn, origins = settle(model, given, DEFAULTS[default])
     generation_settings = {n: v for n, v in settings.items() if n not in NAMES}
     settings = {"kv": "16", "draft": "auto", "stop": []} | generation_settings | drawn | {"seed": seed}
     if many is not None:
         answer_all(model, tokenizer, many, batch, settings, origins, as_json)
         return
+    from lowq_cli.engine import stream
+
     batch = batch or 1
     if batch > 1 and not settings["temperature"]:
         console.say(f"all {batch} texts will be the same; --temperature 1 samples different ones")
@@ -239,6 +218,35 @@ def answer(
         show_profile(model, generation, Path(profile))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _loaded(folder: str, settings: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """The model and its tokenizer; `lora` and `act`, which are applied to the model, leave the settings."""
+    from lowq_cli.devices import wake
+
+    adapter = None
+    if (lora := settings.pop("lora", None)) is not None:
+        from lowq_cli.files.adapter import read_adapter
+
+        adapter = read_adapter(lora)
+    wake(device)
+    with console.status(f"loading {folder}"):
+        from lowq_cli.engine.drafts.drafter_choice import check as check_draft
+        from lowq_cli.engine.open_model import ready
+        from lowq_kernels.decode.kv import check
+
+        check(settings.get("kv", "16"))
+        check_draft(settings.get("draft", "auto"))
+        model, tokenizer = ready(folder, device, console.warn)
+        if (act := settings.pop("act", None)) is not None:
+            from lowq_cli.evaluate.eight_bits import apply_act
+
+            apply_act(model, tokenizer, act, console.say)
+        if adapter is not None:
+            from lowq_cli.engine.lora import attach
+
+            attach(model, [adapter])
+    return model, tokenizer
 
 
 def check_pictures(model: str, files: Sequence[str]) -> None:
