@@ -129,12 +129,7 @@ class QuantizedTensor:
 
     @classmethod
     def of(
-        cls,
-        s: Scheme,
-        W_q: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        table: torch.Tensor | None = None,
+        cls, s: Scheme, W_q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None = None
     ) -> QuantizedTensor:
         """The tensor of a scheme."""
         return cls(W_q, scales, zeros, s.bits, s.group_size, s.zero, table, s.table, s.scale, s.block_rows)

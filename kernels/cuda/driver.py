@@ -146,10 +146,7 @@ class Kernel:
         with torch.cuda.device(device):
             _make_current(device)
             _check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin.image), f"loading {expression}")
-            _check(
-                driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, cubin.symbol.encode()),
-                cubin.symbol,
-            )
+            _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, cubin.symbol.encode()), cubin.symbol)
             if smem:  # also for 48 KB and less: the source's static shared memory counts too
                 _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SMEM, smem), f"{smem} bytes of shared memory")
             if on.split and keeps_split(on, cubin.resources, threads, smem, per_sm):

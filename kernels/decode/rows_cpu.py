@@ -20,12 +20,7 @@ from lowq_kernels.products.cpu.native import DTYPES, struct
 NORM = struct("AnyNorm", p="weight bias", i="layer weight_kind bias_kind groups", f="eps")
 ARGS: dict[int, Any] = {
     native.UPDATE: struct(
-        "Update",
-        ("norm", NORM),
-        ("post", NORM),
-        p="x delta second after y",
-        i="M H posts after_kind dtype threads",
-        f="scale",
+        "Update", ("norm", NORM), ("post", NORM), p="x delta second after y", i="M H posts after_kind dtype threads", f="scale"
     ),
     native.OPEN: struct("Open", p="x gate y", i="M N wide dtype threads"),
     native.PREPARE: struct(

@@ -220,10 +220,7 @@ class Calibration:
             result.tensors |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
         with writing(path):
-            facts = {
-                "notes": [result.notes, result.unscaled],
-                "errors": [*zip(result.before, result.errors, strict=False)],
-            }
+            facts = {"notes": [result.notes, result.unscaled], "errors": [*zip(result.before, result.errors, strict=False)]}
             write_whole(path, save(result.tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
         return sum(result.errors) / max(len(result.errors), 1)
 

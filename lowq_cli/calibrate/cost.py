@@ -9,14 +9,7 @@ import torch
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate.learn import EPOCHS
-from lowq_cli.calibrate.requirements import (
-    ALONE_TOKENS,
-    CURVED_TOKENS,
-    UNSEEN,
-    learns_alone,
-    pass_count,
-    rounds_both_sides,
-)
+from lowq_cli.calibrate.requirements import ALONE_TOKENS, CURVED_TOKENS, UNSEEN, learns_alone, pass_count, rounds_both_sides
 from lowq_cli.plan.plan import Plan
 
 # Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's

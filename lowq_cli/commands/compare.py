@@ -18,8 +18,7 @@ EXAMPLES = """Examples:
 
 def compare(
     models: Annotated[
-        list[str],
-        typer.Argument(metavar="MODEL", help="Two or more models; the others are compared with the first."),
+        list[str], typer.Argument(metavar="MODEL", help="Two or more models; the others are compared with the first.")
     ],
     text: JudgeText = None,
     max_tokens: JudgeTokens = None,

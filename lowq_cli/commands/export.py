@@ -36,8 +36,7 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(READERS)}.  [default: the first that stores it exactly]",
-            autocompletion=completion.exports,
+            help=f"{', '.join(READERS)}.  [default: the first that stores it exactly]", autocompletion=completion.exports
         ),
     ] = None,
     out: Annotated[

@@ -75,9 +75,7 @@ def generate(
     batch: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=4096,
-            help="Texts at once: of --prompts, or copies of the prompt.  [default: 1; of --prompts, many]",
+            min=1, max=4096, help="Texts at once: of --prompts, or copies of the prompt.  [default: 1; of --prompts, many]"
         ),
     ] = None,
     device: Device = "auto",

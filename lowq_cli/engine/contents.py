@@ -91,11 +91,7 @@ def filled(
         _check_mixture(part)
     experts = {part: {name: stored(row) for name, row in named.experts(part).items()} for part in routed}
     embed, top = (stored([m])[0] if m else None for m in (table, head))
-    rows = [
-        *linears.values(),
-        *(row for stacks in experts.values() for row in stacks.values()),
-        [m for m in (embed, top) if m],
-    ]
+    rows = [*linears.values(), *(row for stacks in experts.values() for row in stacks.values()), [m for m in (embed, top) if m]]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
     stacks = {part: stack for part in routed if (stack := _stacks(part, named, headers))}

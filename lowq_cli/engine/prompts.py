@@ -145,11 +145,7 @@ def _template(tokenizer: Any) -> str:
 
 
 def encode(
-    tokenizer: Any,
-    text: str,
-    chat: bool = False,
-    shown: tuple[Any, Sequence[Any]] = (None, ()),
-    think: bool | None = None,
+    tokenizer: Any, text: str, chat: bool = False, shown: tuple[Any, Sequence[Any]] = (None, ()), think: bool | None = None
 ) -> list[int]:
     """Token ids of a prompt. Raises UsageError for a missing chat template, a text without tokens, and half characters.
 
@@ -184,10 +180,7 @@ def spelled_by(tokenizer: Any) -> Any:
 
 
 def encode_messages(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    shown: tuple[Any, Sequence[Any]] = (None, ()),
-    think: bool | None = None,
+    tokenizer: Any, messages: Sequence[dict[str, Any]], shown: tuple[Any, Sequence[Any]] = (None, ()), think: bool | None = None
 ) -> list[int]:
     """Token ids of a conversation up to the start of the answer. Raises UsageError for a missing chat template and half
     characters, DamagedError where the template refuses the messages.

@@ -25,13 +25,7 @@ def static_state(plan: Plan, batch: int, slots: int, kind: str, copies: int = 0)
 
 
 def state_of_layer(
-    plan: Plan,
-    index: int,
-    batch: int,
-    slots: int,
-    kind: str,
-    tables: dict[int, torch.Tensor] | None = None,
-    copies: int = 0,
+    plan: Plan, index: int, batch: int, slots: int, kind: str, tables: dict[int, torch.Tensor] | None = None, copies: int = 0
 ) -> KeyValues | States:
     """The state of one layer, as in `static_state`. tables: number of blocks -> ring table, which layers share."""
     spec, tables = plan.states[index], {} if tables is None else tables

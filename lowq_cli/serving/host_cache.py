@@ -33,12 +33,7 @@ class HostCache:
     """
 
     def __init__(
-        self,
-        path: str,
-        plan: Plan,
-        state: Sequence[KeyValues | States],
-        places: Sequence[int],
-        extra: Sequence[KeyValues] = (),
+        self, path: str, plan: Plan, state: Sequence[KeyValues | States], places: Sequence[int], extra: Sequence[KeyValues] = ()
     ) -> None:
         self.device, self.places = plan.device, tuple(places)
         self.groups, ends = list[list[tuple[torch.Tensor, torch.Tensor]]](), 0

@@ -146,11 +146,7 @@ COUNTERS = (
 GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("lowq_requests_running", "Requests being computed", lambda s: s.running),
     ("lowq_requests_waiting", "Requests in the queue", lambda s: s.waiting),
-    (
-        "lowq_cache_usage_ratio",
-        "Share of the cache's blocks in use",
-        lambda s: s.blocks_used / s.blocks if s.blocks else 0.0,
-    ),
+    ("lowq_cache_usage_ratio", "Share of the cache's blocks in use", lambda s: s.blocks_used / s.blocks if s.blocks else 0.0),
 )
 
 
