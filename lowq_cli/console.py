@@ -80,9 +80,8 @@ def warn(message: str) -> None:
     if quiet:
         return
     with suppress(OSError):
-        stderr().print(
-            f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
-        )  # without a terminal, lines are not broken
+        # without a terminal, lines are not broken
+        stderr().print(f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty())
 
 
 def fail(message: str) -> None:

@@ -119,11 +119,8 @@ def converters(stacks: Iterable[tuple[str, bool]], known: Sequence["WeightConver
         stacks: the path of every parameter of a model's experts, and whether it is packed.
         known: transformers' rules for the model.
     """
-    from transformers.core_model_loading import (
-        Concatenate,
-        MergeModulelist,
-        WeightConverter,
-    )  # 3 s that decoding can do without
+    # here, because the import takes 3 s that decoding can do without
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     targets: dict[str, list[str]] = defaultdict(list)
     dense = set()

@@ -24,12 +24,8 @@ if TYPE_CHECKING:
     from lowq_packers.formats import Fetch, Format, Matrix
     from lowq_packers.qtensor import QuantizedTensor
 
-QUANT_SECTIONS = (
-    "quantization_config",
-    "compression_config",
-    "quantization",
-    "gguf",
-)  # not in the config.json of dense weights
+# Fields that the config.json of dense weights does not have.
+QUANT_SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")
 QMODEL = "qmodel.pt"
 SLAB = 1 << 22  # max. weights dequantized at a time
 

@@ -26,15 +26,7 @@ from lowq_packers.scheme import E4M3, GROUP_STEP, Scheme, fit_group
 
 SHARD_SIZE = 2 << 30
 LOW_COVERAGE = 0.6
-ASKED_FOR_BY_NAME = (
-    "head",
-    "embedding",
-    "router",
-    "norm",
-    "vision",
-    "projector",
-    "audio",
-)  # kinds that `bits` alone does not quantize
+ASKED_FOR_BY_NAME = ("head", "embedding", "router", "norm", "vision", "projector", "audio")  # `bits` does not quantize these
 EXTRA = "heads that predict further tokens are quantized like the layers, without a text"
 
 

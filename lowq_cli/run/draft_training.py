@@ -37,10 +37,8 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.regular import opened, read_text
 
-FULL_VOCABULARY, REDUCED = (
-    65_536,
-    32_000,
-)  # the head uses a vocabulary of up to 65,536 tokens whole, and 32,000 tokens of a larger one
+# The head uses a vocabulary of up to FULL_VOCABULARY tokens whole, and REDUCED tokens of a larger one.
+FULL_VOCABULARY, REDUCED = 65_536, 32_000
 TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # tokens of training text; heads of the models story and base gain little beyond
 PASSES = 3
 ROWS = 1 << 27  # max. logits per step: 0.5 GB in fp32; a step holds about 3 such tensors per guess

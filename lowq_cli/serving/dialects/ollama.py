@@ -16,12 +16,8 @@ from lowq_cli.serving.http.refusal import Refusal, wrong
 
 VERSION = "0.13.0"  # version of ollama's API; clients check that it is new enough
 LATEST = ":latest"  # the tag that ollama's clients append to a name without a tag
-OPTIONS = {
-    "num_predict": "max_tokens",
-    "repeat_last_n": None,
-    "penalize_newline": None,
-    "min_p": "min_p",
-}  # ollama's option -> our field; None: ignored
+# Ollama's option -> our field; None: ignored.
+OPTIONS = {"num_predict": "max_tokens", "repeat_last_n": None, "penalize_newline": None, "min_p": "min_p"}
 NOT_TAKEN = ("video", "videos", "audio", "audios", "files")  # refused fields of a message; other unknown ones are ignored
 
 
