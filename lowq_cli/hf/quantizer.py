@@ -11,7 +11,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowq_cli.files.quant_config import METHOD, VERSION
-from lowq_cli.files.storage import FP8
 from lowq_packers.errors import UnsupportedError
 
 
@@ -102,6 +101,8 @@ class LowqQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it writes the same format, except for fp8."""
+        from lowq_cli.files.storage import FP8
+
         return not hasattr(self.quantization_config, FP8)
 
     @property
