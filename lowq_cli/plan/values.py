@@ -115,17 +115,22 @@ def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def number(value: object, where: str) -> int:
-    """Parse an integer from 4 or "4"."""
+    """Parse an integer from 4, "4" or "-4"; whether it is large enough is checked where its limits are known."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,4000}\s*", value):
         return int(value)
     raise UsageError(f"{where}={spelled(value)} is not a whole number")
 
 
 def bits_or_word(value: object, where: str) -> int | str:
     """A width, or "keep", "auto", "fp8"."""
-    return value if value in ("keep", "auto", "fp8") else number(value, where)  # type: ignore[return-value]
+    if value in ("keep", "auto", "fp8"):
+        return value  # type: ignore[return-value]
+    try:
+        return number(value, where)
+    except UsageError as e:
+        raise UsageError(f"{e} and not 'keep'; use one of {', '.join(map(str, BITS))}, or keep") from None
 
 
 def spelled(value: object) -> str:

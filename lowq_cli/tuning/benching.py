@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lowq_cli import drawing
+from lowq_cli.plan.values import group_of
 from lowq_cli.tuning.examples import EXAMPLES, HEAD
 from lowq_kernels.decode.kv import PLAIN, check, slot_bytes
 from lowq_kernels.dispatch.registry import Op, forced, kernels, named, select
@@ -48,9 +49,8 @@ def parse_shape(text: str) -> tuple[int, int]:
 def shape_for(text: str, bits: int, group: str, dtype: torch.dtype) -> Shape:
     """The shape given by the flags. Raises UsageError if the group size does not divide K."""
     N, K = parse_shape(text)
-    if group != "channel" and not group.isdecimal():
-        raise UsageError(f"--group {group!r} is neither a number nor channel")
-    scheme = Scheme(bits, K if group == "channel" else int(group))
+    size = group_of(group, "group")
+    scheme = Scheme(bits, K if size == "channel" else size)
     scheme.groups(K)
     return Shape(N, K, scheme, dtype)
 
