@@ -64,15 +64,14 @@ def read_given(path: Path, what: str, most: int) -> bytes:
     try:
         with open(path, "rb") as f:
             facts = os.fstat(f.fileno())
-            if stat.S_ISCHR(facts.st_mode) or stat.S_ISBLK(facts.st_mode) or facts.st_size > most:
-                raw = None
-            else:
-                raw = f.read(most + 1)
+            if stat.S_ISCHR(facts.st_mode) or stat.S_ISBLK(facts.st_mode):
+                raise UsageError(f"cannot read the {what} {path}: it is a device; name a file, or a pipe")
+            raw = None if facts.st_size > most else f.read(most + 1)
     except (OSError, ValueError) as e:
         raise NotFoundError(f"cannot read the {what} {path}: {getattr(e, 'strerror', e)}") from None
     if raw is None or len(raw) > most:
         limit = f"{most >> 20} MiB" if most < 1 << 30 else f"{most >> 30} GiB"
-        raise UsageError(f"the {what} {path} is a device, or of more than {limit}; give less of it")
+        raise UsageError(f"cannot read the {what} {path}: more than {limit}; give less of it")
     return raw
 
 

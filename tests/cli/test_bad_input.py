@@ -207,8 +207,8 @@ def test_a_calibration_text_without_an_end(tmp_path):
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     (tmp_path / "sparse.txt").touch()
     os.truncate(tmp_path / "sparse.txt", 1 << 40)
-    for name in ("zero.txt", "sparse.txt"):
-        with pytest.raises(LowqError, match="is a device, or of more than 4 GiB"):
+    for name, says in (("zero.txt", "it is a device; name a file"), ("sparse.txt", "more than 4 GiB; give less of it")):
+        with pytest.raises(LowqError, match=says):
             texts.read_text(str(tmp_path / name))
         (tmp_path / name).unlink()
     os.mkfifo(tmp_path / "pipe.txt")
