@@ -137,6 +137,8 @@ def plan_training(
 ) -> tuple[Training, Any, Any]:
     """The plan of a training, the model and its tokenizer. Raises LowqError."""
     on = pick_device(device)
+    if text != texts.SELF:
+        texts.Text.read(None if text == texts.BUNDLED else text)  # a plan of a text that cannot be read helps no user
     loaded, tokenizer = open_model.ready(model, device)
     if why := why_not(loaded):
         raise UnsupportedError(f"draft heads are trained only for models that lowq's native decoder runs: {why}")
