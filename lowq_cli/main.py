@@ -27,7 +27,7 @@ import typer
 
 from lowq_cli import commands, console, hf, ranks
 from lowq_cli.commands import EXIT_INTERRUPTED
-from lowq_packers.errors import DamagedError, LowqError, disk_full
+from lowq_packers.errors import DamagedError, LowqError, UsageError, disk_full
 
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
@@ -90,6 +90,22 @@ class _Stopped(Exception):
     """Ctrl-C, with the command's message about it: Typer would end the process without a message."""
 
 
+TEXTS = ("prompt", "words", "system", "args")  # the parameters of commands whose value may be an empty text
+
+
+def _check_filled(function: Callable[..., None], given: dict[str, Any]) -> None:
+    """Refuse an empty value, such as that of --out "$OUT" where OUT is not set: as a path it would be the working folder."""
+    for name, value in given.items():
+        empty = value == "" or (isinstance(value, list | tuple) and "" in value)
+        parameter = inspect.signature(function).parameters.get(name)
+        if empty and parameter and value != parameter.default and name not in TEXTS:
+            shown = next(m for m in parameter.annotation.__metadata__ if hasattr(m, "metavar"))
+            names = [n for n in (shown.default, *(shown.param_decls or ())) if str(n).startswith("--")]
+            flag = names[0] if names else f"--{name.replace('_', '-')}"
+            where = flag if isinstance(shown, typer.models.OptionInfo) else shown.metavar.strip("[].")
+            raise UsageError(f"{where} is empty; give a value, or leave it out")
+
+
 def _guarded(function: Callable[..., None]) -> Callable[..., None]:
     """The command, with Ctrl-C and a closed stdout passed to `main` instead of Typer."""
 
@@ -98,6 +114,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
         global _entered
         _entered = True
         try:
+            _check_filled(function, kwargs)
             function(*args, **kwargs)
         except KeyboardInterrupt as e:
             raise _Stopped(*e.args) from None

@@ -24,7 +24,7 @@ def run(
         str,
         typer.Argument(metavar="MODEL", help="Model folder, hub id, demo, or a checkpoint.", autocompletion=completion.models),
     ],
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt. Default: a conversation.")] = None,
+    words: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt. Default: a conversation.")] = None,
     pictures: Annotated[
         list[str] | None, typer.Argument(metavar="PICTURE", help="Picture files that the text is about.")
     ] = None,
@@ -52,9 +52,9 @@ def run(
     from lowq_cli.commands.generate import answer, check_pictures
 
     if prompt is None:
-        text, pictures = _prompt_and_pictures(text, pictures or [], model)
+        text, pictures = _prompt_and_pictures(words, pictures or [], model)
     else:  # what stands behind the model are pictures then
-        text, pictures = prompt, [*([] if text is None else [text]), *(pictures or [])]
+        text, pictures = prompt, [*([] if words is None else [words]), *(pictures or [])]
     check_pictures(model, pictures)
     folder = state.run_of(model, recipe) or _quantized(model, recipe, device)
     state.remember_run(model, recipe, folder)

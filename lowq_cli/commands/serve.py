@@ -88,8 +88,8 @@ def serve(
         bool, typer.Option("--strict", help="Refuse requests with unknown fields, instead of ignoring these.")
     ] = False,
     api_key: Annotated[
-        str, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="Key that clients must send.")
-    ] = "",
+        str | None, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="Key that clients must send.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name for clients.  [default: its folder's]")] = None,
     device: Device = "auto",
     max_batch: Annotated[
@@ -163,7 +163,7 @@ def serve(
         how |= {"act": act, "prefer": prefer, "draft": draft}
         flags = Arguments(ckpt, tuple(models or ()), config, memory, keep_alive, name, _adapters(lora or [], ckpt), kv_host)
         address = None if local else (host, port)
-        _serve(flags, address, api_key, strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
+        _serve(flags, address, api_key or "", strict, device, how | {"urls": allow_image_urls}, grace, dry_run, as_json)
 
 
 def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
