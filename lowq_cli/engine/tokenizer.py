@@ -67,7 +67,10 @@ class LoadedTokenizer(ABC):
             return given
         name = "tool_use" if with_tools and "tool_use" in given else "default"
         if name not in given:
-            raise UnsupportedError(f"the model's chat templates are {', '.join(sorted(given))}, and none is the default")
+            raise UnsupportedError(
+                f"the model's chat templates are {', '.join(sorted(given))}, and none is the default; name one of them "
+                "default, in tokenizer_config.json or as chat_template.jinja"
+            )
         return given[name]
 
     def apply_chat_template(

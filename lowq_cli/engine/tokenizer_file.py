@@ -47,8 +47,11 @@ def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
         raise NotPlain(f"tokenizer.json: {e}") from e
     check_growth(tokens, file)
     head = _without_vocabulary(text)
-    _check_class(facts, model_type, head)
-    _check_special(folder, facts, head)
+    try:
+        _check_class(facts, model_type, head)
+        _check_special(folder, facts, head)
+    except (AttributeError, KeyError, TypeError, ValueError) as e:  # a field of another type
+        raise NotPlain(f"tokenizer_config.json: {e}") from e
     if model_type in ("mistral", "mixtral") and tokens.get_vocab_size() > 100_000:
         raise NotPlain("a pre-tokenizer pattern that transformers corrects")
     named = {n: _spelled(facts[n]) for n in NAMED if facts.get(n) is not None}

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowq_cli.files.resolution import TOKENIZER
 from lowq_cli.files.safetensors_io import read_json
-from lowq_packers.errors import LowqError
+from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.regular import MAX_CONFIG, read_text
 
 OWN, OTHERS, OLD = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
@@ -15,15 +15,22 @@ Templates = str | dict[str, str] | None
 
 
 def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Templates:
-    """The template of a folder, or several by name; None without a template."""
+    """The template of a folder, or several by name; None without a template. Raises DamagedError for other values there."""
     files = [*folder.glob(f"{OTHERS}/*.jinja"), *folder.glob(OWN)]
     if files:
         templates = {"default" if f.name == OWN else f.stem: read_text(f, MAX_CONFIG) for f in files}
         return templates["default"] if templates.keys() == {"default"} else templates
     named = tokenizer_config.get("chat_template")
-    if isinstance(named, list):
-        return {str(t["name"]): str(t["template"]) for t in named}
-    return named if isinstance(named, str) else old_template(folder)
+    if isinstance(named, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in named):
+        named = {t["name"]: t["template"] for t in named}
+    if isinstance(named, dict) and all(isinstance(part, str) for pair in named.items() for part in pair):
+        return named
+    if not isinstance(named, str | None):
+        raise DamagedError(
+            f"{folder / TOKENIZER} has a chat_template that is neither a text nor a list of texts with names; mend it, or take "
+            "it out"
+        )
+    return named if named is not None else old_template(folder)
 
 
 def has_template(folder: Path) -> bool:

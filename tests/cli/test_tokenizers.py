@@ -4,15 +4,18 @@ import copy
 import json
 import pickle
 import shutil
+from contextlib import suppress
 
 import pytest
 from transformers import AutoTokenizer
 
 from lowq_cli.engine.open_model import tokenizer
 from lowq_cli.engine.tokenizer import BYTE_OF, FastTokenizer
+from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.hf.tokenizer import load_tokenizer
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.arch.config import NotPlain
+from lowq_packers.errors import LowqError, UnsupportedError
 
 TEXTS = ("", "Once upon a time", " two  spaces\n\nand 12345", "naïve 🙂 日本語", "<|endoftext|>x")
 TALK, TOOLS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "{{ tools | tojson }}" + "{{ bos_token }}"
@@ -81,6 +84,21 @@ def test_templates_by_name_without_a_default_are_refused_by_name(tmp_path):
     assert result.template(with_tools=True) == TOOLS
     with pytest.raises(UnsupportedError, match="templates are tool_use, and none is the default"):
         result.template()
+
+
+FIELDS = ("chat_template", "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "bos_token")
+FIELDS += ("tokenizer_class", "auto_map", "model_max_length", "split_special_tokens", "image_token")
+OTHER = (True, 0, 1.5, "x", [], [1], [{}], [[]], [None], {}, {"a": 1}, {"0": 3}, {"x": {}}, {"0": {"content": 5}})
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_another_type_is_refused_or_left_to_transformers(tmp_path, field):
+    where = folder(tmp_path / "m")
+    for value in OTHER:
+        path = where / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads((DEMO / path.name).read_text()) | {field: value}))
+        with suppress(NotPlain, LowqError):
+            assert read_tokenizer(where, "llama").template() in ("", "x")
 
 
 @pytest.mark.parametrize(
