@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -45,18 +45,19 @@ def batch(
         raise UsageError("answers to requests from stdin need a file; name it with --out")
     lines = batches.read(_text(file), file)
     target = Path(out) if out is not None else Path(f"{file.removesuffix('.jsonl')}.answers.jsonl")
-    left = [line for line in lines if line.custom_id not in (done := batches.answered(target))]
-    if done:
-        console.say(f"{len(lines) - len(left)} of {len(lines)} requests are answered in {target} already")
     counts = {"answered": 0, "refused": 0}
-    if left:
-        flags = Arguments(ckpt, tuple(models or ()), config, memory, None, None)
-        how = {"running": max_batch, "cache_tokens": None, "deterministic": False, "kv": kv, "act": None}
-        opening = Opening(flags, flags.read(), device, how)
-        try:
-            counts = _answer(opening, left, target)
-        finally:
-            opening.stop()
+    with batches.held(target) as (answers, done):
+        left = [line for line in lines if line.custom_id not in done]
+        if done:
+            console.say(f"{len(lines) - len(left)} of {len(lines)} requests are answered in {target} already")
+        if left:
+            flags = Arguments(ckpt, tuple(models or ()), config, memory, None, None)
+            how = {"running": max_batch, "cache_tokens": None, "deterministic": False, "kv": kv, "act": None}
+            opening = Opening(flags, flags.read(), device, how)
+            try:
+                counts = _answer(opening, left, answers)
+            finally:
+                opening.stop()
     if as_json:
         console.out_json({**counts, "requests": len(lines), "out": str(target)})
     refused = f", {counts['refused']} refused (their lines say why)" if counts["refused"] else ""
@@ -72,7 +73,7 @@ def _text(file: str) -> str:
         raise UsageError("stdin is not UTF-8 text; a batch has one JSON object per line") from None
 
 
-def _answer(opening: "Opening", lines: "list[Line]", target: Path) -> dict[str, int]:
+def _answer(opening: "Opening", lines: "list[Line]", answers: BinaryIO) -> dict[str, int]:
     """Answer requests into a file. Raises LowqError where the engine ends."""
     import asyncio
 
@@ -91,13 +92,13 @@ def _answer(opening: "Opening", lines: "list[Line]", target: Path) -> dict[str, 
             pool.close()
 
     try:
-        with target.open("ab") as f, console.progress("answer", len(lines)) as advance:
+        with console.progress("answer", len(lines)) as advance:
             done = 0
 
             def write(row: bytes) -> None:
                 nonlocal done
-                f.write(row)
-                f.flush()
+                answers.write(row)
+                answers.flush()
                 done += 1
                 advance(done, "")
 

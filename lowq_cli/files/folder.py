@@ -36,14 +36,14 @@ def held(folder: Path) -> Iterator[int]:
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if _lock(fd) is False:
+        if lock(fd) is False:
             raise BusyError(f"another lowq is writing to {folder}; wait for it, or use another --out")
         yield fd
     finally:
         os.close(fd)
 
 
-def _lock(fd: int) -> bool | None:
+def lock(fd: int) -> bool | None:
     """Whether this process now holds the lock; None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,12 +129,12 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
     claim: tuple[Path, int] | None = None
     try:
         for _ in range(PATIENCE):  # a search takes milliseconds; a process holding the parent longer writes a run in it
-            if _lock(parent) is not False:
+            if lock(parent) is not False:
                 break
             time.sleep(0.01)
         for path, owner in left(target):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            locked, mine = _lock(fd), run is not None and owner.get("run") == run
+            locked, mine = lock(fd), run is not None and owner.get("run") == run
             if run is not None and locked is False:
                 raise BusyError(f"another lowq is writing to {target}; wait for it, or use another --out")
             if mine and not claim:
@@ -160,7 +160,7 @@ def _make(target: Path, run: str | None) -> tuple[Path, int]:
     partial = target.with_name(f"{target.name}.{name}.partial")
     partial.mkdir()
     fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    _lock(fd)
+    lock(fd)
     owner = os.open(partial / OWNER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     with open(owner, "w", encoding="utf-8") as f:
         f.write(json.dumps({"id": name, "target": target.name, "run": run}))

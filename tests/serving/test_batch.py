@@ -1,16 +1,19 @@
 """lowq batch: every request of a file is answered once, as a server answers it, however often the command is killed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import forking
 import pytest
 
-from lowq_cli.serving.http.batch_file import answered, read
+from lowq_cli.files.folder import BusyError
+from lowq_cli.serving.http.batch_file import answered, held, read
 from lowq_packers.errors import UsageError
 
 LOWQ = Path(sys.executable).with_name("lowq")
@@ -90,8 +93,47 @@ def test_failed_requests_are_sent_again_and_another_file_is_refused(tmp_path):
     assert out.read_text() == "my diary\n"
 
 
+@pytest.mark.parametrize("content", ["my diary", request("a"), "{", '{"id": "x", "text": 1}', "[]"])
+def test_a_file_of_another_kind_is_left_alone_without_a_last_newline_too(tmp_path, content):
+    out = tmp_path / "notes.txt"
+    out.write_text(content)
+    beginning = '{"id":"batch_req_'.startswith(content)
+    with nullcontext() if beginning else pytest.raises(UsageError, match="does not hold answers"), held(out):
+        pass
+    assert beginning or out.read_text() == content
+
+
+def test_one_command_at_a_time_writes_a_file_of_answers(tmp_path):
+    out = tmp_path / "a.jsonl"
+    row = json.dumps({"custom_id": "a", "response": {"status_code": 200, "body": {}}}).encode() + b"\n"
+    for before in (b"", row, row + b'{"id":"batch'):  # the last one is replaced while it is held
+        out.write_bytes(before)
+        with held(out) as (f, done):
+            assert done == ({"a"} if before else set())
+            with pytest.raises(BusyError, match="another lowq is writing"), held(out):
+                pass
+            f.write(row)
+        assert out.read_bytes() == (row + row if before else row)
+    out.unlink()
+    with held(out):
+        pass
+    assert not out.exists()
+    with pytest.raises(UsageError, match="cannot write to"), held(tmp_path / "none" / "a.jsonl"):
+        pass
+    os.mkfifo(out)
+    with pytest.raises(UsageError, match="not a regular file"), held(out):
+        pass
+
+
+@pytest.mark.parametrize("stream", [{}, {"stream": None}, {"stream": False}])
+def test_paths_that_stream_by_themselves_answer_whole(stream):
+    for url in ("/api/chat", "/api/generate"):
+        assert read(request("a", {"prompt": "x"} | stream, url=url), "f")[0].body["stream"] is False
+
+
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
     (tmp_path / "f.jsonl").write_text(request("a"))
     done = batch(tmp_path / "f.jsonl", tmp_path / "none")
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "f.answers.jsonl").exists()

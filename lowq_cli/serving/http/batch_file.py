@@ -7,15 +7,19 @@ they complete, so an interrupted batch continues with the lines that have no ans
 
 import asyncio
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.types import ASGIApp, Message
 
+from lowq_cli.files.folder import BusyError, lock
 from lowq_cli.serving.http.answers import encoded
+from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import read_regular
@@ -23,6 +27,8 @@ from lowq_packers.regular import read_regular
 FIELDS = {"custom_id", "method", "url", "body"}
 AGAIN = (429, 503)  # HTTP statuses after which a request is tried again
 TRIES = 5
+STREAMED = ("/api/chat", "/api/generate")  # ollama's paths, which answer by a stream unless told not to
+BEGINNING = b'{"id":"batch_req_'  # of each line of answers
 MOST_ANSWERS = 1 << 33  # max. bytes of an existing file of answers
 
 
@@ -55,10 +61,45 @@ def read(text: str, where: str) -> list[Line]:
             raise UsageError(f"{at} has the custom_id {name!r} of another line")
         if given["body"].get("stream"):
             raise UsageError(f"{at} asks for a stream; an answer of a batch is whole")
-        lines[name] = Line(name, url, given["body"])
+        whole = {"stream": False} if url in STREAMED else {}
+        lines[name] = Line(name, url, given["body"] | whole)
     if not lines:
         raise UsageError(f"{where} holds no requests")
     return list(lines.values())
+
+
+@contextmanager
+def held(out: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """The file of answers, locked and open for more of them, and what `answered` finds in it. Removed if it stays empty.
+
+    Raises BusyError where another process has it, and UsageError where it cannot be written or as `answered`.
+    """
+    with ExitStack() as stack:
+        with writing(out):
+            f, done = _locked(out, stack), answered(out)
+            if not _is(f, out):  # `answered` has written it anew
+                f = _locked(out, stack)
+        try:
+            yield f, done
+        finally:
+            if not f.tell():
+                out.unlink()
+
+
+def _locked(out: Path, stack: ExitStack) -> BinaryIO:
+    """The file open for more lines, and locked until `stack` ends. Raises BusyError."""
+    if out.exists() and not out.is_file():
+        raise UsageError(f"{out} is not a regular file; name another file with --out")  # opening a pipe would wait for a reader
+    while True:
+        f = stack.enter_context(out.open("ab"))
+        if lock(f.fileno()) is False:
+            raise BusyError(f"another lowq is writing to {out}; wait for it, or use another --out")
+        if _is(f, out):  # the process that had the lock may have written it anew, or removed it
+            return f
+
+
+def _is(f: BinaryIO, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat())
 
 
 def answered(out: Path) -> set[str]:
@@ -70,6 +111,8 @@ def answered(out: Path) -> set[str]:
     if not out.exists():
         return set()
     raw = read_regular(out, MOST_ANSWERS)
+    if b"\n" not in raw and not BEGINNING.startswith(raw.replace(b" ", b"")[: len(BEGINNING)]):
+        raise UsageError(f"{out} exists and does not hold answers of a batch; name another file with --out")
     rows = [row for row in raw.splitlines(keepends=True) if row.endswith(b"\n")]
     try:
         answers = [json.loads(row) for row in rows]
