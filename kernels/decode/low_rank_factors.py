@@ -30,3 +30,15 @@ class LowRank:
             for first in range(begin, end, cls.BLOCK_N)
         ]
         return cls(A, B, ends, torch.tensor(rows, dtype=torch.int32, device=A.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """Rows times A, of each row's adapter, before the sum over shares of their columns.
+
+    t (M, P, R, shares) fp32. rms (M,) fp32: a factor of each row that is still to be applied, or None.
+    """
+
+    t: torch.Tensor
+    shares: int
+    rms: torch.Tensor | None = None

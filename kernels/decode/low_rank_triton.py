@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.low_rank_factors import LowRank
+from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
 
 BLOCK_M, BLOCK_K = 16, 64
 # Max. rows without tensor cores: an 8B's layer takes 16 us of them at 16 rows and 36 at 64 (H200), tiles 150 and more.
@@ -51,9 +51,9 @@ def _shrink_rows_kernel(
 
 @triton.jit
 def _expand_rows_kernel(
-    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
-    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    t_ptr, rms_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
+    NORMED: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     block = blocks_ptr + tl.program_id(1) * 3
     first, end, p = tl.load(block), tl.load(block + 1), tl.load(block + 2)
@@ -69,6 +69,8 @@ def _expand_rows_kernel(
     offs_s = tl.arange(0, BLOCK_S)[None, None, :]
     t_ptrs = t_ptr + ((offs_m[:, None] * P + p) * R + offs_r[None, :])[:, :, None] * shares + offs_s
     t = tl.sum(tl.load(t_ptrs, mask=(a > 0)[:, None, None] & (offs_s < shares), other=0.0), 2)
+    if NORMED:
+        t *= tl.load(rms_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
     add = tl.sum(w.to(tl.float32) * t[:, None, :], 2)
     y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
     y = tl.load(y_ptrs, mask=mask, other=0.0)
@@ -133,6 +135,16 @@ def _expand_tiles_kernel(
         tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
 
 
+def expand_rows(y: torch.Tensor, shrunk: Shrunk, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
+    """y (M, N) of few rows with what adapters add, in place."""
+    (M, N), (_, P, R, _), rms = y.shape, factors.A.shape, shrunk.rms
+    _expand_rows_kernel[(triton.cdiv(M, ROWS), len(factors.blocks))](
+        shrunk.t, rms, factors.B, y, adapters, factors.blocks, M, N, y.stride(0), shrunk.shares, NORMED=rms is not None, P=P,
+        R=R, ROWS=ROWS, BLOCK_N=factors.BLOCK_N, BLOCK_S=triton.next_power_of_2(shrunk.shares), **pdl(y),
+    )  # fmt: skip
+    return y
+
+
 def add_low_rank_rows(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
     """y (M, N) with what adapters add, in place. R is a power of two from 16 on."""
     (M, K), N, (_, P, R, _) = x.shape, y.shape[1], factors.A.shape
@@ -149,11 +161,7 @@ def add_low_rank_rows(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapte
     t = torch.empty(M * P * R * shares, dtype=torch.float32, device=x.device)
     if few:
         _shrink_rows_kernel[(M, shares, P)](x, A, t, adapters, K, x.stride(0), shares, **sizes, SHARE=share, **pdl(x))
-        _expand_rows_kernel[(triton.cdiv(M, ROWS), len(blocks))](
-            t, B, y, adapters, blocks, M, N, y.stride(0), shares, **sizes, ROWS=ROWS, BLOCK_N=factors.BLOCK_N,
-            BLOCK_S=triton.next_power_of_2(shares), **pdl(x),
-        )  # fmt: skip
-        return y
+        return expand_rows(y, Shrunk(t, shares), factors, adapters)
     _shrink_tiles_kernel[(tiles, shares, P)](
         x, A, t, adapters, M, K, share, x.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K
     )

@@ -15,6 +15,7 @@ from torch import nn
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.plan import Plan
 from lowq_cli.files.adapter import Adapter
+from lowq_kernels.activations import STEPS
 from lowq_kernels.decode.low_rank import add_low_rank
 from lowq_kernels.decode.low_rank_factors import LowRank
 from lowq_packers.arch.parts import Linear
@@ -30,7 +31,14 @@ class Adapters:
     names: list[str] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     all: int = 0
+    folds: bool = False  # whether steps of few rows are those of `lora_folding`; a server measures both at its start
     _same: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # kept because recorded steps read them
+
+    def folded(self, steps: Sequence[s.Step], M: int) -> Sequence[s.Step]:
+        """The steps for M rows."""
+        from lowq_cli.engine import lora_folding
+
+        return lora_folding.fold(steps) if self.folds and M <= STEPS else steps
 
     def of_all(self, rows: int, device: torch.device) -> torch.Tensor:
         """The adapter numbers of rows that do not state one, (rows,) int32."""
@@ -56,10 +64,14 @@ class LoraProduct(s.Step):
     def width(self, before: int) -> int:
         return self.product.width(before)
 
+    def rows(self, f: s.Frame) -> torch.Tensor | None:
+        """The adapter of each row, or None where no row has one."""
+        if f.batch.adapters is None and self.adapters.all:
+            return self.adapters.of_all(f.x.shape[0], f.x.device)
+        return f.batch.adapters
+
     def run(self, f: s.Frame) -> None:
-        x, rows = f.y, f.batch.adapters
-        if rows is None and self.adapters.all:
-            rows = self.adapters.of_all(x.shape[0], x.device)
+        x, rows = f.y, self.rows(f)
         f.y = self.product.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
         if rows is not None:
             add_low_rank(f.y, x, self.factors, rows)

@@ -66,7 +66,7 @@ class Plan:
         self.tile = tile_rows(widest)
         self.adapters: Any = None  # `lora.Adapters`, or None
         self.tuned = ""  # as in `model_record.Owned`
-        self._folded: dict[tuple[int, bool, bool], list[s.Step]] = {}
+        self._folded: dict[tuple[int, bool, bool], Sequence[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # number of rows -> ones in fp32, kept because recorded steps read them
 
     @property
@@ -91,8 +91,14 @@ class Plan:
         M, adapted = min(M, STEPS + 1), self.everywhere if adapted is None else adapted  # more rows are folded alike
         key = M, shows, adapted
         if key not in self._folded:
-            self._folded[key] = folding.fold(self._unfolded[shows, adapted], self.ops, M, self.dtype)
+            steps: Sequence[s.Step] = folding.fold(self._unfolded[shows, adapted], self.ops, M, self.dtype)
+            self._folded[key] = self.adapters.folded(steps, M) if adapted and self.adapters is not None else steps
         return self._folded[key]
+
+    def fold_adapters(self, folds: bool) -> None:
+        """Set `Adapters.folds`."""
+        self.adapters.folds = folds
+        self._folded.clear()
 
     @property
     def everywhere(self) -> bool:

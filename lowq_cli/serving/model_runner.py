@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.scheduler import READERS, buckets
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
+from lowq_kernels.activations import STEPS
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import TILE, Packed
 from lowq_kernels.decode.runs import CHUNK, Run, Runs, states_of
@@ -42,6 +44,7 @@ RECORDED = 1024
 # of 4,096 rows took 28% longer than necessary; products work on tiles of up to 256 rows.
 TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, *range(1280, 4097, 256))
 COUNTERS = 1 << 18  # max. counters for the kernels of a recorded pass: an 8B's largest products use a few thousand each
+USUAL, REPEATS = 16, 5  # rows, and times, of the passes by which the steps with LoRA adapters are chosen
 RIDING = 8  # min. rows that step in a pass with prompt tokens; their number is this times a power of two
 
 
@@ -401,15 +404,35 @@ class ModelRunner:
         """
         keys = self._keys()
         most = {M: b for b, M, _ in keys if b != M}
+        if True in self.kinds:
+            self._choose_steps()
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M, adapted) in enumerate(keys):
-            if not self._record(b, M, adapted):
+            if not self._record(b, M, adapted, first=adapted and M <= STEPS and self.plan.adapters.folds):
                 return
             if b in (M, most.get(M)):
                 self.measure(b, M, adapted)
             done(i + 1, len(keys))
         self._record_turned()
         self.record_showing()
+
+    def _choose_steps(self) -> None:
+        """Choose the steps of passes with adapters, folded or not, by the time of a recorded pass in which only rows step."""
+        b, seconds = self.bucket(min(self.most, USUAL)), {False: inf, True: inf}
+        for folds in seconds:
+            self.plan.fold_adapters(folds)
+            try:
+                made = self._record(b, b, True, first=True)
+            except Exception as e:  # such as a kernel that does not compile for this GPU
+                if device_lost(e) or isinstance(e, torch.OutOfMemoryError):
+                    raise
+                log_error("the additions of LoRA adapters are not folded", e)
+                made = False
+            if made:
+                graph = self.captured[b, b, True][0]
+                seconds[folds] = min(self.timed(graph.replay, adapted=True) for _ in range(REPEATS))
+        self.reason = ""  # where recording fails, it fails again in `record`
+        self.plan.fold_adapters(seconds[True] < seconds[False])
 
     def record_when_met(self) -> None:
         """Record each size when it comes the second time; the first time compiles or loads its kernels."""

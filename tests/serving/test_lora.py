@@ -1,13 +1,14 @@
 """Adapters in the server: many at once over one base, each text that of its adapter alone; by name, field and file."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from asking import Client, Free, adapter, build, prompts
 from saying import byte_tokenizer, posts
 
-from lowq_cli.engine import lora
+from lowq_cli.engine import lora, lora_folding
 from lowq_cli.engine.lora import adapt
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.adapter import read_adapter
@@ -95,8 +96,8 @@ def test_adapters_differ(wanted, asked):
 class Recording:
     """What stands for a recorded pass on a CPU: the same pass again, with its logits where they lay when it was recorded."""
 
-    def __init__(self, again):
-        self.graph, self.again = None, again
+    def __init__(self, again, graph=None):
+        self.graph, self.again = graph, again
 
     def replay(self):
         self.logits.copy_(self.again())
@@ -147,6 +148,35 @@ def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wan
     assert not passes.rows.adapter.any()
     for one in (client, plain):
         one.engine.stop(0)
+
+
+@pytest.mark.parametrize("gain", [1, -1])
+def test_the_start_chooses_the_steps_that_take_less_time(folders, asked, wanted, monkeypatch, gain):
+    """Folded steps run in Triton's interpreter here; their texts are those of the merged models, too."""
+    pytest.importorskip("triton", reason="needs triton")
+    model = adapted(folders[:3])
+    plan, engine = plan_of(model), engine_of(model, 64, running=2)
+    passes = engine.passes
+    passes.padded, passes.sizes, passes.totals = True, [1, 2], ()
+    monkeypatch.setattr(passes, "timed", lambda launch, adapted=False: 1.0 - gain * (adapted and plan.adapters.folds) / 2)
+
+    def capture(step, pool):
+        step()
+        return Recording(None, SimpleNamespace(pool=object))
+
+    monkeypatch.setattr(model_runner, "capture", capture)
+    with torch.inference_mode():
+        passes.record()
+    assert not passes.reason
+    assert {key[2] for key in passes.captured} == {False, True}
+    folded = {type(step) for step in plan.program(2, adapted=True)} & {lora_folding.NormShrink, lora_folding.GateShrink}
+    assert len(folded) == (2 if gain > 0 else 0)
+    passes.captured.clear()
+    passes.padded = False
+    client = Client(model, engine=lambda *a, **how: engine)
+    numbers = [client.engine.submit(Request(tuple(asked[i]), 4, adapter=i + 1)) for i in (0, 2)]
+    assert client.tokens(*numbers) == [wanted[i][:4] for i in (0, 2)]
+    engine.stop(0)
 
 
 def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked):

@@ -1,0 +1,168 @@
+"""Low-rank additions (LoRA) of few rows in half the launches: they are part of the row-wise kernels next to the products.
+
+Maths   norm_shrink   x' = x + delta, rounded;   y = norm(x');   t = (x' * weight) A^T, whose row times rms is the norm's shrink
+        gate_shrink   z = y + t B^T, rounded as between two launches;   h = act(gate of z) * up of z;   t' = h A'^T
+Shapes  x, delta (M, H); A (S, P, R, H); y (M, 2 I), B (S, 2 I, R), A' (S, 1, R', I); t (M, P, R, shares) fp32; rms (M,) fp32:
+        the factor of each row's norm
+Grid    norm_shrink   (M + M * shares): a program for each row's norm, then one for each row and share of H, for all parts
+        gate_shrink   (M, shares of I)
+Launch  numbers of adapters, factors and the norm's weight are read before the previous kernel has ended (launch.py)
+Limits  up to FEW_ROWS rows; x' is another tensor than x, which the programs of the shares still read
+Source  own
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode.elementwise import ACTS, _activated
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
+from lowq_kernels.decode.low_rank_triton import BLOCK_K, FEW_ROWS, MOST_VALUES, SHARES
+
+GATED = tuple(act for act in ACTS if act != "clamped_swiglu")
+BLOCK_I = 512  # max. columns of h in a program: 28 shares for the 14,336 columns of an 8B, which the next expand sums
+
+
+@triton.jit
+def _norm_row(
+    x_ptr, delta_ptr, weight_ptr, new_ptr, y_ptr, rms_ptr, m, H, eps,
+    HAS_DELTA: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    offs = tl.arange(0, BLOCK_H)
+    mask = offs < H
+    row = m.to(tl.int64) * H + offs
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        rounded = (x + tl.load(delta_ptr + row, mask=mask, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(new_ptr + row, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    rms = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(rms_ptr + m, rms)
+    tl.store(y_ptr + row, (x * rms * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _shrink_share(
+    x_ptr, delta_ptr, weight_ptr, A_ptr, t_ptr, adapters_ptr, m, share, H, shares,
+    PR: tl.constexpr, BLOCK_PR: tl.constexpr, SHARE: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    offs_r, offs_h = tl.arange(0, BLOCK_PR), share * SHARE + tl.arange(0, SHARE)
+    a = tl.load(adapters_ptr + m)
+    mask = (offs_h < H) & (a > 0)
+    rows = (a.to(tl.int64) * PR + offs_r[:, None]) * H
+    w = tl.load(A_ptr + rows + offs_h[None, :], mask=mask[None, :] & (offs_r < PR)[:, None], other=0.0)
+    weight = tl.load(weight_ptr + offs_h, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    row = m.to(tl.int64) * H + offs_h
+    x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x = (x + tl.load(delta_ptr + row, mask=mask, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    t = tl.sum(w.to(tl.float32) * (x * weight)[None, :], 1)
+    tl.store(t_ptr + (m * PR + offs_r) * shares + share, t, mask=offs_r < PR)
+
+
+@triton.jit
+def _norm_shrink_kernel(
+    x_ptr, delta_ptr, weight_ptr, new_ptr, y_ptr, rms_ptr, A_ptr, t_ptr, adapters_ptr, M, H, eps, shares,
+    PR: tl.constexpr, BLOCK_PR: tl.constexpr, SHARE: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if TRIGGER:
+        gdc_launch_dependents()
+    if pid < M:
+        _norm_row(x_ptr, delta_ptr, weight_ptr, new_ptr, y_ptr, rms_ptr, pid, H, eps, HAS_DELTA, BLOCK_H, PDL)
+    else:
+        m, share = (pid - M) // shares, (pid - M) % shares
+        _shrink_share(
+            x_ptr, delta_ptr, weight_ptr, A_ptr, t_ptr, adapters_ptr, m, share, H, shares, PR, BLOCK_PR, SHARE, HAS_DELTA, PDL
+        )
+
+
+@triton.jit
+def _gate_shrink_kernel(
+    y_ptr, t_ptr, rms_ptr, B_ptr, A_ptr, h_ptr, next_ptr, adapters_ptr, width, shares, next_shares, gate_scale,
+    ACT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    m, block = tl.program_id(0), tl.program_id(1)
+    offs_i, offs_r, offs_n = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, R), tl.arange(0, R_NEXT)
+    offs_s = tl.arange(0, BLOCK_S)
+    a = tl.load(adapters_ptr + m)
+    inside = offs_i < width
+    mask = inside & (a > 0)
+    if TRIGGER:
+        gdc_launch_dependents()
+    columns = a.to(tl.int64) * 2 * width + offs_i
+    w_gate = tl.load(B_ptr + columns[:, None] * R + offs_r[None, :], mask=mask[:, None], other=0.0)
+    w_up = tl.load(B_ptr + (columns + width)[:, None] * R + offs_r[None, :], mask=mask[:, None], other=0.0)
+    w_next = tl.load(
+        A_ptr + (a.to(tl.int64) * R_NEXT + offs_n[:, None]) * width + offs_i[None, :], mask=mask[None, :], other=0.0
+    )
+    if PDL:
+        gdc_wait()
+    there = (offs_s < shares) & (a > 0)
+    t_ptrs = t_ptr + (m * P * R + offs_r[:, None]) * shares + offs_s[None, :]
+    rms = tl.load(rms_ptr + m)
+    t_gate = tl.sum(tl.load(t_ptrs, mask=there[None, :], other=0.0), 1) * rms
+    t_up = tl.sum(tl.load(t_ptrs + (P - 1) * R * shares, mask=there[None, :], other=0.0), 1) * rms
+    y_ptrs = y_ptr + m.to(tl.int64) * 2 * width + offs_i
+    gate = tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32) + tl.sum(w_gate.to(tl.float32) * t_gate[None, :], 1)
+    up = tl.load(y_ptrs + width, mask=inside, other=0.0).to(tl.float32) + tl.sum(w_up.to(tl.float32) * t_up[None, :], 1)
+    gate, up = gate.to(y_ptr.dtype.element_ty).to(tl.float32), up.to(y_ptr.dtype.element_ty).to(tl.float32)
+    h = (_activated(gate * gate_scale, ACT) * up).to(h_ptr.dtype.element_ty)
+    tl.store(h_ptr + m.to(tl.int64) * width + offs_i, h, mask=inside)
+    t_next = tl.sum(w_next.to(tl.float32) * tl.where(inside, h.to(tl.float32), 0.0)[None, :], 1)
+    tl.store(next_ptr + (m * R_NEXT + offs_n) * next_shares + block, t_next)
+
+
+def norm_shrink(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, factors: LowRank, adapters: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Shrunk]:
+    """x (M, H) with delta added, a new tensor if there is a delta; its norm; and what the norm's product adds, before B."""
+    (M, H), (_, P, R, _) = x.shape, factors.A.shape
+    block = triton.next_power_of_2(P * R)
+    share = min(max(BLOCK_K, triton.next_power_of_2(triton.cdiv(H, SHARES))), max(16, MOST_VALUES // block))
+    shares, y, BLOCK_H = triton.cdiv(H, share), torch.empty_like(x), triton.next_power_of_2(H)
+    new = x if delta is None else torch.empty_like(x)
+    t = torch.empty(M * P * R * shares, dtype=torch.float32, device=x.device)
+    rms = torch.empty(M, dtype=torch.float32, device=x.device)
+    _norm_shrink_kernel[(M + M * shares,)](
+        x, delta, weight, new, y, rms, factors.A, t, adapters, M, H, eps, shares, PR=P * R, BLOCK_PR=block, SHARE=share,
+        HAS_DELTA=delta is not None, BLOCK_H=BLOCK_H, num_warps=min(16, max(4, BLOCK_H // 256)), **pdl(x),
+    )  # fmt: skip
+    return new, y, Shrunk(t, shares, rms)
+
+
+def gate_shrink(
+    y: torch.Tensor, shrunk: Shrunk, up: LowRank, down: LowRank, act: str, gate_scale: float, adapters: torch.Tensor
+) -> tuple[torch.Tensor, Shrunk]:
+    """act(gate) * up (M, I) of y (M, 2 I) with what adapters add to it; and what the next product adds, before its B."""
+    M, width, (_, P, R, _), R_next = y.shape[0], y.shape[1] // 2, up.A.shape, down.A.shape[2]
+    assert shrunk.rms is not None
+    block = min(BLOCK_I, triton.next_power_of_2(width), max(16, MOST_VALUES // max(R, R_next)))
+    shares, h = triton.cdiv(width, block), torch.empty(M, width, dtype=y.dtype, device=y.device)
+    t = torch.empty(M * R_next * shares, dtype=torch.float32, device=y.device)
+    _gate_shrink_kernel[(M, shares)](
+        y, shrunk.t, shrunk.rms, up.B, down.A, h, t, adapters, width, shrunk.shares, shares, gate_scale, ACT=act, P=P, R=R,
+        R_NEXT=R_next, BLOCK_I=block, BLOCK_S=triton.next_power_of_2(shrunk.shares), num_warps=8, **pdl(y),
+    )  # fmt: skip
+    return h, Shrunk(t, shares)
+
+
+def takes_gate(up: LowRank, down: LowRank, act: str) -> bool:
+    """Whether `gate_shrink` takes these factors, of gate and up side by side and of the product behind, and this activation."""
+    N, parts = up.B.shape[1], len(up.ends)
+    return act in GATED and len(down.ends) == 1 and (parts == 1 or (parts == 2 and up.ends[0] * 2 == N)) and N % 2 == 0
+
+
+__all__ = ["FEW_ROWS", "gate_shrink", "norm_shrink", "takes_gate"]
