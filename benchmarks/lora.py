@@ -1,4 +1,4 @@
-"""Measure the cost of LoRA adapters in the server: users of an 8B at 4 bits without adapters, with one, with several.
+"""Measure the cost of LoRA adapters in the server: users of an 8B at 4 bits without, with unused, with one and with several.
 
     python benchmarks/lora.py --work /dev/shm/x [--users 16] [--adapters 8] [--rank 16]
 
@@ -46,16 +46,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    out = args.out or results_of(name) / "lora.json"
+    card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    out = args.out or results_of(card) / "lora.json"
     folder = args.work / "lowq-8b-4"
     if not folder.exists():
         make(folder, "8b", 4, device)
     model, _ = ready(str(folder), device)
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    found = {"device": name, "date": datetime.now(UTC).isoformat("T", "seconds"), "users": args.users, "rank": args.rank}
-    for several in (0, 1, args.adapters):
-        if several == 1:
+    found = {"device": card, "date": datetime.now(UTC).isoformat("T", "seconds"), "users": args.users, "rank": args.rank}
+    for name, several in {"0": 0, "unused": 0, "1": 1, str(args.adapters): args.adapters}.items():
+        if name == "unused":
             given = [random_adapter(model, f"a{i}", args.rank, i) for i in range(args.adapters)]
             adapt(plan_of(model), given)
         engine = Engine(model, cache_tokens=24 * (LONGEST_PROMPT + LONGEST_NEW))
@@ -67,9 +67,11 @@ def main() -> None:
         engine.load(plain(args.users, requests(vocabulary, SEED)), args.users)  # the first run compiles kernels
         row = engine.load(plain(args.users, requests(vocabulary, SEED + args.users)), args.count)
         row["share"] = row["tokens_per_s"] / found.get("0", row)["tokens_per_s"]  # type: ignore[attr-defined]
-        found[str(several)] = row
+        row["folds"] = getattr(plan_of(model).adapters, "folds", None)
+        row["ready_s"] = engine.ready_s
+        found[name] = row
         print(
-            several,
+            name,
             "adapters:",
             json.dumps({k: row[k] for k in ("tokens_per_s", "share", "ttft_ms", "between_ms")}),
             flush=True,
