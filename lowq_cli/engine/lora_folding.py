@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowq_cli.engine import steps as s
-from lowq_cli.engine.lora import LoraProduct
+from lowq_cli.engine.lora_product import LoraProduct
 
 SHRUNK = "shrunk"
 

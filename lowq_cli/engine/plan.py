@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.engine import folding, rope
+from lowq_cli.engine import folding, lora_folding, rope
 from lowq_cli.engine import steps as s
 from lowq_cli.engine import weights as of_model
 from lowq_cli.engine.batch import Batch, KeyValues, States
@@ -64,7 +64,7 @@ class Plan:
                 self.read_as[token] = other
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
-        self.adapters: Any = None  # `lora.Adapters`, or None
+        self.adapters: Any = None  # `lora_product.Adapters`, or None
         self.tuned = ""  # as in `model_record.Owned`
         self._folded: dict[tuple[int, bool, bool], Sequence[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # number of rows -> ones in fp32, kept because recorded steps read them
@@ -92,7 +92,8 @@ class Plan:
         key = M, shows, adapted
         if key not in self._folded:
             steps: Sequence[s.Step] = folding.fold(self._unfolded[shows, adapted], self.ops, M, self.dtype)
-            self._folded[key] = self.adapters.folded(steps, M) if adapted and self.adapters is not None else steps
+            folds = adapted and self.adapters is not None and self.adapters.folds and M <= STEPS
+            self._folded[key] = lora_folding.fold(steps) if folds else steps
         return self._folded[key]
 
     def fold_adapters(self, folds: bool) -> None:

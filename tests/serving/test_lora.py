@@ -8,7 +8,7 @@ import torch
 from asking import Client, Free, adapter, build, prompts
 from saying import byte_tokenizer, posts
 
-from lowq_cli.engine import lora, lora_folding
+from lowq_cli.engine import lora_folding, lora_product
 from lowq_cli.engine.lora import adapt
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.adapter import read_adapter
@@ -106,8 +106,8 @@ class Recording:
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wanted, monkeypatch, draft):
     client, added, replayed = Client(adapted(folders[:3]), running=4, draft=draft), [], []
-    passes, add = client.engine.passes, lora.add_low_rank
-    monkeypatch.setattr(lora, "add_low_rank", lambda *what: added.append(what[3].clone()) or add(*what))
+    passes, add = client.engine.passes, lora_product.add_low_rank
+    monkeypatch.setattr(lora_product, "add_low_rank", lambda *what: added.append(what[3].clone()) or add(*what))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     forward = passes.forward
 
