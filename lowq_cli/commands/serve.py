@@ -106,7 +106,7 @@ def serve(
     prefer: Annotated[
         str,
         typer.Option(
-            help="smooth: new prompts hardly delay running answers; first-token: new prompts first, running answers wait.",
+            help="balanced: early first tokens, few long waits; smooth: evenly spaced tokens; first-token: new prompts first.",
             autocompletion=completion.words(*PREFER),
         ),
     ] = PREFER[0],

@@ -77,7 +77,7 @@ class ContinuousEngine:
         reads: total prompt tokens to come, if known. Passes are then recorded when they first repeat, not at the start: with an
             8B, decoding 16 sequences of 256 tokens took 0.7 s, after 3.3 s of recording for 128 sequences of any length.
         host: host memory for cache blocks that the device has no room for, or None; without effect if `deterministic`.
-        prefer: even streams, or early first tokens (`token_budget.PREFER`).
+        prefer: even streams, early first tokens, or some of both (`token_budget.PREFER`).
         earlier: the measurements of an earlier load of this model, empty for the first one; None: those of this load are not
             asked for.
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING requests at once.

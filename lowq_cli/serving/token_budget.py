@@ -4,17 +4,21 @@ Most passes with prompt tokens take at most `length` seconds: SLACK times a step
 come. While prompt tokens are left over after each pass, `length` grows, up to SPREAD times the usual wait for a token: then
 every token comes a little later, but none much later than the rest. A few passes may take longer, up to LONGEST_S:
 a burst of prompts is prefilled in large passes, most of them without a step, so that a running sequence waits once for several.
-Where first tokens are preferred, all passes may take that long. `benchmarks/serve_schedule.py` simulates such settings with
-measured times.
+Where first tokens are preferred, all passes may take that long; where smooth streams are, passes take as many prompt tokens as
+come (`PromptRate`). `benchmarks/serve_schedule.py` simulates such settings with measured times.
 """
 
 from collections.abc import Sequence
 
-PREFER = ("smooth", "first-token")  # even streams, with no token much later than others; or the earliest possible first tokens
+from lowq_cli.serving.prompt_rate import PromptRate
+
+# Both; or even streams, with no token much later than others; or the earliest possible first tokens.
+PREFER = ("balanced", "smooth", "first-token")
 # Lower bound of `length`, in times a step. With 2.75 the p99 time between tokens is over 3 times the median; with 2.4 first
 # tokens come later than vLLM's (benchmarks/notes/serving.md).
 SLACK = 2.6
 SPREAD = 2.6  # upper bound of a pass, in times the usual wait for a token; with 2.8 the p99 is over 3 times the median
+SMOOTH_SPREAD = 3.0  # the same where smooth streams are preferred, whose usual wait is that for a pass with prompt tokens
 PACE = 0.02  # max. relative growth of `length`, and change of `usual`, in a pass; `length` shrinks by half of that
 ADVANCE = 0.6  # tokens of a sequence that may come after a longer wait: 1 in 200 tokens of an answer of 120
 LONGEST_S = 0.1  # max. seconds of a pass: an 8B on an H200 prefills 4,096 tokens in 0.08 s
@@ -44,7 +48,7 @@ class TokenBudget:
         self.totals, self.prefer = totals, prefer
         self.known: dict[tuple[int, int, bool], float] = {}
         self.extra = self.riding = self.late = self._paused = 0.0
-        self.length, self._share = 0.0, 1.0
+        self.length, self._share, self._rate = 0.0, 1.0, PromptRate()
         self._stepped, self._left, self._running, self._texts = False, False, 0, 0
         self.begin()
 
@@ -70,6 +74,8 @@ class TokenBudget:
         more, mixed = seconds - least, 0 < steps < rows
         if mixed and self._stepped:  # the last pass was a plain step, so `extra` is current: the rest is due to the prompts
             self.riding = max(0.0, self.riding + NEWEST * (more - self.extra - self.riding))
+        if mixed and self.prefer == "smooth":  # also where no plain step comes between: a former load's must not stay
+            self.riding = min(self.riding, max(0.0, more))
         self._stepped = steps == rows
         self.extra = max(0.0, self.extra + NEWEST * (more - mixed * self.riding - self.extra))
         self._waited += seconds
@@ -88,6 +94,7 @@ class TokenBudget:
         if running:
             self._share = (running / max(running, self._texts)) ** 2  # small in a burst, when few run: not the usual load
             self.length *= 1 + PACE * self._share * (1 if self._left else -0.5)
+            self._rate.stepped(running, self._share)
         self._texts, self._left = 0, False
 
     def seconds(self, steps: int, rows: int, adapted: bool = False) -> float:
@@ -114,13 +121,15 @@ class TokenBudget:
         where a long pass is due.
         """
         if not running:
+            self._rate.taken += min(self.totals[-1] - riding, waiting)
             return min(self.totals[-1] - riding, waiting)
-        room, longer = self._rooms(step, riding, adapted)
+        room, longer = self._rooms(step, riding, running, waiting, adapted)
         self._texts, self._left = texts, waiting > room
         if waiting > room and (self._paused or self.late + running <= ADVANCE * texts):
             self.late += running * (longer > room and not self._paused)
             room = longer
         self._paused = 0.0
+        self._rate.taken += min(room, waiting)
         return min(room, waiting)
 
     def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int, adapted: bool = False) -> bool:
@@ -129,7 +138,7 @@ class TokenBudget:
         This is so where a longer pass is due and prompt tokens would be left over after it, for up to PAUSE_S: running
         sequences then wait once for several passes.
         """
-        room, longer = self._rooms(step, riding, adapted)
+        room, longer = self._rooms(step, riding, running, waiting, adapted)
         due = self._paused or self.late + running <= ADVANCE * texts
         seconds = self.seconds(0, next((t for t in self.totals if t >= waiting), self.totals[-1]), adapted)
         until = self._paused + seconds + self.seconds(step, step, adapted)
@@ -139,10 +148,18 @@ class TokenBudget:
         self._paused += seconds
         return True
 
-    def _rooms(self, step: int, riding: int, adapted: bool) -> tuple[int, int]:
+    def _rooms(self, step: int, riding: int, running: int, waiting: int, adapted: bool) -> tuple[int, int]:
         """Return the prompt tokens that a usual pass, and a longer one, have room for in addition to `riding` rows."""
         least = SLACK * self.seconds(step, step, adapted)  # 0: no time of a step is known
-        grown = LONGEST_S if self.prefer == "first-token" else min(self.length, LONGEST_S, SPREAD * (self.usual or LONGEST_S))
+        usual = self.usual or LONGEST_S
+        if self.prefer == "first-token":
+            grown = LONGEST_S
+        elif self.prefer == "smooth":
+            rows = riding + self._rate.tokens(running, waiting)
+            even = self.seconds(riding, next((t for t in self.totals if t >= rows), self.totals[-1]), adapted)
+            grown = min(even, LONGEST_S, SMOOTH_SPREAD * usual)
+        else:
+            grown = min(self.length, LONGEST_S, SPREAD * usual)
         self.length = max(least, grown) if least else 0.0
         return self._room(riding, self.length, adapted), self._room(riding, max(self.length, LONGEST_S), adapted)
 

@@ -150,7 +150,7 @@ def test_host_blocks_of_a_changed_model_are_not_reused(tmp_path):
     lent = HostMemory(1 << 20, 1).lend("m")
 
     def known(by=lent, **how):
-        return keyed({"kv": "16", "prefer": "smooth", "host": by} | how, "m", str(tmp_path))["host"]
+        return keyed({"kv": "16", "prefer": "balanced", "host": by} | how, "m", str(tmp_path))["host"]
 
     mine = replace(lent, kept=Kept(known().key, (1,), ([],), 0))
     assert known(mine).kept is mine.kept
