@@ -5,7 +5,8 @@
 A pass takes what results/h200/serve_8b.json has of it with an empty cache, and what passes under load in the same file took
 beyond that: so much a slot that steps attend to, a pass with prompt tokens, and each of them (`fit`). The users are those of
 serve_own.py: each sends its next request when its answer has ended. --loads: users of serve_load.LOADS, on an H100 (`h100`).
---set: other numbers for those of serving/token_budget.py and EARLY_S; EARLY_S=inf launches each pass as soon as the one before
+--clock, --one-server: other clocks, and the loads one after another. --set: other numbers for those of serving/token_budget.py,
+serving/prompt_rate.py and EARLY_S; EARLY_S=inf launches each pass as soon as the one before
 the last was read. Writes results/serve_schedule.json.
 """
 
@@ -25,7 +26,7 @@ import torch
 from serve_load import LOADS, SEED, Answered, User, percentiles, plain, requests, users_of
 
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving import continuous, token_budget
+from lowq_cli.serving import continuous, prompt_rate, token_budget
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST, ContinuousEngine
@@ -111,16 +112,41 @@ def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
 SLOT, TOKEN, PAIR = 46e-9, 3e-6, 1.2e-9
 
 
-def h100(measured: Row) -> Clock:
-    """An H100's clock: sizes that were not measured are interpolated."""
-    empty = {(b == M, M): ms / 1e3 for b, M, ms in measured["start"]["pass_ms"] if b in (M, 0) or M > RECORDED}
-    return Clock(empty, SLOT, 0.0, TOKEN, PAIR)
+# The same of an H200 (h200/serve_loads.json): steps of 16 and 64 users with documents take 40 and 37 ns a slot; 4,096 rows that
+# read them take 99 to 100 ms, of which 81 with an empty cache and 8 for their pairs.
+SLOT_H200, TOKEN_H200 = 40e-9, 2.6e-6
+# What h200/http_loads_lowq.json has beyond that, in whose server LoRA adapters are loaded: seconds of a pass (one user's step:
+# 2.03 instead of 1.60 ms), of a prompt's token, and from the client to the engine and back (82 instead of 75 ms together).
+PASS_HTTP, TOKEN_HTTP, CLIENT_HTTP = 0.43e-3, 2e-6, 2e-3
+
+
+def loaded(measured: Row, slot: float, token: float, more: float = 0.0) -> Clock:
+    """A clock of passes with documents; sizes that were not measured are interpolated. more: seconds of every pass."""
+    empty = {(b == M, M): more + ms / 1e3 for b, M, ms in measured["start"]["pass_ms"] if b in (M, 0) or M > RECORDED}
+    return Clock(empty, slot, 0.0, token, PAIR)
+
+
+def clock_of(name: str) -> Clock:
+    """The clock of --clock."""
+    if name == "h100":
+        return loaded(json.loads((RESULTS / "h100" / "serve_8b.json").read_text()), SLOT, TOKEN)
+    measured = json.loads((RESULTS / "h200" / "serve_loads.json").read_text())
+    http = name == "http"
+    return loaded(measured, SLOT_H200, TOKEN_H200 + http * TOKEN_HTTP, http * PASS_HTTP)
 
 
 class Simulation:
     """ContinuousEngine's thread on a GPU, without one."""
 
-    def __init__(self, clock: Clock, users: list[User], gap: float = 0.0, prefer: str = token_budget.PREFER[0]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        users: list[User],
+        gap: float = 0.0,
+        prefer: str = token_budget.PREFER[0],
+        client: float = CLIENT_S,
+        after: "Simulation | None" = None,
+    ) -> None:
         p = self.passes = ModelRunner.__new__(ModelRunner)
         most = MOST["cuda"]
         p.padded, p.fixed, p.most, p.sizes, p.totals = True, False, most, list(buckets(most)), TOTALS
@@ -130,7 +156,10 @@ class Simulation:
         for b in {0, *map(p.riding, p.sizes)}:
             for t in (t for t in TOTALS if t > b):
                 p.token_budget.note(b, t, clock.alone(False, t))
+        if after:
+            p.token_budget = after.passes.token_budget
         cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
+        self.client = client
         self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
         engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
         engine._load = partial(ContinuousEngine._load, engine)
@@ -155,7 +184,7 @@ class Simulation:
                 self.now = max(self.now, until)
                 self._take()
             self._turn()
-        first = [a.times[0][0] - a.sent for a in self.done]
+        first = [a.times[0][0] - a.sent + self.client - CLIENT_S for a in self.done]
         between = [b[0] - a[0] for d in self.done for a, b in pairwise(d.times)]
         row: Row = {"tokens_per_s": self.made / self.now, "ttft_ms": percentiles(first), "between_ms": percentiles(between)}
         return row | {"passes_ms": [(*k, len(s), round(1e3 * statistics.mean(s), 2)) for k, s in sorted(self.seconds.items())]}
@@ -210,14 +239,13 @@ class Simulation:
                     self.scheduler.end(text)
                     self.done.append(answer)
                     user = self.users.pop(text.number)
-                    self.coming.append((end + CLIENT_S, user, user.send(text.tokens[text.prompt :])))
+                    self.coming.append((end + self.client, user, user.send(text.tokens[text.prompt :])))
 
 
 def change(settings: list[str]) -> None:
     """Numbers of serving/token_budget.py and serving/continuous.py, as NAME=VALUE."""
     for name, value in (s.split("=") for s in settings):
-        where = token_budget if hasattr(token_budget, name) else continuous
-        assert hasattr(where, name), name
+        where = next(m for m in (token_budget, prompt_rate, continuous) if hasattr(m, name))
         setattr(where, name, float(value))
 
 
@@ -226,6 +254,9 @@ def main() -> None:
     ask.add_argument("--users", default="1,16,64,128")
     ask.add_argument("--loads", default=",".join(LOADS))
     ask.add_argument("--prefer", default=token_budget.PREFER[0], choices=token_budget.PREFER)
+    ask.add_argument("--clock", default="h100", choices=("h100", "h200", "http"))
+    ask.add_argument("--one-server", action="store_true", help="each load meets the TokenBudget that the one before has left")
+    ask.add_argument("--seed", type=int, default=SEED)
     ask.add_argument("--gap", type=float, default=0.0, help="ms between the users' first requests")
     ask.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings")
     ask.add_argument("--out", type=Path, default=RESULTS / "serve_schedule.json")
@@ -242,9 +273,13 @@ def main() -> None:
         f"users_{n}": (Simulation(clock, plain(n, requests(V, SEED + n)), args.gap / 1e3, args.prefer), COUNTS[n])
         for n in map(int, filter(None, args.users.split(",")))
     }
-    loaded = h100(json.loads((RESULTS / "h100" / "serve_8b.json").read_text()))
+    last: Simulation | None = None
+    client = CLIENT_HTTP if args.clock == "http" else CLIENT_S
     for name in filter(None, args.loads.split(",")):
-        trials[name] = Simulation(loaded, users_of(LOADS[name], V), args.gap / 1e3, args.prefer), LOADS[name].count
+        users = users_of(LOADS[name], V, args.seed)
+        trial = Simulation(clock_of(args.clock), users, args.gap / 1e3, args.prefer, client, last)
+        trials[name] = trial, LOADS[name].count
+        last = trial if args.one_server else None
     for name, (trial, count) in trials.items():
         row = found[name] = trial.run(count)
         t, b = row["ttft_ms"], row["between_ms"]
