@@ -18,7 +18,7 @@ from typing import Any
 
 from lowq_cli.files import packed_tensors
 from lowq_cli.files.quant_config import Stored, expand_stored
-from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json, viewed
+from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json, torch_dtype, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
 from lowq_cli.files.storage import METHOD, method
@@ -51,6 +51,7 @@ class CheckpointTensor:
     dtype: str  # safetensors dtype of the scales, or of a plain tensor
     nbytes: int
     layout: str = DISK  # layout of its words, if packed
+    packed: CheckpointTensor | None = None  # the packed matrix that a plain tensor is unpacked from, if it is not stored
 
     @cached_property
     def params(self) -> int:
@@ -139,7 +140,9 @@ class Checkpoint:
             raise DamagedError(f"{t.name}.{leaf} in {self.folder} holds {UNUSABLE[role]}; quantize again")
 
     def read_plain(self, t: CheckpointTensor) -> torch.Tensor:
-        """One tensor that is not packed, as stored."""
+        """One tensor that is not packed, as stored, or unpacked in its dtype."""
+        if t.packed is not None:
+            return self.read_matrix(t.packed).dequantize().to(torch_dtype(t.dtype))
         header = self.source.headers[t.name]
         return viewed(self.source.read_raw(t.name, 0, header.nbytes), DTYPES[header.dtype], header.shape)
 

@@ -12,11 +12,13 @@ from typing import Any
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.family_tensors import extra_prefixes
+from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.plan import targets
 from lowq_cli.plan.plan import Plan
 from lowq_cli.state import as_argument, source_of
 from lowq_packers import formats
+from lowq_packers.arch.towers import TOWERS
 from lowq_packers.errors import LowqError, NotFoundError, SchemeError, UnsupportedError
 from lowq_packers.formats import EXPORTED, Format
 
@@ -26,13 +28,19 @@ TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N), which no othe
 
 
 def as_held(checkpoint: Checkpoint, fmt: Format) -> Checkpoint:
-    """The checkpoint, without heads that predict further tokens if the format's readers do not support them."""
+    """The checkpoint as the format's readers support it: perhaps without heads that predict further tokens, and with the vision
+    tower unpacked."""
     prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(checkpoint.config, checkpoint.source.headers)
-    return (
-        replace(checkpoint, tensors=tuple(t for t in checkpoint.tensors if not t.name.startswith(prefixes)))
-        if prefixes
-        else checkpoint
-    )
+    tensors = tuple(t for t in checkpoint.tensors if not prefixes or not t.name.startswith(prefixes))
+    towers = {t for t in tensors if TOWERS.search(t.name)}
+    if WRITTEN[fmt.name].towers(checkpoint.config) and any(t.scheme for t in tensors if t not in towers):
+        dtype = next((t.dtype for t in tensors if t in towers and not t.scheme), "BF16")  # of its norms: the model's
+        tensors = tuple(_unpacked(t, dtype) if t in towers and t.scheme else t for t in tensors)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _unpacked(t: CheckpointTensor, dtype: str) -> CheckpointTensor:
+    return CheckpointTensor(f"{t.name}.weight", t.shape, None, dtype, TensorHeader(t.shape, dtype).nbytes, packed=t)
 
 
 def check(checkpoint: Checkpoint, fmt: Format) -> None:

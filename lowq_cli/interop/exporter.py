@@ -166,12 +166,13 @@ def _factor_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def _left_out(whole: Checkpoint, held: Checkpoint, fmt: Format) -> list[str]:
-    count = len(whole.tensors) - len(held.tensors)
-    return (
-        [f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them"]
-        if count
-        else []
-    )
+    notes, count = list[str](), len(whole.tensors) - len(held.tensors)
+    if count:
+        notes.append(f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them")
+    if unpacked := sum(t.packed is not None for t in held.tensors):
+        why = WRITTEN[fmt.name].towers(held.config)
+        notes.append(f"{unpacked} quantized weights of the vision tower are written unpacked, in 16 bits: {why}")
+    return notes
 
 
 def _check_tp(checkpoint: Checkpoint, ranks: int) -> None:

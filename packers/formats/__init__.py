@@ -77,7 +77,8 @@ class Export:
     are supported under their own names; those of a `stack` always are. library: the "format" in the files' metadata. whole:
     config.json in the form of its readers, from lowq's and whether the head is tied. beside: other JSON files, by name, from
     the result of `config`. one_file: whether it is a single file, which `interop` writes. extra: whether its readers support
-    heads that predict further tokens. otherwise: why its readers would compute wrong numbers with a config; or None.
+    heads that predict further tokens. otherwise: why its readers would compute wrong numbers with a config; or None. towers:
+    why its readers do not load the packed matrices of a vision tower, which are then written unpacked; or None.
     """
 
     rank: int
@@ -89,6 +90,7 @@ class Export:
     one_file: bool = False
     extra: bool = True
     otherwise: Callable[[Config], str | None] = lambda config: None
+    towers: Callable[[Config], str | None] = lambda config: None
 
 
 @dataclass(frozen=True)

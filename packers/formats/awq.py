@@ -109,4 +109,5 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
 
 
 ENGINES = served_by("lowq", "vLLM", "SGLang", "transformers (with gptqmodel)")
-register(Format("awq", "AWQ (gemm)", _matrices, ENGINES, _why_not, _write, _config, export=Export(3)))
+EXPORT = Export(3, towers=lambda config: "AWQ has one group size for all layers, of which most towers' widths are no multiples")
+register(Format("awq", "AWQ (gemm)", _matrices, ENGINES, _why_not, _write, _config, export=EXPORT))

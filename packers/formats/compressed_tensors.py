@@ -41,6 +41,9 @@ STRATEGIES: dict[str, tuple[str | None, ...]] = {  # form of the tensors -> its 
     "mxfp4-pack-quantized": ("group",),
 }
 
+# Towers for which transformers sets weights that may be missing by attributes of their linears, which packed ones lack.
+ASKS_EARLY = ("siglip_vision_model", "siglip2_vision_model")
+
 
 def _section(config: Config) -> Mapping[str, Any]:
     return c.section(config, "quantization_config", "compression_config")
@@ -312,6 +315,11 @@ def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     return engines
 
 
+def _towers(config: Config) -> str | None:
+    kind = str(c.section(config, "vision_config").get("model_type"))
+    return f"transformers 5.23 asks for each weight of a {kind} tower before it is unpacked" if kind in ASKS_EARLY else None
+
+
 def _why_not(s: Scheme, N: int, K: int) -> str | None:
     if s.table:
         return _fp4.why_not(s, "compressed-tensors", *floats.FP4.values())
@@ -377,5 +385,5 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 register(Format(
     NAME, NAME, _matrices, _engines, _why_not, c.from_codes(_write), _config, _notes,
-    write_words=_write, export=Export(1), tables=("e2m1",), claims=_claims, check_values=floats.check_values,
+    write_words=_write, export=Export(1, towers=_towers), tables=("e2m1",), claims=_claims, check_values=floats.check_values,
 ))  # fmt: skip
