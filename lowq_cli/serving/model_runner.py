@@ -111,6 +111,8 @@ class ModelRunner:
         # passes with prompts where some sequence has images
         self.showing: dict[tuple[int, int, bool], tuple[Captured, torch.Tensor]] = {}
         self.pass_images: PassImages | None = None
+        self.pass_logits: torch.Tensor | None = None  # of all passes with prompts where some sequence has images
+        self.left_pictured: Iterator[tuple[int, int, bool]] | None = None  # passes of `pictured` that were not recorded yet
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int, bool]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
         self.reason = ""  # why passes that should be recorded are not
@@ -183,38 +185,47 @@ class ModelRunner:
             return graph.logits
         return self.forward(b, M, None if chunk is None else upload(chunk, self.device), n, runs, given, adapted)
 
-    def _record_turned(self) -> None:
-        """Record steps with separate rotary positions, for a model whose images need them."""
+    def pictured(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield (rows that step, all rows, whether with adapters) of every pass to record for sequences with images: steps, if
+        these need separate rotary positions, and passes with prompts."""
         images = self.plan.model.images
-        for b, adapted in product(self.sizes if images is not None and images.sections else (), self.kinds):
-            graph = self._recording(partial(self.forward, b, b, None, 0, (), [], adapted), f"steps of {b} rows", capture)
+        if images is not None and images.sections:
+            yield from ((b, b, adapted) for b, adapted in product(self.sizes, self.kinds))
+        if self.shows:
+            yield from ((b, M, adapted) for (b, M), adapted in product(self.recorded(), self.kinds) if b != M)
+
+    def record_pictured(self) -> bool:
+        """Record one of the passes of `pictured`; return False if none is left, or if one with prompts cannot be recorded. No
+        pass may be in flight, and no row may belong to a sequence."""
+        self.left_pictured = self.pictured() if self.left_pictured is None else self.left_pictured
+        b, M, adapted = next(self.left_pictured, (0, 0, False))
+        if not M:
+            return False
+        if b == M:
+            graph = self._recording(partial(self.forward, b, b, None, 0, (), [], adapted), f"steps of {b} rows")
             if graph is not None:
                 self.turned[b, adapted] = graph
-
-    def record_showing(self, record: Callable[..., Captured] = capture) -> None:
-        """Record passes with prompts of sequences that have images; their logits share one tensor."""
-        images = self.plan.model.images
-        if images is None or not self.shows:
-            return
-        passes = [(b, M) for b, M in self.recorded() if b != M]
-        width = self.plan.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
-        self.pass_images = PassImages(images, RECORDED, width, self.device, self.plan.dtype)
-        most = max((b + self.ends(M - b) for b, M in passes), default=0)
-        logits = torch.empty(most, self.plan.vocabulary, dtype=self.plan.dtype, device=self.device)
-        for (b, M), adapted in product(passes, self.kinds):
-            chunk, n = self._describe(b, M - b, (), None)
-            place = upload(chunk, self.device)
-            step = partial(self.forward, b, M, place, n, (), self.pass_images, adapted)
-            graph = self._recording(step, f"passes of {M} rows", record, logits)
-            if graph is None:
-                return
-            self.showing[b, M, adapted] = graph, place
+            return True
+        assert self.plan.model.images is not None
+        if self.pass_images is None:
+            width = self.plan.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
+            self.pass_images = PassImages(self.plan.model.images, RECORDED, width, self.device, self.plan.dtype)
+            most = max(b + self.ends(M - b) for b, M in self.recorded() if b != M)
+            self.pass_logits = torch.empty(most, self.plan.vocabulary, dtype=self.plan.dtype, device=self.device)
+        chunk, n = self._describe(b, M - b, (), None)
+        place = upload(chunk, self.device)
+        step = partial(self.forward, b, M, place, n, (), self.pass_images, adapted)
+        graph = self._recording(step, f"passes of {M} rows", self.pass_logits)
+        if graph is None:
+            self.left_pictured = iter(())
+            return False
+        self.showing[b, M, adapted] = graph, place
+        return True
 
     def _recording(
         self,
         step: Callable[[], torch.Tensor | None],
         what: str,
-        record: Callable[..., Captured],
         logits: torch.Tensor | None = None,
     ) -> Captured | None:
         """Record a pass with pictures; None where that fails: the pass then runs unrecorded, only slower."""
@@ -227,7 +238,7 @@ class ModelRunner:
 
         try:
             run()  # compiles the kernels
-            graph = record(run, self.pool)
+            graph = capture(run, self.pool)
         except RuntimeError as e:  # cannot be recorded, or no memory for it
             if device_lost(e):
                 raise
@@ -413,8 +424,8 @@ class ModelRunner:
             if b in (M, most.get(M)):
                 self.measure(b, M, adapted)
             done(i + 1, len(keys))
-        self._record_turned()
-        self.record_showing()
+        while self.record_pictured():
+            pass
 
     def _choose_steps(self) -> None:
         """Choose the steps of passes with adapters, folded or not, by the time of a recorded pass in which only rows step."""
@@ -440,10 +451,12 @@ class ModelRunner:
         self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool, `capture` runs nothing on live rows
 
     def record_next(self) -> bool:
-        """Record one of the passes that `record_when_met` leaves, in the order of `recorded`; return False if there is none.
-        As for `record`, no pass may be in flight, and no row may belong to a sequence."""
-        key = None if self.met is None else next((k for k in self._keys() if k not in self.captured), None)
-        return key is not None and self._record(*key, first=True)
+        """Record one of the passes that `record_when_met` leaves, in the order of `recorded`, then of `pictured`; return False
+        if there is none. As for `record`, no pass may be in flight, and no row may belong to a sequence."""
+        if self.met is None:
+            return False
+        key = next((k for k in self._keys() if k not in self.captured), None)
+        return self.record_pictured() if key is None else self._record(*key, first=True)
 
     def _record(self, b: int, M: int, adapted: bool, first: bool = False, live: bool = False) -> bool:
         """Record a pass; `first`: run it before, which loads its kernels. live: rows belong to sequences, which a run would

@@ -8,6 +8,7 @@ import queue
 import statistics
 import sys
 import threading
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,10 @@ from lowq_cli.engine.vision import Sight
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import packed
 from lowq_cli.hf.tower import Tower, load_tower
+from lowq_cli.serving import model_runner
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.host_memory import HostMemory
+from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.model_runner import RECORDED
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -229,8 +232,8 @@ def served(model, asked, n, **how):
     return answers(ContinuousEngine(model, 64, **how), asked, n)
 
 
-def answers(engine, asked, n):
-    """As `served`, of an engine that has not started."""
+def answers(engine, asked, n, begun=lambda: None):
+    """As `served`, of an engine that has not started; `begun` is called before anything is asked."""
     events, ended, numbers = {}, threading.Event(), []
 
     def sink(batch):
@@ -240,6 +243,7 @@ def answers(engine, asked, n):
             ended.set()
 
     engine.start(sink)
+    begun()
     numbers += [engine.submit(Request(tuple(ids), n, pictures=tuple(map(packed, pictures)))) for ids, pictures in asked]
     sink([])
     assert ended.wait(120)
@@ -298,8 +302,19 @@ WHOLE, MIXTURES = ("gemma3", "gemma4/whole"), ("qwen3_vl_moe", "qwen3_5_moe", "l
 RECURRENT = ("qwen3_5",)  # on a CPU the rows of each sequence have to be on the host
 
 
+def record_pictures(engine, monkeypatch):
+    """Record on a CPU, as a later load in a server does whose passes without pictures are recorded."""
+    monkeypatch.setattr(model_runner, "capture", Replayed)
+    passes = engine.passes
+    passes.met, passes.captured = set(), {(b, M, False): None for b, M in passes.recorded()}
+    with torch.inference_mode():
+        while passes.record_next():
+            pass
+    passes.met, passes.captured = None, {}
+
+
 @pytest.mark.parametrize("name", [n for n in pictured.NAMES if n not in (*WHOLE, *MIXTURES, *RECURRENT)])
-def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
+def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name, monkeypatch):
     """All sizes are recorded that are for texts; a recorded pass reads its pictures from the same tensors each time."""
     long, short = texts(pictured.VOCAB, 70, 5)
     a, b = pictured.picture(name, 1, 4, 5), pictured.picture(name, 2)
@@ -311,8 +326,9 @@ def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
         runner.padded = True
         runner.most_recorded = RECORDED
         if recorded:
-            with torch.inference_mode():
-                runner.record_showing(Replayed)
+            record_pictures(engine, monkeypatch)
+            sizes = runner.sizes if runner.plan.model.images.sections else ()
+            assert set(runner.turned) == {(b, False) for b in sizes}
             assert set(runner.showing) == {(b, M, False) for b, M in runner.recorded() if b != M}
         return answers(engine, asked, 6)
 
@@ -322,10 +338,10 @@ def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_passes_whose_pictures_are_seen_whole_are_not_recorded(name):
+def test_passes_whose_pictures_are_seen_whole_are_not_recorded(name, monkeypatch):
     """No kernel takes them."""
     engine = ContinuousEngine(seeing(name)[0], 64, running=4)
-    engine.passes.record_showing(Replayed)
+    record_pictures(engine, monkeypatch)
     assert engine.passes.showing == {}
 
 
@@ -457,7 +473,28 @@ def test_on_a_gpu_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_on
             assert engine.passes.reason == ""
             assert set(engine.passes.showing) == {(b, M, False) for b, M in engine.passes.recorded() if b != M}
         else:
-            engine.passes.record_showing = lambda: None
+            engine.passes.record_pictured = lambda: False
             found.append(answers(engine, asked, 6)[0])
             assert engine.passes.showing == {}
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_later_load_records_passes_with_pictures():
+    """While there is nothing to do; it answers as the first load does."""
+    asked, found, earlier = some("qwen3_vl"), [], Measurements(b"key")
+    for later in (False, True):
+        engine = ContinuousEngine(seeing("qwen3_vl", "cuda", torch.float16)[0], 64, running=4, earlier=earlier)
+        passes, until = engine.passes, time.monotonic() + 120
+
+        def recorded(passes=passes, until=until):
+            while len(passes.turned) + len(passes.showing) < len(list(passes.pictured())):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+
+        found.append(answers(engine, asked, 6, recorded)[0])
+        assert (passes.met is not None) == later
+        assert passes.reason == ""
+        earlier = engine.measurements
     assert found[0] == found[1]
