@@ -386,11 +386,10 @@ CHOOSE = "{ const f = document.querySelector('#files'); f.files = data.files; f.
 def test_the_page_takes_pictures_by_button_paste_and_drop(page, seeing, tmp_path):
     """They are shown, sent, kept; the answer is that of the same request."""
     assert page.run("document.querySelector('#add').hidden") is False
-    made = "(window.made = document.createElement('canvas')).width = 60; made.height = 44; "
-    made += "{ const p = made.getContext('2d'); p.fillStyle = '#c33'; p.fillRect(9, 9, 30, 20); }"
-    page.run(made)
+    page.run("(window.made = document.createElement('canvas')).width = 60")
     for n, how in enumerate((PASTE, DROP, CHOOSE), 1):
         file = "data.items.add(new File([blob], 'a.png', { type: 'image/png' }))"
+        page.run(f"made.height = {24 + 20 * n}; made.getContext('2d').fillRect(9, 9, 30, 9)")  # each of another height
         page.run(f"made.toBlob(blob => {{ const data = new DataTransfer(); {file}; {how} }})")
         page.wait(f"document.querySelectorAll('#pictures img').length === {n}")
     page.run("document.querySelectorAll('#pictures button')[2].click()")
@@ -401,6 +400,8 @@ def test_the_page_takes_pictures_by_button_paste_and_drop(page, seeing, tmp_path
     page.wait("document.querySelector('#go').textContent === 'Send' && document.querySelector('.assistant small').textContent")
     assert page.run("document.querySelectorAll('.user .seen img').length") == 2
     assert page.run("[...document.querySelectorAll('.seen img')].every(i => i.complete && i.naturalWidth === 60)")
+    shapes = page.run("[...document.querySelectorAll('.seen img')].map(i => [i.width, i.height, i.naturalHeight])")
+    assert shapes == [[60, 44, 44], [60, 64, 64]]  # beside each other, none is stretched
     assert page.run("document.querySelectorAll('#pictures img').length") == 0
     urls = page.run("now.turns[0].images")
     body = {"messages": [message(*urls)], "temperature": 0, "max_tokens": 6}
