@@ -43,30 +43,28 @@ WHERE = {  # row of pictures.json -> what the table calls it
 }
 
 
+AGAIN = {  # row of pictures_passes.json, in which some parts were measured again -> row of pictures.json
+    "tower": "tower",
+    "prompt 1054 picture folded": "prompt of 1054 tokens with a picture",
+    "prompt text": "prompt of 1054 tokens with text",
+}
+
+
 @part
 def pictures_first_token() -> str:
-    """Where the first token of a picture goes (h200/pictures.json)."""
-    results = json.loads((RESULTS / "h200" / "pictures.json").read_text())
-    rows = {r["what"]: r["ms"] for r in results["first"]}
-    cells = [(WHERE[what], f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}") for what, ms in rows.items()]
+    """Where the first token of a picture goes (h200/pictures.json), and its parts since (h200/pictures_passes.json)."""
+    results, later = (json.loads((RESULTS / "h200" / f"{n}.json").read_text()) for n in ("pictures", "pictures_passes"))
+    again = {AGAIN[r["what"]]: r["ms"] for r in later["rows"] if r.get("what") in AGAIN}
+    cells = []
+    for what, ms in ((r["what"], r["ms"]) for r in results["first"]):
+        both = (ms, again.get(what))
+        cells.append((WHERE[what], *("" if t is None else f"{t:.1f}" if t >= 10 else f"{t:.2f}" for t in both)))
     head = (
         f"{results['gpu']}, {results['layers']} layers of an 8B of Qwen3-VL's shape in 4 bits g128, random weights, tower of "
         f"27 layers in bf16, one JPEG of 1,024 x 1,024 pixels; the fastest of 15 runs:\n\n"
     )
-    return head + table(("part", ">ms"), cells)
-
-
-@part
-def pictures_users() -> str:
-    """Users who send pictures (h200/pictures.json)."""
-    cells = []
-    for r in json.loads((RESULTS / "h200" / "pictures.json").read_text())["serve"]:
-        seen, words = r.get("picture"), r.get("text")
-        times = [f"{m['p50']:.0f} / {m['p99']:.0f}" if m else "" for m in (seen and seen["first_ms"],)]
-        times += [f"{m['p50']:.1f} / {m['p99']:.1f}" if m else "" for m in (x and x["between_ms"] for x in (seen, words))]
-        cells.append((r["pictures"], r["texts"], f"{r['tokens_per_s']:,.0f}", *times))
-    columns = (">users with pictures", ">with texts", ">tokens/s", ">first token, ms", ">between tokens, ms")
-    return table((*columns, ">texts: between tokens, ms"), cells)
+    times = (f">ms, {d[:10]} {d[11:16]}" for d in (results["date"], later["date"]))
+    return head + table(("part", *times), cells)
 
 
 PASSES = {"launched": "launched kernel by kernel", "recorded": "recorded"}
